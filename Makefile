@@ -1,0 +1,43 @@
+# Two commands: `make train` trains the default model, `make test` runs every check that needs no GPU.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test test-gpu lint docs clean
+
+# Passive waiting: threads that spin at barriers make a CPU run up to ten times slower beside another busy process.
+train: $(VENV)/installed
+	OMP_WAIT_POLICY=passive $(BIN)/python -m graphmoe.train
+
+test: $(VENV)/installed-dev lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# On a machine with a GPU, with whatever Python has torch there: make test-gpu PYTHON=python3
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/installed-dev
+	$(BIN)/python docs/make_tables.py
+
+clean:
+	rm -rf $(VENV)
+
+# torch comes first and pinned: a CPU-only build satisfies the rest. Wheels of torch for a GPU bring their
+# own triton, so it is added only where torch brought none.
+$(VENV)/installed: constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graphmoe needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q triton==3.6.0
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""The YAML configuration of graphmoe, found by Hydra as ``pkg://conf``."""

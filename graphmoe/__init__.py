@@ -1,0 +1,14 @@
+"""graphmoe trains Mixture-of-Experts language models; see README.md."""
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["load_hf", "save_hf"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from graphmoe.model.hf import folder
+
+        return getattr(folder, name)
+    raise AttributeError(f"module 'graphmoe' has no attribute '{name}'")

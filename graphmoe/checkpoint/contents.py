@@ -1,0 +1,168 @@
+"""The files of one checkpoint: written through DCP with a running sha256, and read back.
+
+DCP writes one ``__<rank>_0.distcp`` per rank and ``.metadata``; everything here is public DCP API of
+torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from graphmoe.checkpoint.entries import Entries
+from graphmoe.checkpoint.manifest import FileSum
+from graphmoe.checkpoint.ranks import Ranks
+
+_BUFFER_BYTES = 2**20
+
+
+def write_entries(
+    folder: Path, entries: Entries, copies: dict[str, torch.Tensor], ranks: Ranks
+) -> dict[str, FileSum]:
+    """Write this rank's share into the folder and fsync it; the sums of the files written here.
+
+    The contents of tensors in ``copies`` are taken from there.
+    """
+    # More threads would be faster, but DCP drops the error of all but the first and then writes
+    # metadata without their entries (2.11 to 2.13). copy_ahead > 0 would wait for the GPU.
+    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=True)
+    files = _HashingFileSystem()
+    writer.fs = files
+    with _dcp_errors():
+        dcp.save(
+            {**entries.tensors, **entries.values},
+            storage_writer=writer,
+            planner=_CopiesPlanner(copies),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+    return files.sums
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Names, shapes and dtypes of the entries in a checkpoint folder."""
+    return FileSystemReader(folder).read_metadata()
+
+
+def value_names(saved: Metadata) -> set[str]:
+    """Names of the entries that are plain values."""
+    entries = saved.state_dict_metadata.items()
+    return {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
+
+
+def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
+    """Fill the tensors of ``wanted`` in place; the plain values of these names."""
+    flat: dict[str, Any] = {**wanted.tensors, **dict.fromkeys(sorted(values))}
+    with _dcp_errors():
+        dcp.load(
+            flat,
+            storage_reader=FileSystemReader(folder),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
+    return {name: flat[name] for name in values}
+
+
+@contextmanager
+def _dcp_errors() -> Iterator[None]:
+    """Raises the first rank's own error in place of DCP's wrapper, which is a BaseException."""
+    # a filter that stays: catch_warnings swaps global state, which is not safe in a thread
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        yield
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items())
+        raise cause from error
+
+
+class _CopiesPlanner(DefaultSavePlanner):
+    """Plans by the state itself, so that sharded tensors are known as such, and writes the copies."""
+
+    def __init__(self, copies: dict[str, torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        copy = self._copies.get(index.fqn)
+        return super().lookup_object(index) if copy is None else copy
+
+
+class _HashingFileSystem(FileSystem):
+    """The local file system; keeps size and sha256 of each file that is written through it."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with Path(path).open(mode, buffering=_BUFFER_BYTES) as stream:
+            hashed = _HashingStream(stream)
+            yield hashed
+            hashed.raise_error()
+        self.sums[Path(path).name] = hashed.sum
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _HashingStream:
+    """The part of a binary file that DCP writes to; hashes what passes through.
+
+    An error of the disk is kept until DCP asks for the descriptor: raised out of ``write`` it would
+    cross torch.save's C++ code, which replaces it by "unexpected pos" or ends the process (2.11).
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._sha256 = hashlib.sha256()
+        self._num_bytes = 0
+        self._error: OSError | None = None
+
+    @property
+    def sum(self) -> FileSum:
+        return FileSum(self._sha256.hexdigest(), self._num_bytes)
+
+    def write(self, block: Any) -> int:
+        self._num_bytes += len(block)
+        if self._error is None:
+            self._sha256.update(block)
+            try:
+                self._stream.write(block)
+            except OSError as error:
+                # its traceback would keep DCP's BytesIO view in a cycle, which crashes CPython 3.12.1's GC
+                self._error = error.with_traceback(None)
+        return len(block)
+
+    def raise_error(self) -> None:
+        """Raise the error of the first write that failed, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def flush(self) -> None:
+        """Nothing: DCP flushes after each tensor, and each system call gives the GIL away."""
+
+    def fileno(self) -> int:
+        """The descriptor, for fsync: what was written is handed to the system before."""
+        self.raise_error()
+        self._stream.flush()
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()

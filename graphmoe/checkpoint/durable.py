@@ -1,0 +1,26 @@
+"""Writes that survive a crash: nothing is visible under its name before it is on the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace the file by ``text`` atomically; a crash leaves the old content or the new one."""
+    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with draft.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the folder's list of names on the disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,146 @@
+"""The state as named entries: nested dicts and lists to flat names and back.
+
+A tensor is an entry of its own, named by its path (``model.layers.0.attn.norm.weight``). So is each
+other value that a dict holds; a list without tensors is one value.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from graphmoe.checkpoint.errors import CheckpointError
+from graphmoe.checkpoint.snapshot import local_part
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+@dataclass
+class Entries:
+    """Tensors by name, and by name what else the state holds as (path, value)."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, tuple[tuple[str | int, ...], Any]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return self.tensors.keys() | self.values.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's part of the tensors in bytes; what a file adds to that is small."""
+        return sum(local_part(tensor).nbytes for tensor in self.tensors.values())
+
+
+def flatten(state: dict[str, Any]) -> Entries:
+    """Entries of a nested state; tensors are shared with it, values are copied.
+
+    *Raises* CheckpointError for a value that would not come back as it was: anything but None,
+    bool, int, float, str, bytes and lists, tuples or dicts of them.
+    """
+    entries = Entries()
+    _walk((), state, entries)
+    return entries
+
+
+def _walk(path: tuple[str | int, ...], node: Any, entries: Entries) -> None:
+    name = ".".join(map(str, path))
+    children = _children(node)
+    if children is not None and (children or not path):
+        for key, child in children.items():
+            _walk((*path, key), child, entries)
+        return
+    assert name not in entries.names, f"two entries of the state are both named {name}"
+    if isinstance(node, torch.Tensor):
+        entries.tensors[name] = node
+    else:
+        _require_plain(name, node)
+        entries.values[name] = (path, copy.deepcopy(node))
+
+
+def _children(node: Any) -> dict[str | int, Any] | None:
+    """The parts that become entries of their own, or None for an entry."""
+    if isinstance(node, dict):
+        return node
+    if isinstance(node, list) and _holds_tensor(node):
+        return dict(enumerate(node))
+    return None
+
+
+def _holds_tensor(node: Any) -> bool:
+    if isinstance(node, dict):
+        return any(map(_holds_tensor, node.values()))
+    if isinstance(node, list | tuple):
+        return any(map(_holds_tensor, node))
+    return isinstance(node, torch.Tensor)
+
+
+def _require_plain(name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _require_plain(name, key)
+            _require_plain(name, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _require_plain(name, item)
+    elif type(value) not in _PLAIN:
+        raise CheckpointError(
+            f"the state's {name} holds a {type(value).__name__}; a checkpoint keeps tensors, None, bool, "
+            "int, float, str, bytes, dicts, lists and (without tensors inside) tuples"
+        )
+
+
+def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], Any]]) -> None:
+    """Put the values into ``state`` at their paths; dicts on the way are made where missing."""
+    for name, (path, value) in values.items():
+        node: Any = state
+        for key in path[:-1]:
+            if isinstance(node, dict):
+                node = node.setdefault(key, {})
+            else:
+                node = node[key] if _has_item(node, key) else None
+        if not (isinstance(node, dict) or _has_item(node, path[-1])):
+            raise CheckpointError(f"the checkpoint's entry {name} has no place in the state")
+        node[path[-1]] = value
+
+
+def _has_item(node: Any, key: str | int) -> bool:
+    return isinstance(node, list) and isinstance(key, int) and key < len(node)
+
+
+def differences(wanted: Entries, saved: Metadata, all_names: set[str], *, partial: bool) -> list[str]:
+    """What keeps the checkpoint from filling ``wanted``, one line per entry; empty if nothing.
+
+    all_names: names that any rank wants. partial: entries that nobody wants and other dtypes are
+    fine. A plain value that is only in the checkpoint is always fine: it is merged in.
+    """
+    found = saved.state_dict_metadata
+    lines = []
+    for name, tensor in sorted(wanted.tensors.items()):
+        entry = found.get(name)
+        if entry is None:
+            lines.append(f"missing in the checkpoint: {name} {_form(tensor.shape, tensor.dtype)}")
+        elif not isinstance(entry, TensorStorageMetadata):
+            lines.append(f"a tensor here, a plain value in the checkpoint: {name}")
+        elif entry.size != tensor.shape or (entry.properties.dtype != tensor.dtype and not partial):
+            theirs, ours = _form(entry.size, entry.properties.dtype), _form(tensor.shape, tensor.dtype)
+            lines.append(f"different: {name} is {ours} here, {theirs} in the checkpoint")
+    for name, (_, value) in sorted(wanted.values.items()):
+        if name not in found and value != {}:
+            lines.append(f"missing in the checkpoint: {name}")
+        elif isinstance(found.get(name), TensorStorageMetadata):
+            lines.append(f"a plain value here, a tensor in the checkpoint: {name}")
+    if not partial:
+        for name, entry in sorted(found.items()):
+            if name not in all_names and isinstance(entry, TensorStorageMetadata):
+                form = _form(entry.size, entry.properties.dtype)
+                lines.append(f"unexpected in the checkpoint: {name} {form}")
+    return lines
+
+
+def _form(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

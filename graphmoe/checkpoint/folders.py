@@ -1,0 +1,133 @@
+"""The folder of checkpoints: names, what is whole, what is cleaned, what is kept.
+
+``step_00000100`` is whole: it gets this name by one rename, after its manifest. ``*.tmp-<pid>`` is
+being written or deleted by that process. ``*.replaced`` makes room for a new one of the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from graphmoe.checkpoint.durable import sync_folder
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+RUN_CONFIG = "resolved.yaml"
+"""What tells a run's folder from others; graphmoe.run_folder writes it."""
+_STEP = re.compile(r"step_(\d{8,})")
+_TEMPORARY = re.compile(r"step_.+\.tmp-(\d+)")
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Path of a step's checkpoint."""
+    return folder / f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Step that a checkpoint folder is named after; None for any other name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def why_none(path: Path) -> str:
+    """The error for a path without a checkpoint: what to wait for, or what to give instead."""
+    inside = path if path.name == CHECKPOINTS else path.parent if step_of(path) is not None else None
+    run = inside.parent if inside else path
+    if (run / RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
+        return (
+            f"{path} holds no checkpoint: none was saved yet; a run saves first after checkpoint.interval "
+            "steps, and at its end (never with checkpoint.enabled=false)"
+        )
+    return (
+        f"{path} holds no checkpoint; give a run's folder, its {CHECKPOINTS} folder, or a whole "
+        f"checkpoint such as {folder_of(inside or path / CHECKPOINTS, 100)}"
+    )
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints, newest first: all were whole once; contents are not read."""
+    if not folder.is_dir():
+        return []
+    steps = [step_of(path) for path in folder.iterdir() if path.is_dir()]
+    return sorted((step for step in steps if step is not None), reverse=True)
+
+
+def make_temporary(folder: Path, step: int) -> Path:
+    """A new empty folder that the checkpoint of ``step`` is written into."""
+    final = folder_of(folder, step)
+    temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def publish(temporary: Path, step: int) -> None:
+    """Give a complete folder its final name; one that is there already is replaced."""
+    final = folder_of(temporary.parent, step)
+    replaced = final.with_name(f"{final.name}.replaced")
+    sync_folder(temporary)
+    if final.exists():
+        final.rename(replaced)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    sync_folder(final.parent)
+    if replaced.exists():
+        _remove(replaced)
+
+
+def prune(folder: Path, newest: int, keep_last: int, keep_every: int, damaged: set[int]) -> list[int]:
+    """Delete what need not be kept once the step ``newest`` is whole; the steps deleted.
+
+    Steps after ``newest`` were left behind by a run that went further: they are neither counted
+    nor deleted. Damaged ones are not counted.
+    """
+    steps = [step for step in saved_steps(folder) if step <= newest]
+    good = [step for step in steps if step not in damaged]
+    kept = set(good[:keep_last]) | {step for step in good if keep_every and step % keep_every == 0}
+    gone = [step for step in steps if step not in kept]
+    for step in gone:
+        _remove(folder_of(folder, step))
+    return gone
+
+
+def clean_leftovers(folder: Path) -> None:
+    """Remove what processes that died left half done; the caller must own the folder."""
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        match = _TEMPORARY.fullmatch(path.name)
+        # our own pid: a container may give each run the same one
+        if match and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+            log.info("removing %s, left by a process that died", path)
+            shutil.rmtree(path)
+    for path in sorted(folder.glob("step_*.replaced")):
+        final = path.with_name(path.name.removesuffix(".replaced"))
+        if final.exists():
+            shutil.rmtree(path)
+        else:  # died between the two renames of publish
+            path.rename(final)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder; it stops being a checkpoint at once, by one rename."""
+    doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,222 @@
+"""CheckpointStore: saves a run's state step by step and finds the newest whole one again."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphmoe.checkpoint import folders
+from graphmoe.checkpoint.contents import read_entries, read_metadata, value_names, write_entries
+from graphmoe.checkpoint.entries import Entries, differences, flatten, merge
+from graphmoe.checkpoint.errors import CheckpointError, MismatchError
+from graphmoe.checkpoint.manifest import FileSum, damage, write_manifest
+from graphmoe.checkpoint.ranks import Ranks
+from graphmoe.checkpoint.snapshot import HostCopies
+from graphmoe.config import CheckpointConfig
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints in one folder.
+
+    With torch.distributed initialised, every rank builds a store and calls its methods alike; a
+    plain tensor or value that several ranks name is saved once, so what differs by rank needs the
+    rank in its name. One process (group) at a time may write to a folder: building a store removes
+    what a dead writer left there. Close it, or the last save may be lost: the background thread
+    does not keep the process alive.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self.folder = Path(folder)
+        self._config: CheckpointConfig | None = config
+        self._only: Path | None = None
+        self._start()
+        self._ranks.on_first(lambda: folders.clean_leftovers(self.folder))
+
+    @classmethod
+    def open_any(cls, path: Path | str) -> CheckpointStore:
+        """A store to read from: ``path`` is a run's folder, its ``checkpoints``, or one checkpoint.
+
+        *Raises* CheckpointError where there is no checkpoint in any of these senses.
+        """
+        path = Path(path)
+        store = cls.__new__(cls)
+        store._config = None
+        store._only = path if folders.step_of(path) is not None and path.is_dir() else None
+        inside = path / folders.CHECKPOINTS
+        store.folder = path.parent if store._only else inside if inside.is_dir() else path
+        store._start()
+        if not store.latest():
+            raise CheckpointError(folders.why_none(path))
+        return store
+
+    def _start(self) -> None:
+        self._ranks = Ranks()
+        self._copies = HostCopies()
+        self._damaged: set[int] = set()
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def latest(self) -> list[int]:
+        """Steps of the checkpoints, newest first; waits for a save that is under way.
+
+        Contents are not read; ``load`` tells whole ones from damaged ones.
+        """
+        self.wait()
+        if self._only:
+            step = folders.step_of(self._only)
+            assert step is not None
+            return [step]
+        return self._ranks.on_first(lambda: folders.saved_steps(self.folder))
+
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> None:
+        """Save nested dicts and lists of tensors and plain values as the checkpoint of ``step``.
+
+        With ``async_save`` it returns as soon as each tensor is copied to the host (one sync of the
+        device), else or with ``wait`` when the checkpoint is on the disk. Waits for the save before.
+
+        *Raises* CheckpointError if this save, or the one before in the background, failed. No
+        earlier checkpoint is touched then.
+        """
+        assert self._config is not None, "this store was opened to read"
+        self.wait()
+        entries = flatten(state)
+        if not self._config.async_save or wait:
+            self._write(step, entries, {})
+            return
+        copies = self._copies.take(entries.tensors)
+        self._writer = threading.Thread(
+            target=self._write_in_background, args=(step, entries, copies), name="checkpoint", daemon=True
+        )
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Return once nothing is being written; raises the error of a write in the background."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Wait for the last save and give its host memory back; raises its error."""
+        try:
+            self.wait()
+        finally:
+            self._copies.close()
+
+    def load(self, state: dict[str, Any], step: int | None = None, *, partial: bool = False) -> int | None:
+        """Fill ``state`` in place; the step that it now holds, None if there is no checkpoint.
+
+        Tensors keep their place and device; plain values are replaced, and those that only the
+        checkpoint has are added. A damaged checkpoint is reported and the one before is taken,
+        unless ``step`` names it. With ``partial``, only what ``state`` names is read, and tensors
+        are cast to its dtypes.
+
+        *Raises* CheckpointError if all are damaged, if ``step`` is not there, or with a list of all
+        entries that are missing, unexpected or of another shape or dtype; ``state`` is unchanged then.
+        """
+        self.wait()
+        steps = self.latest()
+        if step is not None:
+            if step not in steps:
+                there = steps or "none"
+                raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {there}")
+            steps = [step]
+        for candidate in steps:
+            lines = self._damage(candidate)
+            if not lines:
+                self._read(candidate, state, partial)
+                return candidate
+            self._damaged.add(candidate)
+            log.warning("checkpoint %s is damaged and not used: %s", self._path(candidate), "; ".join(lines))
+        if steps:
+            raise CheckpointError(f"{self.folder}: damaged are the checkpoints of steps {steps}, see the log")
+        return None
+
+    def _path(self, step: int) -> Path:
+        return self._only or folders.folder_of(self.folder, step)
+
+    def _damage(self, step: int) -> list[str]:
+        own = damage(self._path(step), share=self._ranks.index, shares=self._ranks.count)
+        return [line for lines in self._ranks.gather(own) for line in lines]
+
+    def _read(self, step: int, state: dict[str, Any], partial: bool) -> None:
+        started = time.perf_counter()
+        path = self._path(step)
+        wanted, saved = flatten(state), read_metadata(path)
+        all_names = set().union(*self._ranks.gather(wanted.names))
+        own = differences(wanted, saved, all_names, partial=partial)
+        lines = list(dict.fromkeys(line for lines in self._ranks.gather(own) for line in lines))
+        if lines:
+            report = "\n  ".join(lines)
+            raise MismatchError(f"{path} does not fit the state in {len(lines)} entries:\n  {report}")
+        values = value_names(saved)
+        merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._ranks))
+        log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)
+
+    def _write(self, step: int, entries: Entries, copies: dict[str, torch.Tensor]) -> None:
+        assert self._config is not None
+        started = time.perf_counter()
+        temporary: Path | None = None
+        try:
+            temporary = self._ranks.on_first(lambda: folders.make_temporary(self.folder, step))
+            sums = self._ranks.gather(write_entries(temporary, entries, copies, self._ranks))
+            merged = {name: value for part in sums for name, value in part.items()}
+            self._ranks.on_first(bind(self._publish, temporary, step, merged))
+        except BaseException as error:
+            if temporary is not None and self._ranks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, Exception):
+                raise CheckpointError(self._explain(step, entries, error)) from error
+            raise
+        gone = self._ranks.on_first(lambda: self._prune(step))
+        seconds = time.perf_counter() - started
+        size = _size(entries.num_bytes)
+        log.info("saved %s: %s in %.2f s, deleted steps: %s", self._path(step), size, seconds, gone or "none")
+
+    def _publish(self, temporary: Path, step: int, sums: dict[str, FileSum]) -> None:
+        write_manifest(temporary, step, sums)
+        folders.publish(temporary, step)
+        self._damaged.discard(step)
+
+    def _prune(self, step: int) -> list[int]:
+        assert self._config is not None
+        keep_last, keep_every = self._config.keep_last, self._config.keep_every
+        try:
+            return folders.prune(self.folder, step, keep_last, keep_every, self._damaged)
+        except OSError as error:
+            raise CheckpointError(f"step {step} is saved, but an older checkpoint stays: {error}") from error
+
+    def _explain(self, step: int, entries: Entries, error: Exception) -> str:
+        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(existing).free
+        intact = folders.saved_steps(self.folder)
+        needed = entries.num_bytes
+        return (
+            f"the checkpoint of step {step} could not be written to {self.folder}: {error}; this rank's "
+            f"part needs {_size(needed)} ({needed} bytes), {_size(free)} are free there; "
+            f"earlier checkpoints are intact: {intact or 'there were none'}"
+        )
+
+    def _write_in_background(self, step: int, entries: Entries, copies: dict[str, torch.Tensor]) -> None:
+        try:
+            self._write(step, entries, copies)
+        except BaseException as error:  # raised by the next wait()
+            self._error = error
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes / 2**10:.2f} KiB"

@@ -1,0 +1,142 @@
+"""Words configuration errors: the key, where it stands, and the nearest valid one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+import conf
+from graphmoe.config import RunConfig
+
+
+def explain(error: BaseException, argv: Sequence[str]) -> str:
+    """One message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
+    # A folder of the user's own may add options to a group: Hydra knows those, this module does not.
+    own_folder = any(word.startswith(("--config-dir", "-cd")) for word in argv)
+    unknown = [text for override in _overrides(argv) for text in _unknown(override, own_folder)]
+    if unknown:
+        return "; ".join(unknown)
+    chain = list(_chain(error))
+    file = next((m[1] for e in chain if (m := re.search(r"In '([^']+)'", str(e)))), None)
+    for cause in reversed(chain):
+        key = getattr(cause, "full_key", None)
+        if not key:
+            continue
+        if key not in known_keys() and file:
+            return f"unknown key '{key}' in {file}.yaml; did you mean '{nearest_key(key)}'?"
+        where = f"in {file}.yaml" if file else "on the command line"
+        text = str(getattr(cause, "msg", None) or cause).splitlines()[0]
+        if "ListConfig" in text:
+            text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
+        return f"{key} {where}: {text}"
+    return "\n  ".join(line for line in str(error).splitlines() if line.strip())
+
+
+def known_keys() -> list[str]:
+    """Every key of the schema, dotted."""
+    hints = typing.get_type_hints(RunConfig)
+    keys: list[str] = []
+    for section, kind in hints.items():
+        keys.append(section)
+        if dataclasses.is_dataclass(kind):
+            keys += [f"{section}.{field.name}" for field in dataclasses.fields(kind)]
+    return keys
+
+
+USUAL_NAMES = {
+    "batch_size": "train.global_batch_size",
+    "device": "run.device",
+    "dtype": "precision.compute",
+    "epochs": "train.steps",
+    "gradient_accumulation_steps": "train.micro_batch_size",
+    "iterations": "train.steps",
+    "learning_rate": "optim.lr",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "seq_length": "data.seq_len",
+    "sequence_length": "data.seq_len",
+}
+"""What other trainers call a key, where no spelling leads to ours."""
+
+
+def nearest_key(key: str) -> str:
+    """The valid key that is meant most likely: by its last word, a usual name, or its spelling."""
+    last = key.split(".")[-1]
+    same_word = [k for k in known_keys() if k.endswith(f".{last}")]
+    if last in USUAL_NAMES or len(same_word) == 1:
+        return USUAL_NAMES.get(last) or same_word[0]
+    section = key.split(".")[0]
+    same_section = [k for k in known_keys() if k.startswith(f"{section}.")]
+    leaf = key.split(".")[1] if "." in key else key
+    if same_section:
+        by_leaf = {k.split(".")[-1]: k for k in same_section}
+        close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.0)
+        return by_leaf[close[0]]
+    candidates = [k for k in known_keys() if ("." in k) == ("." in key)]
+    return difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]
+
+
+def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
+    """Says what is wrong with the key, group or option of one override, if anything is."""
+    key = str(override.key_or_group)
+    line = override.input_line
+    groups = _groups()
+    if key.split(".")[0].split("/")[0] in ("hydra", "format"):
+        return
+    if key in groups and not override.is_delete():
+        options = _options(key)
+        value = override.value()
+        if options and isinstance(value, str) and value not in options and not own_folder:
+            close = difflib.get_close_matches(value, options, n=1, cutoff=0.0)[0]
+            yield (
+                f"'{line}' on the command line: there is no {key} '{value}'; did you mean "
+                f"{key}={close}? (options: {', '.join(options)})"
+            )
+    elif key not in known_keys():
+        if "." in key or key in {k.split(".")[0] for k in known_keys()}:
+            yield f"unknown key '{key}' on the command line ('{line}'); did you mean '{nearest_key(key)}'?"
+        else:
+            spelt = difflib.get_close_matches(key, groups, n=1, cutoff=0.6)
+            close = spelt[0] if spelt else nearest_key(key)
+            yield f"unknown key or group '{key}' on the command line ('{line}'); did you mean '{close}'?"
+
+
+def _overrides(argv: Sequence[str]) -> list[Override]:
+    """The words of the command line that Hydra can read as overrides."""
+    parser = OverridesParser.create()
+    found: list[Override] = []
+    for word in argv:
+        if "=" not in word and not word.startswith("~") or word.startswith("--"):
+            continue
+        try:
+            found.append(parser.parse_override(word))
+        except HydraException:
+            continue  # Hydra's own message about the syntax is shown
+    return found
+
+
+def _conf_folder() -> Path:
+    return Path(conf.__path__[0])
+
+
+def _groups() -> list[str]:
+    return sorted(p.name for p in _conf_folder().iterdir() if p.is_dir() and not p.name.startswith("_"))
+
+
+def _options(group: str) -> list[str]:
+    return sorted(p.stem for p in (_conf_folder() / group).glob("*.yaml"))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__

@@ -1,0 +1,318 @@
+"""Convert weights: Hugging Face folders to graphmoe folders, and graphmoe folders or runs to Hugging Face.
+
+python -m graphmoe.convert from=DeepSeek-V2-Lite to=weights/lite
+python -m graphmoe.convert from=outputs/tiny to=exported/tiny dtype=bf16
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.cli import emit, parse_args, run_tool
+from graphmoe.config import ConfigError, ModelConfig, OutputFormat
+from graphmoe.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, usual_end
+from graphmoe.model.hf.families import to_hf_config
+from graphmoe.model.hf.folder import TOKEN_IDS, HfFolder, hf_entries, open_hf, shapes_of, write_hf
+from graphmoe.model.hf.names import Index
+from graphmoe.model.hf.shards import DEFAULT_SHARD, Entry, parse_size
+from graphmoe.run_folder import CONFIG_FILE
+from graphmoe.weights import (
+    FolderKind,
+    kind_of,
+    open_weights,
+    option_name,
+    own_pieces,
+    read_run,
+    train_command,
+    write_weights,
+)
+
+TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
+TOKENIZER_FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    GENERATION_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tiktoken.model",
+    "chat_template.jinja",
+)
+
+
+class Target(enum.Enum):
+    auto = "auto"
+    hf = "hf"
+    graphmoe = "graphmoe"
+
+
+class WeightDtype(enum.Enum):
+    keep = "keep"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+DTYPES = {
+    WeightDtype.fp32: torch.float32,
+    WeightDtype.bf16: torch.bfloat16,
+    WeightDtype.fp16: torch.float16,
+}
+
+
+@dataclass
+class ConvertArgs:
+    """What the tool is asked."""
+
+    from_: Path
+    """Hugging Face folder, graphmoe weights folder, run folder, or one checkpoint of a run."""
+    to: Path
+    """Folder that is written; it must be new or empty."""
+    target: Target = Target.auto
+    """Format of ``to``: hf, graphmoe, or auto: graphmoe from a Hugging Face folder, else hf."""
+    dtype: WeightDtype = WeightDtype.keep
+    """Weights as fp32, bf16, fp16, or keep as they are; the router's bias is always fp32."""
+    max_shard_size: str = DEFAULT_SHARD
+    """Largest file of weights, e.g. 5GB, 500MB or 2GiB; only a larger tensor exceeds it."""
+    step: int | None = None
+    """Checkpoint of a run that is taken; default: the newest."""
+    name: str | None = None
+    """Name of the model and of its YAML file; default: the name of ``to``."""
+    overwrite: bool = False
+    """Write into a folder that holds files already; weights in it are replaced."""
+    format: OutputFormat = OutputFormat.text
+    """text, or json: one document on stdout and nothing else there."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights under our names, read as they are asked for."""
+
+    kind: FolderKind
+    config: ModelConfig
+    dtypes: dict[str, torch.dtype]
+    read: Callable[[str, Index], Tensor]
+    token_ids: dict[str, Any]
+    tokenizer: Path
+    """The tokenizer.json that goes along with the files beside it; it may be missing."""
+    step: int | None = None
+    end_token: str | None = None
+    """What ends a document in a run's data, to be declared in the tokenizer's files."""
+
+
+def convert(args: ConvertArgs) -> dict[str, Any]:
+    """Write the folder ``to``; returns what the tool prints.
+
+    Memory is that of one file of weights, or for a run that of all its weights.
+    """
+    started = time.monotonic()
+    kind = kind_of(args.from_)
+    target = _target(args, kind)
+    _check_output(args)
+    source = _open(args, kind)
+    named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
+    dtypes = {name: _dtype_of(name, found, args.dtype) for name, found in source.dtypes.items()}
+    shapes = shapes_of(named)
+    total = sum(shapes[name].numel() * dtypes[name].itemsize for name in shapes)
+    family, raw = (None, {}) if target is Target.graphmoe else to_hf_config(named)
+    with _progress(total) as on_bytes:
+        max_bytes = parse_size(args.max_shard_size)
+        if family is None:
+            meta = {"source": str(args.from_), "step": source.step, "token_ids": source.token_ids}
+            entries = _own_entries(source, shapes, dtypes)
+            files = write_weights(args.to, named, entries, meta, max_bytes=max_bytes, on_bytes=on_bytes)
+        else:
+            entries = hf_entries(family, named, dtypes, source.read)
+            files = write_hf(
+                args.to, raw, entries, max_bytes=max_bytes, token_ids=source.token_ids, on_bytes=on_bytes
+            )
+    files += _write_tokenizer(source, args.to)
+    return {
+        "from": str(args.from_),
+        "from_kind": kind.name,
+        "to": str(args.to),
+        "target": target.name,
+        "family": None if family is None else family.name,
+        "model": named.name,
+        "step": source.step,
+        "parameters": sum(n.numel() for name, n in shapes.items() if not name.endswith(".selection_bias")),
+        "dtypes": sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}),
+        "bytes": sum(path.stat().st_size for path in files),
+        "files": [str(path.relative_to(args.to)) for path in files],
+        "seconds": round(time.monotonic() - started, 3),
+        "command": train_command(args.to, named) if family is None else None,
+    }
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(ConvertArgs, argv, prog="graphmoe.convert")
+    try:
+        document = convert(args)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    what = document["family"] or "graphmoe weights"
+    text = (
+        f"{document['from']} ({kind_of(args.from_).value}) -> {document['to']} ({what}): "
+        f"{document['parameters']:,} parameters, {', '.join(document['dtypes'])}, "
+        f"{len(document['files'])} files, {document['bytes']:,} bytes, {document['seconds']:.1f} s"
+    )
+    if document["command"]:
+        text += f"\nstart a run from it: {document['command']}"
+    emit(document, escape(text), args.format)
+
+
+def _target(args: ConvertArgs, kind: FolderKind) -> Target:
+    target = args.target
+    if target is Target.auto:
+        target = Target.graphmoe if kind is FolderKind.hf else Target.hf
+    if target.name == kind.name:
+        raise ConfigError(f"{args.from_} is a {kind.value} already; use another target than {target.name}")
+    if args.step is not None and kind is not FolderKind.run:
+        raise ConfigError(f"step={args.step} chooses a run's checkpoint, but {args.from_} is a {kind.value}")
+    return target
+
+
+def _check_output(args: ConvertArgs) -> None:
+    if args.to.resolve() == args.from_.resolve():
+        raise ConfigError(f"to={args.to} is the folder to read from; use another one")
+    if args.to.is_file():
+        raise ConfigError(f"to={args.to} is a file; use the name of a folder")
+    if args.to.is_dir() and any(args.to.iterdir()) and not args.overwrite:
+        raise ConfigError(f"to={args.to} is not empty; use overwrite=true or another folder")
+
+
+def _open(args: ConvertArgs, kind: FolderKind) -> Source:
+    """The weights to convert, checked against their own configuration."""
+    folder = args.from_
+    if kind is FolderKind.hf:
+        opened = open_hf(folder)
+        opened.files.check(opened.pieces, shapes_of(opened.config))
+        ids = {key: opened.raw.get(key) for key in TOKEN_IDS}
+        return Source(kind, opened.config, _hf_dtypes(opened), _hf_reader(opened), ids, folder / TOKENIZER)
+    if kind is FolderKind.graphmoe:
+        weights = open_weights(folder)
+        shapes = shapes_of(weights.config)
+        weights.files.check(own_pieces(shapes), shapes)
+        dtypes = {name: weights.files.dtype([name]) for name in shapes}
+        ids = weights.meta.get("token_ids") or {}
+        return Source(kind, weights.config, dtypes, weights.files.read, ids, folder / TOKENIZER)
+    config, state, step = read_run(folder, args.step)
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    path, end, token = _run_tokenizer(folder)
+    ids = {} if end is None else {"eos_token_id": end}
+    return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
+
+
+def _hf_dtypes(opened: HfFolder) -> dict[str, torch.dtype]:
+    """The dtype of each of our tensors: the one that all weights of the folder share."""
+    common = opened.dtype()
+    return {piece.ours: common for piece in opened.pieces}
+
+
+def _hf_reader(opened: HfFolder) -> Callable[[str, Index], Tensor]:
+    """Reads one of our tensors, put together from the published ones."""
+    shapes = shapes_of(opened.config)
+    parts: dict[str, list[Any]] = {name: [] for name in shapes}
+    for piece in opened.pieces:
+        if piece.repeats is None:
+            parts[piece.ours].append(piece)
+
+    def read(name: str, index: Index) -> Tensor:
+        dtype = opened.files.dtype(piece.theirs for piece in parts[name])
+        whole = torch.empty(shapes[name], dtype=dtype)
+        for piece in parts[name]:
+            whole[piece.index] = opened.files.read(piece.theirs)
+        return whole[index]
+
+    return read
+
+
+def _own_entries(
+    source: Source, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]
+) -> Iterator[Entry]:
+    for name, shape in shapes.items():
+
+        def make(name: str = name) -> Tensor:
+            return source.read(name, (slice(None),))
+
+        yield Entry(name, tuple(shape), dtypes[name], make)
+
+
+def _dtype_of(name: str, found: torch.dtype, asked: WeightDtype) -> torch.dtype:
+    if name.endswith(".selection_bias"):
+        return torch.float32
+    return found if asked is WeightDtype.keep else DTYPES[asked]
+
+
+def _run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
+    """The tokenizer.json that a run names, or its own, and id and name of what ends a document."""
+    place = next(p for p in (folder, folder.parent, folder.parent.parent) if (p / CONFIG_FILE).is_file())
+    data = yaml.safe_load((place / CONFIG_FILE).read_text(encoding="utf-8")).get("data") or {}
+    named = tokenizer_file(data.get("tokenizer") or place)
+    path = named if named.is_file() else place / TOKENIZER
+    if not path.is_file():
+        return path, None, None
+    tokenizer, name = load_tokenizer(path), data.get("eod_token")
+    end = usual_end(tokenizer, path) if name is None else end_of_document(tokenizer, path, name)
+    return path, end, None if end is None else tokenizer.id_to_token(end)
+
+
+def _write_tokenizer(source: Source, to: Path) -> list[Path]:
+    """Copy the tokenizer's files, and have transformers know where the text of a run's model ends."""
+    places = {name: source.tokenizer.with_name(name) for name in TOKENIZER_FILES}
+    places[TOKENIZER] = source.tokenizer
+    found = {name: path for name, path in places.items() if path.is_file()}
+    made: dict[str, dict[str, Any]] = {}
+    if source.end_token is not None:
+        # One beside the tokenizer would be of the model that the tokenizer was taken from.
+        found.pop(GENERATION_CONFIG, None)
+        made[GENERATION_CONFIG] = source.token_ids
+        if TOKENIZER_CONFIG not in found:
+            made[TOKENIZER_CONFIG] = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": source.end_token,
+                "model_max_length": source.config.context_length,
+                "clean_up_tokenization_spaces": False,
+            }
+    for name, document in made.items():
+        (to / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return [
+        *(Path(shutil.copyfile(path, to / name)) for name, path in found.items()),
+        *(to / n for n in made),
+    ]
+
+
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, which only a terminal shows; call its result with bytes written."""
+    console = Console(stderr=True)
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("writing", total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+if __name__ == "__main__":
+    run_tool(main)

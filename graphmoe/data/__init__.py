@@ -1,0 +1,11 @@
+"""Where tokens come from: sources, packing to the sequence length, and the loader.
+
+``open_data`` is the entry; ``docs/data.md`` tells the whole story.
+"""
+
+from graphmoe.data.corpus import Corpus, open_data
+from graphmoe.data.errors import DataError
+from graphmoe.data.loader import Loader, first_batches
+from graphmoe.data.samples import Samples
+
+__all__ = ["Corpus", "DataError", "Loader", "Samples", "first_batches", "open_data"]

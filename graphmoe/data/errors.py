@@ -1,0 +1,64 @@
+"""The error for bad content, and the tally of what ``data.skip_bad=true`` skipped."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+
+class DataError(ValueError):
+    """Content that cannot be used; the message names the file and the place in it."""
+
+
+@dataclass
+class BadRecords:
+    """What was wrong with the data: raises at once, or counts by kind when ``skip`` is set."""
+
+    skip: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    first: str | None = None
+    """Message of the first bad record."""
+    option: str = "data.skip_bad"
+    """What the user types to skip."""
+
+    def report(self, kind: str, message: str, *, better: str | None = None) -> None:
+        """Count one bad record of this kind. *Raises* DataError unless bad records are skipped.
+
+        better: what the error advises before skipping.
+        """
+        if not self.skip and better:
+            raise DataError(f"{message}; {better} (the last resort: {self.option}=true skips what is bad)")
+        if not self.skip:
+            raise DataError(f"{message} ({self.option}=true counts and skips what is bad)")
+        if not self.counts[kind]:
+            log.warning("skipping bad data (%s): %s", kind, message)
+        self.counts[kind] += 1
+        self.first = self.first or message
+
+    def report_id(self, what: str, place: object, token: int, vocab_size: int) -> None:
+        """Count one token id of a sample or document that the model has no row for; raises as ``report``."""
+        message = f"{place}: token id {token} is not below model.vocab_size={vocab_size}"
+        better = (
+            f"raise model.vocab_size to at least {token + 1} (the tokenizer's number of ids always does), or "
+            "use the tokenizer that matches the model"
+        )
+        if token < 0:
+            message = f"{place}: token id {token} is negative"
+            better = "write the file again with unsigned or wider ids"
+        self.report(f"{what} with a token id beyond the vocabulary", message, better=better)
+
+    def merge(self, counts: dict[str, int], first: str | None) -> None:
+        """Add a tally made elsewhere. *Raises* DataError if it is not empty and nothing may be skipped."""
+        if counts and not self.skip:
+            raise DataError(f"{first} ({self.option}=true counts and skips what is bad)")
+        self.counts.update(counts)
+        self.first = self.first or first
+
+    def log_total(self, what: str) -> None:
+        """Log how many records were skipped, by kind; silent when none was."""
+        if self.counts:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+            log.warning("%s: skipped %d bad records (%s)", what, sum(self.counts.values()), kinds)

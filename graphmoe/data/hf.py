@@ -1,0 +1,271 @@
+"""Streaming from a Hugging Face dataset: exact resume, shuffled, the same samples on any number of ranks.
+
+Every rank reads and tokenises the whole stream and keeps its own samples. That is what makes the stream
+independent of the number of ranks; ``docs/data.md`` has the cost.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from graphmoe.config import ConfigError, DataConfig
+from graphmoe.data.errors import BadRecords, DataError
+from graphmoe.data.order import derive_key, permute
+from graphmoe.data.text_files import is_unicode
+from graphmoe.data.tokenise import encode_checked
+from graphmoe.data.tokenizer import tokenizer_hash
+
+BLOCK_DOCUMENTS = 512
+"""Documents that are tokenised and shuffled together; a resume reads at most one block again."""
+SHARD_KEY, BLOCK_KEY = 4, 5
+
+
+class RowPlace(NamedTuple):
+    """A row of the stream, for messages."""
+
+    name: str
+    epoch: int
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, row {self.row} of epoch {self.epoch}"
+
+
+@dataclass(eq=False)
+class StreamSamples:
+    """Samples packed from a stream of documents."""
+
+    dataset: Any
+    """A datasets.IterableDataset."""
+    config: DataConfig
+    split: str
+    seq_len: int
+    tokenizer: Tokenizer
+    end_token: int
+    id_limit: int
+    bad: BadRecords
+    held_out: bool | None = None
+    """Take only documents that are held out for validation (True) or that are not (False); None takes all."""
+    num_samples: int | None = field(default=None, init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        c = self.config
+        parts: list[Any] = [
+            c.hf_name,
+            c.hf_config,
+            self.split,
+            c.text_field,
+            c.seed,
+            c.shuffle,
+            c.val_fraction,
+        ]
+        parts += [self.seq_len, self.end_token, self.id_limit, self.held_out, self.dataset.num_shards]
+        parts.append(tokenizer_hash(self.tokenizer))
+        self.fingerprint = "stream:" + hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def reader(self, state: dict[str, Any] | None = None) -> StreamReader:
+        return StreamReader(self, state)
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.hf_name} [{self.split}]"
+
+
+class StreamReader:
+    """A place in the samples of a stream: the current block of documents and an offset in its tokens."""
+
+    def __init__(self, samples: StreamSamples, state: dict[str, Any] | None):
+        state = state or {"position": 0, "offset": 0, "block": None}
+        self._samples = samples
+        self._position, self._offset = int(state["position"]), int(state["offset"])
+        self._stream = _blocks(samples, state["block"])
+        self._blocks: deque[_Block] = deque()
+
+    def read(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        self.seek(first)
+        return np.stack([self._next() for _ in range(count)])
+
+    def seek(self, position: int) -> None:
+        assert position >= self._position, "a stream cannot go back"
+        while self._position < position:
+            self._next()
+
+    def state(self) -> dict[str, Any]:
+        self._fill(1)
+        return {"position": self._position, "offset": self._offset, "block": self._blocks[0].start}
+
+    def epochs(self, position: int) -> float:
+        return float(self._blocks[0].start["epoch"]) if self._blocks else 0.0
+
+    def _next(self) -> npt.NDArray[np.int64]:
+        """The next sample; its last token is the first of the one after."""
+        length = self._samples.seq_len + 1
+        self._fill(length)
+        parts, wanted, offset = [], length, self._offset
+        for block in self._blocks:
+            parts.append(block.tokens_T[offset : offset + wanted])
+            wanted, offset = wanted - len(parts[-1]), 0
+            if not wanted:
+                break
+        self._offset += length - 1
+        while self._offset >= len(self._blocks[0].tokens_T):
+            self._offset -= len(self._blocks.popleft().tokens_T)
+        self._position += 1
+        return np.concatenate(parts)
+
+    def _fill(self, num_tokens: int) -> None:
+        """Read blocks until that many tokens lie after the offset."""
+        held = sum(len(block.tokens_T) for block in self._blocks)
+        while held < self._offset + num_tokens:
+            self._blocks.append(next(self._stream))
+            held += len(self._blocks[-1].tokens_T)
+
+
+class _Block(NamedTuple):
+    tokens_T: npt.NDArray[np.int64]
+    start: dict[str, Any]
+    """Where the block starts in the stream."""
+
+
+def _blocks(samples: StreamSamples, start: dict[str, Any] | None) -> Iterator[_Block]:
+    """Non-empty blocks of tokens from a place of the stream on, epoch after epoch."""
+    where = start or {"epoch": 0, "shard": 0, "row": 0, "number": 0, "dataset": None}
+    while True:
+        found = where["number"] > 0  # what stands before a resumed place is not read again
+        rows = _Rows(samples, where)
+        while True:
+            where = rows.where()
+            block = rows.take(BLOCK_DOCUMENTS)
+            if not block:
+                break
+            tokens_T = _tokens(samples, block, where)
+            if len(tokens_T):
+                found = True
+                yield _Block(tokens_T, where)
+        if not found:
+            raise DataError(_nothing_found(samples))
+        where = {"epoch": where["epoch"] + 1, "shard": 0, "row": 0, "number": 0, "dataset": None}
+
+
+def _nothing_found(samples: StreamSamples) -> str:
+    field = samples.config.text_field
+    if samples.held_out is None:
+        return f"{samples.name} has no document with text in '{field}'"
+    side = "validation" if samples.held_out else "training"
+    return (
+        f"{samples.name}: data.val_fraction={samples.config.val_fraction} leaves no document with text in "
+        f"'{field}' for {side}; use data.hf_val_split=..., or data.val_fraction=0 for no validation"
+    )
+
+
+def _tokens(
+    samples: StreamSamples, block: list[tuple[RowPlace, Any]], where: dict[str, Any]
+) -> npt.NDArray[np.int64]:
+    """The tokens of a block's documents, shuffled within the block."""
+    if samples.config.shuffle:
+        key = derive_key(samples.config.seed, where["epoch"], where["number"], BLOCK_KEY)
+        block = [block[i] for i in permute(np.arange(len(block)), len(block), key)]
+    batch = [(place, record) for place, record in block if _usable(samples, place, record)]
+    documents = encode_checked(samples.tokenizer, batch, samples.end_token, samples.id_limit, samples.bad)
+    return np.concatenate([np.zeros(0, np.int64), *documents])
+
+
+def _usable(samples: StreamSamples, place: RowPlace, text: Any) -> bool:
+    """Whether this is a text of the wanted side of the split; anything but text is reported."""
+    if not isinstance(text, str):
+        problem = f"field '{samples.config.text_field}' is {type(text).__name__}, not text"
+        samples.bad.report("record without text", f"{place}: {problem}")
+        return False
+    if not text or not is_unicode(text, place, samples.bad):
+        return False
+    if samples.held_out is None:
+        return True
+    share = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+    return (share < samples.config.val_fraction) == samples.held_out
+
+
+class _Rows:
+    """The rows of one epoch, shard after shard in a seeded order, with a place that can be kept."""
+
+    def __init__(self, samples: StreamSamples, where: dict[str, Any]):
+        self._samples = samples
+        self._where = {**where}
+        self._shards = np.arange(max(1, samples.dataset.num_shards))
+        if samples.config.shuffle:
+            key = derive_key(samples.config.seed, where["epoch"], SHARD_KEY)
+            self._shards = permute(self._shards, len(self._shards), key)
+        self._shard: Any = None
+        self._rows: Iterator[dict[str, Any]] = iter(())
+        if where["shard"] < len(self._shards):
+            self._open(where["dataset"])
+
+    def where(self) -> dict[str, Any]:
+        """The place of the next row, as plain values."""
+        state = copy.deepcopy(self._shard.state_dict()) if self._shard is not None else None
+        return {**self._where, "dataset": state}
+
+    def take(self, count: int) -> list[tuple[RowPlace, Any]]:
+        """The next rows of the epoch, (place, text); fewer at its end, none after it."""
+        rows: list[tuple[RowPlace, Any]] = []
+        while len(rows) < count and self._shard is not None:
+            try:
+                record = next(self._rows, None)
+            except Exception as error:  # of any type: parsers, file systems and the network stand behind it
+                raise DataError(f"{self._place()}: cannot be read: {error}") from error
+            if record is None:
+                self._next_shard()
+                continue
+            rows.append((self._place(), self._text(record)))
+            self._where["row"] += 1
+        self._where["number"] += 1
+        return rows
+
+    def _next_shard(self) -> None:
+        self._where["shard"] += 1
+        self._shard = None
+        if self._where["shard"] < len(self._shards):
+            self._open(None)
+
+    def _open(self, state: dict[str, Any] | None) -> None:
+        index = int(self._shards[self._where["shard"]])
+        self._shard = self._samples.dataset.shard(num_shards=len(self._shards), index=index)
+        if state is not None:
+            self._shard.load_state_dict(copy.deepcopy(state))
+        self._rows = iter(self._shard)
+
+    def _place(self) -> RowPlace:
+        return RowPlace(self._samples.name, self._where["epoch"], self._where["row"])
+
+    def _text(self, record: dict[str, Any]) -> Any:
+        if self._samples.config.text_field not in record:
+            names = ", ".join(record)
+            raise ConfigError(
+                f"data.text_field={self._samples.config.text_field} is not a column of {self._samples.name}; "
+                f"its columns: {names}"
+            )
+        return record[self._samples.config.text_field]
+
+
+def open_stream(config: DataConfig, split: str) -> Any:
+    """The datasets.IterableDataset of a split. *Raises* ConfigError when it cannot be opened."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError("data=hf needs the datasets library: pip install 'graphmoe[hf]'") from error
+    if config.hf_name is None:
+        raise ConfigError("data=hf needs data.hf_name=..., the name or the local folder of a dataset")
+    try:
+        return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=True)
+    except Exception as error:  # of any type: library, hub and network stand behind it
+        raise ConfigError(f"cannot open data.hf_name={config.hf_name} split={split}: {error}") from error

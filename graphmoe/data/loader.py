@@ -1,0 +1,159 @@
+"""The loader: micro-batches of one data-parallel rank, prepared ahead, resumable exactly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphmoe.config import ConfigError
+from graphmoe.data.prefetch import Prefetcher
+from graphmoe.data.samples import Reader, Samples
+
+log = logging.getLogger(__name__)
+
+
+class Loader:
+    """An endless iterator over the micro-batches of one rank.
+
+    Global batch ``n`` is samples ``[n * global_batch_size, (n + 1) * global_batch_size)``. Its micro-step
+    ``m`` takes the next ``micro_batch_size * world_size`` of them, of which rank ``r`` gets the ``r``-th
+    ``micro_batch_size``. So the samples consumed are always a prefix of one global row, and the state
+    is one count of samples that means the same with any number of ranks.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        prefetch: int = 4,
+        pin_memory: bool = False,
+    ):
+        if global_batch_size % (micro_batch_size * world_size):
+            raise ConfigError(
+                f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size="
+                f"{micro_batch_size} times {world_size} data-parallel ranks; use a multiple of "
+                f"{micro_batch_size * world_size}"
+            )
+        assert 0 <= rank < world_size
+        self.samples = samples
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.rank, self.world_size = rank, world_size
+        self.prefetch, self.pin_memory = prefetch, pin_memory
+        self._place = _Place(0, {}, 0.0)
+        self._cursor: _Cursor | None = None
+        self._prefetcher: Prefetcher[_Batch] | None = None
+        self._closed = False
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Tensor:
+        """Token ids [micro_batch_size, seq_len + 1] int64. *Raises* what the prefetch thread ran into."""
+        assert not self._closed, "next() on a closed loader"
+        if self._cursor is None:
+            self._cursor = _Cursor(self, self._place)
+            if self.prefetch > 0:
+                self._prefetcher = Prefetcher(self._cursor.next_batch, self.prefetch)
+        batch = self._prefetcher.get() if self._prefetcher else self._cursor.next_batch()
+        self._place = batch.after
+        return batch.tokens_BT
+
+    @property
+    def consumed(self) -> int:
+        """Samples handed out to all ranks together."""
+        return self._place.consumed
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the corpus so far; whole passes for a stream, 0.0 for an endless source."""
+        return self._place.epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank: what was handed out, not what was prefetched."""
+        return {
+            "consumed": self._place.consumed,
+            "fingerprint": self.samples.fingerprint,
+            "epochs": self._place.epochs,
+            "reader": self._place.reader_state,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the samples of this state. *Raises* ConfigError when the data is not the same."""
+        if state["fingerprint"] != self.samples.fingerprint:
+            raise ConfigError(
+                f"the data is not that of the checkpoint (it has {state['fingerprint']}, now it is "
+                f"{self.samples.fingerprint}), so the token stream cannot go on where it stopped; restore "
+                "the files and the data section, or start a new run folder with hydra.run.dir=..."
+            )
+        self._stop()
+        self._place = _Place(state["consumed"], state["reader"], state["epochs"])
+
+    def close(self) -> None:
+        """Stop the prefetch thread and wait for its end; may be called twice."""
+        self._stop()
+        self._closed = True
+
+    def _stop(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        self._prefetcher = self._cursor = None
+
+
+def first_batches(samples: Samples, n: int, micro_batch_size: int) -> Iterator[Tensor]:
+    """The first ``n`` micro-batches [micro_batch_size, seq_len + 1] int64, the same at each call.
+
+    Fewer when an epoch has fewer, so that no sample counts twice; but at least one if ``n > 0``.
+    """
+    count = n
+    if samples.num_samples is not None:
+        count = min(n, max(1, samples.num_samples // micro_batch_size))
+    if count < n:
+        log.debug("validation has %d of %d micro-batches of %d samples", count, n, micro_batch_size)
+    reader = samples.reader()
+    for batch in range(count):
+        yield torch.from_numpy(reader.read(batch * micro_batch_size, micro_batch_size))
+
+
+class _Place(NamedTuple):
+    """A place in the global row of samples."""
+
+    consumed: int
+    reader_state: dict[str, Any]
+    epochs: float
+
+
+class _Batch(NamedTuple):
+    tokens_BT: Tensor
+    after: _Place
+
+
+class _Cursor:
+    """Makes the batches of one rank from a place on; used by one thread at a time."""
+
+    def __init__(self, loader: Loader, place: _Place):
+        self._reader: Reader = loader.samples.reader(place.reader_state or None)
+        self._consumed = place.consumed
+        self._batch = loader.micro_batch_size
+        self._skip = loader.rank * loader.micro_batch_size
+        self._stride = loader.world_size * loader.micro_batch_size
+        # a thread starts on device 0: without this, pinning would open a context there on every rank
+        self._device = torch.cuda.current_device() if loader.pin_memory else None
+
+    def next_batch(self) -> _Batch:
+        tokens_BT = torch.from_numpy(self._reader.read(self._consumed + self._skip, self._batch))
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+            tokens_BT = tokens_BT.pin_memory()
+        self._consumed += self._stride
+        self._reader.seek(self._consumed)  # the same place on every rank
+        after = _Place(self._consumed, self._reader.state(), self._reader.epochs(self._consumed))
+        return _Batch(tokens_BT, after)

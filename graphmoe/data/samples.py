@@ -1,0 +1,210 @@
+"""Samples of ``seq_len + 1`` tokens: the protocols, packing of documents, and random tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from graphmoe.data.documents import Documents
+from graphmoe.data.errors import BadRecords, DataError
+from graphmoe.data.order import derive_key, permute
+
+TOKENS_KEY, DOCUMENT_KEY, SAMPLE_KEY = 1, 2, 3
+MAX_BAD_IN_A_ROW = 1000
+
+Tokens_BT = npt.NDArray[np.int64]
+
+
+class Reader(Protocol):
+    """A place in an endless row of samples, which only moves forward."""
+
+    def read(self, first: int, count: int) -> Tokens_BT:
+        """Samples ``first .. first + count - 1`` as [count, seq_len + 1]; ``first`` is not behind."""
+
+    def seek(self, position: int) -> None:
+        """Go forward to this sample."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain values from which ``Samples.reader`` opens a reader at this place."""
+
+    def epochs(self, position: int) -> float:
+        """How often the corpus has been passed at this sample (whole passes for streams)."""
+
+
+class Samples(Protocol):
+    """An endless row of samples: sample ``i`` is the same in every process and at any time."""
+
+    seq_len: int
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in one epoch; None when unknown or endless."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two sources only if they give the same samples."""
+
+    def reader(self, state: dict[str, Any] | None = None) -> Reader:
+        """A reader at the start, or at the place that ``Reader.state`` returned."""
+
+
+class IndexedSamples(ABC):
+    """Samples that can be computed in any order, so that a place is just a number."""
+
+    seq_len: int
+    num_samples: int | None
+    """Samples in one epoch; None when endless."""
+    fingerprint: str
+    """Everything that determines the samples, in one word."""
+
+    @abstractmethod
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        """The tokens [seq_len + 1] of one sample; positions go on after the first epoch."""
+
+    def reader(self, state: dict[str, Any] | None = None) -> IndexedReader:
+        return IndexedReader(self)
+
+
+class IndexedReader:
+    """The reader of ``IndexedSamples``; it has no state of its own."""
+
+    def __init__(self, samples: IndexedSamples):
+        self.samples = samples
+
+    def read(self, first: int, count: int) -> Tokens_BT:
+        return np.stack([self.samples.sample(position) for position in range(first, first + count)])
+
+    def seek(self, position: int) -> None:
+        """Nothing to do: any sample can be read at any time."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def epochs(self, position: int) -> float:
+        return position / self.samples.num_samples if self.samples.num_samples else 0.0
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """Documents of one epoch in their order; 16 bytes of memory for each."""
+
+    document_N: npt.NDArray[np.int64]
+    end_N: npt.NDArray[np.int64]
+    """Running total of tokens after each document."""
+
+
+@dataclass(eq=False)
+class PackedSamples(IndexedSamples):
+    """Documents laid end to end and cut every ``seq_len`` tokens.
+
+    Neighbouring samples share one token: the last label of one is the first input of the next. An epoch
+    shuffles the documents, cuts, and shuffles the pieces; what is left after the last whole piece is not
+    used in that epoch. One order is computed per epoch, in O(documents).
+    """
+
+    documents: Documents
+    seq_len: int
+    seed: int = 0
+    shuffle: bool = True
+    vocab_size: int | None = None
+    """Check ids on access, for files that were made elsewhere; None trusts them."""
+    bad: BadRecords = field(default_factory=BadRecords)
+
+    num_samples: int = field(init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_tokens = self.documents.num_tokens
+        self.num_samples = max(0, num_tokens - 1) // self.seq_len
+        assert self.num_samples > 0, "too short for one sample; graphmoe.data.corpus refuses it before"
+        lengths = hashlib.blake2b(self.documents.length_N.tobytes(), digest_size=8).hexdigest()
+        self.fingerprint = f"packed:{lengths}:{num_tokens}:{self.seq_len}:{self.seed}:{self.shuffle}"
+        self._order = lru_cache(maxsize=2)(self._compute_order)  # two: a batch may span two epochs
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        """The tokens of one sample; one with a bad token gives way to the next good one of its epoch."""
+        epoch, index = divmod(position, self.num_samples)
+        tries = min(self.num_samples, MAX_BAD_IN_A_ROW)
+        for step in range(tries):
+            tokens_T = self._cut(epoch, (index + step) % self.num_samples)
+            if tokens_T is not None:
+                return tokens_T
+        raise DataError(f"{tries} samples in a row hold bad tokens; the first: {self.bad.first}")
+
+    def _cut(self, epoch: int, index: int) -> npt.NDArray[np.int64] | None:
+        """Sample ``index`` of this epoch, or None when it holds a bad token that may be skipped."""
+        if self.shuffle:
+            key = derive_key(self.seed, epoch, SAMPLE_KEY)
+            index = int(permute(np.array([index]), self.num_samples, key)[0])
+        order = self._order(epoch)
+        tokens_T = np.empty(self.seq_len + 1, dtype=np.int64)
+        first, filled = index * self.seq_len, 0
+        row = int(np.searchsorted(order.end_N, first, side="right"))
+        while filled < len(tokens_T):
+            number = int(order.document_N[row])
+            skip = first + filled - int(order.end_N[row]) + int(self.documents.length_N[number])
+            part = self.documents.tokens(number, skip, len(tokens_T) - filled)
+            tokens_T[filled : filled + len(part)] = part
+            if self.vocab_size is not None and not self._check(part, number, skip):
+                return None
+            filled += len(part)
+            row += 1
+        return tokens_T
+
+    def _check(self, part: npt.NDArray[Any], number: int, skip: int) -> bool:
+        """Whether all ids are in the vocabulary; otherwise reports the first that is not."""
+        assert self.vocab_size is not None
+        if int(part.max()) < self.vocab_size and int(part.min()) >= 0:
+            return True
+        at = int(np.argmax((part >= self.vocab_size) | (part < 0)))
+        place = self.documents.place(number, skip + at)
+        self.bad.report_id("sample", place, int(part[at]), self.vocab_size)
+        return False
+
+    def _compute_order(self, epoch: int) -> EpochOrder:
+        document_N = np.arange(self.documents.num_documents, dtype=np.int64)
+        if self.shuffle:
+            document_N = permute(document_N, len(document_N), derive_key(self.seed, epoch, DOCUMENT_KEY))
+        return EpochOrder(document_N, np.cumsum(self.documents.length_N[document_N]))
+
+
+@dataclass(eq=False)
+class SyntheticSamples(IndexedSamples):
+    """Uniformly random token ids: sample ``i`` depends on the seed and on ``i`` only."""
+
+    seq_len: int
+    vocab_size: int
+    seed: int = 0
+    purpose: int = 0
+    """0 for training, 1 for validation."""
+    num_samples: int | None = field(default=None, init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fingerprint = f"synthetic:{self.vocab_size}:{self.seq_len}:{self.seed}:{self.purpose}"
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        key = derive_key(self.seed, self.purpose, TOKENS_KEY)
+        stream = np.random.Philox(key=key, counter=[0, 0, position, 0])
+        raw_T = stream.random_raw(self.seq_len + 1)
+        return (raw_T % np.uint64(self.vocab_size)).astype(np.int64)
+
+
+class RememberedSamples(IndexedSamples):
+    """The first samples of a stream, kept in memory once read; for validation."""
+
+    def __init__(self, stream: Samples):
+        self.seq_len, self.num_samples, self.fingerprint = stream.seq_len, None, stream.fingerprint
+        self._reader = stream.reader()
+        self._kept: list[npt.NDArray[np.int64]] = []
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        while len(self._kept) <= position:
+            self._kept.append(self._reader.read(len(self._kept), 1)[0])
+        return self._kept[position]

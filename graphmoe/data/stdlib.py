@@ -1,0 +1,129 @@
+"""The embedded corpus: the source text of this Python's standard library, and a tokenizer trained on it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import sysconfig
+import time
+import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from graphmoe.config import ConfigError
+from graphmoe.data.cache import cache_key, cached
+from graphmoe.data.indexed import smallest_dtype, write_token_file
+from graphmoe.data.order import held_out
+from graphmoe.data.tokenizer import encode, num_ids, tokenizer_hash, train_bpe
+
+log = logging.getLogger(__name__)
+
+# Not part of the library proper (packages, tests), or tables rather than text (encodings, lib2to3 grammar).
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} | {
+    "encodings",
+    "lib2to3",
+}
+MIN_FILES = 2
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the corpus."""
+
+    name: str
+    """Path relative to the root, with forward slashes."""
+    raw: bytes
+
+
+def prepare_stdlib(
+    cache: Path,
+    *,
+    val_fraction: float,
+    bpe_vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    end_token: int | None = None,
+    root: Path | None = None,
+) -> tuple[Path, dict[str, Any]]:
+    """(cache entry, counts): the entry holds tokenizer.json, train.bin/.idx and, if any, val.bin/.idx.
+
+    A file is a document. Which files are for validation follows from a hash of their names. Without a
+    tokenizer one is trained on the training files.
+    """
+    files = find_sources(root or Path(sysconfig.get_path("stdlib")))
+    contents = hashlib.blake2b(digest_size=16)
+    for file in files:
+        contents.update(f"{file.name}\0{len(file.raw)}\0".encode())
+        contents.update(file.raw)
+    how = tokenizer_hash(tokenizer) if tokenizer else bpe_vocab_size
+    key = cache_key("stdlib", contents.hexdigest(), val_fraction, how, end_token)
+
+    def build(folder: Path) -> dict[str, Any]:
+        return _build(folder, files, val_fraction, bpe_vocab_size, tokenizer, end_token)
+
+    return cached(cache, f"stdlib-{key}", build)
+
+
+def find_sources(root: Path) -> list[SourceFile]:
+    """The .py files under ``root``, sorted by name, without tests, installed packages and tables."""
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(".py") and path.is_file():
+                files.append(SourceFile(path.relative_to(root).as_posix(), path.read_bytes()))
+    if len(files) < MIN_FILES:
+        raise ConfigError(
+            f"data=stdlib: {root} holds {len(files)} .py files; this Python {platform.python_version()} "
+            "comes without its library's source. Use data=files data.paths=[...] data.tokenizer=..."
+        )
+    return sorted(files, key=lambda file: file.name)
+
+
+def _build(
+    folder: Path, files: Sequence[SourceFile], val_fraction: float, bpe_vocab_size: int,
+    tokenizer: Tokenizer | None, end_token: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Fill a cache entry; returns the counts."""
+    started = time.monotonic()
+    texts = {file.name: text for file in files if (text := _decode(file))}
+    hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") for name in texts]
+    val = held_out(np.array(hashes, dtype=np.uint64), val_fraction)
+    parts = {"train": [t for t, v in zip(texts.values(), val, strict=True) if not v]}
+    if val.any():
+        parts["val"] = [t for t, v in zip(texts.values(), val, strict=True) if v]
+    log.info("standard library: %d files, %d characters", len(texts), sum(map(len, texts.values())))
+    if tokenizer is None:
+        tokenizer = train_bpe(iter(parts["train"]), bpe_vocab_size, len(parts["train"]))
+        end_token = 0
+        seconds = time.monotonic() - started
+        log.info("trained a byte-level BPE tokenizer of %d ids, %.1f s", num_ids(tokenizer), seconds)
+    # not tokenizer.save: the Rust side raises bare Exception when the disk is full
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    dtype = smallest_dtype(num_ids(tokenizer))
+    counts: dict[str, Any] = {"files_left_out": len(files) - len(texts)}
+    for name, part in parts.items():
+        documents = encode(tokenizer, part, end_token)
+        write_token_file(folder / name, documents, dtype)
+        counts[f"{name}_files"] = len(documents)
+        counts[f"{name}_characters"] = sum(map(len, part))
+    log.info("tokenised the standard library, %.1f s in all", time.monotonic() - started)
+    return counts
+
+
+def _decode(file: SourceFile) -> str:
+    """The text of a source file; empty when it is not in the encoding that it declares."""
+    lines = iter(file.raw.splitlines(keepends=True))
+    try:
+        encoding, _ = tokenize.detect_encoding(lambda: next(lines, b""))
+        return file.raw.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        log.warning("standard library: left out %s (%s)", file.name, error)
+        return ""

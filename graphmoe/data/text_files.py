@@ -1,0 +1,195 @@
+"""Finding .txt, .jsonl and .parquet files, cutting them into parts, and reading the documents of a part."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphmoe.config import ConfigError
+from graphmoe.data.errors import BadRecords
+
+ENDINGS = (".txt", ".jsonl", ".parquet")
+PART_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of one file that is read on its own: bytes of a .txt or .jsonl, row groups of a .parquet."""
+
+    path: Path
+    start: int
+    stop: int
+    size_bytes: int
+
+
+class Place(NamedTuple):
+    """Where a document starts; its text form names the line or row, which is looked up only then."""
+
+    path: Path
+    byte: int | None = None
+    row: int | None = None
+
+    def __str__(self) -> str:
+        if self.byte is not None:
+            return f"{self.path}:{_line_number(self.path, self.byte)}"
+        return f"{self.path}" if self.row is None else f"{self.path} row {self.row}"
+
+
+def find_files(patterns: Sequence[str], key: str) -> list[Path]:
+    """The files that match, each once, sorted within a pattern.
+
+    *Raises* ConfigError for a pattern that matches none and for unknown endings.
+    """
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        found = [Path(match).absolute() for match in matches if os.path.isfile(match)]
+        if not found:
+            raise ConfigError(f"{key}: no file matches '{pattern}' (looked from {os.getcwd()})")
+        files.update(dict.fromkeys(found))
+    unknown = [str(path) for path in files if path.suffix not in ENDINGS]
+    if unknown:
+        raise ConfigError(f"{key}: cannot read {', '.join(unknown[:3])}; known endings: {', '.join(ENDINGS)}")
+    return list(files)
+
+
+def parts_of(path: Path, bad: BadRecords) -> list[Part]:
+    """The parts of one file, in order. A .txt is one part, being one document."""
+    size = path.stat().st_size
+    if path.suffix == ".jsonl":
+        ranges = [(start, min(start + PART_BYTES, size)) for start in range(0, size, PART_BYTES)]
+        return [Part(path, start, stop, stop - start) for start, stop in ranges]
+    if path.suffix == ".parquet":
+        file = _open_parquet(path, bad)
+        groups = range(file.num_row_groups) if file is not None else range(0)
+        return [Part(path, group, group + 1, size // len(groups)) for group in groups]
+    return [Part(path, 0, size, size)] if size else []
+
+
+def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+    """(place, text) of each document of the part; bad ones are reported with file and line or row."""
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    for place, text in readers[part.path.suffix](part, text_field, bad):
+        if text and is_unicode(text, place, bad):
+            yield place, text
+
+
+def is_unicode(text: str, place: object, bad: BadRecords) -> bool:
+    """False, after a report, for text with a lone surrogate, which JSON can spell as an escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad.report("text with a lone surrogate", f"{place}: {error.reason} at character {error.start}")
+        return False
+    return True
+
+
+def _read_txt(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+    try:
+        raw = part.path.read_bytes()
+    except OSError as error:
+        bad.report("unreadable file", f"{part.path}: {error.strerror}")
+        return
+    try:
+        yield Place(part.path), raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        bad.report("file that is not UTF-8", f"{part.path}:{line}: byte {raw[error.start]:#04x} is not UTF-8")
+
+
+def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+    """Documents of the lines that start inside the part."""
+    try:
+        file = open(part.path, "rb")  # noqa: SIM115 (closed by the with below; opening alone may fail here)
+    except OSError as error:
+        bad.report("unreadable file", f"{part.path}: {error.strerror}")
+        return
+    with file:
+        offset = part.start
+        if offset:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
+        while offset < part.stop:
+            raw = file.readline()
+            if not raw:
+                return
+            text, problem = _text_of_line(raw if offset else raw.removeprefix(b"\xef\xbb\xbf"), text_field)
+            if problem is not None:
+                kind, detail = problem
+                bad.report(kind, f"{Place(part.path, byte=offset)}: {detail}")
+            elif text is not None:
+                yield Place(part.path, byte=offset), text
+            offset += len(raw)
+
+
+def _text_of_line(raw: bytes, text_field: str) -> tuple[str | None, tuple[str, str] | None]:
+    """(text, None) or (None, (kind, detail) of what is wrong); (None, None) for a blank line."""
+    if not raw.strip():
+        return None, None
+    try:
+        record = json.loads(raw)
+    except UnicodeDecodeError as error:
+        return None, ("line that is not UTF-8", f"byte {error.start} of the line is not UTF-8")
+    except (ValueError, RecursionError) as error:
+        return None, ("bad JSON line", f"not JSON: {error}")
+    kind = "record without text"
+    if not isinstance(record, dict):
+        return None, (kind, f"a JSON object is wanted, not {type(record).__name__}")
+    if text_field not in record:
+        return None, (kind, f"no field '{text_field}' (it has: {', '.join(list(record)[:10])})")
+    text = record[text_field]
+    if not isinstance(text, str):
+        return None, (kind, f"field '{text_field}' is {type(text).__name__}, not text")
+    return text, None
+
+
+def _line_number(path: Path, offset: int) -> int:
+    """Number of the line that starts at this byte, from 1; reads the file up to there."""
+    count = 1
+    with open(path, "rb") as file:
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            count += block.count(b"\n")
+            offset -= len(block)
+    return count
+
+
+def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+    file = _open_parquet(part.path, bad)
+    if file is None:
+        return
+    if text_field not in file.schema_arrow.names:
+        names = f"{part.path}; its columns: {', '.join(file.schema_arrow.names)}"
+        raise ConfigError(f"text_field={text_field} is not a column of {names}")
+    first_row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+    try:
+        texts = file.read_row_group(part.start, columns=[text_field]).column(0).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+        place = f"{part.path}: row group {part.start} (row {first_row} on)"
+        bad.report("unreadable row group", f"{place}: {error}")
+        return
+    for row, text in enumerate(texts, first_row):
+        place_of_row = Place(part.path, row=row)
+        if isinstance(text, str):
+            yield place_of_row, text
+        else:
+            problem = f"field '{text_field}' is {type(text).__name__}, not text"
+            bad.report("record without text", f"{place_of_row}: {problem}")
+
+
+def _open_parquet(path: Path, bad: BadRecords) -> Any:
+    """The pyarrow ParquetFile, or None when it is unreadable and may be skipped."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: parquet files need pyarrow: pip install 'graphmoe[hf]'") from error
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        size = path.stat().st_size
+        bad.report("unreadable file", f"{path} ({size} bytes) is not a whole parquet file: {error}")
+        return None

@@ -1,0 +1,194 @@
+"""Text files to one ``.bin/.idx`` pair, in parallel processes; the result does not depend on their number."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from graphmoe.data.errors import BadRecords, DataError
+from graphmoe.data.indexed import pair, smallest_dtype, write_index
+from graphmoe.data.text_files import Part, Place, parts_of, read_documents
+from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids
+
+log = logging.getLogger(__name__)
+
+BATCH_CHARS = 1 << 20
+MIN_BYTES_PER_WORKER = 16 << 20
+"""Starting a process costs about as much as tokenising this much."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How text becomes token ids."""
+
+    tokenizer_path: Path
+    end_token: int | None
+    """Id put after each document; None puts none."""
+    text_field: str
+    id_limit: int
+    """Ids from here on are beyond the model's vocabulary."""
+    skip_bad: bool
+    skip_option: str = "data.skip_bad"
+    """What the user types to set ``skip_bad``."""
+
+
+@dataclass
+class Totals:
+    """What one run of ``tokenise_files`` did."""
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+    first_bad: str | None = None
+
+
+@dataclass(frozen=True)
+class _PartResult:
+    lengths: list[int]
+    bad: dict[str, int]
+    first_bad: str | None
+    size_bytes: int
+
+
+def tokenise_files(
+    files: Sequence[Path],
+    recipe: Recipe,
+    prefix: Path,
+    *,
+    workers: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Totals:
+    """Write the documents of ``files``, in order, to ``prefix.bin`` and ``prefix.idx``.
+
+    ``on_progress(done_bytes, total_bytes)`` is called as parts get done. *Raises* DataError for bad content,
+    always the first in the order of the files, and for files without any text.
+    """
+    bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
+    parts = [part for path in files for part in parts_of(path, bad)]
+    total_bytes = sum(part.size_bytes for part in parts)
+    dtype = smallest_dtype(num_ids(load_tokenizer(recipe.tokenizer_path)))
+    bin_path, idx_path = pair(prefix)
+    folder = bin_path.with_name(f"{bin_path.name}.parts-{os.getpid()}")
+    lengths: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    done_bytes = 0
+    folder.mkdir()
+    try:
+        partial = folder / "whole"
+        with open(partial, "wb") as whole:
+            for number, result in enumerate(_run_parts(parts, recipe, folder, dtype.str, workers)):
+                bad.merge(result.bad, result.first_bad)
+                lengths.append(np.asarray(result.lengths, dtype=np.int64))
+                with open(folder / str(number), "rb") as piece:
+                    shutil.copyfileobj(piece, whole, 16 << 20)
+                (folder / str(number)).unlink()
+                done_bytes += result.size_bytes
+                if on_progress:
+                    on_progress(done_bytes, total_bytes)
+            whole.flush()
+            os.fsync(whole.fileno())
+        length_N = np.concatenate(lengths)
+        if not len(length_N):
+            raise DataError(_nothing_found(files, bad))
+        write_index(folder / "index", dtype, length_N)
+        os.replace(partial, bin_path)
+        os.replace(folder / "index", idx_path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Totals(len(length_N), int(length_N.sum()), dict(bad.counts), bad.first)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers_for(files: Sequence[Path], limit: int) -> int:
+    """How many processes pay off for these files; 1 means that no process is started."""
+    total_bytes = sum(path.stat().st_size for path in files)
+    return max(1, min(limit, total_bytes // MIN_BYTES_PER_WORKER))
+
+
+def encode_checked(
+    tokenizer: Tokenizer, batch: Sequence[tuple[object, str]], end: int | None, id_limit: int, bad: BadRecords
+) -> list[npt.NDArray[np.int64]]:
+    """Ids of each (place, text); a document with an id beyond the vocabulary is reported and left out."""
+    documents = []
+    for (place, _), ids_T in zip(batch, encode(tokenizer, [text for _, text in batch], end), strict=True):
+        if ids_T.max(initial=0) >= id_limit:
+            at = int(np.argmax(ids_T >= id_limit))
+            bad.report_id("document", f"{place}, position {at}", int(ids_T[at]), id_limit)
+        elif len(ids_T):
+            documents.append(ids_T)
+    return documents
+
+
+def batches(items: Iterator[tuple[Place, str]], max_chars: int) -> Iterator[list[tuple[Place, str]]]:
+    """Lists of (place, text) with about ``max_chars`` characters."""
+    batch: list[tuple[Place, str]] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(item[1])
+        if size >= max_chars:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _nothing_found(files: Sequence[Path], bad: BadRecords) -> str:
+    names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    skipped = f"; {bad.counts.total()} bad records were skipped, the first: {bad.first}" if bad.counts else ""
+    return f"the corpus is empty: no text in {names}{skipped}"
+
+
+def _run_parts(
+    parts: Sequence[Part], recipe: Recipe, folder: Path, dtype: str, workers: int
+) -> Iterator[_PartResult]:
+    """Results of all parts in order; the ids of part ``n`` lie in ``folder/n``."""
+    outs = [folder / str(number) for number in range(len(parts))]
+    if workers <= 1 or len(parts) <= 1:
+        for part, out in zip(parts, outs, strict=True):
+            yield _tokenise_part(part, recipe, out, dtype)
+        return
+    # not fork: the parent may have threads and a device context; the server imports once for all workers
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_use_one_thread)
+    try:
+        jobs = [
+            executor.submit(_tokenise_part, part, recipe, out, dtype)
+            for part, out in zip(parts, outs, strict=True)
+        ]
+        for job in jobs:
+            yield job.result()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _use_one_thread() -> None:
+    """Give the tokenizer of this worker process one thread: the other workers have the other cores."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+
+
+def _tokenise_part(part: Part, recipe: Recipe, out: Path, dtype: str) -> _PartResult:
+    """Write the ids of one part to the file ``out``."""
+    tokenizer = load_tokenizer(recipe.tokenizer_path)
+    bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
+    lengths: list[int] = []
+    with open(out, "wb") as file:
+        for batch in batches(read_documents(part, recipe.text_field, bad), BATCH_CHARS):
+            for ids_T in encode_checked(tokenizer, batch, recipe.end_token, recipe.id_limit, bad):
+                lengths.append(len(ids_T))
+                file.write(ids_T.astype(dtype).tobytes())
+    return _PartResult(lengths, dict(bad.counts), bad.first, part.size_bytes)

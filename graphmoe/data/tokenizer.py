@@ -1,0 +1,153 @@
+"""Loading and training of tokenizers, and the token that ends a document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from graphmoe.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+# Names of the end token in published tokenizers, in the order in which they are looked for.
+END_NAMES = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[EOD]",
+    "[EOS]",
+    "</s>",
+    "<eos>",
+)
+LONG_TEXT_CHARS = 4_000_000
+PIECE_CHARS = 1_000_000
+
+
+def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` or of its folder, with truncation and padding off."""
+    path = tokenizer_file(path)
+    if not path.is_file():
+        raise ConfigError(f"{key}={path} does not exist; give the path of a Hugging Face tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ConfigError(f"{key}={path} is not a tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """The ``tokenizer.json`` meant by this path."""
+    path = Path(path).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Hash of all that determines how text becomes ids."""
+    return hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
+
+
+def num_ids(tokenizer: Tokenizer) -> int:
+    """One more than the largest id that the tokenizer can produce."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def end_of_document(
+    tokenizer: Tokenizer, path: str | Path, name: str | None, key: str = "data.eod_token"
+) -> int:
+    """Id of the token put after each document: ``name``, or the one that the tokenizer's files declare.
+
+    *Raises* ConfigError that lists the special tokens where it cannot be told.
+    """
+    if name is not None:
+        token = tokenizer.token_to_id(name)
+        if token is None:
+            raise ConfigError(f"{key}={name} is not a token of {path}; {_special_tokens(tokenizer)}")
+        return int(token)
+    token = usual_end(tokenizer, path)
+    if token is None:
+        raise ConfigError(
+            f"cannot tell which token of {path} ends a document; set {key}=...; {_special_tokens(tokenizer)}"
+        )
+    return token
+
+
+def usual_end(tokenizer: Tokenizer, path: str | Path) -> int | None:
+    """Id of the end token that the tokenizer's files declare, or of one with a usual name; None without."""
+    declared = _declared_end(tokenizer_file(path).with_name("tokenizer_config.json"))
+    for candidate in (declared, *END_NAMES):
+        token = None if candidate is None else tokenizer.token_to_id(candidate)
+        if token is not None:
+            return int(token)
+    return None
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int, length: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` ids; id 0 ends a document."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=length)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: list[str], end: int | None) -> list[npt.NDArray[np.int64]]:
+    """Token ids of each text, with the token ``end`` after them. Uses all cores, unless told otherwise.
+
+    Texts beyond 4 million characters are encoded in pieces that end with a line, which bounds memory (the
+    tokenizer needs about 100 bytes for a token).
+    """
+    pieces = [list(_pieces(text)) for text in texts]
+    encoded = tokenizer.encode_batch_fast([p for group in pieces for p in group], add_special_tokens=False)
+    ids = iter(encoded)
+    tail = [] if end is None else [end]
+    documents = []
+    for group in pieces:
+        parts: list[Any] = [np.asarray(next(ids).ids, dtype=np.int64) for _ in group]
+        documents.append(np.concatenate([*parts, np.asarray(tail, dtype=np.int64)]))
+    return documents
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, or pieces of it cut where a line ends and the next does not start with white space."""
+    start = 0
+    while len(text) - start > LONG_TEXT_CHARS:
+        cut = start + PIECE_CHARS
+        while True:
+            cut = text.find("\n", cut) + 1
+            if cut == 0 or cut == len(text) or not text[cut].isspace():
+                break
+        if cut in (0, len(text)):
+            break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _declared_end(config_path: Path) -> str | None:
+    """The ``eos_token`` of a ``tokenizer_config.json``, which may be a string or an object."""
+    if not config_path.is_file():
+        return None
+    try:
+        declared = json.loads(config_path.read_text(encoding="utf-8")).get("eos_token")
+    except ValueError as error:
+        raise ConfigError(f"{config_path} is not JSON: {error}") from error
+    return declared.get("content") if isinstance(declared, dict) else declared
+
+
+def _special_tokens(tokenizer: Tokenizer) -> str:
+    names = [t.content for _, t in sorted(tokenizer.get_added_tokens_decoder().items()) if t.special]
+    return f"its special tokens: {', '.join(names[:20]) or 'none'}"

@@ -1,0 +1,122 @@
+"""What the run runs on: device, seeds, and the record of versions in ``env.json``."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, PrecisionConfig, RunConfig
+from graphmoe.parameters import count_parameters
+
+PACKAGES = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors")
+
+
+def open_device(choice: DeviceChoice) -> torch.device:
+    """The device that a resolved configuration names."""
+    if choice is DeviceChoice.cuda:
+        if not torch.cuda.is_available():
+            raise ConfigError("run.device=cuda, but torch sees no GPU; use run.device=cpu or auto")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_memory(config: RunConfig, device: torch.device) -> None:
+    """Refuse a model whose weights, gradients and moments alone exceed the memory of the device."""
+    parameters = count_parameters(config.model).total.full
+    # bf16: weights 2 bytes, main weights 4, gradients 4, moments 8; fp32: weights are the main weights.
+    needed = parameters * (18 if config.precision.compute is ComputeDtype.bf16 else 16)
+    on_gpu = device.type == "cuda"
+    there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    if needed > there:
+        raise ConfigError(
+            f"model={config.model.name} with model.num_layers={config.model.num_layers} has {parameters:,} "
+            f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB, and this "
+            f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller model"
+        )
+
+
+def seed_everything(seed: int, precision: PrecisionConfig) -> None:
+    """Seed Python and torch, and choose deterministic kernels where they are asked for."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if precision.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(precision.deterministic)
+
+
+def random_state() -> dict[str, Any]:
+    """State of the random number generators, as tensors and plain values."""
+    state: dict[str, Any] = {"python": repr(random.getstate()), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put the generators back to a state of ``random_state``."""
+    random.setstate(ast.literal_eval(state["python"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Versions, device, source commit and command line of this process."""
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "device": device_name(device),
+        "num_devices": torch.cuda.device_count(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpu_cores": psutil.cpu_count(logical=False),
+        "git_commit": git_commit(),
+        "command": sys.orig_argv,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Marketing name of a GPU, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def git_commit() -> str | None:
+    """Commit of this source tree, with '-dirty' if it has changes; None outside a git checkout."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory so far in GiB: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def seconds_since_process_start() -> float:
+    """Wall time since this process was started, imports included."""
+    return time.time() - psutil.Process().create_time()

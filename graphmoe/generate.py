@@ -1,0 +1,130 @@
+"""Generate text with a trained run.
+
+python -m graphmoe.generate run=outputs/tiny prompt="def main("
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tokenizers import Tokenizer
+from torch import Tensor
+from yaml import YAMLError
+
+from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.cli import emit, parse_args, run_tool
+from graphmoe.config import ConfigError, DataSource, DeviceChoice, OutputFormat, RunConfig
+from graphmoe.data.tokenizer import load_tokenizer
+from graphmoe.environment import open_device
+from graphmoe.model import Transformer, build_model
+from graphmoe.run_folder import CONFIG_FILE
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass
+class GenerateArgs:
+    run: Path
+    """Folder of the run."""
+    prompt: str = "def "
+    """Text to continue."""
+    tokens: int = 200
+    """Tokens to generate, > 0."""
+    temperature: float = 0.8
+    """0 takes the likeliest token, > 0 samples."""
+    seed: int = 0
+    """Seed of the sampling."""
+    step: int | None = None
+    """Step of the checkpoint; default: the newest."""
+    device: DeviceChoice = DeviceChoice.cpu
+    """cpu or cuda."""
+    format: OutputFormat = OutputFormat.text
+    """text or json."""
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line."""
+    args = parse_args(GenerateArgs, argv, prog="graphmoe.generate")
+    if args.tokens < 1:
+        raise ConfigError(f"tokens={args.tokens} must be greater than 0")
+    if not 0 <= args.temperature < math.inf:
+        raise ConfigError(f"temperature={args.temperature} must be 0 or greater")
+    config = load_config(args.run)
+    if not (args.run / TOKENIZER_FILE).is_file():
+        raise ConfigError(_no_tokenizer(args.run, config))
+    tokenizer = load_tokenizer(args.run / TOKENIZER_FILE)
+    try:
+        model, step = load_model(args.run, config, open_device(args.device), args.step)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    text = generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed)
+    emit({"run": str(args.run), "step": step, "prompt": args.prompt, "text": text}, text, args.format)
+
+
+def _no_tokenizer(folder: Path, config: RunConfig) -> str:
+    source = config.data.source
+    message = f"run={folder} has no {TOKENIZER_FILE}: it was trained on data.source={source.name}"
+    if source is DataSource.synthetic:
+        return f"{message}, random tokens that stand for no text; train on text, such as data=stdlib"
+    if source is DataSource.memmap:
+        return (
+            f"{message} without data.tokenizer; copy the {TOKENIZER_FILE} that made the token files into the "
+            "run's folder, or train with data.tokenizer=..."
+        )
+    return f"{message}; copy the {TOKENIZER_FILE} of its data into the run's folder"
+
+
+def load_config(folder: Path) -> RunConfig:
+    """The resolved configuration of a run's folder."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE}")
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
+    except (YAMLError, OmegaConfBaseException) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path} is no configuration of this version: {reason}") from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def load_model(
+    folder: Path, config: RunConfig, device: torch.device, step: int | None = None
+) -> tuple[Transformer, int]:
+    """The weights of a run's newest checkpoint, or of that of ``step``, in fp32."""
+    model = build_model(config.model, device=device, seed=None)
+    state = {"model": model.state_dict()}
+    loaded = CheckpointStore.open_any(folder).load(state, step, partial=True)
+    assert loaded is not None
+    return model, loaded
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
+) -> str:
+    """The prompt and its continuation; the model sees at most its context length at a time."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ConfigError(f"prompt='{prompt}' has no tokens; give some text")
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for _ in range(num_tokens):
+        window = torch.tensor([ids[-model.config.context_length :]], device=device)
+        ids.append(int(_pick(model(window)[0, -1, : tokenizer.get_vocab_size()], temperature, generator)))
+    return tokenizer.decode(ids)
+
+
+def _pick(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature <= 0:
+        return logits_V.argmax()
+    return torch.multinomial((logits_V / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,137 @@
+"""Parameters, FLOPs per token and memory of a model, without allocating it.
+
+python -m graphmoe.info model=deepseek_v3
+python -m graphmoe.info model=mixtral_8x7b model.num_layers=4 data.seq_len=8192 format=json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from graphmoe.cli import emit
+from graphmoe.config import ModelConfig, RunConfig
+from graphmoe.entry import hydra_app
+from graphmoe.flops import flops_per_token
+from graphmoe.parameters import count_parameters
+
+BYTES_PER_PARAMETER = {"weights_bf16": 2, "main_weights_fp32": 4, "gradients_fp32": 4, "moments_fp32": 8}
+EXAMPLES = [
+    "python -m graphmoe.info model=deepseek_v3",
+    "python -m graphmoe.info model=deepseek_v2_lite model.num_layers=6 data.seq_len=8192",
+    "python -m graphmoe.info model=qwen3_30b_a3b format=json",
+]
+
+
+def main() -> None:
+    """Run the command line."""
+    hydra_app(show, prog="graphmoe.info", examples=EXAMPLES)
+
+
+def show(cfg: RunConfig) -> None:
+    """Print the figures of the configured model."""
+    assert cfg.data.seq_len is not None  # filled when the configuration is resolved
+    document = describe(cfg.model, cfg.data.seq_len)
+    emit(document, render(document), cfg.format)
+
+
+def describe(model: ModelConfig, seq_len: int) -> dict[str, Any]:
+    """All figures as plain values: parameters by component, FLOPs of one token, bytes of training state."""
+    counts = count_parameters(model)
+    flops = flops_per_token(model, seq_len)
+    memory = {name: size * counts.total.full for name, size in BYTES_PER_PARAMETER.items()}
+    return {
+        "model": model.name,
+        "num_layers": model.num_layers,
+        "num_dense_layers": model.num_dense_layers,
+        "seq_len": seq_len,
+        "parameters": {
+            kind: {**dataclasses.asdict(part), "full": part.full, "body": part.body}
+            for kind, part in (("total", counts.total), ("active", counts.active))
+        },
+        "flops_per_token": {
+            "forward_components": dataclasses.asdict(flops.components),
+            "forward": flops.forward,
+            "backward": flops.backward,
+            "total": flops.total,
+        },
+        "memory_bytes": {**memory, "total": sum(memory.values())},
+    }
+
+
+def render(document: dict[str, Any]) -> Group:
+    """The figures as three tables for a terminal."""
+    layers = f"{document['num_layers']} layers, {document['num_dense_layers']} of them dense"
+    seq_len = document["seq_len"]
+    return Group(
+        f"[bold]{document['model']}[/bold], {layers}",
+        "\n[bold]Parameters[/bold]",
+        _parameter_table(document["parameters"]),
+        f"\n[bold]FLOPs per token[/bold] at data.seq_len={seq_len}, causal attention halved",
+        _flops_table(document["flops_per_token"]),
+        "\n[bold]Memory of bf16 training[/bold], all ranks together, without activations",
+        _memory_table(document["memory_bytes"]),
+    )
+
+
+def _parameter_table(parameters: dict[str, dict[str, int]]) -> Table:
+    """Total and active parameters of each component that the model has."""
+    total, active = parameters["total"], parameters["active"]
+    scale, unit = (1e9, "B") if total["full"] >= 1e9 else (1e6, "M")
+    table = _table("component", "total", "active", f"total {unit}", f"active {unit}")
+    labels = {"full": "all", "body": "without embedding, head, norms, mtp"}
+    for name, number in total.items():
+        if name == "full":
+            table.add_section()
+        if number:
+            shown = (
+                f"{number:,}",
+                f"{active[name]:,}",
+                f"{number / scale:.3f}",
+                f"{active[name] / scale:.3f}",
+            )
+            table.add_row(labels.get(name, _words(name)), *shown)
+    return table
+
+
+def _flops_table(flops: dict[str, Any]) -> Table:
+    """FLOPs of one token, by component and direction."""
+    scale, unit = (1e9, "GFLOP") if flops["total"] >= 1e9 else (1e6, "MFLOP")
+    table = _table("component", f"forward {unit}", f"forward + backward {unit}")
+    for name, number in flops["forward_components"].items():
+        if number:
+            table.add_row(_words(name), f"{number / scale:.3f}", f"{3 * number / scale:.3f}")
+    table.add_section()
+    table.add_row("all", f"{flops['forward'] / scale:.3f}", f"{flops['total'] / scale:.3f}")
+    return table
+
+
+def _memory_table(memory: dict[str, int]) -> Table:
+    """Bytes of everything that grows with the number of parameters."""
+    scale, unit = (2**30, "GiB") if memory["total"] >= 2**30 else (2**20, "MiB")
+    table = _table("state", unit)
+    for name, size in memory.items():
+        if name == "total":
+            table.add_section()
+        table.add_row(_words(name), f"{size / scale:,.3f}")
+    return table
+
+
+def _table(first: str, *numbers: str) -> Table:
+    """An empty table whose columns after the first are right-aligned."""
+    table = Table(first)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _words(name: str) -> str:
+    """The key of a document as it is shown."""
+    return name.replace("_", " ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases and the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+import statistics
+from pathlib import Path
+from typing import Any
+
+from graphmoe.config import ConfigError, LogConfig
+from graphmoe.flops import peak_tflops
+from graphmoe.step_rows import StepRow
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Throughput:
+    """Turns the seconds of a step into tokens/s, TFLOP/s and MFU of one device."""
+
+    def __init__(
+        self, tokens_per_step: int, flops_per_token: float, device_name: str, peak: float | None
+    ) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak = peak or peak_tflops(device_name)
+
+    def describe(self) -> str:
+        """The formula, stated once in the log."""
+        gflop = self.flops_per_token / 1e9
+        text = f"TFLOP/s = tokens/s x {gflop:.3f} GFLOP per token (forward and backward)"
+        if self.peak:
+            return f"{text}; MFU = TFLOP/s over {self.peak:g} dense bf16"
+        return f"{text}; no MFU: the peak of this device is not known (log.peak_tflops sets it)"
+
+    def of(self, seconds: float) -> dict[str, float | None]:
+        tokens_per_s = self.tokens_per_step / seconds
+        tflops = tokens_per_s * self.flops_per_token / 1e12
+        mfu = tflops / self.peak if self.peak else None
+        return {"tokens_per_s": tokens_per_s, "tflops": tflops, "mfu": mfu}
+
+
+class MetricsWriter:
+    """Writes rows to every sink that the configuration names."""
+
+    def __init__(
+        self, folder: Path, config: LogConfig, run_name: str, done: int, run_config: dict[str, Any]
+    ) -> None:
+        self._wandb = _wandb(folder, config, run_name, run_config) if config.wandb else None
+        self._board = _tensorboard(folder, done) if config.tensorboard else None
+        self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Append rows and hand them to the operating system, so that a kill loses none of them."""
+        for row in rows:
+            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+            scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            for index, value in enumerate(row.get("load_max_over_mean", [])):
+                scalars[f"load_max_over_mean/moe_layer_{index}"] = value
+            if self._board:
+                for name, value in scalars.items():
+                    self._board.add_scalar(name, value, row["step"])
+            if self._wandb:
+                self._wandb.log(scalars, step=row["step"])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def to_json(
+    row: StepRow, throughput: Throughput, tokens: int, epoch: float, memory_gib: float
+) -> dict[str, Any]:
+    """The metrics.jsonl object of a step."""
+    values = row.values
+    return {
+        "step": row.step,
+        "loss": values["loss"],
+        "grad_norm": values["grad_norm"],
+        "lr": values["lr"],
+        **throughput.of(row.seconds),
+        "memory_gib": round(memory_gib, 3),
+        "step_s": row.seconds,
+        "tokens": tokens,
+        "epoch": round(epoch, 6),
+        "mtp_loss": values["mtp_loss"],
+        "balance_loss": values["balance_loss"],
+        "z_loss": values["z_loss"],
+        "router_entropy": values["router_entropy"],
+        "load_max_over_mean": row.load,
+        "skipped": bool(values["skipped"]),
+        "skipped_total": int(values["skipped_total"]),
+    }
+
+
+def log_line(row: dict[str, Any], total_steps: int) -> str:
+    """A step on one line for people."""
+    parts = [
+        f"step {row['step']:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {row['loss']:.4f}",
+        f"grad norm {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+        f"{row['tflops']:.3g} TFLOP/s",
+    ]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {100 * row['mfu']:.1f}%")
+    parts.append(f"{row['memory_gib']:.2f} GiB")
+    if row["load_max_over_mean"]:
+        loads = "/".join(f"{load:.1f}" for load in row["load_max_over_mean"][:8])
+        more = "/.." if len(row["load_max_over_mean"]) > 8 else ""
+        parts.append(f"load max/mean {loads}{more}")
+        parts.append(f"entropy {row['router_entropy']:.2f} balance {row['balance_loss']:.3f}")
+    if row["z_loss"]:
+        parts.append(f"z {row['z_loss']:.3f}")
+    if row["mtp_loss"]:
+        parts.append(f"mtp {row['mtp_loss']:.4f}")
+    if row["skipped"]:
+        parts.append(f"SKIPPED: not finite ({row['skipped_total']} so far)")
+    return "  ".join(parts)
+
+
+def summarise(path: Path) -> dict[str, Any]:
+    """Final losses and medians of a metrics.jsonl; the first step is left out of the medians."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    validations = [row for row in rows if "val_loss" in row]
+    timed = steps[1:] or steps
+    summary: dict[str, Any] = {
+        "final_loss": steps[-1]["loss"] if steps else None,
+        "first_val_loss": validations[0]["val_loss"] if validations else None,
+        "final_val_loss": validations[-1]["val_loss"] if validations else None,
+        "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
+        "skipped_steps": steps[-1]["skipped_total"] if steps else 0,
+        "peak_memory_gib": max((row["memory_gib"] for row in steps), default=None),
+    }
+    for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
+        values = [row[name] for row in timed if row[name] is not None]
+        summary[f"median_{name}"] = statistics.median(values) if values else None
+    return summary
+
+
+def _finite(value: Any) -> Any:
+    """The value, or None for NaN and infinity, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tensorboard(folder: Path, done: int) -> Any:
+    """A writer that hides what an earlier process wrote for the steps after ``done``."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
+
+
+def _wandb(folder: Path, config: LogConfig, run_name: str, run_config: dict[str, Any]) -> Any:
+    """A W&B run with an id of the folder's own, which a resume finds again."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("log.wandb=true needs the extra: pip install 'graphmoe[wandb]'") from error
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(secrets.token_hex(8), encoding="utf-8")
+    return wandb.init(
+        project=config.wandb_project,
+        name=run_name,
+        dir=str(folder),
+        config=run_config,
+        id=id_file.read_text(encoding="utf-8"),
+        resume="allow",
+    )

@@ -1,0 +1,83 @@
+"""A transformer layer: a short list of named segments over explicit tensors.
+
+Suffixes: B batch, S sequence, D hidden, P rotation pairs, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from graphmoe.config import ModelConfig, MoEConfig
+from graphmoe.model.attention import build_attention
+from graphmoe.model.moe import DenseMLP, Experts, Preprocess, Router, SwiGLU, combine, dispatch_local
+from graphmoe.segments import Segment, run_segments
+
+PLAN = ("experts", "counts", "ends", "row", "slot", "live_rows")
+
+
+class MoEOutput(NamedTuple):
+    """What a MoE layer hands on beside the residual stream."""
+
+    x_BSD: Tensor
+    loss: Tensor
+    """Weighted auxiliary losses of the router, fp32 scalar."""
+    stats: Tensor
+    """``graphmoe.model.moe.ROUTER_STATS``, fp32 [3], detached."""
+    counts_E: Tensor
+    """Slots routed to each expert, int32."""
+
+
+class DenseLayer(nn.Module):
+    """attn, mlp."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attn = build_attention(config)
+        self.mlp = DenseMLP(config)
+
+    def segments(self) -> list[Segment]:
+        return [
+            Segment("attn", self.attn, ("x", "cos", "sin"), ("x",)),
+            Segment("mlp", self.mlp, ("x",), ("x",)),
+        ]
+
+    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+        (x_BSD,) = run_segments(self.segments(), {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}, ("x",))
+        return x_BSD
+
+
+class MoELayer(nn.Module):
+    """attn, moe_router, moe_preprocess, moe_dispatch, shared_experts, moe_experts, moe_combine."""
+
+    def __init__(self, config: ModelConfig, execution: MoEConfig) -> None:
+        super().__init__()
+        self.attn = build_attention(config)
+        self.moe_router = Router(config, execution)
+        self.moe_preprocess = Preprocess(config)
+        self.moe_experts = Experts(config)
+        self.shared_experts = (
+            SwiGLU(config.hidden_size, config.shared_ffn_size) if config.shared_ffn_size else None
+        )
+
+    def segments(self) -> list[Segment]:
+        routed = ("h", "weight", "experts", "loss", "stats")
+        pieces = [
+            Segment("attn", self.attn, ("x", "cos", "sin"), ("x",)),
+            Segment("moe_router", self.moe_router, ("x",), routed),
+            Segment("moe_preprocess", self.moe_preprocess, ("experts",), PLAN),
+            Segment("moe_dispatch", dispatch_local, ("h",), ("received",), stream="comm"),
+        ]
+        combined: tuple[str, ...] = ("x", "routed")
+        if self.shared_experts is not None:
+            pieces.append(Segment("shared_experts", self.shared_experts, ("h",), ("shared",)))
+            combined += ("shared",)
+        reads = ("received", "weight", "ends", "row", "slot")
+        pieces.append(Segment("moe_experts", self.moe_experts, reads, ("routed",)))
+        pieces.append(Segment("moe_combine", combine, combined, ("x",), stream="comm"))
+        return pieces
+
+    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> MoEOutput:
+        tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}
+        return MoEOutput(*run_segments(self.segments(), tensors, ("x", "loss", "stats", "counts")))

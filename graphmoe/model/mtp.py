@@ -1,0 +1,41 @@
+"""Multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2).
+
+Depth k joins the hidden state of position i with the embedding of token i + k and predicts token
+i + k + 1. Embedding and head are the main model's. The state that enters depth 1 has passed the main
+model's final norm, as in the released checkpoints' serving code. Suffixes: B batch, S sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.config import ModelConfig, MoEConfig
+from graphmoe.model.layer import MoELayer, MoEOutput
+
+IGNORED = -100
+
+
+class MtpLayer(nn.Module):
+    """One prediction depth: two norms, a projection of both inputs, a MoE layer, a final norm."""
+
+    def __init__(self, config: ModelConfig, execution: MoEConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.norm_eps
+        self.embed_norm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.proj = nn.Linear(2 * width, width, bias=False)
+        self.layer = MoELayer(config, execution)
+        self.norm = nn.RMSNorm(width, eps)
+
+    def forward(self, h_BSD: Tensor, embedded_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> MoEOutput:
+        joined = torch.cat([self.embed_norm(embedded_BSD), self.hidden_norm(h_BSD)], dim=-1)
+        output = self.layer(self.proj(joined), cos_SP, sin_SP)
+        return output._replace(x_BSD=self.norm(output.x_BSD))
+
+
+def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:
+    """values[:, i + by] at position i, ``fill`` behind the end."""
+    shifted_BS = values_BS.roll(-by, dims=1)
+    position_S = torch.arange(values_BS.shape[1], device=values_BS.device)
+    return shifted_BS.masked_fill(position_S >= values_BS.shape[1] - by, fill)

@@ -1,0 +1,257 @@
+"""Causal attention over [batch, seq, heads, head size] tensors and the choice of its kernel.
+
+Shapes: B batch, S sequence, H query heads, G key-value heads (H is a multiple of G), E size of a query
+or key head, V size of a value head. docs/attention.md says which kernel runs where, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from graphmoe.config import AttentionBackend, ConfigError
+
+KEY = "model.attention_backend"
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels whose backward is deterministic when torch asks for that; the last takes any input."""
+FLASH_MAX_HEAD_DIM = 256
+"""Largest head that the flash kernels of torch take."""
+PACKAGES = {AttentionBackend.turbo: "primus_turbo", AttentionBackend.te: "transformer_engine"}
+"""Import name of the package behind a backend."""
+INSTALL = {
+    AttentionBackend.turbo: "pip install --no-build-isolation 'primus-turbo[pytorch]' (from AMD's index)",
+    AttentionBackend.te: "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+}
+
+
+def causal_attention(
+    q_BSHE: torch.Tensor,
+    k_BSGE: torch.Tensor,
+    v_BSGV: torch.Tensor,
+    *,
+    scale: float,
+    backend: AttentionBackend,
+) -> torch.Tensor:
+    """Return softmax(scale * q k^T, causal) v as [B, S, H, V] in the dtype of the inputs.
+
+    No dropout, no device sync. ``backend`` comes from `choose_backend`, so it is never ``auto``.
+    Raises ConfigError where the backend has no kernel for the dtype or its package is missing.
+    """
+    assert q_BSHE.dtype == k_BSGE.dtype == v_BSGV.dtype, (q_BSHE.dtype, k_BSGE.dtype, v_BSGV.dtype)
+    assert q_BSHE.shape[:2] == k_BSGE.shape[:2] and q_BSHE.shape[3] == k_BSGE.shape[3]
+    assert k_BSGE.shape[:3] == v_BSGV.shape[:3] and q_BSHE.shape[2] % k_BSGE.shape[2] == 0
+    assert backend is not AttentionBackend.auto, "resolve auto with choose_backend first"
+    return _RUN[backend](q_BSHE, k_BSGE, v_BSGV, scale)
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a top-level package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def choose_backend(
+    requested: AttentionBackend,
+    *,
+    device_type: str,
+    is_rocm: bool,
+    head_dim: int,
+    v_head_dim: int,
+    installed: Callable[[str], bool] = is_installed,
+) -> AttentionBackend:
+    """Return the backend to run: ``auto`` resolved, any other checked.
+
+    Reads nothing but its arguments; ``installed`` answers whether a package is there.
+    Raises ConfigError naming the key, the value and what would work.
+    """
+    if requested is AttentionBackend.auto:
+        # Flash on ROCm takes equal head sizes only, and there is no cuDNN to take the others.
+        pads = device_type == "cuda" and is_rocm and head_dim != v_head_dim
+        fits = max(head_dim, v_head_dim) <= FLASH_MAX_HEAD_DIM
+        return AttentionBackend.padded_flash if pads and fits else AttentionBackend.sdpa
+    largest = max(head_dim, v_head_dim)
+    reason = _reason_against(requested, device_type, is_rocm, largest)
+    if reason:
+        valid = [b.value for b in AttentionBackend if not _reason_against(b, device_type, is_rocm, largest)]
+        raise ConfigError(f"{KEY}={requested.value} {reason}; use one of: {', '.join(valid)}")
+    if requested in PACKAGES and not installed(PACKAGES[requested]):
+        raise _missing_package(requested)
+    return requested
+
+
+def _reason_against(
+    backend: AttentionBackend, device_type: str, is_rocm: bool, largest_head_dim: int
+) -> str | None:
+    """Return why a device or head size rules a backend out, or None."""
+    if backend in (AttentionBackend.auto, AttentionBackend.sdpa):
+        return None
+    if device_type != "cuda":
+        return f"needs a GPU and the device is {device_type}"
+    if backend is AttentionBackend.turbo and not is_rocm:
+        return "is Primus-Turbo, which needs a ROCm build of torch"
+    if backend is AttentionBackend.padded_flash and largest_head_dim > FLASH_MAX_HEAD_DIM:
+        return f"has no kernel for heads of {largest_head_dim} (at most {FLASH_MAX_HEAD_DIM})"
+    return None
+
+
+def _missing_package(backend: AttentionBackend) -> ConfigError:
+    return ConfigError(
+        f"{KEY}={backend.value} needs the package {PACKAGES[backend]}, which is not installed; "
+        f"install it with: {INSTALL[backend]}, or use {KEY}=auto"
+    )
+
+
+def kernel_order(*, head_dim: int, v_head_dim: int, deterministic: bool) -> list[SDPBackend]:
+    """Return the kernels that sdpa tries on a GPU, best first; the last takes any input.
+
+    cuDNN leads where the head sizes differ, since flash has no kernel there. Deterministic runs
+    leave it out: its backward is not deterministic, and torch has no switch for it (checked: 2.11).
+    """
+    if deterministic or head_dim == v_head_dim:
+        return FLASH_FIRST
+    return [SDPBackend.CUDNN_ATTENTION, *FLASH_FIRST]
+
+
+def _sdpa(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float) -> torch.Tensor:
+    """Run torch's attention with the kernel that suits device, dtype and head sizes."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if q_BSHE.shape[-1] != v_BSGV.shape[-1]:
+        on_cpu = q_BSHE.device.type == "cpu"  # unfused for unequal heads: 2-4x slower from 512 tokens
+        if on_cpu or (deterministic and q_BSHE.dtype in HALF_DTYPES):
+            return _padded_flash(q_BSHE, k_BSGE, v_BSGV, scale)
+    order = kernel_order(head_dim=q_BSHE.shape[-1], v_head_dim=v_BSGV.shape[-1], deterministic=deterministic)
+    return _torch_attention(q_BSHE, k_BSGE, v_BSGV, scale, order)
+
+
+def _padded_flash(
+    q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Run flash over heads padded with zeros to one size, a multiple of 8; slice the result back.
+
+    Zeros add nothing to q k^T, and the padded columns of the output are dropped. fp32 has no flash
+    kernel and runs the memory-efficient one over the same padded heads.
+    """
+    size = -(-max(q_BSHE.shape[-1], v_BSGV.shape[-1]) // 8) * 8
+    q_BSHE, k_BSGE, padded_v_BSGE = (_pad_heads(x, size) for x in (q_BSHE, k_BSGE, v_BSGV))
+    out_BSHE = _torch_attention(q_BSHE, k_BSGE, padded_v_BSGE, scale, FLASH_FIRST)
+    return out_BSHE[..., : v_BSGV.shape[-1]]
+
+
+def _pad_heads(x_BSHE: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - x_BSHE.shape[-1]
+    return F.pad(x_BSHE, (0, missing)) if missing else x_BSHE
+
+
+def _torch_attention(
+    q_BSHE: torch.Tensor,
+    k_BSGE: torch.Tensor,
+    v_BSGV: torch.Tensor,
+    scale: float,
+    order: list[SDPBackend],
+) -> torch.Tensor:
+    """Call scaled_dot_product_attention; on a GPU with the first kernel of ``order`` that can run."""
+    on_gpu = q_BSHE.device.type == "cuda"
+    grouped = False  # set by a branch: the comparison itself is a SymBool under compile, which sdpa refuses
+    if q_BSHE.shape[2] != k_BSGE.shape[2]:
+        if on_gpu and not _groups_natively(q_BSHE, v_BSGV):
+            groups = q_BSHE.shape[2] // k_BSGE.shape[2]
+            k_BSGE, v_BSGV = (x.repeat_interleave(groups, dim=2) for x in (k_BSGE, v_BSGV))
+        else:
+            grouped = True
+    with sdpa_kernel(order, set_priority=True) if on_gpu else contextlib.nullcontext():
+        out_BHSV = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2),
+            k_BSGE.transpose(1, 2),
+            v_BSGV.transpose(1, 2),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+    return out_BHSV.transpose(1, 2)
+
+
+def _groups_natively(q_BSHE: torch.Tensor, v_BSGV: torch.Tensor) -> bool:
+    """Return whether the GPU kernel that will run takes fewer key-value heads than query heads.
+
+    The memory-efficient kernel does not; left to itself, torch would then choose the unfused one.
+    """
+    head_dim = q_BSHE.shape[-1]
+    return q_BSHE.dtype in HALF_DTYPES and head_dim == v_BSGV.shape[-1] <= FLASH_MAX_HEAD_DIM
+
+
+def _turbo(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float) -> torch.Tensor:
+    """Run Primus-Turbo's flash attention, which takes our layout and unequal head sizes."""
+    try:
+        from primus_turbo.pytorch.ops import flash_attn_func  # type: ignore[import-not-found]
+    except ModuleNotFoundError as error:
+        if error.name != PACKAGES[AttentionBackend.turbo]:
+            raise
+        raise _missing_package(AttentionBackend.turbo) from error
+    if q_BSHE.dtype not in HALF_DTYPES:
+        raise ConfigError(
+            f"{KEY}=turbo has bf16 and fp16 kernels only and the activations are {q_BSHE.dtype}; "
+            f"use precision.compute=bf16, or {KEY}=sdpa"
+        )
+    return flash_attn_func(
+        *(_in_bshd_memory(x) for x in (q_BSHE, k_BSGE, v_BSGV)),
+        dropout_p=0.0,
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _in_bshd_memory(x_BSHE: torch.Tensor) -> torch.Tensor:
+    """Return ``x_BSHE``, copied where its strides would be read as another layout.
+
+    Primus-Turbo derives the layout from the order of the strides; it must be one for q, k and v.
+    """
+    batch, seq, head, element = x_BSHE.stride()
+    return x_BSHE if element == 1 and batch >= seq >= head else x_BSHE.contiguous()
+
+
+def _te(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float) -> torch.Tensor:
+    """Run Transformer Engine's attention, which returns its heads flattened into one axis."""
+    H, E = q_BSHE.shape[2:]
+    G, V = v_BSGV.shape[2:]
+    attention = _te_module(H, G, E, V, scale, torch.are_deterministic_algorithms_enabled())
+    out_BSX = attention(query_layer=q_BSHE, key_layer=k_BSGE, value_layer=v_BSGV)
+    return out_BSX.unflatten(-1, (H, V))
+
+
+@functools.cache
+def _te_module(H: int, G: int, E: int, V: int, scale: float, deterministic: bool) -> Any:
+    """Return one parameterless DotProductAttention per shape.
+
+    ``deterministic`` is part of the key only: the module reads torch's switch when it is built.
+    """
+    try:
+        from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
+    except ModuleNotFoundError as error:
+        if error.name != PACKAGES[AttentionBackend.te]:
+            raise
+        raise _missing_package(AttentionBackend.te) from error
+    return DotProductAttention(
+        num_attention_heads=H,
+        kv_channels=E if E == V else (E, V),
+        num_gqa_groups=G,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        softmax_scale=scale,
+    )
+
+
+_RUN = {
+    AttentionBackend.sdpa: _sdpa,
+    AttentionBackend.padded_flash: _padded_flash,
+    AttentionBackend.turbo: _turbo,
+    AttentionBackend.te: _te,
+}

@@ -1,0 +1,116 @@
+"""Grouped matrix product over routed rows: one weight matrix for each contiguous group of rows.
+
+Suffixes: R rows, K contraction, N output columns, E groups (experts).
+
+``graphmoe::grouped_mm`` exists because ``torch.nn.functional.grouped_mm`` refuses fp64, wants strides
+that are multiples of 16 bytes, and, on meta tensors or compiled, anything but bf16. Rows beyond the
+last offset are never read, and are left unwritten in outputs and gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiply each group of rows by its own matrix: ``y[r] = w[e(r)] @ x[r]``.
+
+    ``ends_E`` (int32) holds the end row of each group. -> y_RN in the dtype of x. No device sync for
+    bf16 on a GPU; other dtypes there read the offsets on the host. Differentiable in x and w.
+    """
+    return torch.ops.graphmoe.grouped_mm(x_RK, w_ENK, ends_E)
+
+
+@torch.library.custom_op("graphmoe::grouped_mm", mutates_args=())
+def _forward(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    return _rows_product(x_RK, w_ENK.mT, ends_E)
+
+
+@torch.library.custom_op("graphmoe::grouped_mm_dgrad", mutates_args=())
+def _dgrad(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    return _rows_product(dy_RN, w_ENK, ends_E)
+
+
+@torch.library.custom_op("graphmoe::grouped_mm_wgrad", mutates_args=())
+def _wgrad(dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> Tensor:
+    if _fast(dy_RN, x_RK):
+        padded = F.grouped_mm(_pad(dy_RN).mT, _pad(x_RK), offs=ends_E)
+        return padded[:, : dy_RN.shape[1], : x_RK.shape[1]].contiguous()
+    dw_ENK = dy_RN.new_zeros(len(ends_E), dy_RN.shape[1], x_RK.shape[1])
+    for expert, (start, end) in enumerate(_bounds(ends_E)):
+        if end > start:
+            torch.mm(dy_RN[start:end].mT, x_RK[start:end], out=dw_ENK[expert])
+    return dw_ENK
+
+
+@_forward.register_fake
+def _(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    return x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
+
+
+@_dgrad.register_fake
+def _(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    return dy_RN.new_empty(dy_RN.shape[0], w_ENK.shape[2])
+
+
+@_wgrad.register_fake
+def _(dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> Tensor:
+    return dy_RN.new_empty(ends_E.shape[0], dy_RN.shape[1], x_RK.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_RK, w_ENK, ends_E = ctx.saved_tensors
+    dy_RN = dy_RN.contiguous()
+    dx_RK = dw_ENK = None
+    if ctx.needs_input_grad[0]:
+        dx_RK = torch.ops.graphmoe.grouped_mm_dgrad(dy_RN, w_ENK, ends_E)
+    if ctx.needs_input_grad[1]:
+        dw_ENK = torch.ops.graphmoe.grouped_mm_wgrad(dy_RN, x_RK, ends_E)
+    return dx_RK, dw_ENK, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _rows_product(x_RK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
+    """``x[r] @ w[e(r)]`` for the rows below the last offset."""
+    if _fast(x_RK, w_EKN):
+        # One side's stride is 1; pad the other axis of the storage, whichever that is.
+        weight = _pad(w_EKN.mT).mT if w_EKN.stride(-2) == 1 else _pad(w_EKN)
+        rows, inner = _pad(x_RK), weight.shape[-2]
+        if rows.shape[-1] < inner:
+            rows = F.pad(rows, (0, inner - rows.shape[-1]))
+        elif rows.shape[-1] > inner:
+            weight = F.pad(weight, (0, 0, 0, rows.shape[-1] - inner))
+        return F.grouped_mm(rows, weight, offs=ends_E)[:, : w_EKN.shape[-1]].contiguous()
+    y_RN = x_RK.new_empty(x_RK.shape[0], w_EKN.shape[-1])
+    for expert, (start, end) in enumerate(_bounds(ends_E)):
+        if end > start:
+            torch.mm(x_RK[start:end], w_EKN[expert], out=y_RN[start:end])
+    return y_RN
+
+
+def _fast(a: Tensor, b: Tensor) -> bool:
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16
+
+
+def _pad(x: Tensor) -> Tensor:
+    """Extend the last axis with zeros to a multiple of 16 bytes; a copy only where it must be one."""
+    missing = -x.shape[-1] % (16 // x.element_size())
+    if missing:
+        return F.pad(x, (0, missing))
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x  # a view may start anywhere; the kernel refuses that
+
+
+def _bounds(ends_E: Tensor) -> list[tuple[int, int]]:
+    ends = ends_E.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,0 +1,122 @@
+"""Tokenise text files into a Megatron ``.bin/.idx`` pair, in parallel.
+
+python -m graphmoe.prepare input='corpus/*.jsonl' tokenizer=tokenizer.json output=corpus/tokens
+python -m graphmoe.train data=memmap 'data.paths=[corpus/tokens]' data.tokenizer=tokenizer.json
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from graphmoe.cli import emit, parse_args, run_tool
+from graphmoe.config import ConfigError, OutputFormat
+from graphmoe.data.errors import DataError
+from graphmoe.data.indexed import pair
+from graphmoe.data.text_files import find_files
+from graphmoe.data.tokenise import Recipe, Totals, tokenise_files, usable_cores, workers_for
+from graphmoe.data.tokenizer import end_of_document, load_tokenizer, num_ids, tokenizer_file
+
+
+@dataclass
+class PrepareArgs:
+    """What the tool is asked."""
+
+    input: list[str]
+    """Files or globs of .txt, .jsonl or .parquet, separated by commas."""
+    tokenizer: Path
+    """A Hugging Face tokenizer.json, or the folder that holds one."""
+    output: Path
+    """Prefix of the two files that are written."""
+    text_field: str = "text"
+    """Field of a .jsonl or .parquet record that holds the text."""
+    eod_token: str | None = None
+    """Token put after each document; default: the end token that the tokenizer's files name."""
+    append_eod: bool = True
+    """Put that token after each document; false leaves documents as they are."""
+    workers: int = 0
+    """Processes, >= 0; 0 takes as many as there are cores and as pay off."""
+    skip_bad: bool = False
+    """Count and skip bad files and records instead of stopping at the first."""
+    overwrite: bool = False
+    """Replace files that are there already."""
+    format: OutputFormat = OutputFormat.text
+    """text, or json: one document on stdout and nothing else there."""
+
+
+def prepare(args: PrepareArgs) -> dict[str, Any]:
+    """Write ``output.bin`` and ``output.idx``; returns the counts that the tool prints."""
+    started = time.monotonic()
+    files = find_files(args.input, "input")
+    bin_path, idx_path = pair(args.output)
+    _check_output(args, bin_path, idx_path)
+    tokenizer = load_tokenizer(args.tokenizer, "tokenizer")
+    end = end_of_document(tokenizer, args.tokenizer, args.eod_token, "eod_token") if args.append_eod else None
+    recipe = Recipe(
+        tokenizer_file(args.tokenizer), end, args.text_field, num_ids(tokenizer), args.skip_bad, "skip_bad"
+    )
+    workers = args.workers or workers_for(files, usable_cores())
+    totals = _tokenise_with_progress(files, recipe, args.output, workers)
+    return {
+        "bin": str(bin_path),
+        "idx": str(idx_path),
+        "files": len(files),
+        "documents": totals.num_documents,
+        "tokens": totals.num_tokens,
+        "bin_bytes": bin_path.stat().st_size,
+        "vocab_size": num_ids(tokenizer),
+        "eod_token": None if end is None else tokenizer.id_to_token(end),
+        "workers": workers,
+        "skipped": totals.bad,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(PrepareArgs, argv, prog="graphmoe.prepare")
+    try:
+        counts = prepare(args)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"cannot write output={args.output}: {error}") from error
+    rate = counts["tokens"] / max(counts["seconds"], 1e-3)
+    text = (
+        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens out of {counts['files']:,} files "
+        f"-> {counts['bin']} ({counts['bin_bytes']:,} bytes)\n"
+        f"{counts['seconds']:.1f} s with {counts['workers']} processes, {rate:,.0f} tokens/s"
+    )
+    if counts["skipped"]:
+        text += "\nskipped: " + ", ".join(f"{count:,} {kind}" for kind, count in counts["skipped"].items())
+    emit(counts, text, args.format)
+
+
+def _check_output(args: PrepareArgs, bin_path: Path, idx_path: Path) -> None:
+    there = [str(path) for path in (bin_path, idx_path) if path.exists()]
+    if there and not args.overwrite:
+        raise ConfigError(f"{' and '.join(there)} exist already; use overwrite=true or another output")
+    if args.workers < 0:
+        raise ConfigError(f"workers={args.workers} is negative; use workers=0 to have it chosen")
+    bin_path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _tokenise_with_progress(files: list[Path], recipe: Recipe, output: Path, workers: int) -> Totals:
+    """Tokenise with a bar on stderr, which only a terminal shows."""
+    console = Console(stderr=True)
+    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("tokenising", total=None)
+
+        def on_progress(done_bytes: int, total_bytes: int) -> None:
+            progress.update(task, completed=done_bytes, total=total_bytes)
+
+        return tokenise_files(files, recipe, output, workers=workers, on_progress=on_progress)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,208 @@
+"""The folder of a run: which one a start may use, and its metrics after a resume.
+
+``claim`` hands out a folder and holds its lock until the process ends, so that two live runs never
+write to the same one.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import itertools
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from graphmoe.checkpoint.durable import write_durably
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "resolved.yaml"
+SUMMARY_FILE = "summary.json"
+_LOCK_FILE = "run.lock"
+_TRACES = (CONFIG_FILE, SUMMARY_FILE, "metrics.jsonl", "checkpoints")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that this process alone may write to, and whether it continues a run there."""
+
+    path: Path
+    resumed: bool
+    _lock: _Lock
+
+    def release(self) -> None:
+        """Let another run claim the folder; without a call the end of the process does."""
+        self._lock.release()
+
+    def abandon(self) -> None:
+        """Release the folder of a run that could not start; a new one is free again, with its log."""
+        if not self.resumed:
+            (self.path / CONFIG_FILE).unlink(missing_ok=True)
+        self.release()
+
+
+def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
+    """The first of ``base``, ``base-2``, ``base-3``, ... that this run may use, locked.
+
+    It may use one that holds no run, which then gets ``resolved.yaml``, and with ``resume`` one that
+    holds an unfinished run of the same configuration. Which format the output has (the key
+    ``format``) makes no difference to the configuration.
+    """
+    usable = (_State.free, _State.unfinished) if resume else (_State.free,)
+    numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+    paths = itertools.chain([base], numbered)
+    return next(folder for path in paths if (folder := _enter(path, config, usable)) is not None)
+
+
+def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> list[tuple[Path, list[str]]]:
+    """Unfinished runs of other configurations that ``claim`` passed over, and how they differ.
+
+    Each difference reads 'key=theirs, here ours'.
+    """
+    found: list[tuple[Path, list[str]]] = []
+    for number in itertools.count(1):
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        if path == chosen:
+            return found
+        if not (path / CONFIG_FILE).is_file() or _is_finished(path / SUMMARY_FILE):
+            continue
+        theirs = _flat(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
+        ours = _flat(yaml.safe_load(yaml.safe_dump(config)))
+        keys = [key for key in ours if theirs.get(key) != ours[key] and key != "format"]
+        if keys:  # none differ where the run is going on in another process
+            found.append((path, [f"{key}={theirs.get(key)}, here {ours[key]}" for key in keys]))
+    raise AssertionError("count has no end")
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and their values."""
+    if not isinstance(config, dict):
+        return {prefix.removesuffix("."): config}
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.")
+    return flat
+
+
+def cut_metrics(path: Path, step: int) -> int:
+    """Drop the rows after ``step`` and unreadable ones from a metrics.jsonl; how many went.
+
+    The file is replaced atomically. A torn last line is what a kill leaves; other lines that are
+    no JSON object are reported.
+    """
+    if not path.exists():
+        return 0
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    kept, unreadable = [], []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        if row is None:
+            unreadable.append(number)
+        elif row.get("step", step) <= step:
+            kept.append(line)
+    if unreadable and unreadable != [len(lines)]:
+        log.warning("%s: dropped lines that are no JSON object: %s", path, unreadable)
+    if len(kept) < len(lines) or not text.endswith("\n"):
+        write_durably(path, "".join(f"{line}\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _enter(path: Path, config: dict[str, Any], usable: tuple[_State, ...]) -> RunFolder | None:
+    """Lock a folder that is in a usable state and make it a run's; None for any other."""
+    if _state(path, config) not in usable:
+        return None
+    path.mkdir(parents=True, exist_ok=True)
+    lock = _Lock.take(path / _LOCK_FILE)
+    if lock is None:
+        log.info("%s belongs to a run that is going on", path)
+        return None
+    state = _state(path, config)  # again: it may have changed until the lock was ours
+    if state not in usable:
+        lock.release()
+        return None
+    if state is _State.free:
+        write_durably(path / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
+    return RunFolder(path, state is _State.unfinished, lock)
+
+
+class _State(enum.Enum):
+    """What a folder means to a run that looks for one."""
+
+    free = "holds no run"
+    unfinished = "holds an unfinished run of the same configuration"
+    taken = "holds anything else"
+
+
+def _state(path: Path, config: dict[str, Any]) -> _State:
+    if path.exists() and not path.is_dir():
+        return _State.taken
+    if not any((path / name).exists() for name in _TRACES):
+        return _State.free
+    if _is_finished(path / SUMMARY_FILE) or not (path / CONFIG_FILE).is_file():
+        return _State.taken
+    return _State.unfinished if _same(path / CONFIG_FILE, config) else _State.taken
+
+
+def _is_finished(summary: Path) -> bool:
+    if not summary.is_file():
+        return False
+    document = _row(summary.read_text(encoding="utf-8"))
+    if document is None:
+        log.warning("%s is no JSON object; its run counts as unfinished", summary)
+        return False
+    return document.get("finished") is True
+
+
+def _same(path: Path, config: dict[str, Any]) -> bool:
+    try:
+        theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        log.warning("%s is no YAML and counts as another configuration: %s", path, error)
+        return False
+    ours = yaml.safe_load(yaml.safe_dump(config))  # as it looks after the same way through a file
+    return isinstance(theirs, dict) and _without_format(theirs) == _without_format(ours)
+
+
+def _without_format(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "format"}
+
+
+def _row(text: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(text)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+class _Lock:
+    """An flock on a file, held by this process and by no child of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        # a forked child shares the lock and would hold it on after our death
+        os.register_at_fork(after_in_child=self.release)
+
+    @classmethod
+    def take(cls, path: Path) -> _Lock | None:
+        """The lock, or None while somebody else has it."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return cls(descriptor)
+
+    def release(self) -> None:
+        """Close our end; the lock is free once no process has it open."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

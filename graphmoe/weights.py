@@ -1,0 +1,242 @@
+"""Folders that hold a model's weights in graphmoe's own names, and loading weights of any folder.
+
+Such a folder has ``model/<name>.yaml`` (an option of the configuration group ``model``, so that
+``--config-dir`` takes the folder), ``weights.safetensors`` or its shards, and ``weights.json``.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
+
+from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint.errors import MismatchError
+from graphmoe.config import ComputeDtype, ConfigError, ModelConfig
+from graphmoe.model.hf.families import different_keys, same_function
+from graphmoe.model.hf.folder import fill, open_hf, shapes_of
+from graphmoe.model.hf.names import Piece
+from graphmoe.model.hf.shards import Entry, write_shards
+from graphmoe.model.hf.tensor_files import TensorFiles, read_json
+from graphmoe.run_folder import CONFIG_FILE
+
+log = logging.getLogger(__name__)
+
+FORMAT = "graphmoe-weights-1"
+META_FILE = "weights.json"
+STEM = "weights"
+
+
+class FolderKind(enum.Enum):
+    """What a folder with weights is."""
+
+    hf = "Hugging Face folder"
+    graphmoe = "graphmoe weights"
+    run = "run folder"
+
+
+def kind_of(folder: Path) -> FolderKind:
+    """What the folder is, by the files in it. *Raises* ConfigError for anything else."""
+    if (folder / META_FILE).is_file():
+        return FolderKind.graphmoe
+    if (folder / "config.json").is_file():
+        return FolderKind.hf
+    if any((place / CONFIG_FILE).is_file() for place in _run_places(folder)):
+        return FolderKind.run
+    raise ConfigError(
+        f"{folder} holds no weights; give a Hugging Face folder (config.json), a folder that "
+        f"graphmoe.convert wrote ({META_FILE}), or a run's folder ({CONFIG_FILE})"
+    )
+
+
+def load_weights(
+    model: nn.Module, folder: str | Path, into: Mapping[str, Tensor] | None = None
+) -> FolderKind:
+    """Fill a model in place with the weights of a folder of any kind; the kind it was.
+
+    ``into`` names tensors that are filled instead of the model's own of the same names, such as fp32
+    main weights. Weights are cast to the dtype of what they fill. Keys that change what the same weights
+    compute, rope_theta for one, are logged where the folder has them otherwise; the model's own stay.
+
+    *Raises* ConfigError (CheckpointError for a run) that lists all tensors that are missing, extra or
+    mis-shaped; the model is unchanged then.
+    """
+    folder = Path(folder)
+    config, state = model.config, {**model.state_dict(), **(into or {})}
+    assert isinstance(config, ModelConfig)
+    kind = kind_of(folder)
+    if kind is FolderKind.run:
+        theirs = run_config(folder)
+        with explained_mismatch(folder, config):
+            CheckpointStore.open_any(folder).load(_places_in_run(folder, state), partial=True)
+    else:
+        if kind is FolderKind.hf:
+            source = open_hf(folder, shaped_as=config)
+            theirs, files, found = source.config, source.files, source.pieces
+        else:
+            weights = open_weights(folder)
+            theirs, files, found = weights.config, weights.files, own_pieces(state)
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        files.check(found, shapes, hints=same_function(config, theirs))
+        fill(state, files, found)
+    for line in same_function(config, theirs):
+        log.warning("%s in %s; the weights are used with the former", line, folder)
+    return kind
+
+
+@contextmanager
+def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
+    """Puts a first line before the list of a MismatchError: which model keys of the run differ.
+
+    folder: the run's, its ``checkpoints``, or one checkpoint; without its configuration nothing is added.
+    """
+    try:
+        yield
+    except MismatchError as error:
+        if not any((place / CONFIG_FILE).is_file() for place in _run_places(folder)):
+            raise
+        raise MismatchError(f"{_why_unfit(folder, run_config(folder), ours)}\n{error}") from error
+
+
+def _why_unfit(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str:
+    changes = different_keys(theirs, ours)
+    if not changes:
+        return (
+            f"{folder} is of the same model, but not of the same precision or optimizer; use the same, or "
+            "checkpoint.init_from, which takes the weights only"
+        )
+    listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
+    return (
+        f"{folder} is of another model ({listed}; its own -> this run's); set these keys as it has them, "
+        "or start without its weights"
+    )
+
+
+@dataclass(frozen=True)
+class WeightsFolder:
+    """An opened folder of our own format."""
+
+    config: ModelConfig
+    files: TensorFiles
+    meta: dict[str, Any]
+
+
+def open_weights(folder: Path) -> WeightsFolder:
+    """Read the headers of a folder of our own format. *Raises* ConfigError."""
+    meta = read_json(folder / META_FILE)
+    if meta.get("format") != FORMAT:
+        raise ConfigError(f"{folder / META_FILE}: format={meta.get('format')}; this version reads {FORMAT}")
+    config = model_from_yaml(folder / str(meta.get("model")))
+    return WeightsFolder(config, TensorFiles(folder, STEM), meta)
+
+
+def write_weights(
+    folder: Path,
+    config: ModelConfig,
+    entries: Iterable[Entry],
+    meta: dict[str, Any],
+    *,
+    max_bytes: int,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> list[Path]:
+    """Write a folder of our own format; the files written."""
+    written = write_shards(folder, STEM, entries, max_bytes, on_bytes)
+    option = folder / "model" / f"{option_name(config.name)}.yaml"
+    option.parent.mkdir(exist_ok=True)
+    option.write_text(f"# {train_command(folder, config)}\n{model_to_yaml(config)}", encoding="utf-8")
+    path = folder / META_FILE
+    document = {"format": FORMAT, "model": f"model/{option.name}", **meta}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return [path, option, *written]
+
+
+def own_pieces(names: Iterable[str]) -> list[Piece]:
+    """The layout of a folder of our own format: each tensor under its own name."""
+    return [Piece(name, name) for name in names]
+
+
+def train_command(folder: Path, config: ModelConfig) -> str:
+    """The command that starts a run from the weights in a folder of our own format."""
+    option = option_name(config.name)
+    place = shlex.quote(str(folder))
+    init = shlex.quote(f"checkpoint.init_from={_hydra_value(folder)}")
+    return f"python -m graphmoe.train --config-dir {place} model={option} {init}"
+
+
+def _hydra_value(folder: Path) -> str:
+    """The path in quotes where Hydra's grammar needs them."""
+    text = str(folder)
+    return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else "'" + text.replace("'", r"\'") + "'"
+
+
+def option_name(name: str) -> str:
+    """The name as Hydra and file systems take it."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "imported"
+
+
+def model_to_yaml(config: ModelConfig) -> str:
+    """All keys of a model as YAML, enums by name."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def model_from_yaml(path: Path, section: str | None = None) -> ModelConfig:
+    """The model that a YAML file, or one section of it, describes. *Raises* ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist")
+    try:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        plain = plain[section] if section else plain
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), plain))
+    except (yaml.YAMLError, OmegaConfBaseException, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path} describes no model of this version: {reason}") from error
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def run_config(folder: Path) -> ModelConfig:
+    """The model of a run, from its folder, its ``checkpoints`` or one checkpoint."""
+    return model_from_yaml(_config_file(folder), "model")
+
+
+def read_run(folder: Path, step: int | None) -> tuple[ModelConfig, dict[str, Tensor], int]:
+    """Model, main weights (fp32) and step of a run's checkpoint, the newest by default."""
+    config = run_config(folder)
+    state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes_of(config).items()}
+    found = CheckpointStore.open_any(folder).load(_places_in_run(folder, state), step, partial=True)
+    assert found is not None
+    return config, state, found
+
+
+def _places_in_run(folder: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+    """The tensors of ``state`` under the names that a run's checkpoint has its fp32 weights by."""
+    precision = yaml.safe_load(_config_file(folder).read_text(encoding="utf-8")).get("precision") or {}
+    if precision.get("compute") != ComputeDtype.bf16.name:
+        return {"model": state}
+    # The weights under "model" are rounded to bf16; the optimizer has what they are rounded from.
+    buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
+    main = {name: tensor for name, tensor in state.items() if name not in buffers}
+    return {"model": buffers, "optimizer": {"main": main}}
+
+
+def _config_file(folder: Path) -> Path:
+    return next(place / CONFIG_FILE for place in _run_places(folder) if (place / CONFIG_FILE).is_file())
+
+
+def _run_places(folder: Path) -> list[Path]:
+    folder = folder.absolute()
+    return [folder, folder.parent, folder.parent.parent]

@@ -1,0 +1,225 @@
+"""Damaged, half-written and left-over checkpoints, a full disk, and what pruning keeps."""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.config import CheckpointConfig
+
+
+def make_store(folder: Path, **settings) -> CheckpointStore:
+    return CheckpointStore(folder, CheckpointConfig(**settings))
+
+
+def save_steps(store: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        store.save(step, {"x": torch.full((1000,), float(step)), "step": step})
+    store.wait()
+
+
+def load_step(store: CheckpointStore) -> int | None:
+    state = {"x": torch.zeros(1000)}
+    step = store.load(state)
+    assert step is None or state == {"x": state["x"], "step": step} and bool((state["x"] == step).all())
+    return step
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_one_flipped_byte_is_reported_and_the_previous_checkpoint_used(tmp_path, caplog, name):
+    store = make_store(tmp_path)
+    save_steps(store, 1, 2)
+    flip_byte(tmp_path / "step_00000002" / name)
+    with caplog.at_level(logging.WARNING):
+        assert load_step(store) == 1
+    assert f"{name}: sha256" in caplog.text and "step_00000002 is damaged" in caplog.text
+
+
+def test_lost_and_short_files_and_a_broken_manifest_are_damage(tmp_path, caplog):
+    store = make_store(tmp_path, keep_last=9)
+    save_steps(store, 1, 2, 3, 4)
+    (tmp_path / "step_00000004" / "manifest.json").write_text('{"files": ')
+    (tmp_path / "step_00000003" / "__0_0.distcp").unlink()
+    os.truncate(tmp_path / "step_00000002" / "__0_0.distcp", 100)
+    assert load_step(store) == 1
+    assert "manifest.json: cannot be read" in caplog.text
+    assert "__0_0.distcp: cannot be read" in caplog.text
+    assert "__0_0.distcp: 100 bytes, the manifest says" in caplog.text
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_reported_and_not_passed_over(tmp_path, caplog):
+    save_steps(make_store(tmp_path), 1, 2)
+    (tmp_path / "step_00000002" / "manifest.json").unlink()
+    assert load_step(make_store(tmp_path)) == 1
+    assert "step_00000002 is damaged and not used: manifest.json: cannot be read" in caplog.text
+    (tmp_path / "step_00000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"damaged are the checkpoints of steps \[2, 1\]"):
+        load_step(make_store(tmp_path))
+
+
+def test_it_is_an_error_if_all_checkpoints_are_damaged(tmp_path):
+    store = make_store(tmp_path)
+    save_steps(store, 1, 2)
+    for step in (1, 2):
+        flip_byte(tmp_path / f"step_0000000{step}" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"damaged are the checkpoints of steps \[2, 1\]"):
+        load_step(store)
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path):
+    store = make_store(tmp_path)
+    save_steps(store, 1, 2)
+    flip_byte(tmp_path / "step_00000002" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"steps \[2\]"):
+        store.load({"x": torch.zeros(1000)}, 2)
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):
+    save_steps(make_store(tmp_path), 1, 2)
+    flip_byte(tmp_path / "step_00000002" / "__0_0.distcp")
+    store = make_store(tmp_path)
+    assert load_step(store) == 1
+    save_steps(store, 2)
+    assert load_step(store) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_a_damaged_checkpoint_does_not_push_a_good_one_out(tmp_path):
+    save_steps(make_store(tmp_path), 1, 2)
+    flip_byte(tmp_path / "step_00000002" / "__0_0.distcp")
+    store = make_store(tmp_path)
+    assert load_step(store) == 1
+    save_steps(store, 3)
+    assert store.latest() == [3, 1]
+
+
+def test_the_manifest_lists_each_file(tmp_path):
+    save_steps(make_store(tmp_path), 1)
+    folder = tmp_path / "step_00000001"
+    document = json.loads((folder / "manifest.json").read_text())
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"}
+    assert document["step"] == 1 and {k: v["num_bytes"] for k, v in document["files"].items()} == sizes
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({"keep_last": 1}, [7]), ({"keep_last": 3}, [7, 6, 5]), ({"keep_last": 1, "keep_every": 3}, [7, 6, 3])],
+)
+def test_pruning_keeps_the_last_and_each_nth(tmp_path, settings, kept):
+    store = make_store(tmp_path, **settings)
+    save_steps(store, *range(1, 8))
+    assert store.latest() == kept
+    assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+def test_saving_an_earlier_step_keeps_it_beside_later_ones(tmp_path):
+    save_steps(make_store(tmp_path, keep_last=9), 1, 5, 6)
+    store = make_store(tmp_path, keep_last=1)
+    store.load({"x": torch.zeros(1000)}, 1)
+    save_steps(store, 2)
+    assert store.latest() == [6, 5, 2]
+
+
+def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    gone = [f"step_00000001.tmp-{dead.pid}", f"step_00000002.tmp-{os.getpid()}"]
+    for name in [*gone, "step_00000003.tmp-1", "notes"]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("x")
+    make_store(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_00000003.tmp-1"]
+
+
+def test_a_checkpoint_set_aside_comes_back_if_its_successor_never_came(tmp_path):
+    save_steps(make_store(tmp_path), 1)
+    (tmp_path / "step_00000001").rename(tmp_path / "step_00000001.replaced")
+    assert load_step(make_store(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata.tmp", "manifest.json.tmp"])
+def test_a_full_disk_is_reported_and_loses_no_earlier_checkpoint(tmp_path, monkeypatch, async_save, victim):
+    store = make_store(tmp_path, async_save=async_save)
+    save_steps(store, 1)
+    path_open = Path.open
+
+    def full_open(self, mode="r", *arguments, **settings):
+        stream = path_open(self, mode, *arguments, **settings)
+        return _FullDisk(stream) if self.name.startswith(victim) and "w" in mode else stream
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full_open)
+        with pytest.raises(CheckpointError) as error:
+            save_steps(store, 2)
+    report = str(error.value)
+    assert "No space left on device" in report and str(tmp_path) in report and "4000 bytes" in report
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    save_steps(store, 2)
+    assert load_step(store) == 2
+
+
+def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path, monkeypatch):
+    store = make_store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("graphmoe.checkpoint.folders.publish", _fail)
+        store.save(1, {"x": 1})
+        store._writer.join()
+    with pytest.raises(CheckpointError, match="disk on fire"):
+        store.save(2, {"x": 2})
+    store.save(3, {"x": 3})
+    store.close()
+    assert store.latest() == [3]
+
+
+def test_a_small_disk_that_runs_full_keeps_its_checkpoints(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        store = make_store(tmp_path, keep_last=999)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_steps(store, *range(1, 999))
+        steps = store.latest()
+        assert len(steps) > 10 and load_step(store) == steps[0]
+        big = {"x": torch.zeros(2_000_000), "step": 0}
+        with pytest.raises(CheckpointError, match=r"needs 7\.63 MiB"):
+            store.save(5000, big, wait=True)
+        assert store.latest() == steps and len(list(tmp_path.iterdir())) == len(steps)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+class _FullDisk:
+    """A file on which every write fails."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *reason):
+        self._stream.close()
+
+    def write(self, block):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+
+def _fail(*arguments):
+    raise OSError(errno.EIO, "disk on fire")

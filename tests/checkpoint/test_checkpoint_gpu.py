@@ -1,0 +1,45 @@
+"""Checkpoints of tensors on a GPU."""
+
+import pytest
+import torch
+
+from graphmoe.checkpoint import CheckpointStore
+from graphmoe.config import CheckpointConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def test_tensors_changed_after_save_returns_are_saved_as_they_were(tmp_path):
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=9))
+    weight = torch.zeros(4096, 4096, device="cuda")
+    empty, count = torch.zeros(0, 3, device="cuda"), torch.tensor(0, device="cuda")
+    for step in (1, 2, 3):
+        torch.cuda._sleep(50_000_000)  # the copy must wait for work that is queued before it
+        weight.fill_(step)
+        count.fill_(step)
+        state = {"w": weight, "t": weight.t()[:7], "empty": empty, "count": count, "cpu": torch.ones(2)}
+        store.save(step, state)
+        weight.fill_(-1)
+    store.close()
+    for step in (1, 2, 3):
+        state = {"w": torch.zeros(4096, 4096), "t": torch.zeros(7, 4096, device="cuda")}
+        state |= {"empty": torch.zeros(0, 3), "count": torch.tensor(9), "cpu": torch.zeros(2, device="cuda")}
+        store.load(state, step)
+        assert bool((state["w"] == step).all()) and bool((state["t"] == step).all())
+        assert (state["count"].item(), state["cpu"].tolist()) == (step, [1, 1])
+
+
+def test_snapshots_lie_in_pinned_memory_that_is_reused(tmp_path):
+    store = CheckpointStore(tmp_path, CheckpointConfig())
+    state = {"w": torch.ones(1000, device="cuda")}
+    first, second = store._copies.take(state)["w"], store._copies.take(state)["w"]
+    assert first.is_pinned() and first.data_ptr() == second.data_ptr()
+
+
+def test_a_checkpoint_of_the_cpu_is_loaded_into_a_model_on_the_gpu(tmp_path):
+    store = CheckpointStore(tmp_path, CheckpointConfig())
+    random = torch.randn(3, 5).bfloat16()
+    store.save(1, {"w": random}, wait=True)
+    state = {"w": torch.zeros(3, 5, dtype=torch.bfloat16, device="cuda")}
+    store.load(state)
+    assert torch.equal(state["w"].cpu(), random)

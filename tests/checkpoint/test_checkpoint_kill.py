@@ -1,0 +1,178 @@
+"""Processes that are killed while they save, and processes that save together."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
+from graphmoe.config import CheckpointConfig
+
+# a server that imports torch once and forks each child: a start costs milliseconds
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["graphmoe.checkpoint", "torch.distributed.device_mesh"])
+
+
+def state_at(step: int) -> dict:
+    """About 4 MB that all say the same step."""
+    layers = {str(layer): torch.full((250_000,), float(step)) for layer in range(4)}
+    return {"model": layers, "counters": {"step": step}}
+
+
+def run_child(target, *arguments) -> multiprocessing.process.BaseProcess:
+    child = _CONTEXT.Process(target=target, args=arguments, daemon=True)
+    child.start()
+    return child
+
+
+def newest(folder: Path) -> int:
+    """Step of the newest checkpoint after a start on the folder; its content must be of that step."""
+    state = state_at(0)
+    step = CheckpointStore(folder, CheckpointConfig()).load(state)
+    assert step is not None and state["counters"]["step"] == step
+    assert all(bool((layer == step).all()) for layer in state["model"].values())
+    assert all(path.name.startswith("step_") and "." not in path.name for path in folder.iterdir())
+    return step
+
+
+def save_for_ever(folder: Path, async_save: bool) -> None:
+    torch.set_num_threads(1)
+    store = CheckpointStore(folder, CheckpointConfig(async_save=async_save))
+    step = (store.latest() or [0])[0]
+    while True:
+        step += 1
+        store.save(step, state_at(step))
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_killed_at_random_moments_the_newest_whole_checkpoint_is_right(tmp_path, async_save):
+    delays, last = random.Random(5), 0
+    for _ in range(6):
+        child = run_child(save_for_ever, tmp_path, async_save)
+        deadline = time.monotonic() + 30
+        while (folders.saved_steps(tmp_path) or [0])[0] <= last and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(delays.uniform(0, 0.15))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        step = newest(tmp_path)
+        assert step > last
+        last = step
+
+
+def die(*arguments, **settings):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(folder: Path, stage: str) -> None:
+    torch.set_num_threads(1)
+    store = CheckpointStore(folder, CheckpointConfig(keep_last=1))
+    store.save(1, state_at(1), wait=True)
+    rename = Path.rename
+    patches = {
+        "before the manifest": lambda: setattr(CheckpointStore, "_publish", die),
+        "before the rename": lambda: setattr(folders, "publish", die),
+        "between the renames": lambda: setattr(
+            Path, "rename", lambda self, to: die() if ".tmp-" in self.name else rename(self, to)
+        ),
+        "while deleting": lambda: setattr(shutil, "rmtree", die),
+    }
+    patches[stage]()
+    step = 1 if stage == "between the renames" else 2
+    store.save(step, state_at(step), wait=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [("before the manifest", 1), ("before the rename", 1), ("between the renames", 1), ("while deleting", 2)],
+)
+def test_killed_at_each_stage_of_a_save_a_whole_checkpoint_stays(tmp_path, stage, step):
+    child = run_child(save_and_die, tmp_path, stage)
+    child.join(30)
+    assert child.exitcode == -signal.SIGKILL
+    assert newest(tmp_path) == step
+
+
+def save_slowly_and_leave(folder: Path) -> None:
+    store = CheckpointStore(folder, CheckpointConfig())
+    folders.publish = lambda *arguments: time.sleep(60)
+    store.save(1, {"x": 1})
+
+
+def test_a_save_in_the_background_does_not_keep_the_process_alive(tmp_path):
+    child = run_child(save_slowly_and_leave, tmp_path)
+    child.join(20)
+    assert child.exitcode == 0
+
+
+def save_as_rank(rank: int, folder: Path, errors) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        _save_and_load_as_rank(rank, folder)
+    except BaseException as error:
+        errors.put(f"rank {rank}: {error!r}")
+        raise
+    dist.destroy_process_group()
+
+
+def _save_and_load_as_rank(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(20.0).view(5, 4)
+
+    def state(scale: float) -> dict:
+        sharded = distribute_tensor(whole * scale, mesh, [Shard(0)])
+        own = {f"rng.rank{rank}": torch.full((2,), rank * scale)}
+        return {"w": sharded, "same": torch.ones(3) * scale, **own}
+
+    store = CheckpointStore(folder / "checkpoints", CheckpointConfig())
+    saved = {**state(1.0), "step": 1}
+    store.save(1, saved)
+    saved["w"].to_local().fill_(-1)
+    store.save(2, {**state(2.0), "step": 2})
+    store.wait()
+    if rank == 0:
+        (folder / "checkpoints/step_00000002/__1_0.distcp").write_bytes(b"")
+    store._ranks.gather(None)
+    loaded = state(0.0)
+    assert store.load(loaded) == 1 and loaded["step"] == 1
+    assert isinstance(loaded["w"], DTensor) and torch.equal(loaded["w"].full_tensor(), whole)
+    assert loaded[f"rng.rank{rank}"].tolist() == [rank, rank] and loaded["same"].tolist() == [1, 1, 1]
+    if rank == 1:
+        CheckpointStore._publish = die  # only rank 0 publishes
+    else:
+        folders.publish = _fail
+    store.save(3, {"step": 3})
+    try:
+        store.wait()
+    except CheckpointError as error:
+        assert "no luck" in str(error)
+    else:
+        raise AssertionError("the error of rank 0 must be raised on each rank")
+
+
+def _fail(*arguments):
+    raise OSError("no luck")
+
+
+def test_two_ranks_save_and_load_sharded_tensors_together(tmp_path):
+    errors = _CONTEXT.SimpleQueue()
+    children = [run_child(save_as_rank, rank, tmp_path, errors) for rank in range(2)]
+    for child in children:
+        child.join(40)
+    report = [] if errors.empty() else [errors.get()]
+    assert [child.exitcode for child in children] == [0, 0], report
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_00000001", "step_00000002"]
+    state = {"w": torch.zeros(5, 4)}
+    assert CheckpointStore.open_any(tmp_path).load(state, 1, partial=True) == 1
+    assert state["w"].flatten().tolist() == list(range(20))

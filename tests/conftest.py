@@ -1,0 +1,45 @@
+"""What all tests share: one thread, a cache of the session's own, and a small corpus of text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Set before any test module imports torch; children inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty folder for tokenizers and tokenised corpora, instead of the user's own."""
+    import torch
+
+    torch.set_num_threads(1)
+    before = os.environ.get("GRAPHMOE_CACHE")
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["GRAPHMOE_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["GRAPHMOE_CACHE"]
+    else:
+        os.environ["GRAPHMOE_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def text_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words of a command line that trains on a small corpus of text files."""
+    from graphmoe.data.tokenizer import train_bpe
+    from tests.data.texts import sentences, write_jsonl
+
+    folder = tmp_path_factory.mktemp("corpus")
+    train_bpe(iter(sentences(200)), 320, 200).save(str(folder / "tokenizer.json"))
+    write_jsonl(folder / "text.jsonl", sentences(300))
+    return [
+        "data.source=files",
+        f"data.paths=[{folder}/text.jsonl]",
+        f"data.tokenizer={folder}/tokenizer.json",
+        "model.vocab_size=320",
+    ]

@@ -1,0 +1,159 @@
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from graphmoe.config import ConfigError
+from graphmoe.data.cache import cache_folder, cache_key, cached
+
+ROOT = Path(__file__).parents[2]
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from graphmoe.data.cache import cached
+
+def build(folder):
+    (folder / "data").write_text("x" * 1000)
+    with open(sys.argv[2], "a") as file:
+        file.write("built\\n")
+    time.sleep(float(sys.argv[3]))
+    return {"answer": 42}
+
+entry, meta = cached(Path(sys.argv[1]), "thing", build)
+assert (entry / "data").stat().st_size == 1000 and meta == {"answer": 42}
+"""
+
+
+def builder(cache, tally, seconds) -> subprocess.Popen:
+    """Another process that asks for the entry ``thing``."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", BUILDER, str(cache), str(tally), str(seconds)], env=env)
+
+
+def build(folder):
+    (folder / "data").write_text("whole")
+    return {"n": 1}
+
+
+def never(folder):
+    raise AssertionError("the entry is whole and must not be built again")
+
+
+def test_an_entry_is_built_once(tmp_path):
+    assert cached(tmp_path, "a", build)[1] == {"n": 1}
+    entry, meta = cached(tmp_path, "a", never)
+    assert (entry / "data").read_text() == "whole" and meta == {"n": 1}
+
+
+def test_processes_that_race_build_once_and_share(tmp_path):
+    tally = tmp_path / "tally"
+    racers = [builder(tmp_path, tally, 0.5) for _ in range(3)]
+    assert [racer.wait(timeout=60) for racer in racers] == [0, 0, 0]
+    assert tally.read_text() == "built\n"
+
+
+def test_a_killed_builder_leaves_no_entry_and_the_next_one_cleans_up(tmp_path):
+    tally = tmp_path / "tally"
+    process = builder(tmp_path, tally, 60)
+    end = time.monotonic() + 60
+    while not tally.exists():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "thing").exists() and list(tmp_path.glob("thing.tmp-*"))
+    assert cached(tmp_path, "thing", build)[1] == {"n": 1}
+    assert not list(tmp_path.glob("thing.tmp-*"))
+
+
+def test_without_locks_the_first_of_two_builders_wins(tmp_path, monkeypatch):
+    def no_locks(file, how):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+
+    def build_while_another_finishes(folder):
+        process = builder(tmp_path, tmp_path / "tally", 0)
+        assert process.wait(timeout=60) == 0
+        (folder / "data").write_text("late")
+        return {"answer": "late"}
+
+    _, meta = cached(tmp_path, "thing", build_while_another_finishes)
+    assert meta == {"answer": 42}
+    assert not list(tmp_path.glob("thing.tmp-*"))
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+    def fail(folder):
+        (folder / "data").write_text("half")
+        raise RuntimeError("no space")
+
+    with pytest.raises(RuntimeError, match="no space"):
+        cached(tmp_path, "a", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
+
+
+def test_a_full_disk_is_an_error_that_names_the_entry_and_the_key(tmp_path):
+    def fail(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/a: .*No space left on device; .* data.cache_dir="):
+        cached(tmp_path, "a", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "meta"])
+def test_a_damaged_entry_is_built_again(tmp_path, damage, caplog):
+    entry, _ = cached(tmp_path, "a", build)
+    if damage == "truncate":
+        (entry / "data").write_text("who")
+    elif damage == "remove":
+        (entry / "data").unlink()
+    else:
+        (entry / "meta.json").write_text(json.dumps({"meta": {}})[:5])
+    entry, meta = cached(tmp_path, "a", build)
+    assert (entry / "data").read_text() == "whole" and meta == {"n": 1}
+    assert "is damaged" in caplog.text
+
+
+def test_a_thread_that_waits_for_another_gets_its_entry(tmp_path):
+    started, results = threading.Event(), []
+
+    def slow(folder):
+        started.set()
+        time.sleep(0.2)
+        return build(folder)
+
+    first = threading.Thread(target=lambda: results.append(cached(tmp_path, "a", slow)[1]))
+    first.start()
+    started.wait()
+    results.append(cached(tmp_path, "a", never)[1])
+    first.join()
+    assert results == [{"n": 1}, {"n": 1}]
+
+
+def test_the_folder_is_the_configured_one_then_the_environments(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path / "env"))
+    assert cache_folder(None) == tmp_path / "env"
+    assert cache_folder(str(tmp_path / "own")) == tmp_path / "own"
+    monkeypatch.delenv("GRAPHMOE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(None) == tmp_path / ".cache" / "graphmoe"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="data.cache_dir"):
+        cache_folder(str(tmp_path / "file" / "cache"))
+
+
+def test_keys_tell_values_apart():
+    assert len({cache_key("a", 1), cache_key("a", 2), cache_key("b", 1), cache_key("a", 1, None)}) == 4

@@ -1,0 +1,303 @@
+"""data=files: reading, errors with file and line, the cache, processes."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.data import DataError, open_data
+from graphmoe.data.indexed import read_token_file
+from graphmoe.data.tokenise import Recipe, tokenise_files
+from graphmoe.data.tokenizer import encode, num_ids
+from tests.data.texts import sentences, write_jsonl
+
+pa = pytest.importorskip("pyarrow")
+import pyarrow.parquet as pq  # noqa: E402
+
+
+@pytest.fixture
+def open_files(tokenizer_path, cache, tmp_path):
+    """open_data over files of the test's folder."""
+
+    def open_files(*patterns, seq_len=16, vocab_size=400, **changes):
+        paths = [str(tmp_path / pattern) for pattern in patterns]
+        changes = {"val_fraction": 0.0, "shuffle": False, "tokenizer": str(tokenizer_path), **changes}
+        config = DataConfig(source=DataSource.files, paths=paths, **changes)
+        return open_data(config, seq_len=seq_len, vocab_size=vocab_size)
+
+    return open_files
+
+
+def texts_of(corpus) -> list[str]:
+    """The documents of a corpus that is not shuffled."""
+    file = corpus.train.documents.files[0]
+    ends = file.start_N + file.length_N
+    assert (np.asarray(file.tokens_T)[ends - 1] == 0).all(), "each document ends with the end token"
+    pairs = zip(file.start_N.tolist(), ends.tolist(), strict=True)
+    return [corpus.tokenizer.decode(file.tokens_T[a : b - 1].tolist()) for a, b in pairs]
+
+
+def test_txt_jsonl_and_parquet_give_their_documents_in_order(open_files, tmp_path):
+    texts = sentences(30)
+    (tmp_path / "a.txt").write_text(texts[0], encoding="utf-8")
+    (tmp_path / "b.txt").write_text("\ufeff" + texts[1] + "\n\u00fc\u4e16", encoding="utf-8")
+    write_jsonl(tmp_path / "c.jsonl", texts[2:20])
+    pq.write_table(
+        pa.table({"id": list(range(10)), "text": texts[20:]}), tmp_path / "d.parquet", row_group_size=3
+    )
+    corpus = open_files("*.txt", "*.jsonl", "*.parquet")
+    assert texts_of(corpus) == [texts[0], texts[1] + "\n\u00fc\u4e16", *texts[2:]]
+    assert corpus.counts["train_documents"] == 30 and corpus.bad == {}
+
+
+def test_another_field_is_read_when_asked(open_files, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", sentences(9), field="content")
+    assert texts_of(open_files("a.jsonl", text_field="content")) == sentences(9)
+
+
+def test_blank_lines_and_empty_texts_are_no_documents(open_files, tmp_path):
+    texts = sentences(9)
+    write_jsonl(tmp_path / "a.jsonl", [*texts[:4], "", *texts[4:]])
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write("\n  \n")
+    assert texts_of(open_files("a.jsonl")) == texts
+
+
+GOOD = b'{"text": "the loss of an expert is shown for each token and router while gradients wait"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "kind"),
+    [
+        (b'{"text": "half of a', "not JSON", "bad JSON line"),
+        (b'["text"]', "object is wanted, not list", "record without text"),
+        (b'{"body": "x", "id": 3}', r"no field 'text' \(it has: body, id\)", "record without text"),
+        (b'{"text": null}', "field 'text' is NoneType", "record without text"),
+        (b'{"text": "\xff"}', "not UTF-8", "line that is not UTF-8"),
+        (b'{"text": "\\ud800"}', "surrogate", "text with a lone surrogate"),
+    ],
+)
+def test_a_bad_line_names_file_and_line_or_is_counted_and_skipped(
+    open_files, tmp_path, caplog, line, message, kind
+):
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 5 + line + b"\n" + GOOD * 2)
+    with pytest.raises(DataError, match=rf"a\.jsonl:6: .*{message}.*data.skip_bad=true"):
+        open_files("a.jsonl")
+    corpus = open_files("a.jsonl", skip_bad=True)
+    assert corpus.bad == {kind: 1} and len(texts_of(corpus)) == 7
+    assert f"skipped 1 bad records (1 {kind})" in caplog.text
+
+
+def test_a_cache_made_with_skip_bad_does_not_hide_the_error_later(open_files, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 5 + b"broken\n")
+    assert open_files("a.jsonl", skip_bad=True).bad == {"bad JSON line": 1}
+    assert open_files("a.jsonl", skip_bad=True).bad == {"bad JSON line": 1}
+    with pytest.raises(DataError, match="a.jsonl:6"):
+        open_files("a.jsonl")
+
+
+def test_the_line_is_right_in_a_later_part_of_the_file(open_files, tmp_path, monkeypatch):
+    monkeypatch.setattr("graphmoe.data.text_files.PART_BYTES", 100)
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 23 + b"broken\n" + GOOD)
+    with pytest.raises(DataError, match="a.jsonl:24: not JSON"):
+        open_files("a.jsonl")
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 50, 87, 88, 89, 1000])
+def test_parts_of_any_size_give_each_line_once(open_files, tmp_path, monkeypatch, part_bytes):
+    texts = sentences(12)
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    monkeypatch.setattr("graphmoe.data.text_files.PART_BYTES", part_bytes)
+    assert texts_of(open_files("a.jsonl")) == texts
+
+
+def test_a_text_file_that_is_not_utf8_names_the_line(open_files, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
+    (tmp_path / "b.txt").write_text(" ".join(sentences(9)))
+    with pytest.raises(DataError, match=r"a\.txt:3: byte 0xe9 is not UTF-8"):
+        open_files("*.txt")
+    assert open_files("*.txt", skip_bad=True).bad == {"file that is not UTF-8": 1}
+
+
+def test_an_unreadable_file_is_an_error_or_counted(open_files, tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", sentences(9))
+    write_jsonl(tmp_path / "b.jsonl", sentences(9))
+    if os.geteuid() == 0:  # root reads any file, so the error is made here
+
+        def refuse(path, *args, **kwargs):
+            if str(path).endswith("b.jsonl"):
+                raise PermissionError(13, "Permission denied")
+            return open(path, *args, **kwargs)
+
+        monkeypatch.setattr("graphmoe.data.text_files.open", refuse, raising=False)
+    else:
+        (tmp_path / "b.jsonl").chmod(0)
+    with pytest.raises(DataError, match="b.jsonl: Permission denied"):
+        open_files("*.jsonl")
+    assert open_files("*.jsonl", skip_bad=True).bad == {"unreadable file": 1}
+
+
+def test_a_truncated_parquet_file_names_file_and_bytes(open_files, tmp_path):
+    pq.write_table(pa.table({"text": sentences(50)}), tmp_path / "a.parquet")
+    raw = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(raw[:-20])
+    with pytest.raises(DataError, match=rf"b\.parquet \({len(raw) - 20} bytes\) is not a whole parquet file"):
+        open_files("*.parquet")
+    corpus = open_files("*.parquet", skip_bad=True)
+    assert corpus.bad == {"unreadable file": 1} and len(texts_of(corpus)) == 50
+
+
+def test_a_damaged_row_group_names_its_rows(open_files, tmp_path):
+    table = pa.table({"text": sentences(60)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=20, compression="zstd", use_dictionary=False)
+    group = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(1).column(0)
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    start = group.data_page_offset
+    raw[start : start + group.total_compressed_size] = bytes(group.total_compressed_size)
+    (tmp_path / "a.parquet").write_bytes(bytes(raw))
+    with pytest.raises(DataError, match=r"a\.parquet: row group 1 \(row 20 on\)"):
+        open_files("a.parquet")
+    corpus = open_files("a.parquet", skip_bad=True)
+    assert corpus.bad == {"unreadable row group": 1} and len(texts_of(corpus)) == 40
+
+
+def test_a_null_row_names_its_number(open_files, tmp_path):
+    pq.write_table(pa.table({"text": [*sentences(25), None]}), tmp_path / "a.parquet", row_group_size=10)
+    with pytest.raises(DataError, match="a.parquet row 25: field 'text' is NoneType"):
+        open_files("a.parquet")
+
+
+def test_a_missing_column_lists_those_that_exist(open_files, tmp_path):
+    pq.write_table(pa.table({"content": sentences(5), "id": [0] * 5}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="text_field=text is not a column .* content, id"):
+        open_files("a.parquet")
+
+
+def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_path, tokenizer):
+    texts = sentences(30)
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    ids = [e.tolist() for e in encode(tokenizer, texts, 0)]
+    limit = sorted({token for row in ids for token in row})[-3]
+    line = next(i for i, row in enumerate(ids) if max(row) >= limit)
+    position = next(i for i, t in enumerate(ids[line]) if t >= limit)
+    place = rf"a\.jsonl:{line + 1}, position {position}: token id {ids[line][position]}"
+    advice = rf"raise model.vocab_size to at least {ids[line][position] + 1} .* resort: data.skip_bad=true"
+    with pytest.raises(DataError, match=rf"{place} .*; {advice}"):
+        open_files("a.jsonl", vocab_size=limit)
+    corpus = open_files("a.jsonl", vocab_size=limit, skip_bad=True)
+    dropped = sum(max(row) >= limit for row in ids)
+    assert corpus.bad == {"document with a token id beyond the vocabulary": dropped}
+    assert corpus.train.documents.num_documents == 30 - dropped
+
+
+def test_wrong_configurations_say_what_to_type(open_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"data.paths: no file matches '.*nothing-\*.txt' .*{tmp_path}"):
+        open_files("nothing-*.txt")
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(ConfigError, match="a.csv; known endings: .txt, .jsonl, .parquet"):
+        open_files("a.csv")
+    with pytest.raises(ConfigError, match="data.paths"):
+        open_files()
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="the corpus is empty: no text in .*empty.txt$"):
+        open_files("empty.txt")
+    (tmp_path / "short.txt").write_text("ab")
+    with pytest.raises(
+        ConfigError, match=r"1 documents with 3 tokens .*short.txt.* = 17; use data.seq_len=2 or less"
+    ):
+        open_files("short.txt")
+    with pytest.raises(ConfigError, match="data=files needs data.tokenizer"):
+        open_files("short.txt", tokenizer=None)
+    with pytest.raises(ConfigError, match="no.json does not exist"):
+        open_files("short.txt", tokenizer="no.json")
+    (tmp_path / "no.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no.json is not a tokenizer.json"):
+        open_files("short.txt", tokenizer="no.json")
+    with pytest.raises(ConfigError, match=r"data.eod_token=</s> is not a token .* <\|endoftext\|>"):
+        open_files("short.txt", eod_token="</s>")
+
+
+def test_the_end_token_comes_from_the_tokenizers_own_configuration(open_files, tmp_path, tokenizer):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
+    write_jsonl(tmp_path / "a.jsonl", sentences(9))
+    corpus = open_files("a.jsonl", tokenizer=str(tmp_path))
+    file = corpus.train.documents.files[0]
+    assert file.tokens_T[file.length_N[0] - 1] == tokenizer.token_to_id("a") != 0
+
+
+def test_truncation_set_in_the_tokenizer_file_is_ignored(open_files, tmp_path, tokenizer_path):
+    document = json.loads(tokenizer_path.read_text())
+    document["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    write_jsonl(tmp_path / "a.jsonl", sentences(9))
+    assert texts_of(open_files("a.jsonl", tokenizer=str(tmp_path / "t.json"))) == sentences(9)
+
+
+def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tmp_path, cache, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", sentences(9))
+    open_files("a.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr("graphmoe.data.corpus.tokenise_files", None)
+        assert texts_of(open_files("a.jsonl", vocab_size=5000)) == sentences(9)
+    write_jsonl(tmp_path / "a.jsonl", sentences(9, seed=1))
+    assert texts_of(open_files("a.jsonl")) == sentences(9, seed=1)
+    assert len(list(cache.glob("files-*/meta.json"))) == 2
+
+
+def test_validation_files_are_left_out_of_training(open_files, tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        write_jsonl(tmp_path / f"{name}.jsonl", sentences(20, seed))
+    corpus = open_files("*.jsonl", val_paths=[str(tmp_path / "b.jsonl")])
+    assert texts_of(corpus) == sentences(20, 1)
+    assert corpus.val.documents.num_documents == 20 and corpus.counts["train_files"] == 1
+    with pytest.raises(ConfigError, match="nothing is left to train on"):
+        open_files("b.jsonl", val_paths=[str(tmp_path / "*.jsonl")])
+
+
+def test_val_fraction_holds_out_documents(open_files, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", sentences(200))
+    corpus = open_files("a.jsonl", val_fraction=0.1)
+    train, val = corpus.train.documents, corpus.val.documents
+    assert (train.num_documents, val.num_documents) == (180, 20)
+    assert not {*train.start_N.tolist()} & {*val.start_N.tolist()}
+
+
+def test_too_little_to_validate_on_is_a_warning(open_files, tmp_path, caplog):
+    (tmp_path / "a.txt").write_text(" ".join(sentences(3)))
+    assert open_files("a.txt", val_fraction=0.01).val is None
+    assert "no validation: the val corpus" in caplog.text
+
+
+def test_processes_give_the_same_bytes_as_none(tmp_path, tokenizer_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("graphmoe.data.text_files.PART_BYTES", 2000)
+    files = [write_jsonl(tmp_path / f"{i}.jsonl", sentences(40, i)) for i in range(3)]
+    recipe = Recipe(tokenizer_path, 0, "text", num_ids(tokenizer), False)
+    done = []
+    for name, workers in (("one", 1), ("two", 2)):
+        tokenise_files(files, recipe, tmp_path / name, workers=workers, on_progress=lambda *d: done.append(d))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
+    total = sum(path.stat().st_size for path in files)
+    assert done[-1] == (total, total) and len(read_token_file(tmp_path / "two").start_N) == 120
+    assert not list(tmp_path.glob("*.parts-*"))
+
+
+def test_the_first_error_in_file_order_is_raised_from_processes(tmp_path, tokenizer_path):
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_bytes(GOOD * 3 + (b"broken\n" if name != "a" else b""))
+    recipe = Recipe(tokenizer_path, 0, "text", 400, False)
+    with pytest.raises(DataError, match="b.jsonl:4"):
+        tokenise_files(sorted(tmp_path.glob("*.jsonl")), recipe, tmp_path / "out", workers=2)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_very_long_text_is_encoded_in_pieces_with_the_same_ids(tokenizer, monkeypatch):
+    text = "\n".join(sentences(300)) + "\n\n  indented\n"
+    whole = encode(tokenizer, [text], 0)[0]
+    monkeypatch.setattr("graphmoe.data.tokenizer.LONG_TEXT_CHARS", 1000)
+    monkeypatch.setattr("graphmoe.data.tokenizer.PIECE_CHARS", 100)
+    assert np.array_equal(encode(tokenizer, [text], 0)[0], whole)

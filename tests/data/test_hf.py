@@ -1,0 +1,211 @@
+"""data=hf on local folders, without a network."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.data import DataError, Loader, first_batches, open_data
+from graphmoe.data import hf as hf_module
+from tests.data.texts import sentences, write_jsonl
+
+pytest.importorskip("datasets")
+pa = pytest.importorskip("pyarrow")
+import pyarrow.parquet as pq  # noqa: E402
+
+SEQ_LEN = 24
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(hf_module, "BLOCK_DOCUMENTS", 7)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def folder(tmp_path, request):
+    """A dataset of 3 shards with 60 documents."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for shard in range(3):
+        texts = sentences(20, seed=shard)
+        if request.param == "jsonl":
+            write_jsonl(folder / f"{shard}.jsonl", texts)
+        else:
+            pq.write_table(pa.table({"text": texts}), folder / f"{shard}.parquet", row_group_size=6)
+    return folder
+
+
+def open_hf(folder, tokenizer_path, vocab_size=400, **changes):
+    changes = {"val_fraction": 0.0, "tokenizer": str(tokenizer_path), **changes}
+    config = DataConfig(source=DataSource.hf, hf_name=str(folder), **changes)
+    return open_data(config, seq_len=SEQ_LEN, vocab_size=vocab_size)
+
+
+def texts_in(rows, tokenizer) -> list[str]:
+    """The documents in overlapping rows of one stream; the first and the last may be cut."""
+    stream = [*rows[0], *itertools.chain.from_iterable(row[1:] for row in rows[1:])]
+    return tokenizer.decode([int(t) for t in stream], skip_special_tokens=False).split("<|endoftext|>")
+
+
+def test_the_first_epoch_has_every_document_once(folder, tokenizer_path):
+    corpus = open_hf(folder, tokenizer_path)
+    tokens = sum(len(corpus.tokenizer.encode(t).ids) + 1 for s in range(3) for t in sentences(20, s))
+    rows = corpus.train.reader().read(0, tokens // SEQ_LEN)
+    found = texts_in(rows, corpus.tokenizer)[:-1]
+    wanted = [text for shard in range(3) for text in sentences(20, seed=shard)]
+    assert len(set(found)) == len(found) >= 58 and set(found) <= set(wanted)
+    assert found[:20] != wanted[:20]
+
+
+def test_without_shuffle_rows_come_in_order(folder, tokenizer_path):
+    corpus = open_hf(folder, tokenizer_path, shuffle=False)
+    found = texts_in(corpus.train.reader().read(0, 30), corpus.tokenizer)[:-1]
+    assert found == [text for shard in range(3) for text in sentences(20, seed=shard)][: len(found)]
+
+
+def test_each_epoch_has_another_order(folder, tokenizer_path):
+    corpus = open_hf(folder, tokenizer_path)
+    found = texts_in(corpus.train.reader().read(0, 200), corpus.tokenizer)
+    assert found[:60] != found[60:120] and sorted(found[:60]) == sorted(found[60:120])
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_resume_with_1_2_4_1_ranks_gives_the_same_global_stream(folder, tokenizer_path, prefetch):
+    corpus = open_hf(folder, tokenizer_path)
+    state, rows = None, []
+    for world_size in (1, 2, 4, 1):
+        ranks = [
+            Loader(
+                corpus.train,
+                micro_batch_size=1,
+                global_batch_size=4,
+                rank=r,
+                world_size=world_size,
+                prefetch=prefetch,
+            )
+            for r in range(world_size)
+        ]
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+        rows += [next(loader)[0].numpy() for _ in range(36 // world_size) for loader in ranks]
+        states = [loader.state_dict() for loader in ranks]
+        assert all(s == states[0] for s in states)
+        state = states[0]
+        [loader.close() for loader in ranks]
+    assert state["epochs"] >= 1.0
+    assert np.array_equal(np.stack(rows), corpus.train.reader().read(0, len(rows)))
+
+
+def test_resume_at_every_sample_is_exact(folder, tokenizer_path):
+    corpus = open_hf(folder, tokenizer_path)
+    whole = corpus.train.reader().read(0, 80)
+    reader = corpus.train.reader()
+    for position in range(1, 75, 3):
+        reader.seek(position)
+        resumed = corpus.train.reader(reader.state())
+        assert np.array_equal(resumed.read(position, 4), whole[position : position + 4])
+
+
+def test_a_state_is_plain_values(folder, tokenizer_path):
+    loader = Loader(open_hf(folder, tokenizer_path).train, micro_batch_size=2, global_batch_size=2)
+    next(loader)
+    state = loader.state_dict()
+    loader.close()
+
+    def check(value):
+        if isinstance(value, dict):
+            assert all(isinstance(key, str) for key in value)
+            [check(item) for item in value.values()]
+        elif isinstance(value, list):
+            [check(item) for item in value]
+        else:
+            assert value is None or isinstance(value, int | float | str | bool), type(value)
+
+    check(state)
+
+
+def test_held_out_documents_are_never_trained_on(folder, tokenizer_path):
+    corpus = open_hf(folder, tokenizer_path, val_fraction=0.2)
+    train = set(texts_in(corpus.train.reader().read(0, 300), corpus.tokenizer)[1:-1])
+    val = set(texts_in(corpus.val.reader().read(0, 100), corpus.tokenizer)[1:-1])
+    assert val and not train & val and len(train | val) == 60
+
+
+def test_too_few_documents_to_hold_any_out_name_the_fraction(tmp_path, tokenizer_path):
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "a.jsonl", sentences(9))
+    corpus = open_hf(tmp_path / "set", tokenizer_path, val_fraction=1e-9)
+    with pytest.raises(DataError, match="val_fraction=1e-09 leaves no document .* for validation; use"):
+        corpus.val.reader().read(0, 1)
+
+
+def test_a_resume_on_a_stream_that_has_no_text_any_more_is_an_error(folder, tokenizer_path):
+    reader = open_hf(folder, tokenizer_path).train.reader()
+    reader.seek(3)
+    for file in folder.iterdir():
+        if file.suffix == ".jsonl":
+            write_jsonl(file, [""])
+        else:
+            pq.write_table(pa.table({"text": [""]}), file)
+    later = open_hf(folder, tokenizer_path).train.reader(reader.state())
+    with pytest.raises(DataError, match="no document with text|cannot be read"):
+        later.read(3, 30)
+
+
+def test_a_validation_split_is_its_own(tmp_path, tokenizer_path):
+    for split, seed in (("train", 1), ("test", 2)):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / "set" / f"{split}.jsonl", sentences(30, seed))
+    corpus = open_hf(tmp_path / "set", tokenizer_path, hf_val_split="test", val_fraction=0.3)
+    found = texts_in(corpus.val.reader().read(0, 10), corpus.tokenizer)
+    assert set(found[1:-1]) <= set(sentences(30, 2))
+
+
+def test_validation_reads_the_stream_once(folder, tokenizer_path, monkeypatch):
+    corpus = open_hf(folder, tokenizer_path, val_fraction=0.5)
+    first = [batch.tolist() for batch in first_batches(corpus.val, 3, 2)]
+    monkeypatch.setattr(hf_module, "encode_checked", None)
+    assert [batch.tolist() for batch in first_batches(corpus.val, 3, 2)] == first
+
+
+def test_bad_rows_are_an_error_with_their_number_or_counted(tmp_path, tokenizer_path):
+    (tmp_path / "set").mkdir()
+    table = pa.table({"text": [*sentences(12), None, *sentences(5)]})
+    pq.write_table(table, tmp_path / "set" / "a.parquet")
+    corpus = open_hf(tmp_path / "set", tokenizer_path)
+    with pytest.raises(DataError, match="row 12 of epoch 0: field 'text' is NoneType"):
+        corpus.train.reader().read(0, 30)
+    corpus = open_hf(tmp_path / "set", tokenizer_path, skip_bad=True)
+    corpus.train.reader().read(0, 10)
+    assert corpus.bad["record without text"] >= 1
+
+
+def test_a_broken_file_names_the_row(tmp_path, tokenizer_path):
+    (tmp_path / "set").mkdir()
+    path = write_jsonl(tmp_path / "set" / "a.jsonl", sentences(12))
+    path.write_text(path.read_text() + '{"text": "half\n')
+    corpus = open_hf(tmp_path / "set", tokenizer_path)
+    with pytest.raises(DataError, match=r"row \d+ of epoch 0: cannot be read"):
+        corpus.train.reader().read(0, 60)
+
+
+def test_a_token_beyond_the_vocabulary_names_the_row(folder, tokenizer_path):
+    corpus = open_hf(folder, tokenizer_path, vocab_size=290)
+    with pytest.raises(DataError, match=r"row \d+ of epoch 0, position \d+: token id \d+ is not below"):
+        corpus.train.reader().read(0, 60)
+
+
+def test_wrong_configurations_say_what_to_type(folder, tokenizer_path, tmp_path):
+    with pytest.raises(ConfigError, match="text_field=body is not a column of .*: text"):
+        open_hf(folder, tokenizer_path, text_field="body").train.reader().read(0, 1)
+    with pytest.raises(ConfigError, match="cannot open data.hf_name=.*nothing"):
+        open_hf(tmp_path / "nothing", tokenizer_path)
+    with pytest.raises(ConfigError, match="data.tokenizer"):
+        open_data(DataConfig(source=DataSource.hf, hf_name=str(folder)), seq_len=8, vocab_size=400)
+    with pytest.raises(ConfigError, match="data.hf_name"):
+        config = DataConfig(source=DataSource.hf, tokenizer=str(tokenizer_path))
+        open_data(config, seq_len=8, vocab_size=400)

@@ -1,0 +1,134 @@
+"""Megatron files against bytes laid out by hand, and damaged ones."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphmoe.data.errors import DataError
+from graphmoe.data.indexed import pair, read_token_file, write_token_file
+
+# Two sequences of 3 and 2 tokens in uint16, a document each: the layout as published readers take it.
+GOLDEN_BIN = struct.pack("<5H", 11, 12, 13, 65535, 0)
+GOLDEN_IDX = (
+    b"MMIDIDX\x00\x00"
+    + struct.pack("<Q", 1)
+    + struct.pack("<B", 8)
+    + struct.pack("<Q", 2)
+    + struct.pack("<Q", 3)
+    + struct.pack("<2i", 3, 2)
+    + struct.pack("<2q", 0, 6)
+    + struct.pack("<3q", 0, 1, 2)
+)
+
+
+def golden(folder: Path) -> Path:
+    (folder / "golden.bin").write_bytes(GOLDEN_BIN)
+    (folder / "golden.idx").write_bytes(GOLDEN_IDX)
+    return folder / "golden"
+
+
+def documents_of(prefix) -> list[list[int]]:
+    file = read_token_file(prefix)
+    return [
+        file.tokens_T[s : s + n].tolist()
+        for s, n in zip(file.start_N.tolist(), file.length_N.tolist(), strict=True)
+    ]
+
+
+def test_reads_the_bytes_that_published_tools_write(tmp_path):
+    assert documents_of(golden(tmp_path)) == [[11, 12, 13], [65535, 0]]
+
+
+def test_writes_the_bytes_that_published_tools_read(tmp_path):
+    write_token_file(tmp_path / "own", [[11, 12, 13], [65535, 0]], np.uint16)
+    assert (tmp_path / "own.bin").read_bytes() == GOLDEN_BIN
+    assert (tmp_path / "own.idx").read_bytes() == GOLDEN_IDX
+
+
+@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_reads_every_integer_type(tmp_path, code, letter):
+    size = struct.calcsize(letter)
+    (tmp_path / "t.bin").write_bytes(struct.pack(f"<3{letter}", 5, 6, 7))
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 2, 3)
+    body = struct.pack("<2i", 1, 2) + struct.pack("<2q", 0, size) + struct.pack("<3q", 0, 1, 2)
+    (tmp_path / "t.idx").write_bytes(header + body)
+    assert documents_of(tmp_path / "t") == [[5], [6, 7]]
+
+
+def test_a_document_may_be_several_sequences(tmp_path):
+    prefix = golden(tmp_path)
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 2)
+    body = struct.pack("<2i", 3, 2) + struct.pack("<2q", 0, 6) + struct.pack("<2q", 0, 2)
+    prefix.with_suffix(".idx").write_bytes(head + body)
+    assert documents_of(prefix) == [[11, 12, 13, 65535, 0]]
+
+
+def test_the_prefix_may_carry_either_ending_and_other_dots():
+    for name in ("a/v1.5", "a/v1.5.bin", "a/v1.5.idx"):
+        assert pair(name) == (Path("a/v1.5.bin"), Path("a/v1.5.idx"))
+
+
+def test_a_document_is_found_by_its_tokens(tmp_path):
+    file = read_token_file(golden(tmp_path))
+    assert [file.document_at(token) for token in range(5)] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("length", [0, 10, 33, 34, 60, len(GOLDEN_IDX) - 1])
+def test_a_truncated_index_is_an_error_with_its_bytes(tmp_path, length):
+    prefix = golden(tmp_path)
+    prefix.with_suffix(".idx").write_bytes(GOLDEN_IDX[:length])
+    with pytest.raises(DataError, match=rf"golden\.idx.*\b{length} bytes.*truncated"):
+        read_token_file(prefix)
+
+
+@pytest.mark.parametrize("length", [0, 9, 12])
+def test_a_bin_of_another_length_is_an_error_with_both_sizes(tmp_path, length):
+    prefix = golden(tmp_path)
+    prefix.with_suffix(".bin").write_bytes(b"x" * length)
+    with pytest.raises(DataError, match=rf"golden\.bin has {length} bytes.*= 10 bytes"):
+        read_token_file(prefix)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, b"PARQUET", "no Megatron index"),
+        (9, struct.pack("<Q", 2), "version 2"),
+        (17, b"\x07", "dtype code 7"),
+        (17, b"\x63", "dtype code 99"),
+        (34, struct.pack("<i", -3), "out of order|not in order"),
+        (50, struct.pack("<q", 4), "positions"),
+        (58, struct.pack("<q", 1), "not in order"),
+        (66, struct.pack("<q", 9), "not in order"),
+    ],
+)
+def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path, offset, value, message):
+    prefix = golden(tmp_path)
+    raw = bytearray(GOLDEN_IDX)
+    raw[offset : offset + len(value)] = value
+    prefix.with_suffix(".idx").write_bytes(bytes(raw))
+    with pytest.raises(DataError, match=message) as error:
+        read_token_file(prefix)
+    assert "golden.idx" in str(error.value)
+
+
+def test_a_multimodal_index_is_refused_by_name(tmp_path):
+    prefix = golden(tmp_path)
+    prefix.with_suffix(".idx").write_bytes(GOLDEN_IDX + b"\x00\x00")
+    with pytest.raises(DataError, match="multimodal"):
+        read_token_file(prefix)
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_missing_half_is_an_error_that_names_it(tmp_path, ending):
+    prefix = golden(tmp_path)
+    prefix.with_suffix(ending).unlink()
+    with pytest.raises(DataError, match=rf"golden\{ending} does not exist"):
+        read_token_file(prefix)
+
+
+def test_an_empty_pair_has_no_documents(tmp_path):
+    write_token_file(tmp_path / "empty", [], np.int32)
+    assert documents_of(tmp_path / "empty") == []

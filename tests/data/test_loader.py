@@ -1,0 +1,166 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from graphmoe.config import ConfigError
+from graphmoe.data.loader import Loader
+from graphmoe.data.samples import IndexedSamples, SyntheticSamples
+
+GLOBAL_BATCH = 8
+
+
+@pytest.fixture
+def samples():
+    return SyntheticSamples(seq_len=4, vocab_size=1000, seed=1)
+
+
+def loaders(samples, world_size, state=None, **options):
+    options = {"micro_batch_size": 2, "global_batch_size": GLOBAL_BATCH, **options}
+    ranks = [Loader(samples, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    if state is not None:
+        for loader in ranks:
+            loader.load_state_dict(state)
+    return ranks
+
+
+def global_rows(ranks, num_micro_steps):
+    """What all ranks get, in the order of the global row of samples."""
+    rows = torch.cat([next(loader) for _ in range(num_micro_steps) for loader in ranks])
+    return rows
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_ranks_together_get_the_samples_in_order(samples, prefetch):
+    ranks = loaders(samples, 4, prefetch=prefetch)
+    rows = global_rows(ranks, 3)
+    assert torch.equal(rows, torch.from_numpy(samples.reader().read(0, 24)))
+    assert rows.dtype == torch.int64
+    [loader.close() for loader in ranks]
+
+
+def test_a_global_batch_holds_the_same_samples_on_any_number_of_ranks(samples):
+    wanted = samples.reader().read(GLOBAL_BATCH, GLOBAL_BATCH)
+    for world_size in (1, 2, 4):
+        ranks = loaders(samples, world_size)
+        steps = GLOBAL_BATCH // (2 * world_size)
+        global_rows(ranks, steps)
+        assert np.array_equal(global_rows(ranks, steps).numpy(), wanted)
+        [loader.close() for loader in ranks]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_resume_with_1_2_4_1_ranks_gives_the_same_global_stream(samples, prefetch):
+    state, rows = None, []
+    for world_size in (1, 2, 4, 1):
+        ranks = loaders(samples, world_size, state, prefetch=prefetch)
+        rows.append(global_rows(ranks, 3 * GLOBAL_BATCH // (2 * world_size)))
+        states = [loader.state_dict() for loader in ranks]
+        assert all(s == states[0] for s in states)
+        state = states[-1]
+        [loader.close() for loader in ranks]
+    whole = torch.cat(rows)
+    assert torch.equal(whole, torch.from_numpy(samples.reader().read(0, len(whole))))
+
+
+def test_the_state_counts_what_was_handed_out_not_what_was_prefetched(samples):
+    loader = Loader(samples, micro_batch_size=2, global_batch_size=8, prefetch=6)
+    next(loader)
+    wait_for(lambda: len(loader._prefetcher._ready) == 6)
+    assert loader.state_dict()["consumed"] == loader.consumed == 2
+    loader.close()
+
+
+def test_loading_a_state_drops_what_was_prefetched(samples):
+    loader = Loader(samples, micro_batch_size=2, global_batch_size=8)
+    start = loader.state_dict()
+    first = [next(loader) for _ in range(5)]
+    loader.load_state_dict(start)
+    again = [next(loader) for _ in range(5)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    loader.close()
+
+
+def test_another_corpus_is_refused_on_resume(samples):
+    state = Loader(samples, micro_batch_size=2, global_batch_size=8).state_dict()
+    other = Loader(SyntheticSamples(4, 1000, seed=2), micro_batch_size=2, global_batch_size=8)
+    with pytest.raises(ConfigError, match="not that of the checkpoint"):
+        other.load_state_dict(state)
+
+
+def test_a_global_batch_that_cannot_be_split_is_an_error_with_the_figures(samples):
+    with pytest.raises(
+        ConfigError, match="global_batch_size=10 .*micro_batch_size=2 times 2 .*multiple of 4"
+    ):
+        Loader(samples, micro_batch_size=2, global_batch_size=10, world_size=2)
+
+
+class Failing(IndexedSamples):
+    """Samples of which the fifth cannot be read."""
+
+    seq_len, num_samples, fingerprint = 1, 100, "failing"
+
+    def sample(self, position):
+        if position == 4:
+            raise OSError("the disk is gone")
+        return np.array([position, position + 1])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 8])
+def test_an_error_of_the_thread_is_raised_after_the_batches_before_it(prefetch):
+    loader = Loader(Failing(), micro_batch_size=2, global_batch_size=2, prefetch=prefetch)
+    assert [next(loader)[0, 0].item() for _ in range(2)] == [0, 2]
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(loader)
+    assert loader.consumed == 4
+    loader.close()
+
+
+def test_close_ends_the_thread_and_may_be_called_twice(samples):
+    before = threading.active_count()
+    loader = Loader(samples, micro_batch_size=2, global_batch_size=8, prefetch=2)
+    next(loader)
+    assert threading.active_count() == before + 1
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_the_thread_stops_ahead_at_the_depth(samples):
+    loader = Loader(samples, micro_batch_size=1, global_batch_size=1, prefetch=3)
+    next(loader)
+    wait_for(lambda: len(loader._prefetcher._ready) == 3)
+    time.sleep(0.05)
+    assert len(loader._prefetcher._ready) == 3
+    loader.close()
+
+
+def test_epochs_count_what_was_consumed():
+    class Ten(Failing):
+        num_samples = 10
+
+        def sample(self, position):
+            return np.array([0, 0])
+
+    loader = Loader(Ten(), micro_batch_size=4, global_batch_size=4)
+    [next(loader) for _ in range(5)]
+    assert loader.epochs == 2.0
+    loader.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_batches_lie_in_pinned_memory_when_asked(samples):
+    loader = Loader(samples, micro_batch_size=2, global_batch_size=8, pin_memory=True)
+    assert next(loader).is_pinned()
+    loader.close()
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.005)

@@ -1,0 +1,96 @@
+"""data=memmap through open_data."""
+
+import numpy as np
+import pytest
+
+from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.data import DataError, Loader, open_data
+from graphmoe.data.indexed import write_token_file
+
+
+@pytest.fixture
+def open_memmap(tmp_path):
+    """open_data over two pairs of 30 documents; token ids tell the file."""
+    for number, name in enumerate("ab"):
+        documents = [np.arange(20) + 100 * number for _ in range(30)]
+        write_token_file(tmp_path / name, documents, np.uint16)
+
+    def open_memmap(*names, seq_len=10, vocab_size=1000, **changes):
+        paths = [str(tmp_path / name) for name in names]
+        return open_data(
+            DataConfig(source=DataSource.memmap, paths=paths, **changes),
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+        )
+
+    return open_memmap
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a.bin", "b.idx"), ("*",), ("a", "?", "b")])
+def test_prefixes_endings_and_globs_name_the_same_pairs(open_memmap, names):
+    corpus = open_memmap(*names)
+    counts = corpus.counts
+    assert counts["train_files"] == 2
+    assert counts["train_documents"] == 57 and counts["val_documents"] == 3
+    assert counts["train_tokens"] == 57 * 20 and corpus.tokenizer is None
+    rows = corpus.train.reader().read(0, corpus.train.num_samples)
+    assert {*np.unique(rows)} == {*range(20), *range(100, 120)}
+
+
+def test_a_glob_reaches_into_subfolders(open_memmap, tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    write_token_file(tmp_path / "deep" / "er" / "c", [np.arange(20)] * 30, np.uint16)
+    assert open_memmap("**/*").counts["train_files"] == 3
+
+
+def test_validation_files_are_their_own(open_memmap, tmp_path):
+    corpus = open_memmap("*", val_paths=[str(tmp_path / "b")])
+    assert corpus.train.reader().read(0, 30).max() < 20 and corpus.val.reader().read(0, 30).min() >= 100
+
+
+def test_a_tokenizer_is_loaded_when_given(open_memmap, tokenizer_path):
+    assert open_memmap("a", tokenizer=str(tokenizer_path)).tokenizer.get_vocab_size() > 0
+
+
+def test_ids_beyond_the_vocabulary_are_found_on_access_and_raised_by_the_loader(open_memmap):
+    corpus = open_memmap("*", vocab_size=110)
+    loader = Loader(corpus.train, micro_batch_size=4, global_batch_size=4)
+    advice = r"model.vocab_size=110; raise model.vocab_size to at least 111 .* resort: data.skip_bad=true"
+    with pytest.raises(DataError, match=rf"b\.bin, document \d+, position 10: .* {advice}"):
+        [next(loader) for _ in range(50)]
+    loader.close()
+
+
+def test_skip_bad_counts_what_it_passes_over(open_memmap):
+    corpus = open_memmap("*", vocab_size=110, skip_bad=True)
+    rows = corpus.train.reader().read(0, corpus.train.num_samples)
+    assert rows.max() < 110
+    assert corpus.bad["sample with a token id beyond the vocabulary"] > 0
+
+
+def test_a_truncated_file_is_an_error_or_counted(open_memmap, tmp_path):
+    raw = (tmp_path / "b.bin").read_bytes()
+    (tmp_path / "b.bin").write_bytes(raw[:-3])
+    with pytest.raises(DataError, match=r"b\.bin has 1197 bytes.* = 1200 bytes; the file is truncated"):
+        open_memmap("*")
+    corpus = open_memmap("*", skip_bad=True)
+    assert corpus.bad == {"unreadable file": 1} and corpus.train.reader().read(0, 30).max() < 20
+
+
+def test_wrong_prefixes_say_what_was_looked_for(open_memmap):
+    with pytest.raises(ConfigError, match="data=memmap needs data.paths"):
+        open_memmap()
+    with pytest.raises(ConfigError, match=r"data.paths: no file matches '.*no-\*.idx'"):
+        open_memmap("no-*")
+    for skip_bad in (False, True):
+        with pytest.raises(ConfigError, match=r"data.paths: \S*/nothing.idx does not exist") as caught:
+            open_memmap("a", "nothing", skip_bad=skip_bad)
+        assert "skip_bad" not in str(caught.value)
+
+
+def test_too_few_tokens_show_the_arithmetic(open_memmap):
+    with pytest.raises(
+        ConfigError,
+        match=r"29 documents with 580 tokens .*/a\]\).* data.seq_len \+ 1 = 701; use data.seq_len=579",
+    ):
+        open_memmap("a", seq_len=700, val_fraction=0.04)

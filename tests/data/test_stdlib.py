@@ -1,0 +1,150 @@
+"""data=stdlib on a small folder, and once on the real library."""
+
+import logging
+import shutil
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.data import Loader, first_batches, open_data
+from graphmoe.data.corpus import open_stdlib
+from graphmoe.data.stdlib import find_sources
+from tests.data.texts import sentences
+
+SEQ_LEN, VOCAB = 16, 400
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A folder that looks like a standard library of 40 files, with what must be left out."""
+    root = tmp_path / "lib"
+    for i in range(40):
+        path = root / ("json" if i % 2 else ".") / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(sentences(10, seed=i)))
+    for name in ("test/a.py", "json/tests/b.py", "site-packages/c.py", "__pycache__/d.py", "encodings/e.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("LEFTOUT")
+    (root / "f.so").write_text("LEFTOUT")
+    (root / "empty.py").write_text("")
+    (root / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\n")
+    (root / "broken.py").write_bytes(b"# caf\xe9\n")
+    return root
+
+
+def open_small(root, **changes):
+    changes = {"bpe_vocab_size": 320, "val_fraction": 0.1, **changes}
+    return open_stdlib(DataConfig(**changes), SEQ_LEN, VOCAB, root)
+
+
+def names_of(root) -> set[str]:
+    return {file.name for file in find_sources(root)}
+
+
+def test_tests_packages_and_tables_are_left_out(root):
+    names = names_of(root)
+    assert {"module0.py", "json/module1.py", "latin.py"} <= names and len(names) == 43
+
+
+def documents(corpus, which) -> set[str]:
+    table = getattr(corpus, which).documents
+    return {
+        corpus.tokenizer.decode(table.tokens(n, 0, 10**6).tolist(), skip_special_tokens=True)
+        for n in range(table.num_documents)
+    }
+
+
+def test_every_file_is_a_document_of_one_side(root, cache):
+    corpus = open_small(root)
+    train, val = documents(corpus, "train"), documents(corpus, "val")
+    assert (len(train), len(val)) == (37, 4) and not train & val
+    texts = {(root / name).read_text("latin-1") for name in names_of(root) - {"empty.py", "broken.py"}}
+    assert train | val == texts
+    counts = corpus.counts
+    assert (counts["train_files"], counts["val_files"], counts["files_left_out"]) == (37, 4, 2)
+
+
+def test_the_split_does_not_depend_on_seed_or_on_other_files(root, cache):
+    first = documents(open_small(root), "val")
+    assert documents(open_small(root, seed=5), "val") == first
+    (root / "latin.py").write_text("# changed\n")
+    second = documents(open_small(root), "val")
+    assert len(first & second) >= len(first) - 1
+
+
+def test_no_validation_when_none_is_asked_for(root, cache):
+    assert open_small(root, val_fraction=0.0).val is None
+
+
+def test_the_cache_is_used_until_a_file_changes(root, cache, monkeypatch):
+    open_small(root)
+    with monkeypatch.context() as patch:
+        patch.setattr("graphmoe.data.stdlib._build", None)
+        open_small(root, seed=3)
+    (root / "module0.py").write_text("# another text of the same file\n" * 9)
+    open_small(root)
+    open_small(root, bpe_vocab_size=310)
+    assert len(list(cache.glob("stdlib-*/meta.json"))) == 3
+
+
+def test_the_counts_are_logged(root, cache, caplog):
+    caplog.set_level(logging.INFO)
+    open_small(root)
+    assert "standard library: 41 files" in caplog.text and "trained a byte-level BPE" in caplog.text
+
+
+def test_a_tokenizer_of_the_user_replaces_the_trained_one(root, cache, tokenizer_path, tokenizer):
+    corpus = open_small(root, tokenizer=str(tokenizer_path))
+    assert corpus.tokenizer.to_str() == tokenizer.to_str()
+    with pytest.raises(ConfigError, match="more than model.vocab_size=100; use model.vocab_size="):
+        open_stdlib(DataConfig(tokenizer=str(tokenizer_path)), SEQ_LEN, 100, root)
+
+
+@pytest.mark.parametrize("size", [299, 401])
+def test_a_tokenizer_size_out_of_range_is_an_error_with_the_range(root, cache, size):
+    with pytest.raises(
+        ConfigError, match=rf"data.bpe_vocab_size={size} is not in 300 .. model.vocab_size=400"
+    ):
+        open_small(root, bpe_vocab_size=size)
+
+
+def test_a_library_without_source_names_the_way_out(tmp_path, cache):
+    with pytest.raises(ConfigError, match="holds 0 .py files.*data=files"):
+        open_small(tmp_path)
+
+
+def test_validation_batches_decode_to_text_of_validation_files(root, cache):
+    corpus = open_small(root)
+    val_text = " ".join(documents(corpus, "val"))
+    for batch in first_batches(corpus.val, 3, 2):
+        longest = max(
+            corpus.tokenizer.decode(batch[0].tolist(), skip_special_tokens=False).split("<|endoftext|>")
+        )
+        assert longest.strip("\ufffd") in val_text
+
+
+def test_a_part_of_the_real_library_gives_batches_and_opens_fast_again(tmp_path, cache):
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    for name in ("json", "email", "asyncio"):
+        shutil.copytree(
+            stdlib / name, tmp_path / "lib" / name, ignore=lambda d, names: {"__pycache__"} & {*names}
+        )
+    config = DataConfig(source=DataSource.stdlib, bpe_vocab_size=400)
+    open_stdlib(config, 64, 400, tmp_path / "lib")
+    started = time.monotonic()
+    corpus = open_stdlib(config, 64, 400, tmp_path / "lib")
+    assert time.monotonic() - started < 2.0
+    loader = Loader(corpus.train, micro_batch_size=2, global_batch_size=4)
+    batch = next(loader)
+    loader.close()
+    assert batch.shape == (2, 65) and int(batch.min()) >= 0 and int(batch.max()) < 400
+
+
+@pytest.mark.slow
+def test_the_whole_real_library_is_prepared_within_its_budget(cache):
+    started = time.monotonic()
+    corpus = open_data(DataConfig(), seq_len=256, vocab_size=4096)
+    assert time.monotonic() - started < 60 and corpus.counts["train_tokens"] > 1_000_000

@@ -1,0 +1,39 @@
+"""Calls the host while the device sleeps: a call that waits for the device cannot come back in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+SLEEP_MS, HOST_MS = 200.0, 20.0
+"""How long the device sleeps, and how long the host may take to queue its work behind that."""
+
+
+def assert_host_is_back_while_the_device_sleeps(call: Callable[[], object]) -> None:
+    """Queue a sleep on the device and then ``call``, three times; the best of three must be in time.
+
+    The best, since the limit is for waiting, not for a busy host. ``call`` must be warm.
+    """
+    cycles, host_ms = int(SLEEP_MS * _cycles_per_ms()), []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        awake = torch.cuda.Event()
+        torch.cuda._sleep(cycles)
+        awake.record()
+        start = time.perf_counter()
+        call()
+        host_ms.append((time.perf_counter() - start) * 1e3)
+        assert not awake.query(), "the host waited until the device woke up"
+    torch.cuda.synchronize()
+    assert min(host_ms) < HOST_MS, host_ms
+
+
+def _cycles_per_ms() -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(20_000_000)
+    end.record()
+    torch.cuda.synchronize()
+    return 20_000_000 / start.elapsed_time(end)

@@ -1,0 +1,195 @@
+"""Attention on a GPU: values, the kernels that ran, determinism, capture, no sync."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from graphmoe.config import AttentionBackend
+from graphmoe.ops.attention import PACKAGES, causal_attention, choose_backend, is_installed
+from tests.ops.attention_fakes import reference_attention
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+IS_ROCM = torch.version.hip is not None
+needs_cuda = pytest.mark.skipif(IS_ROCM, reason="names NVIDIA kernels")
+MLA = (2, 512, 4, 4, 192, 128)
+EQUAL = (2, 512, 4, 4, 128, 128)
+GROUPED = (2, 512, 8, 2, 128, 128)
+SHAPES = {  # name: (B, S, H, G, E, V)
+    "mla": MLA,
+    "equal": EQUAL,
+    "grouped": GROUPED,
+    "small mla": (2, 256, 4, 4, 48, 32),
+    "mla of odd length": (1, 333, 4, 4, 192, 128),
+    "odd length": (1, 333, 4, 4, 128, 128),
+    "odd unequal head sizes": (1, 65, 3, 3, 21, 13),
+    "grouped and unequal": (1, 128, 4, 2, 192, 128),
+    "single token": (1, 1, 4, 4, 192, 128),
+    "heads too large for flash": (1, 64, 2, 1, 320, 320),
+}
+SCALE = 0.1
+
+
+def make_inputs(shape, dtype=torch.bfloat16):
+    """Return q, k, v that require gradients, and the gradient of the output."""
+    B, S, H, G, E, V = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = ((B, S, H, E), (B, S, G, E), (B, S, G, V), (B, S, H, V))
+    q, k, v, grad = (torch.randn(size, generator=generator, device="cuda").to(dtype) for size in sizes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
+
+
+def runner(backend):
+    return functools.partial(causal_attention, scale=SCALE, backend=backend)
+
+
+def forward_and_gradients(run, qkv, grad):
+    out = run(*qkv)
+    return [out, *torch.autograd.grad(out, qkv, grad)]
+
+
+def kernels_of(run, qkv, grad):
+    """Return the names of the GPU kernels of one forward and backward, in one string."""
+    forward_and_gradients(run, qkv, grad)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        forward_and_gradients(run, qkv, grad)
+        torch.cuda.synchronize()
+    names = {e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA}
+    assert names, "the profiler saw no kernel"
+    return " ".join(sorted(names)).lower()
+
+
+def assert_matches_reference(backend, shape, dtype):
+    *qkv, grad = make_inputs(shape, dtype)
+    out, *gradients = forward_and_gradients(runner(backend), qkv, grad)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    expected, *expected_gradients = forward_and_gradients(
+        functools.partial(reference_attention, scale=SCALE), exact, grad.double()
+    )
+    assert out.dtype == dtype
+    assert_forward_close(out, expected)
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert actual.dtype == dtype
+        assert_gradient_close(actual, wanted, terms=float(grad.norm()))  # one token: dq = dk = 0
+
+
+@pytest.mark.parametrize("backend", [b for b in AttentionBackend if b is not AttentionBackend.auto])
+def test_every_backend_matches_the_fp64_reference_at_mla_heads(backend):
+    if backend in PACKAGES and not is_installed(PACKAGES[backend]):
+        pytest.skip(f"{PACKAGES[backend]} is not installed")
+    if backend is AttentionBackend.turbo and not IS_ROCM:
+        pytest.skip("Primus-Turbo needs ROCm")
+    assert_matches_reference(backend, MLA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("backend", [AttentionBackend.auto, AttentionBackend.padded_flash])
+def test_torch_backends_run_any_shape_and_dtype(backend, shape, dtype):
+    if backend is AttentionBackend.padded_flash and max(shape[-2:]) > 256:
+        pytest.skip("choose_backend refuses it")
+    chosen = choose_backend(
+        backend, device_type="cuda", is_rocm=IS_ROCM, head_dim=shape[-2], v_head_dim=shape[-1]
+    )
+    assert_matches_reference(chosen, shape, dtype)
+
+
+@needs_cuda
+def test_cudnn_runs_unequal_heads_and_flash_the_others():
+    run = runner(AttentionBackend.sdpa)
+    *qkv, grad = make_inputs(MLA)
+    names = kernels_of(run, qkv, grad)
+    assert "cudnn" in names and "flash_fwd" not in names and "fmha_cutlass" not in names
+    for shape in (EQUAL, GROUPED):
+        *qkv, grad = make_inputs(shape)
+        names = kernels_of(run, qkv, grad)
+        assert "flash_fwd" in names and "flash_bwd" in names and "cudnn" not in names
+
+
+@needs_cuda
+def test_padded_flash_runs_flash_at_mla_heads():
+    *qkv, grad = make_inputs(MLA)
+    names = kernels_of(runner(AttentionBackend.padded_flash), qkv, grad)
+    assert "flash_fwd" in names and "flash_bwd" in names and "cudnn" not in names
+
+
+@needs_cuda
+def test_fp32_runs_the_memory_efficient_kernel_also_with_grouped_heads():
+    for shape in (MLA, GROUPED):
+        *qkv, grad = make_inputs(shape, torch.float32)
+        assert "fmha_cutlass" in kernels_of(runner(AttentionBackend.sdpa), qkv, grad)
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 2048, 8, 8, 192, 128), (2, 2048, 8, 2, 128, 128)], ids=["mla", "grouped"]
+)
+def test_deterministic_runs_are_bitwise_equal_and_leave_cudnn_out(shape, dtype, deterministic):
+    *qkv, grad = make_inputs(shape, dtype)
+    run = runner(AttentionBackend.sdpa)
+    first = forward_and_gradients(run, qkv, grad)
+    for _ in range(5):
+        again = forward_and_gradients(run, qkv, grad)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert "cudnn" not in kernels_of(run, qkv, grad)
+
+
+@pytest.mark.parametrize("shape", [MLA, GROUPED], ids=["mla", "grouped"])
+def test_forward_and_backward_do_not_wait_for_the_device(shape):
+    *qkv, grad = make_inputs(shape)
+    forward_and_gradients(runner(AttentionBackend.sdpa), qkv, grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_and_gradients(runner(AttentionBackend.sdpa), qkv, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+@pytest.mark.parametrize("shape, kernel", [(MLA, "cudnn"), (GROUPED, "flash_fwd")], ids=["mla", "grouped"])
+def test_compiled_without_graph_breaks_runs_the_same_kernel(shape, kernel):
+    *qkv, grad = make_inputs(shape)
+    compiled = torch.compile(runner(AttentionBackend.sdpa), fullgraph=True)
+    assert kernel in kernels_of(compiled, qkv, grad)
+    out = compiled(*qkv)
+    assert_forward_close(out, reference_attention(*qkv, scale=SCALE))
+
+
+@pytest.mark.parametrize("shape", [MLA, GROUPED], ids=["mla", "grouped"])
+def test_a_captured_forward_and_backward_replays_on_new_inputs(shape):
+    *qkv, grad = make_inputs(shape)
+    run = runner(AttentionBackend.sdpa)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        forward_and_gradients(run, qkv, grad)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = forward_and_gradients(run, qkv, grad)
+    with torch.no_grad():
+        for x in qkv:
+            x.mul_(0.5)
+    graph.replay()
+    assert torch.equal(captured[0], run(*qkv))
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    reference = functools.partial(reference_attention, scale=SCALE)
+    for actual, wanted in zip(
+        captured[1:], forward_and_gradients(reference, exact, grad.double())[1:], strict=True
+    ):
+        assert_gradient_close(actual, wanted)

@@ -1,0 +1,136 @@
+"""Training on a GPU: bf16 with fp32 main weights, bitwise resume, and a host that never waits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from graphmoe.flops import peak_tflops
+from graphmoe.generate import load_model
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.runs import config, metrics, numbers, train_in, trainer_in
+
+GPU = (
+    "run.device=cuda",
+    "precision.compute=bf16",
+    "model.vocab_size=512",
+    "model.hidden_size=128",
+    "model.dense_ffn_size=256",
+    "model.num_heads=4",
+    "model.kv_lora_rank=64",
+    "model.qk_nope_head_dim=32",
+    "model.qk_rope_head_dim=16",
+    "model.v_head_dim=32",
+    "model.num_experts=8",
+    "model.expert_ffn_size=64",
+    "model.shared_ffn_size=64",
+    "model.context_length=256",
+    "optim.lr=1e-3",
+)
+UNREAD = ("train.steps=1000", "train.log_interval=1000", "train.val_batches=0", "checkpoint.interval=0")
+
+
+@pytest.fixture
+def deterministic_words(monkeypatch):
+    """Words for deterministic kernels, whose global switch is put back after the test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield ("precision.deterministic=true",)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def warm(tmp_path):
+    """Makes trainers that have done three steps, the first of which waits for the device."""
+    trainers = []
+
+    def make(*overrides: str):
+        trainer = trainer_in(tmp_path, *GPU, *UNREAD, *overrides)
+        trainers.append(trainer)
+        for _ in range(3):
+            trainer._train_step()
+        torch.cuda.synchronize()
+        return trainer
+
+    yield make
+    for trainer in trainers:
+        trainer.loader.close()
+
+
+def test_five_steps_in_bf16_keep_fp32_main_weights(tmp_path):
+    trainer = train_in(tmp_path, *GPU, "train.steps=5")
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows:
+        assert row["loss"] == pytest.approx(math.log(512), rel=0.1) and not row["skipped"]
+        assert row["grad_norm"] > 0 and row["tokens_per_s"] > 0 and row["memory_gib"] > 0
+        if peak_tflops(torch.cuda.get_device_name()):
+            assert 0 < row["mfu"] < 1
+    for weight, main in zip(trainer.optimizer.weights, trainer.optimizer.main, strict=True):
+        assert weight.dtype == torch.bfloat16 and main.dtype == torch.float32
+        assert torch.equal(weight, main.bfloat16())
+    model, step = load_model(tmp_path, config(*GPU), torch.device("cpu"))
+    assert step == 5
+    assert torch.equal(model.embed.weight.bfloat16(), trainer.model.embed.weight.cpu())
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, deterministic_words, compute):
+    words = (*GPU, *deterministic_words, f"precision.compute={compute}", "train.steps=8")
+    whole = train_in(tmp_path / "whole", *words)
+    broken = trainer_in(tmp_path / "run", *words)
+    step = broken._train_step
+
+    def fail_after_five() -> None:
+        step()
+        if broken.step == 5:
+            raise KeyboardInterrupt
+
+    broken._train_step = fail_after_five
+    with pytest.raises(KeyboardInterrupt):
+        broken.run()
+    assert broken.store.latest() == [3]
+    resumed = train_in(tmp_path / "run", *words)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    for one, other in zip(whole.optimizer.main, resumed.optimizer.main, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("model.mtp_depth=1",), ("model.aux_loss=global_batch",)],
+    ids=["plain", "mtp", "global_batch"],
+)
+def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides):
+    trainer = warm(*overrides)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            trainer._train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.step == 6 and len(trainer.rows) == 6
+    read = trainer.rows.read()
+    assert all(math.isfinite(row.values["loss"]) and row.seconds > 0 for row in read)
+
+
+def test_the_host_is_back_from_a_step_while_the_device_is_still_asleep(warm):
+    # One layer and one micro-batch: eager launches of more would take the host longer than the limit.
+    trainer = warm("model.num_layers=1", "model.num_dense_layers=0", "train.micro_batch_size=4")
+    assert_host_is_back_while_the_device_sleeps(trainer._train_step)
+
+
+def test_a_skipped_step_leaves_weights_and_moments_as_they_were(warm):
+    trainer = warm()
+    optimizer = trainer.optimizer
+    with torch.no_grad():
+        optimizer.flat_grad[7] = math.inf  # the step adds its own gradients to it
+    before = [t.clone() for t in (*optimizer.main, *optimizer.weights)]
+    moments = [state["exp_avg"].clone() for state in optimizer.adamw.state.values()]
+    trainer._train_step()
+    assert optimizer.skipped.item() == 1 and optimizer.applied.item() == 3
+    after = (*optimizer.main, *optimizer.weights)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    now = [state["exp_avg"] for state in optimizer.adamw.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, now, strict=True))

@@ -1,0 +1,225 @@
+"""The attn segment: MLA and GQA against a plain fp64 implementation, YaRN, causality."""
+
+from __future__ import annotations
+
+import cmath
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from graphmoe.config import AttentionKind, ModelConfig, RopeScaling
+from graphmoe.model.attention import LATENT_NORM_EPS, build_attention, rotary_dim
+from graphmoe.model.rope import inverse_frequencies, rope_tables, rotate_halves, rotate_pairs
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+B, S = 2, 19
+MLA = ModelConfig(
+    hidden_size=48,
+    num_heads=3,
+    kv_lora_rank=20,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=8,
+    v_head_dim=14,
+    norm_eps=1e-3,
+)
+GQA = ModelConfig(
+    attention=AttentionKind.gqa, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, norm_eps=1e-3
+)
+YARN = {
+    "rope_scaling": RopeScaling.yarn,
+    "rope_theta": 100.0,
+    "yarn_factor": 8.0,
+    "yarn_original_context": 32,
+    "yarn_beta_fast": 4.0,
+    "yarn_mscale": 0.7,
+    "yarn_mscale_all_dim": 1.2,
+}
+CONFIGS = {
+    "mla": MLA,
+    "mla with q-lora": dataclasses.replace(MLA, q_lora_rank=24),
+    "mla with q-lora and yarn": dataclasses.replace(MLA, q_lora_rank=24, **YARN),
+    "mla, equal head sizes": dataclasses.replace(MLA, v_head_dim=18),
+    "gqa": GQA,
+    "gqa with qk-norm": dataclasses.replace(GQA, qk_norm=True),
+    "gqa with qk-norm and yarn": dataclasses.replace(GQA, qk_norm=True, **YARN),
+    "one key-value head": dataclasses.replace(GQA, num_kv_heads=1),
+    "as many key-value heads": dataclasses.replace(GQA, num_kv_heads=6),
+}
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def make_case(name):
+    """Attention with random weights of gain 1, x that requires gradients, and the rotary tables."""
+    config = CONFIGS[name]
+    module, generator = build_attention(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+    x = torch.randn(B, S, config.hidden_size, generator=generator).requires_grad_()
+    return module, x, rope_tables(config, rotary_dim(config), S, torch.device("cpu"))
+
+
+def yarn_correction(factor, coefficient):
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def expected_frequencies(config, dim):
+    """Radians per token of each pair, one after the other, from the definition."""
+    frequencies = [config.rope_theta ** (-2 * j / dim) for j in range(dim // 2)]
+    if config.rope_scaling is RopeScaling.none:
+        return frequencies
+
+    def pair_that_turns(times):
+        """j with original_context * theta^(-2j/dim) = 2 pi * times."""
+        wavelength = config.yarn_original_context / times
+        return dim / 2 * math.log(wavelength / (2 * math.pi), config.rope_theta)
+
+    first = max(math.floor(pair_that_turns(config.yarn_beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(config.yarn_beta_slow)), dim - 1)
+    mixed = []
+    for j, frequency in enumerate(frequencies):
+        slow = 0.0 if j <= first else 1.0 if j >= last else (j - first) / (last - first)
+        mixed.append(frequency * (1 - slow) + frequency / config.yarn_factor * slow)
+    return mixed
+
+
+def turned(pairs, config, dim):
+    """Complex pairs [..., S, heads, dim / 2] turned by position times frequency."""
+    size = 1.0
+    if config.rope_scaling is RopeScaling.yarn:
+        size = yarn_correction(config.yarn_factor, config.yarn_mscale)
+        size /= yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim)
+    turn = [[cmath.rect(size, s * f) for f in expected_frequencies(config, dim)] for s in range(S)]
+    return pairs * torch.tensor(turn, dtype=torch.complex128)[:, None]
+
+
+def turned_neighbours(x, config):
+    return torch.view_as_real(turned(torch.complex(x[..., ::2], x[..., 1::2]), config, x.shape[-1])).flatten(
+        -2
+    )
+
+
+def turned_halves(x, config):
+    pairs = turned(torch.complex(*x.chunk(2, dim=-1)), config, x.shape[-1])
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+def rms_norm(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def softmax_attention(q, k, v, scale):
+    """Causal attention of one head for one query position after the other -> [B, S, V]."""
+    rows = []
+    for s in range(S):
+        score = torch.einsum("be,bte->bt", q[:, s], k[:, : s + 1]) * scale
+        rows.append(torch.einsum("bt,btv->bv", score.softmax(-1), v[:, : s + 1]))
+    return torch.stack(rows, dim=1)
+
+
+def mla_reference(x, w, config):
+    """DeepSeek-V2, equations 9 to 19, head by head."""
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    h = rms_norm(x, w["norm.weight"], config.norm_eps)
+    if config.q_lora_rank:
+        compressed = rms_norm(h @ w["q_down.weight"].T, w["q_norm.weight"], LATENT_NORM_EPS)
+        q = compressed @ w["q_up.weight"].T
+    else:
+        q = h @ w["q_proj.weight"].T
+    down = h @ w["kv_down.weight"].T
+    latent = rms_norm(down[..., : config.kv_lora_rank], w["kv_norm.weight"], LATENT_NORM_EPS)
+    shared_key = turned_neighbours(down[..., config.kv_lora_rank :].unsqueeze(2), config).squeeze(2)
+    kv = latent @ w["kv_up.weight"].T
+    scale = (nope + rope) ** -0.5
+    if config.rope_scaling is RopeScaling.yarn:
+        scale *= yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
+    heads = []
+    for i in range(config.num_heads):
+        own_q = q[..., i * (nope + rope) : (i + 1) * (nope + rope)]
+        rotated = turned_neighbours(own_q[..., nope:].unsqueeze(2), config).squeeze(2)
+        own_kv = kv[..., i * (nope + value) : (i + 1) * (nope + value)]
+        key = torch.cat([own_kv[..., :nope], shared_key], dim=-1)
+        query = torch.cat([own_q[..., :nope], rotated], dim=-1)
+        heads.append(softmax_attention(query, key, own_kv[..., nope:], scale))
+    return x + torch.cat(heads, dim=-1) @ w["out_proj.weight"].T
+
+
+def gqa_reference(x, w, config):
+    size, eps = config.head_dim, config.norm_eps
+    h = rms_norm(x, w["norm.weight"], eps)
+    q, k, v = (h @ w[f"{name}_proj.weight"].T for name in "qkv")
+    scale = size**-0.5
+    if config.rope_scaling is RopeScaling.yarn:
+        scale *= yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
+    heads = []
+    for i in range(config.num_heads):
+        group = i // (config.num_heads // config.num_kv_heads)
+        query, key = q[..., i * size : (i + 1) * size], k[..., group * size : (group + 1) * size]
+        if config.qk_norm:
+            query, key = rms_norm(query, w["q_norm.weight"], eps), rms_norm(key, w["k_norm.weight"], eps)
+        query, key = (turned_halves(t.unsqueeze(2), config).squeeze(2) for t in (query, key))
+        heads.append(softmax_attention(query, key, v[..., group * size : (group + 1) * size], scale))
+    return x + torch.cat(heads, dim=-1) @ w["out_proj.weight"].T
+
+
+@every_config
+def test_values_and_all_gradients_match_a_plain_fp64_implementation(name):
+    module, x, rope = make_case(name)
+    out = module(x, *rope)
+    exact_x = x.detach().double().requires_grad_()
+    exact = {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}
+    reference = mla_reference if CONFIGS[name].attention is AttentionKind.mla else gqa_reference
+    expected = reference(exact_x, exact, CONFIGS[name])
+    assert_forward_close(out, expected)
+    assert_forward_close(out - x, expected - exact_x)  # what attention adds, without the residual
+    incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(out, (x, *module.parameters()), incoming)
+    wanted = torch.autograd.grad(expected, (exact_x, *exact.values()), incoming.double())
+    for actual, exact_gradient in zip(gradients, wanted, strict=True):
+        assert_gradient_close(actual, exact_gradient)
+
+
+@pytest.mark.parametrize("name", ["mla with q-lora", "gqa with qk-norm"])
+def test_a_position_gets_exactly_no_gradient_from_earlier_outputs(name):
+    module, x, rope = make_case(name)
+    for position in (0, 7, S - 2):
+        (gradient,) = torch.autograd.grad(module(x, *rope)[:, : position + 1].square().sum(), x)
+        assert bool(gradient[:, : position + 1].any(dim=-1).all())
+        assert not bool(gradient[:, position + 1 :].any())
+
+
+@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
+def test_yarn_keeps_fast_pairs_and_slows_the_slow_ones_by_the_factor(dim, factor):
+    config = dataclasses.replace(MLA, rope_scaling=RopeScaling.yarn, yarn_factor=factor)
+    plain = inverse_frequencies(MLA, dim)
+    actual = inverse_frequencies(config, dim)
+    assert_forward_close(actual, torch.tensor(expected_frequencies(config, dim)))
+    assert actual[0] == plain[0]
+    assert actual[-1].item() == pytest.approx(plain[-1].item() / factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("rotate", [rotate_pairs, rotate_halves])
+def test_scores_of_rotated_vectors_depend_on_the_distance_only(rotate):
+    cos, sin = rope_tables(MLA, 8, 30, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def score(q_position, k_position):
+        turned_q = rotate(q, cos[q_position, None], sin[q_position, None])
+        return (turned_q * rotate(k, cos[k_position, None], sin[k_position, None])).sum().item()
+
+    assert score(7, 3) == pytest.approx(score(29, 25), abs=1e-5)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+
+
+def test_rotation_keeps_the_dtype_and_works_in_fp32():
+    cos, sin = rope_tables(MLA, 8, 30, torch.device("cpu"))
+    x = torch.randn(1, 30, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for rotate in (rotate_pairs, rotate_halves):
+        assert rotate(x, cos, sin).dtype == torch.bfloat16
+        assert torch.equal(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16())

@@ -1,0 +1,183 @@
+"""Building and initialising: names, determinism, independence of weights, the meta device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphmoe.config import AttentionKind, ModelConfig
+from graphmoe.model import build_model
+
+D, V, E = 16, 40, 6
+CONFIG = ModelConfig(
+    vocab_size=V,
+    hidden_size=D,
+    num_layers=2,
+    num_dense_layers=1,
+    dense_ffn_size=20,
+    num_heads=2,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    num_experts=E,
+    expert_ffn_size=7,
+    shared_ffn_size=9,
+    selection_bias=True,
+)
+MLA_SHAPES = {
+    "norm.weight": [D],
+    "kv_down.weight": [12 + 4, D],
+    "kv_norm.weight": [12],
+    "kv_up.weight": [2 * (6 + 5), 12],
+    "out_proj.weight": [D, 2 * 5],
+}
+DIRECT_Q = {"q_proj.weight": [2 * (6 + 4), D]}
+LORA_Q = {"q_down.weight": [8, D], "q_norm.weight": [8], "q_up.weight": [2 * (6 + 4), 8]}
+GQA_SHAPES = {
+    "norm.weight": [D],
+    "q_proj.weight": [4 * 10, D],
+    "k_proj.weight": [2 * 10, D],
+    "v_proj.weight": [2 * 10, D],
+    "out_proj.weight": [D, 4 * 10],
+}
+QK_NORM = {"q_norm.weight": [10], "k_norm.weight": [10]}
+MOE_SHAPES = {
+    "moe_router.norm.weight": [D],
+    "moe_router.gate.weight": [E, D],
+    "moe_experts.w_gate_up": [E, 14, D],
+    "moe_experts.w_down": [E, D, 7],
+}
+BIAS = {"moe_router.selection_bias": [E]}
+SHARED = {"shared_experts.gate_up.weight": [18, D], "shared_experts.down.weight": [D, 9]}
+DENSE_SHAPES = {"mlp.norm.weight": [D], "mlp.gate_up.weight": [40, D], "mlp.down.weight": [D, 20]}
+OUTER = {"embed.weight": [V, D], "loss_head.norm.weight": [D], "loss_head.head.weight": [V, D]}
+MTP = {"embed_norm.weight": [D], "hidden_norm.weight": [D], "proj.weight": [D, 2 * D], "norm.weight": [D]}
+GQA = {"attention": AttentionKind.gqa, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10}
+
+
+def under(prefix, *shapes):
+    return {f"{prefix}.{name}": shape for group in shapes for name, shape in group.items()}
+
+
+def layers(attention, *moe):
+    """Names of one dense and one MoE layer."""
+    return (
+        OUTER
+        | under("layers.0", DENSE_SHAPES, under("attn", attention))
+        | under("layers.1", *moe, under("attn", attention))
+    )
+
+
+VARIANTS = {  # name: (changes of CONFIG, expected names and shapes)
+    "mla": ({}, layers(MLA_SHAPES | DIRECT_Q, MOE_SHAPES, BIAS, SHARED)),
+    "mla with q-lora": ({"q_lora_rank": 8}, layers(MLA_SHAPES | LORA_Q, MOE_SHAPES, BIAS, SHARED)),
+    "gqa": (GQA, layers(GQA_SHAPES, MOE_SHAPES, BIAS, SHARED)),
+    "gqa with qk-norm, no bias, no shared experts": (
+        GQA | {"qk_norm": True, "selection_bias": False, "shared_ffn_size": 0},
+        layers(GQA_SHAPES | QK_NORM, MOE_SHAPES),
+    ),
+    "mtp": (
+        {"mtp_depth": 1},
+        layers(MLA_SHAPES | DIRECT_Q, MOE_SHAPES, BIAS, SHARED)
+        | under("mtp.0", MTP, under("layer", MOE_SHAPES, BIAS, SHARED, under("attn", MLA_SHAPES | DIRECT_Q))),
+    ),
+}
+
+
+def variant(name):
+    return dataclasses.replace(CONFIG, **VARIANTS[name][0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_have_the_published_names_and_shapes(name, device):
+    state = build_model(variant(name), device=device).state_dict()
+    assert {key: list(value.shape) for key, value in state.items()} == VARIANTS[name][1]
+    assert {value.device.type for value in state.values()} == {device}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equal_seeds_give_equal_weights_and_others_others(name):
+    first, again, other = (build_model(variant(name), seed=seed).state_dict() for seed in (3, 3, 4))
+    for key, value in first.items():
+        assert torch.equal(value, again[key]), key
+        assert torch.equal(value, other[key]) == ("norm" in key or "selection_bias" in key), key
+
+
+def test_a_weight_does_not_depend_on_which_others_exist():
+    changes = {
+        "num_layers": 4,
+        "mtp_depth": 1,
+        "shared_ffn_size": 0,
+        "q_lora_rank": 8,
+        "selection_bias": False,
+    }
+    small, large = build_model(CONFIG), build_model(dataclasses.replace(CONFIG, **changes))
+    large_state = large.state_dict()
+    common = [name for name in small.state_dict() if name in large_state]
+    assert len(common) > 15 and "layers.1.moe_experts.w_down" in common
+    for name in common:
+        assert torch.equal(small.state_dict()[name], large_state[name]), name
+
+
+def test_no_two_matrices_share_their_values():
+    model = build_model(dataclasses.replace(CONFIG, num_layers=4))
+    starts = [tuple(p.flatten()[:4].tolist()) for p in model.parameters() if p.dim() > 1]
+    assert len(set(starts)) == len(starts)
+
+
+def test_matrices_are_normal_norms_one_and_buffers_zero():
+    model = build_model(dataclasses.replace(CONFIG, hidden_size=64, vocab_size=4096, init_std=0.05))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert bool((parameter == 1).all()), name
+        else:
+            assert abs(parameter.mean().item()) < 5 * 0.05 / parameter.numel() ** 0.5, name
+            assert parameter.std().item() == pytest.approx(0.05, rel=5 / parameter.numel() ** 0.5), name
+    assert all(not bool(buffer.any()) for buffer in model.buffers())
+
+
+def test_building_leaves_the_global_random_state_alone():
+    state = torch.get_rng_state()
+    build_model(CONFIG)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_bf16_is_for_weights_while_bias_and_counts_stay_fp32():
+    model = build_model(variant("mtp"), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_the_seed_may_be_left_out_for_weights_that_are_loaded():
+    model = build_model(CONFIG, seed=None)
+    model.load_state_dict(build_model(CONFIG, seed=5).state_dict())
+    tokens = torch.arange(8).view(1, 8)
+    assert torch.equal(model(tokens), build_model(CONFIG, seed=5)(tokens))
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Fails when an op returns a tensor that has memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            assert not isinstance(leaf, torch.Tensor) or leaf.is_meta, f"{func} allocates {leaf.shape}"
+        return out
+
+
+def test_a_model_on_the_meta_device_allocates_nothing():
+    huge = dataclasses.replace(
+        CONFIG, hidden_size=7168, num_experts=256, expert_ffn_size=2048, vocab_size=130_000, mtp_depth=1
+    )
+    with OnlyMeta():
+        model = build_model(huge, device="meta", dtype=torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) > 20e9
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -1,0 +1,164 @@
+"""The routed experts, the shared experts and the dense MLP against loops over tokens in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.config import ModelConfig
+from graphmoe.model.moe import DenseMLP, Experts, Preprocess, SwiGLU, combine, dispatch_local
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+T, D, INNER, NUM_EXPERTS, K = 13, 7, 5, 6, 3
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+ROUTINGS = ("random", "unbalanced, one expert without tokens", "all tokens on the same experts")
+
+
+def route(name, generator):
+    """K distinct experts of each token -> int32 [T, K]."""
+    likelihood = torch.ones(T, NUM_EXPERTS)
+    if name.startswith("unbalanced"):
+        likelihood = torch.tensor([20.0, 5.0, 0.0, 2.0, 1.0, 1.0]).expand(T, -1)
+    if name.startswith("all"):
+        return torch.tensor([[4, 0, 5]], dtype=torch.int32).expand(T, -1).contiguous()
+    return torch.multinomial(likelihood, K, generator=generator).int()
+
+
+def make_case(routing, dtype):
+    """Experts with random weights, inputs that require gradients, and the experts of each token."""
+    generator = torch.Generator().manual_seed(len(routing))
+    config = ModelConfig(hidden_size=D, expert_ffn_size=INNER, num_experts=NUM_EXPERTS, top_k=K)
+    module = Experts(config).to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+    h = torch.randn(T, D, generator=generator).to(dtype).requires_grad_()
+    weights = torch.rand(T, K, generator=generator)
+    weights = (weights.double() if dtype == torch.float64 else weights).requires_grad_()
+    return module, Preprocess(config), h, weights, route(routing, generator)
+
+
+def run(module, preprocess, h, weights, experts):
+    plan = preprocess(experts)
+    return module(h, weights, plan.ends_E, plan.row_TK, plan.slot_R)
+
+
+def per_token(h, weights, experts, w_gate_up, w_down):
+    """sum_k weight * down @ (silu(gate @ h) * (up @ h)) for one token after the other."""
+    outputs = []
+    for token, chosen in enumerate(experts.tolist()):
+        total = torch.zeros(D, dtype=h.dtype)
+        for slot, expert in enumerate(chosen):
+            gate, up = w_gate_up[expert][:INNER] @ h[token], w_gate_up[expert][INNER:] @ h[token]
+            act = gate / (1 + (-gate).exp()) * up
+            total = total + weights[token, slot] * (w_down[expert] @ act)
+        outputs.append(total)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_values_and_all_gradients_match_a_loop_over_tokens(routing, dtype):
+    module, preprocess, h, weights, experts = make_case(routing, dtype)
+    inputs = (h, weights, module.w_gate_up, module.w_down)
+    out = run(module, preprocess, h, weights, experts)
+    assert out.dtype == dtype and out.shape == (T, D)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = per_token(*exact[:2], experts, *exact[2:])
+    incoming = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gradients = torch.autograd.grad(out, inputs, incoming)
+    wanted = torch.autograd.grad(expected, exact, incoming.double())
+    # bf16 rounds the two inner activations too, which the table's rows for one product leave out.
+    if dtype == torch.bfloat16:
+        assert (out.double() - expected).norm() < 1e-2 * expected.norm()
+        assert all((a.double() - b).norm() < 2e-2 * b.norm() for a, b in zip(gradients, wanted, strict=True))
+        return
+    assert_forward_close(out, expected)
+    for actual, exact_gradient in zip(gradients, wanted, strict=True):
+        assert_gradient_close(actual, exact_gradient)
+
+
+@torch.no_grad()
+def test_a_routing_weight_is_not_rounded_to_bf16():
+    module, preprocess, h, weights, experts = make_case("random", torch.bfloat16)
+    generator, more, one = torch.Generator().manual_seed(2), [], []
+    for _ in range(100):  # the outputs are rounded to bf16: the mean of many shows the weight behind
+        h = torch.randn(h.shape, generator=generator).bfloat16()
+        one.append(run(module, preprocess, h, torch.ones_like(weights), experts).double())
+        more.append(run(module, preprocess, h, torch.full_like(weights, 1.003), experts).double())
+    one, more = torch.cat(one), torch.cat(more)
+    assert float((one * more).sum() / one.square().sum()) == pytest.approx(1.003, abs=3e-4)  # 1.0 in bf16
+
+
+def test_an_expert_without_tokens_has_a_zero_gradient():
+    case = make_case(ROUTINGS[1], torch.float32)
+    run(*case).sum().backward()
+    used = torch.bincount(case[-1].flatten(), minlength=NUM_EXPERTS) > 0
+    assert used.tolist() == [True, True, False, True, True, True]
+    for parameter in case[0].parameters():
+        assert torch.equal(parameter.grad.flatten(1).any(dim=1), used)
+
+
+def test_the_order_of_the_tokens_does_not_change_their_outputs():
+    module, preprocess, h, weights, experts = make_case("random", torch.float64)
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(3))
+    out = run(module, preprocess, h, weights, experts)
+    shuffled = run(module, preprocess, h[order], weights[order], experts[order])
+    assert_forward_close(shuffled, out[order])
+
+
+def test_the_order_of_the_tokens_does_not_change_a_bit_where_each_expert_has_one_row():
+    generator = torch.Generator().manual_seed(0)
+    config = ModelConfig(hidden_size=D, expert_ffn_size=INNER, num_experts=24, top_k=4)
+    module, preprocess = Experts(config), Preprocess(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+    h, weights = torch.randn(6, D, generator=generator), torch.rand(6, 4, generator=generator)
+    experts = torch.randperm(24, generator=generator).int().view(6, 4)
+    order = torch.randperm(6, generator=generator)
+    out = run(module, preprocess, h, weights, experts)
+    assert torch.equal(run(module, preprocess, h[order], weights[order], experts[order]), out[order])
+
+
+def test_the_plan_and_the_experts_form_one_graph_without_breaks():
+    case = make_case("random", torch.float32)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(*case)
+    eager = run(*case)
+    assert_forward_close(compiled, eager)
+    parameters = (case[2], case[3], *case[0].parameters())
+    pairs = zip(*(torch.autograd.grad(y.sin().sum(), parameters) for y in (compiled, eager)), strict=True)
+    for actual, wanted in pairs:
+        assert_gradient_close(actual, wanted)
+
+
+def swiglu(h, gate_up, down):
+    """Gate rows first, in fp64 and written out."""
+    gate, up = (h.double() @ half.double().T for half in gate_up.chunk(2))
+    return (gate * gate.sigmoid() * up) @ down.double().T
+
+
+def test_shared_experts_match_the_formula():
+    module, h = SwiGLU(D, INNER), torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0))
+    assert_forward_close(module(h), swiglu(h, module.gate_up.weight, module.down.weight))
+
+
+def test_the_dense_mlp_adds_to_the_residual_stream():
+    module = DenseMLP(ModelConfig(hidden_size=D, dense_ffn_size=INNER, norm_eps=0.1))
+    x = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        module.norm.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(1))
+    exact = x.double()
+    h = exact / (exact.square().mean(-1, keepdim=True) + 0.1).sqrt() * module.norm.weight.double()
+    assert_forward_close(module(x), exact + swiglu(h, module.gate_up.weight, module.down.weight))
+
+
+def test_dispatch_hands_on_and_combine_adds_residual_routed_and_shared():
+    x, routed, shared = (
+        torch.arange(12.0).view(2, 2, 3),
+        torch.full((4, 3), 100.0),
+        torch.full((4, 3), 1000.0),
+    )
+    assert dispatch_local(routed) is routed
+    assert torch.equal(combine(x, routed), x + 100)
+    assert torch.equal(combine(x, routed, shared), x + 1100)

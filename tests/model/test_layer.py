@@ -1,0 +1,168 @@
+"""Layers as lists of segments: names, order, and boundaries that hide nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from graphmoe.config import AttentionKind, ModelConfig, MoEConfig
+from graphmoe.model.layer import DenseLayer, MoELayer
+from graphmoe.segments import SEGMENT_NAMES, run_segments
+from tests.tolerances import assert_gradient_close
+
+B, S = 2, 11
+CONFIG = ModelConfig(
+    hidden_size=32,
+    num_heads=2,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    dense_ffn_size=24,
+    expert_ffn_size=12,
+    shared_ffn_size=12,
+    num_experts=8,
+    top_k=3,
+    z_loss_coef=0.01,
+    aux_loss_coef=0.1,
+    selection_bias=True,
+)
+MOE_NAMES = "attn moe_router moe_preprocess moe_dispatch shared_experts moe_experts moe_combine"
+LAYERS = {  # name: (config, dense layer, segment names)
+    "dense": (CONFIG, True, "attn mlp"),
+    "moe": (CONFIG, False, MOE_NAMES),
+    "moe without shared experts": (
+        dataclasses.replace(CONFIG, shared_ffn_size=0),
+        False,
+        MOE_NAMES.replace("shared_experts ", ""),
+    ),
+    "gqa": (
+        dataclasses.replace(CONFIG, attention=AttentionKind.gqa, num_kv_heads=1, head_dim=8),
+        False,
+        MOE_NAMES,
+    ),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def make_layer(name, seed=0):
+    config, dense, _ = LAYERS[name]
+    layer = DenseLayer(config) if dense else MoELayer(config, MoEConfig())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+    return layer
+
+
+def make_tensors(name, seed=0):
+    """Inputs of the first segment: residual stream and rotary tables."""
+    config = LAYERS[name][0]
+    rotary = config.head_dim if config.attention is AttentionKind.gqa else config.qk_rope_head_dim
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(B, S, config.hidden_size, generator=generator).requires_grad_()
+    angle = torch.rand(S, rotary // 2, generator=generator)
+    return {"x": x, "cos": angle.cos(), "sin": angle.sin()}
+
+
+def kept_names(name):
+    return ("x",) if LAYERS[name][1] else ("x", "loss", "stats", "counts")
+
+
+def outputs_of(layer, tensors):
+    out = layer(tensors["x"], tensors["cos"], tensors["sin"])
+    return (out,) if isinstance(out, torch.Tensor) else tuple(out)
+
+
+@every_layer
+def test_segments_have_the_names_and_the_order_of_the_vocabulary(name):
+    names = [segment.name for segment in make_layer(name).segments()]
+    assert names == LAYERS[name][2].split()
+    assert names == sorted(names, key=SEGMENT_NAMES.index)
+
+
+def test_only_dispatch_and_combine_ask_for_the_stream_of_communication():
+    streams = {segment.name: segment.stream for segment in make_layer("moe").segments()}
+    assert {n for n, stream in streams.items() if stream == "comm"} == {"moe_dispatch", "moe_combine"}
+
+
+@every_layer
+def test_running_the_segments_is_the_forward(name):
+    layer, tensors = make_layer(name), make_tensors(name)
+    ran = run_segments(layer.segments(), tensors, kept_names(name))
+    for actual, expected in zip(ran, outputs_of(layer, tensors), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def run_one(segment, values, later):
+    """Run one segment on nothing but what it declares; keep only what someone declares to read."""
+    results = segment.run(*[values[name] for name in segment.reads])
+    results = (results,) if isinstance(results, torch.Tensor) else results
+    values.update(zip(segment.writes, results, strict=True))
+    for name in set(values) - later:
+        del values[name]
+
+
+@every_layer
+def test_interleaved_micro_batches_do_not_see_each_other(name):
+    layer = make_layer(name)
+    batches = [make_tensors(name, seed) for seed in (1, 2)]
+    expected = [outputs_of(layer, tensors) for tensors in batches]
+    values, segments = [dict(tensors) for tensors in batches], layer.segments()
+    for i, segment in enumerate(segments):
+        later = {read for other in segments[i + 1 :] for read in other.reads} | set(kept_names(name))
+        for own in values:
+            run_one(segment, own, later)
+            assert set(own) <= later
+    for own, outputs in zip(values, expected, strict=True):
+        for key, output in zip(kept_names(name), outputs, strict=True):
+            assert torch.equal(own[key], output)
+
+
+def backward_by_segment(segments, tensors, loss_of):
+    """Run and differentiate segment by segment; gradients cross only at the declared tensors."""
+    values, tape = dict(tensors), []
+    for segment in segments:
+        inputs = [values[n].detach() for n in segment.reads]
+        inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+        outputs = segment.run(*inputs)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        values.update(zip(segment.writes, outputs, strict=True))
+        tape.append((segment, inputs, outputs))
+    ends = {n: t.detach().requires_grad_() for n, t in values.items() if t.is_floating_point()}
+    loss_of(ends).backward()
+    gradients = {n: t.grad for n, t in ends.items() if t.grad is not None}
+    for segment, inputs, outputs in reversed(tape):
+        incoming = {n: gradients.pop(n) for n in segment.writes if n in gradients}
+        pairs = [(t, incoming[n]) for n, t in zip(segment.writes, outputs, strict=True) if n in incoming]
+        pairs = [(t, g) for t, g in pairs if t.requires_grad]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        for n, t in zip(segment.reads, inputs, strict=True):
+            if t.grad is not None:
+                gradients[n] = gradients.get(n, 0) + t.grad
+    return gradients["x"]
+
+
+@every_layer
+def test_gradients_pass_through_the_declared_tensors_only(name):
+    def loss_of(values):
+        return values["x"].square().sum() + values.get("loss", 0.0)
+
+    layer, tensors = make_layer(name), make_tensors(name)
+    loss_of(dict(zip(kept_names(name), outputs_of(layer, tensors), strict=True))).backward()
+    expected = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    assert_gradient_close(backward_by_segment(layer.segments(), tensors, loss_of), tensors["x"].grad)
+    for parameter_name, parameter in layer.named_parameters():
+        assert bool(parameter.grad.any()), parameter_name
+        assert_gradient_close(parameter.grad, expected[parameter_name])
+
+
+def test_a_moe_layer_tells_how_many_slots_each_expert_got():
+    output = make_layer("moe")(*make_tensors("moe").values())
+    assert output.counts_E.dtype == torch.int32
+    assert output.counts_E.sum().item() == B * S * CONFIG.top_k
+    assert not output.stats.requires_grad and output.loss.requires_grad

@@ -1,0 +1,152 @@
+"""Multi-token prediction: shift, masking, loss weight and where the gradients go."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from graphmoe.config import AuxLoss, ModelConfig
+from graphmoe.model import build_model
+from graphmoe.model.mtp import IGNORED, shift_left
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+B, S, V = 2, 9, 50
+CONFIG = ModelConfig(
+    vocab_size=V,
+    hidden_size=32,
+    num_layers=2,
+    dense_ffn_size=24,
+    num_heads=2,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    num_experts=4,
+    expert_ffn_size=12,
+    shared_ffn_size=12,
+    aux_loss=AuxLoss.none,
+    init_std=0.3,
+    mtp_depth=2,
+    mtp_loss_weight=0.4,
+)
+
+
+def make_batch(seed=0):
+    """Tokens and next-token labels, one label ignored."""
+    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(seed))
+    labels = tokens[:, 1:].clone()
+    labels[0, 5] = IGNORED
+    return tokens[:, :-1], labels
+
+
+def mean_cross_entropy(model, h, targets):
+    """Mean of -log p(target) over the targets that are not ignored, in fp64."""
+    log_p = (h.double() @ model.loss_head.head.weight.double().T).log_softmax(-1)
+    rows = [
+        log_p[b, s, t] for b, row in enumerate(targets.tolist()) for s, t in enumerate(row) if t != IGNORED
+    ]
+    return -torch.stack(rows).mean()
+
+
+def written_out_mtp_loss(model, tokens, labels):
+    """Depth k sees position i, token i + k, and predicts token i + k + 1; short sequences, no padding."""
+    x, _, rope = model.hidden(tokens)
+    h, losses = model.loss_head.norm(x), []
+    for k, layer in enumerate(model.mtp, start=1):
+        length = S - k
+        embedded = model.embed(tokens[:, k:])
+        h = layer(h[:, :length], embedded, *(t[:length] for t in rope)).x_BSD
+        losses.append(mean_cross_entropy(model, h, labels[:, k:]))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("by", [0, 1, 3, 5, 8])
+def test_shifting_moves_left_and_fills_behind_the_end(by):
+    values = torch.arange(10).view(2, 5)
+    expected = [[row[i + by] if i + by < 5 else -7 for i in range(5)] for row in values.tolist()]
+    assert shift_left(values, by, fill=-7).tolist() == expected
+    assert values.tolist() == torch.arange(10).view(2, 5).tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_loss_and_its_gradients_match_the_written_out_one(depth):
+    model = build_model(dataclasses.replace(CONFIG, mtp_depth=depth))
+    tokens, labels = make_batch()
+    output, parameters = model.loss(tokens, labels), tuple(model.parameters())
+    x, _, _ = model.hidden(tokens)
+    main = mean_cross_entropy(model, model.loss_head.norm(x), labels)
+    mtp = written_out_mtp_loss(model, tokens, labels)
+    assert_forward_close(output.cross_entropy, main)
+    assert_forward_close(output.mtp, mtp)
+    assert_forward_close(output.total, main + 0.4 * mtp)
+    wanted = torch.autograd.grad(main + 0.4 * mtp, parameters)
+    for actual, expected in zip(torch.autograd.grad(output.total, parameters), wanted, strict=True):
+        assert_gradient_close(actual, expected)
+
+
+def test_depth_k_does_not_see_the_first_k_labels_nor_what_is_behind_the_end():
+    model = build_model(CONFIG)
+    tokens, labels = make_batch()
+    mtp = model.loss(tokens, labels).mtp
+    changed = labels.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % V
+    assert model.loss(tokens, changed).mtp == mtp  # depth 1 starts at the second label
+    changed[:, 1] = (changed[:, 1] + 1) % V
+    assert model.loss(tokens, changed).mtp != mtp
+
+
+def test_gradients_reach_embedding_head_and_every_mtp_weight():
+    model = build_model(CONFIG)
+    output = model.loss(*make_batch())
+    main = model.loss_head(model.hidden(make_batch()[0])[0], make_batch()[1])
+    (output.total - main).backward()  # what MTP adds
+    for name, parameter in model.named_parameters():
+        if name.startswith(("mtp.", "embed", "loss_head")):
+            assert bool(parameter.grad.abs().max() > 1e-5), name
+
+
+def test_a_weight_of_zero_leaves_the_mtp_layers_without_gradient():
+    model = build_model(dataclasses.replace(CONFIG, mtp_loss_weight=0.0))
+    output = model.loss(*make_batch())
+    output.total.backward()
+    assert output.mtp.item() > 0 and output.total.item() == output.cross_entropy.item()
+    assert not any(bool(p.grad.any()) for n, p in model.named_parameters() if n.startswith("mtp."))
+
+
+def test_without_mtp_layers_the_rest_of_the_model_is_the_same():
+    plain, model = build_model(dataclasses.replace(CONFIG, mtp_depth=0)), build_model(CONFIG)
+    tokens, labels = make_batch()
+    assert torch.equal(plain(tokens), model(tokens))
+    without = plain.loss(tokens, labels)
+    assert without.mtp.item() == 0.0 and without.total == without.cross_entropy
+    assert without.cross_entropy == model.loss(tokens, labels).cross_entropy
+
+
+def test_depths_that_reach_behind_the_sequence_add_nothing():
+    model = build_model(CONFIG)
+    tokens, labels = make_batch()
+    output = model.loss(tokens[:, :1], labels[:, :1])
+    assert output.mtp.item() == 0.0 and bool(output.total.isfinite())
+
+
+def test_statistics_and_counts_of_mtp_layers_come_last():
+    model = build_model(CONFIG)
+    output = model.loss(*make_batch())
+    assert output.stats_L3.shape == (3, 3) and output.counts_LE.shape == (3, 4)
+    assert output.counts_LE.sum(dim=1).tolist() == [B * S * 2] * 3
+    names = {module: name for name, module in model.named_modules()}
+    order = [names[router] for router in model.routers()]
+    assert order == ["layers.1.moe_router", "mtp.0.layer.moe_router", "mtp.1.layer.moe_router"]
+
+
+def test_a_depth_projects_the_normed_embedding_first_then_the_normed_state():
+    layer = build_model(CONFIG).mtp[0]
+    h, embedded = torch.randn(2, B, S, 32, generator=torch.Generator().manual_seed(0))
+    half = layer.proj.weight.double().chunk(2, dim=1)
+    rope = build_model(CONFIG).rope(S, torch.device("cpu"))
+    normed = [x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (embedded, h)]
+    joined = normed[0] @ half[0].T + normed[1] @ half[1].T
+    expected = layer.norm(layer.layer(joined.float(), *rope).x_BSD)
+    assert_forward_close(layer(h, embedded, *rope).x_BSD, expected)

@@ -1,0 +1,171 @@
+"""The moe_router segment: norm, gate, choice, weights and losses put together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphmoe.config import AuxLoss, GroupScore, ModelConfig, MoEConfig, ScoreFunction
+from graphmoe.model.moe import Router
+from graphmoe.ops import router as ops
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+B, S, D = 2, 9, 12
+OPTIONS = [
+    options
+    for options in itertools.product(ScoreFunction, *[(False, True)] * 3, (1, 4), GroupScore)
+    if not (options[0] is ScoreFunction.sigmoid and options[1])  # softmax_after_topk is for softmax scores
+]
+
+
+def make_router(*, force_balance=False, seed=0, dtype=torch.float32, **changes):
+    """A router with random weights and, where it has one, a random selection bias."""
+    config = ModelConfig(**({"hidden_size": D, "num_experts": 16, "top_k": 4} | changes))
+    router = Router(config, MoEConfig(force_balance=force_balance)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.normal_(0.0, 0.5, generator=generator)
+        if config.selection_bias:
+            router.selection_bias.copy_(torch.rand(config.num_experts, generator=generator) * 0.6 - 0.3)
+    return router
+
+
+def make_input(seed=0, sequences=B):
+    generator = torch.Generator().manual_seed(100 + seed)
+    return torch.randn(sequences, S, D, generator=generator).requires_grad_()
+
+
+def expected_outputs(router, x, experts):
+    """h, weights, loss in fp64 for the experts that were chosen; written without the router's ops."""
+    config = router.config
+    x, norm, gate = (t.detach().double() for t in (x, router.norm.weight, router.gate.weight))
+    h = (x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * norm).flatten(0, 1)
+    logits = h @ gate.T
+    sigmoid = config.score_function is ScoreFunction.sigmoid
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    weights = torch.stack([row[chosen] for row, chosen in zip(scores, experts.long(), strict=True)])
+    if config.softmax_after_topk:
+        weights = torch.stack([row[c].softmax(0) for row, c in zip(logits, experts.long(), strict=True)])
+    elif config.renormalise:
+        weights = weights / weights.sum(1, keepdim=True)
+    share = scores / scores.sum(1, keepdim=True)
+    balance = 0.0
+    for shares, slots in zip(share.chunk(len(x)), experts.long().chunk(len(x)), strict=True):
+        load = torch.bincount(slots.flatten(), minlength=config.num_experts) / slots.numel()
+        balance += config.num_experts * float((load.double() * shares.mean(0)).sum()) / len(x)
+    z = float(logits.logsumexp(-1).square().mean())
+    entropy = float(-(share * share.log()).sum(-1).mean())
+    return h, weights * config.routed_scale, torch.tensor([balance, z, entropy]).double()
+
+
+@pytest.mark.parametrize(("function", "after", "renormalise", "bias", "groups", "group_score"), OPTIONS)
+def test_every_combination_of_options_matches_fp64(function, after, renormalise, bias, groups, group_score):
+    router = make_router(
+        score_function=function,
+        renormalise=renormalise,
+        num_groups=groups,
+        topk_groups=min(groups, 2),
+        group_score=group_score,
+        selection_bias=bias,
+        softmax_after_topk=after,
+        routed_scale=1.5,
+        aux_loss_coef=0.25,
+        z_loss_coef=0.125,
+    )
+    x = make_input()
+    h, weights, experts, loss, stats = router(x)
+    expected_h, expected_weights, expected_stats = expected_outputs(router, x, experts)
+    choices = ops.scores_of(F.linear(h, router.gate.weight), function).detach()
+    choices = choices + router.selection_bias if bias else choices
+    assert torch.equal(experts, ops.select_experts(router.config, choices))
+    assert {weights.dtype, loss.dtype, stats.dtype} == {torch.float32} and experts.dtype == torch.int32
+    assert_forward_close(h, expected_h)
+    assert_forward_close(weights, expected_weights)
+    assert_forward_close(stats, expected_stats)
+    assert_forward_close(loss, 0.25 * expected_stats[0] + 0.125 * expected_stats[1])
+    assert not stats.requires_grad
+
+
+@pytest.mark.parametrize("function", ScoreFunction)
+def test_the_bias_changes_the_choice_but_not_the_weights(function):
+    router = make_router(score_function=function, selection_bias=True)
+    x = make_input()
+    with torch.no_grad():
+        router.selection_bias.zero_()
+        router.selection_bias[5] = 10.0  # above every score
+        h, weights, experts, _, _ = router(x)
+    assert bool((experts[:, 0] == 5).all())
+    scores = ops.scores_of(F.linear(h, router.gate.weight), function)
+    assert torch.equal(weights, scores.gather(1, experts.long()))
+    with torch.no_grad():
+        router.selection_bias[5] = -10.0
+        assert not bool((router(x)[2] == 5).any())
+
+
+def test_the_bias_has_no_gradient_and_adds_none_to_the_gate():
+    router = make_router(selection_bias=True, aux_loss=AuxLoss.none)
+    plain = make_router(aux_loss=AuxLoss.none)
+    plain.load_state_dict({k: v for k, v in router.state_dict().items() if k != "selection_bias"})
+    plain._choose = lambda scores: router._choose(scores)  # the same experts, chosen with the bias
+    for module in (router, plain):
+        module(make_input())[1].square().sum().backward()
+    assert "selection_bias" not in dict(router.named_parameters())
+    assert not router.selection_bias.requires_grad and router.selection_bias.grad is None
+    assert torch.equal(router.gate.weight.grad, plain.gate.weight.grad)
+    assert bool(router.gate.weight.grad.any())
+
+
+def test_forced_balance_is_exact_and_its_gradients_still_reach_the_gate():
+    router = make_router(force_balance=True, num_experts=12, top_k=4)
+    x = make_input()
+    h, weights, experts, _, stats = router(x)
+    assert torch.bincount(experts.flatten(), minlength=12).tolist() == [B * S * 4 // 12] * 12
+    scores = F.linear(h, router.gate.weight).softmax(-1)
+    assert torch.equal(weights, scores.gather(1, experts.long()))
+    assert stats[0].item() == pytest.approx(1.0, abs=0.2)
+    weights.square().sum().backward()
+    assert all(bool(t.grad.any()) for t in (x, router.gate.weight, router.norm.weight))
+    assert bool((router.gate.weight.grad != 0).any(dim=1).all())  # every expert's row
+
+
+def test_the_global_balance_loss_sees_earlier_micro_batches_through_the_buffer():
+    changes = {"aux_loss": AuxLoss.global_batch, "aux_loss_coef": 1.0}
+    router = make_router(**changes)
+    seen = torch.zeros(16)
+    for step in range(3):
+        x = make_input(seed=step)
+        h, _, experts, loss, _ = router(x)
+        seen += torch.bincount(experts.flatten(), minlength=16)
+        mean = F.linear(h.double(), router.gate.weight.double()).softmax(-1).mean(0)
+        expected = 16 * (seen.double() / seen.sum() * mean).sum()
+        assert_forward_close(loss, expected)
+        gradients = (torch.autograd.grad(t, x, retain_graph=True)[0] for t in (loss, expected))
+        assert_gradient_close(*gradients)
+        router.earlier_counts.copy_(seen)
+
+
+def test_a_sequence_loss_of_one_sequence_is_the_micro_batch_loss():
+    losses = [
+        make_router(aux_loss=kind)(make_input(sequences=1))[3]
+        for kind in (AuxLoss.sequence, AuxLoss.micro_batch)
+    ]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("changes", [{"aux_loss": AuxLoss.none}, {"aux_loss_coef": 0.0}])
+def test_without_coefficients_the_loss_is_zero_and_the_entropy_is_still_told(changes):
+    *_, loss, stats = make_router(**changes)(make_input())
+    assert loss.item() == 0.0 and stats[:2].tolist() == [0.0, 0.0] and stats[2].item() > 0
+
+
+def test_logits_are_fp32_in_a_bf16_model():
+    router = make_router(dtype=torch.bfloat16)
+    x = make_input().bfloat16()
+    h, weights, experts, loss, _ = router(x)
+    assert (h.dtype, weights.dtype, loss.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    scores = (h.double() @ router.gate.weight.double().T).softmax(-1)
+    assert_forward_close(weights, scores.gather(1, experts.long()))

@@ -1,0 +1,173 @@
+"""The whole model: causality, ignored labels, the parts of the loss, repeatability."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from graphmoe.config import AttentionKind, AuxLoss, ModelConfig, MoEConfig, ScoreFunction
+from graphmoe.model import build_model
+from tests.tolerances import assert_forward_close
+
+B, S, V = 2, 12, 60
+MLA = ModelConfig(
+    vocab_size=V,
+    hidden_size=32,
+    num_layers=3,
+    dense_ffn_size=24,
+    num_heads=2,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    num_experts=6,
+    expert_ffn_size=12,
+    shared_ffn_size=12,
+    init_std=0.3,
+)
+GQA = dataclasses.replace(
+    MLA,
+    attention=AttentionKind.gqa,
+    num_kv_heads=1,
+    head_dim=8,
+    qk_norm=True,
+    score_function=ScoreFunction.sigmoid,
+    renormalise=True,
+    selection_bias=True,
+)
+CONFIGS = {"mla": MLA, "gqa": GQA}
+both = pytest.mark.parametrize("name", CONFIGS)
+
+
+def make_batch(sequences=B, length=S, vocab=V, seed=0):
+    tokens = torch.randint(0, vocab, (sequences, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:].clone()
+
+
+@both
+def test_a_later_token_never_changes_earlier_logits(name):
+    model = build_model(CONFIGS[name])
+    tokens, _ = make_batch()
+    logits = model(tokens)
+    assert logits.shape == (B, S, V) and logits.dtype == torch.float32
+    for position in range(1, S):
+        changed = tokens.clone()
+        changed[:, position:] = (changed[:, position:] + 7) % V
+        after = model(changed)
+        assert_forward_close(after[:, :position], logits[:, :position])
+        assert (after[:, position:] - logits[:, position:]).abs().amax(-1).min() > 1e-2
+
+
+@both
+def test_a_sequence_does_not_see_the_others_of_the_batch(name):
+    model = build_model(CONFIGS[name])
+    tokens, _ = make_batch()
+    assert_forward_close(model(tokens)[1:], model(tokens[1:]))
+
+
+def test_the_cross_entropy_is_the_mean_over_labels_that_are_not_ignored():
+    model = build_model(MLA)
+    tokens, labels = make_batch()
+    labels[0, 3:] = -100
+    log_p = model(tokens).double().log_softmax(-1)
+    picked = [log_p[b, s, t] for b, row in enumerate(labels.tolist()) for s, t in enumerate(row) if t >= 0]
+    assert len(picked) == 3 + S
+    assert_forward_close(model.loss(tokens, labels).cross_entropy, -torch.stack(picked).mean())
+
+
+def test_logits_and_loss_of_a_bf16_model_are_fp32_from_the_head_on():
+    model = build_model(MLA, dtype=torch.bfloat16)
+    tokens, labels = make_batch()
+    h, weight = model.loss_head.norm(model.hidden(tokens)[0]), model.loss_head.head.weight
+    logits, loss = model(tokens), model.loss(tokens, labels)
+    assert logits.dtype == loss.cross_entropy.dtype == loss.total.dtype == torch.float32
+    assert_forward_close(logits, h.double() @ weight.double().T)
+    log_p = (h @ weight.T).double().log_softmax(-1)
+    assert_forward_close(loss.cross_entropy, -log_p.gather(-1, labels.unsqueeze(-1)).mean())
+
+
+def test_a_batch_without_labels_has_no_loss_and_finite_gradients():
+    model = build_model(dataclasses.replace(MLA, mtp_depth=1))
+    tokens, labels = make_batch()
+    output = model.loss(tokens, torch.full_like(labels, -100))
+    output.total.backward()
+    assert output.cross_entropy.item() == 0.0 and output.mtp.item() == 0.0
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_the_total_adds_the_auxiliary_losses_of_every_layer():
+    config = dataclasses.replace(MLA, aux_loss_coef=0.5, z_loss_coef=0.25)
+    output = build_model(config).loss(*make_batch())
+    auxiliary = 0.5 * output.stats_L3[:, 0].double().sum() + 0.25 * output.stats_L3[:, 1].double().sum()
+    assert output.stats_L3.shape == (2, 3) and bool((output.stats_L3 > 0).all())
+    assert_forward_close(output.total, output.cross_entropy.double() + auxiliary)
+    assert output.counts_LE.dtype == torch.int32 and output.counts_LE.sum(1).tolist() == [B * S * 2] * 2
+
+
+def test_an_untrained_model_starts_near_the_loss_of_guessing():
+    output = build_model(dataclasses.replace(MLA, init_std=0.02)).loss(*make_batch())
+    assert output.cross_entropy.item() == pytest.approx(math.log(V), rel=0.02)
+
+
+def test_a_model_of_dense_layers_has_empty_statistics():
+    output = build_model(dataclasses.replace(MLA, num_dense_layers=3)).loss(*make_batch())
+    assert output.stats_L3.shape == (0, 3) and output.counts_LE.shape == (0, 6)
+    assert output.total == output.cross_entropy
+
+
+def test_forced_balance_loads_every_expert_of_every_layer_equally():
+    model = build_model(MLA, execution=MoEConfig(force_balance=True))
+    output = model.loss(*make_batch())
+    assert output.counts_LE.tolist() == [[B * S * 2 // 6] * 6] * 2
+    output.total.backward()
+    assert all(bool(router.gate.weight.grad.any()) for router in model.routers())
+
+
+def test_training_works_after_generating_in_inference_mode():
+    """The rotary tables are kept: made in inference mode, they could not be saved for a backward."""
+    model = build_model(MLA)
+    tokens, labels = make_batch()
+    with torch.inference_mode():
+        model(tokens)
+    model.loss(tokens, labels).total.backward()
+    assert bool(model.embed.weight.grad.any())
+
+
+def test_kept_rotary_tables_serve_shorter_and_longer_sequences():
+    model = build_model(MLA)
+    tokens, _ = make_batch()
+    for length in (5, 12, 3):
+        assert torch.equal(model(tokens[:, :length]), build_model(MLA)(tokens[:, :length]))
+
+
+@both
+def test_every_parameter_gets_a_gradient(name):
+    model = build_model(CONFIGS[name])
+    model.loss(*make_batch(sequences=8)).total.backward()
+    without = [n for n, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    assert without == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@both
+def test_two_backward_passes_on_several_threads_are_bitwise_equal(name, dtype):
+    """Large enough for torch to use its threads, and top-8, so that an order of sums would show."""
+    changes = {"hidden_size": 96, "top_k": 8, "num_experts": 12, "vocab_size": 500, "mtp_depth": 1}
+    config = dataclasses.replace(CONFIGS[name], aux_loss=AuxLoss.sequence, **changes)
+    model, threads = build_model(config, dtype=dtype), torch.get_num_threads()
+    tokens, labels = make_batch(sequences=4, length=128, vocab=500)
+    runs = []
+    torch.set_num_threads(4)
+    try:
+        for _ in range(4):
+            model.zero_grad()
+            output = model.loss(tokens, labels)
+            output.total.backward()
+            runs.append([output.total.detach(), *(p.grad for p in model.parameters())])
+    finally:
+        torch.set_num_threads(threads)
+    for run in runs[1:]:
+        assert all(torch.equal(first, again) for first, again in zip(runs[0], run, strict=True))

@@ -1,0 +1,355 @@
+"""Attention on the CPU: values, gradients, the choice of a backend, and the vendor adapters."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from graphmoe.config import AttentionBackend, ConfigError
+from graphmoe.ops import attention
+from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
+from tests.ops.attention_fakes import FakeDotProductAttention, FakeTurbo, reference_attention
+from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
+from tests.vendor_api import install_module
+
+SHAPES = {  # name: (B, S, H, G, E, V)
+    "mla": (2, 33, 2, 2, 192, 128),
+    "small mla": (1, 64, 4, 4, 48, 32),
+    "value heads larger": (1, 17, 2, 2, 16, 24),
+    "grouped": (2, 31, 8, 2, 64, 64),
+    "grouped and unequal": (1, 19, 6, 3, 24, 16),
+    "one key-value head": (1, 40, 4, 1, 32, 32),
+    "odd head size": (1, 13, 3, 3, 20, 20),
+    "odd unequal head sizes": (1, 13, 3, 3, 21, 13),
+    "single token": (2, 1, 4, 2, 32, 32),
+    "single token, unequal": (2, 1, 2, 2, 48, 32),
+}
+SCALE = 0.21  # not 1/sqrt(E) of any shape: YaRN changes it, so a backend that ignores it must fail
+TORCH_BACKENDS = (AttentionBackend.sdpa, AttentionBackend.padded_flash)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def make_inputs(shape, dtype, seed=0):
+    """Return q, k, v that require gradients, and the gradient of the output."""
+    B, S, H, G, E, V = shape
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((B, S, H, E), (B, S, G, E), (B, S, G, V), (B, S, H, V))
+    q, k, v, grad = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
+
+
+def assert_matches_reference(run, shape, dtype):
+    """Compare the output and the gradients of q, k and v with the fp64 reference."""
+    *qkv, grad = make_inputs(shape, dtype)
+    out = run(*qkv)
+    expected = reference_attention(*qkv, scale=SCALE)
+    assert out.dtype == dtype
+    assert_forward_close(out, expected)
+    gradients = torch.autograd.grad(out, qkv, grad)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    expected_gradients = torch.autograd.grad(reference_attention(*exact, scale=SCALE), exact, grad.double())
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert actual.dtype == dtype
+        assert_gradient_close(actual, wanted, terms=float(grad.norm()))  # one token: dq = dk = 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("backend", TORCH_BACKENDS)
+def test_value_and_gradients_match_the_fp64_reference(backend, shape, dtype):
+    run = functools.partial(causal_attention, scale=SCALE, backend=backend)
+    assert_matches_reference(run, shape, dtype)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["mla"], SHAPES["grouped"]], ids=["mla", "grouped"])
+def test_a_later_token_changes_no_earlier_output(shape):
+    q, k, v, _ = make_inputs(shape, torch.float32)
+    before = causal_attention(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa)
+    q2, k2, v2 = (torch.cat([x[:, :10], x[:, 10:] + 1], dim=1) for x in (q, k, v))
+    after = causal_attention(q2, k2, v2, scale=SCALE, backend=AttentionBackend.sdpa)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_value_heads_cut_from_a_wider_projection_need_no_copy_by_the_caller():
+    q, k, v, _ = make_inputs(SHAPES["mla"], torch.float32)
+    key_and_value = torch.cat([k, v], dim=-1)
+    views = key_and_value[..., :192], key_and_value[..., 192:]
+    assert not views[1].is_contiguous()
+    out = causal_attention(q, *views, scale=SCALE, backend=AttentionBackend.sdpa)
+    assert torch.equal(out, causal_attention(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES["small mla"], SHAPES["grouped"]], ids=["mla", "grouped"])
+def test_compiled_without_graph_breaks_matches_eager_bitwise(shape, dynamic):
+    q, k, v, grad = make_inputs(shape, torch.float32)
+    run = functools.partial(causal_attention, scale=SCALE, backend=AttentionBackend.sdpa)
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    eager_out, compiled_out = run(q, k, v), compiled(q, k, v)
+    assert torch.equal(eager_out, compiled_out)
+    pairs = zip(
+        torch.autograd.grad(eager_out, (q, k, v), grad),
+        torch.autograd.grad(compiled_out, (q, k, v), grad),
+        strict=True,
+    )
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_meta_tensors_give_the_output_shape():
+    q, k, v = (torch.empty(2, 7, heads, size, device="meta") for heads, size in ((4, 48), (2, 48), (2, 32)))
+    assert causal_attention(q, k, v, scale=SCALE, backend=AttentionBackend.sdpa).shape == (2, 7, 4, 32)
+
+
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+
+
+@pytest.mark.parametrize(
+    "sizes, deterministic, first",
+    [
+        ((192, 128), False, CUDNN),
+        ((128, 128), False, FLASH),
+        ((192, 128), True, FLASH),
+        ((64, 64), True, FLASH),
+    ],
+)
+def test_kernel_order_begins_with_the_fast_kernel_and_ends_with_one_that_always_runs(
+    sizes, deterministic, first
+):
+    order = kernel_order(head_dim=sizes[0], v_head_dim=sizes[1], deterministic=deterministic)
+    assert order[0] is first and order[-1] is SDPBackend.MATH
+    assert (CUDNN in order) == (first is CUDNN)
+
+
+AUTO, SDPA, PADDED = AttentionBackend.auto, AttentionBackend.sdpa, AttentionBackend.padded_flash
+TURBO, TE = AttentionBackend.turbo, AttentionBackend.te
+CPU, CUDA, ROCM = ("cpu", False), ("cuda", False), ("cuda", True)
+
+
+def choose(requested, machine, sizes, installed=True):
+    return choose_backend(
+        requested,
+        device_type=machine[0],
+        is_rocm=machine[1],
+        head_dim=sizes[0],
+        v_head_dim=sizes[1],
+        installed=lambda package: installed,
+    )
+
+
+@pytest.mark.parametrize(
+    "requested, machine, sizes, chosen",
+    [
+        (AUTO, CPU, (192, 128), SDPA),
+        (AUTO, CPU, (64, 64), SDPA),
+        (AUTO, CUDA, (192, 128), SDPA),
+        (AUTO, CUDA, (128, 128), SDPA),
+        (AUTO, ROCM, (192, 128), PADDED),
+        (AUTO, ROCM, (128, 128), SDPA),
+        (AUTO, ROCM, (320, 128), SDPA),
+        (SDPA, CPU, (192, 128), SDPA),
+        (SDPA, ROCM, (192, 128), SDPA),
+        (PADDED, CUDA, (192, 128), PADDED),
+        (PADDED, ROCM, (256, 256), PADDED),
+        (TURBO, ROCM, (192, 128), TURBO),
+        (TE, CUDA, (192, 128), TE),
+        (TE, CUDA, (128, 128), TE),
+    ],
+)
+def test_choose_backend_resolves_auto_and_keeps_what_can_work(requested, machine, sizes, chosen):
+    assert choose(requested, machine, sizes) is chosen
+
+
+@pytest.mark.parametrize(
+    "requested, machine, sizes, valid",
+    [
+        (PADDED, CPU, (192, 128), "auto, sdpa"),
+        (TURBO, CPU, (128, 128), "auto, sdpa"),
+        (TE, CPU, (128, 128), "auto, sdpa"),
+        (TURBO, CUDA, (128, 128), "auto, sdpa, padded_flash, te"),
+        (PADDED, CUDA, (320, 128), "auto, sdpa, te"),
+        (PADDED, ROCM, (128, 264), "auto, sdpa, turbo, te"),
+    ],
+)
+def test_choose_backend_refuses_what_cannot_work_and_lists_what_can(requested, machine, sizes, valid):
+    with pytest.raises(ConfigError) as error:
+        choose(requested, machine, sizes)
+    assert f"model.attention_backend={requested.value} " in str(error.value)
+    assert str(error.value).endswith(f"use one of: {valid}")
+
+
+@pytest.mark.parametrize("requested, machine", [(TURBO, ROCM), (TE, CUDA)])
+def test_a_missing_package_is_an_error_that_names_the_install_command(requested, machine):
+    with pytest.raises(ConfigError, match="model.attention_backend=.* pip install"):
+        choose(requested, machine, (128, 128), installed=False)
+
+
+def test_installed_packages_are_found_without_importing_them():
+    assert attention.is_installed("torch")
+    assert not attention.is_installed("graphmoe_no_such_package")
+
+
+@pytest.fixture
+def turbo(monkeypatch):
+    fake = FakeTurbo()
+    install_module(monkeypatch, "primus_turbo.pytorch.ops", flash_attn_func=fake.flash_attn_func)
+    return fake
+
+
+@pytest.fixture
+def te(monkeypatch):
+    monkeypatch.setattr(FakeDotProductAttention, "built", [])
+    install_module(monkeypatch, "transformer_engine.pytorch", DotProductAttention=FakeDotProductAttention)
+    attention._te_module.cache_clear()
+    yield FakeDotProductAttention
+    attention._te_module.cache_clear()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("backend", [TURBO, TE])
+def test_adapter_matches_the_fp64_reference_through_the_recorded_signature(backend, shape, turbo, te):
+    run = functools.partial(causal_attention, scale=SCALE, backend=backend)
+    assert_matches_reference(run, shape, torch.bfloat16)
+    assert len(turbo.calls) == (backend is TURBO) and len(te.built) == (backend is TE)
+
+
+def test_turbo_gets_one_layout_even_from_tensors_that_lie_in_memory_differently(turbo):
+    q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
+    lies_bhsd, lies_sbhd = (
+        q.detach().transpose(1, 2).contiguous().transpose(1, 2),
+        k.detach().transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    out = causal_attention(lies_bhsd, lies_sbhd, v, scale=SCALE, backend=TURBO)
+    assert_forward_close(out, reference_attention(q, k, v, scale=SCALE))
+
+
+def test_turbo_takes_value_heads_cut_from_a_wider_projection_without_a_copy(turbo):
+    q, k, v, _ = make_inputs(SHAPES["mla"], torch.bfloat16)
+    wide = torch.cat([k, v], dim=-1)
+    causal_attention(q, k, wide[..., 192:], scale=SCALE, backend=TURBO)
+    assert turbo.calls[0]["v"].data_ptr() == wide[..., 192:].data_ptr()
+
+
+def test_turbo_refuses_fp32_by_key_and_value(turbo):
+    q, k, v, _ = make_inputs(SHAPES["mla"], torch.float32)
+    with pytest.raises(ConfigError, match="model.attention_backend=turbo .*float32.*precision.compute=bf16"):
+        causal_attention(q, k, v, scale=SCALE, backend=TURBO)
+
+
+@pytest.mark.parametrize("backend, package", [(TURBO, "primus_turbo"), (TE, "transformer_engine")])
+def test_an_adapter_without_its_package_names_the_install_command(backend, package, monkeypatch):
+    monkeypatch.setitem(attention.PACKAGES, backend, package)
+    attention._te_module.cache_clear()
+    if attention.is_installed(package):
+        pytest.skip(f"{package} is installed here")
+    q, k, v, _ = make_inputs(SHAPES["single token"], torch.bfloat16)
+    with pytest.raises(ConfigError, match=f"{package}, which is not installed; .*pip install"):
+        causal_attention(q, k, v, scale=SCALE, backend=backend)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_adapters_pass_on_that_determinism_is_asked_for(turbo, te, deterministic):
+    q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
+    for backend in (TURBO, TE):
+        causal_attention(q, k, v, scale=SCALE, backend=backend)
+    torch.use_deterministic_algorithms(False)
+    for backend in (TURBO, TE):
+        causal_attention(q, k, v, scale=SCALE, backend=backend)
+    assert [call["deterministic"] for call in turbo.calls] == [True, False]
+    assert len(te.built) == 2  # the module reads the switch when it is built, so each state has its own
+
+
+def test_te_builds_one_module_per_shape(te):
+    q, k, v, _ = make_inputs(SHAPES["mla"], torch.bfloat16)
+    for _ in range(3):
+        causal_attention(q, k, v, scale=SCALE, backend=TE)
+    assert [built["kv_channels"] for built in te.built] == [(192, 128)]
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        ({"sm_scale": SCALE}, TypeError),
+        ({"is_causal": True}, TypeError),
+        ({"qkv_format": "bshd"}, TypeError),
+        ({"dropout_p": 0.1}, AssertionError),
+    ],
+)
+def test_fake_turbo_refuses_arguments_that_our_call_may_not_have(wrong, error):
+    q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
+    with pytest.raises(error):
+        FakeTurbo().flash_attn_func(q, k, v, **wrong)
+
+
+def test_fake_turbo_refuses_wrong_layouts_and_dtypes():
+    q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
+    run = FakeTurbo().flash_attn_func
+    with pytest.raises(AssertionError):
+        run(*(x.transpose(1, 2) for x in (q, k, v)))
+    with pytest.raises(AssertionError, match="layout"):
+        run(q, k.transpose(1, 2).contiguous().transpose(1, 2), v)
+    with pytest.raises(AssertionError, match="float32"):
+        run(q.float(), k.float(), v.float())
+    with pytest.raises(AssertionError, match="contiguous"):
+        run(q, k, v.transpose(2, 3).contiguous().transpose(2, 3))
+
+
+@pytest.mark.parametrize("forgotten", ["softmax_scale", "causal"])
+def test_a_turbo_call_that_forgets_an_argument_is_far_from_the_reference(forgotten):
+    q, k, v, _ = make_inputs(SHAPES["mla"], torch.bfloat16)
+    arguments = {"softmax_scale": SCALE, "causal": True}
+    del arguments[forgotten]
+    out = FakeTurbo().flash_attn_func(q, k, v, **arguments)
+    assert relative_error(out, reference_attention(q, k, v, scale=SCALE)) > 0.1
+
+
+TE_SETTINGS = {
+    "num_attention_heads": 8,
+    "kv_channels": 64,
+    "num_gqa_groups": 2,
+    "qkv_format": "bshd",
+    "attn_mask_type": "causal",
+    "softmax_scale": SCALE,
+}
+
+
+@pytest.mark.parametrize("name", ["num_heads", "dropout", "deterministic"])
+def test_fake_te_refuses_settings_that_the_signature_lacks(name):
+    with pytest.raises(TypeError, match=name):
+        FakeDotProductAttention(**TE_SETTINGS, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_channels": (64, 32)}, {"kv_channels": 32}, {"num_gqa_groups": None}, {"num_attention_heads": 4}],
+)
+def test_fake_te_refuses_tensors_that_differ_from_its_settings(change):
+    q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
+    module = FakeDotProductAttention(**{**TE_SETTINGS, **change})
+    with pytest.raises(AssertionError):
+        module(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "change", [{"qkv_format": "sbhd"}, {"attn_mask_type": "no_mask"}, {"softmax_scale": None}]
+)
+def test_a_te_module_with_a_wrong_setting_is_far_from_the_reference(change):
+    q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
+    out = FakeDotProductAttention(**{**TE_SETTINGS, **change})(q, k, v).unflatten(-1, (8, 64))
+    assert relative_error(out, reference_attention(q, k, v, scale=SCALE)) > 0.1
+
+
+def test_the_install_commands_name_the_packages_that_are_imported():
+    for backend, package in attention.PACKAGES.items():
+        assert re.search(package.replace("_", "-"), attention.INSTALL[backend])

@@ -1,0 +1,176 @@
+"""grouped_mm on the CPU: values, gradients, dead rows, fakes, and what compilation sees."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphmoe.ops.grouped_mm import _pad, grouped_mm
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+NAN = float("nan")
+CASES = {  # name: (rows of each expert, dead rows, N, K)
+    "odd sizes": ([3, 9, 11, 1, 5], 0, 7, 13),
+    "aligned sizes": ([16, 8, 24], 0, 32, 16),
+    "empty experts first, between and last": ([0, 4, 0, 0, 7, 0], 0, 5, 3),
+    "all rows on one expert": ([0, 0, 17, 0], 0, 9, 8),
+    "one expert": ([6], 0, 4, 10),
+    "one row": ([0, 1], 0, 3, 3),
+    "size one": ([2, 3], 0, 1, 1),
+    "many experts, few rows": ([1, 0] * 40, 0, 6, 5),
+    "dead rows": ([3, 0, 4, 2], 5, 7, 9),
+    "dead rows only": ([0, 0, 0], 6, 4, 5),
+    "no rows": ([0, 0], 0, 4, 5),
+}
+
+
+def make_inputs(counts, dead, N, K, dtype, device="cpu", seed=0):
+    """Return x, w, ends and the gradient of y; rows beyond the last offset are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    live, E = sum(counts), len(counts)
+    sizes = ((live + dead, K), (E, N, K), (live + dead, N))
+    x, w, dy = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    x[live:], dy[live:] = NAN, NAN
+    ends = torch.tensor(counts).cumsum(0).int().to(device)
+    return x.requires_grad_(), w.requires_grad_(), ends, dy
+
+
+def looped(x, w, ends):
+    """The same product in fp64, one row after the other; live rows only."""
+    owner = [e for e, n in enumerate(torch.diff(ends.cpu(), prepend=torch.zeros(1)).int()) for _ in range(n)]
+    rows = [w[e].double() @ x[r].double() for r, e in enumerate(owner)]
+    return torch.stack(rows) if rows else x.new_zeros(0, w.shape[1]).double()
+
+
+def assert_matches_the_loop(x, w, ends, dy):
+    """Compare live outputs, live input gradients and the whole weight gradient with the loop."""
+    live = int(ends[-1])
+    y = grouped_mm(x, w, ends)
+    assert y.shape == (len(x), w.shape[1]) and y.dtype == x.dtype and y.is_contiguous()
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    assert dx.dtype == dw.dtype == x.dtype
+    if live == 0:
+        assert torch.equal(dw, torch.zeros_like(dw))
+        return
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected = looped(*exact, ends)
+    expected_dx, expected_dw = torch.autograd.grad(expected, exact, dy[:live].double())
+    assert_forward_close(y[:live], expected)
+    assert_gradient_close(dx[:live], expected_dx[:live])
+    assert_gradient_close(dw, expected_dw)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_match_a_loop_over_rows(case, dtype):
+    assert_matches_the_loop(*make_inputs(*CASES[case], dtype))
+
+
+def test_the_weight_gradient_of_an_empty_expert_is_exactly_zero():
+    x, w, ends, dy = make_inputs([3, 0, 2], 2, 5, 4, torch.float32)
+    (dw,) = torch.autograd.grad(grouped_mm(x, w, ends), w, dy)
+    assert torch.equal(dw[1], torch.zeros_like(dw[1]))
+    assert bool(dw[0].any()) and bool(dw[2].any())
+
+
+def test_views_and_expanded_gradients_are_accepted():
+    x, w, ends, _ = make_inputs([3, 0, 2], 0, 5, 4, torch.float64)
+    x_view = x.detach().t().contiguous().t().requires_grad_()
+    w_view = w.detach().mT.contiguous().mT.requires_grad_()
+    dy = torch.ones(1, 1, dtype=torch.float64).expand(5, 5)
+    gradients = torch.autograd.grad(grouped_mm(x_view, w_view, ends), (x_view, w_view), dy)
+    expected = torch.autograd.grad(grouped_mm(x, w, ends), (x, w), dy.contiguous())
+    for actual, wanted in zip(gradients, expected, strict=True):
+        assert_gradient_close(actual, wanted)
+
+
+class SeenOps(TorchDispatchMode):
+    """Names of the ops of this project that run inside the context."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "graphmoe":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("x_wants", "w_wants"), list(itertools.product((True, False), repeat=2)))
+def test_only_the_gradients_that_are_wanted_are_computed(x_wants, w_wants):
+    x, w, ends, dy = make_inputs([3, 0, 2], 1, 5, 4, torch.float32)
+    x.requires_grad_(x_wants), w.requires_grad_(w_wants)
+    with SeenOps() as seen:
+        y = grouped_mm(x, w, ends)
+        assert y.requires_grad == (x_wants or w_wants)
+        if y.requires_grad:
+            y.backward(dy)
+    wanted = ["graphmoe::grouped_mm_dgrad"] * x_wants + ["graphmoe::grouped_mm_wgrad"] * w_wants
+    assert seen.names == ["graphmoe::grouped_mm", *wanted]
+    assert ((x.grad is not None), (w.grad is not None)) == (x_wants, w_wants)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_meta_tensors_get_shapes_dtypes_and_gradients(dtype):
+    x, w, ends, _ = make_inputs([3, 0, 2], 1, 7, 13, dtype)
+    x, w, ends = (t.detach().to("meta") for t in (x, w, ends))
+    y = grouped_mm(x.requires_grad_(), w.requires_grad_(), ends)
+    assert (y.shape, y.dtype, y.is_meta) == ((6, 7), dtype, True)
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert (dx.shape, dw.shape, dx.dtype, dw.dtype) == (x.shape, w.shape, dtype, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fake_tensors_have_the_shape_and_strides_of_real_ones(dtype):
+    x, w, ends, dy = make_inputs([3, 0, 2], 0, 7, 13, dtype)
+
+    def results(x, w, ends, dy):
+        y = grouped_mm(x, w, ends)
+        return y, *torch.autograd.grad(y, (x, w), dy)
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (x, w, ends, dy)]
+        fake_results = results(*fakes)
+    for fake, real in zip(fake_results, results(x, w, ends, dy), strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_accepts_the_three_ops(dtype):
+    x, w, ends, dy = make_inputs([3, 0, 2], 0, 7, 13, dtype)
+    ops, plain = torch.ops.graphmoe, (x.detach(), w.detach())
+    torch.library.opcheck(ops.grouped_mm.default, (x, w, ends))
+    torch.library.opcheck(ops.grouped_mm_dgrad.default, (dy, plain[1], ends))
+    torch.library.opcheck(ops.grouped_mm_wgrad.default, (dy, plain[0], ends))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("width", [16, 13])
+def test_what_the_gpu_kernel_gets_is_aligned_to_16_bytes_and_keeps_its_values(width, offset):
+    x = torch.randn(5 * width + offset).bfloat16()[offset:].view(5, width)
+    padded = _pad(x)
+    assert padded.data_ptr() % 16 == 0 and padded.stride(0) * 2 % 16 == 0
+    assert torch.equal(padded[:, :width], x) and not bool(padded[:, width:].any())
+    assert (padded.data_ptr() == x.data_ptr()) == (width == 16 and offset != 1)
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_without_breaks_gives_the_eager_values_and_gradients():
+    def gated(x, w, ends):
+        gate, up = grouped_mm(x * 2, w, ends).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    x, w, ends, dy = make_inputs([3, 0, 2, 6], 0, 10, 13, torch.float32)
+    dy = dy[:, :5].contiguous()
+    eager, compiled = gated(x, w, ends), torch.compile(gated, fullgraph=True)(x, w, ends)
+    assert_forward_close(compiled, eager)
+    for actual, wanted in zip(
+        torch.autograd.grad(compiled, (x, w), dy), torch.autograd.grad(eager, (x, w), dy), strict=True
+    ):
+        assert_gradient_close(actual, wanted)

@@ -1,0 +1,203 @@
+"""config.json to ModelConfig and back: published models, both rope styles, and every refusal."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+from omegaconf import OmegaConf
+
+from graphmoe.config import AuxLoss, ConfigError, GroupScore, ModelConfig, RopeScaling
+from graphmoe.model.hf.families import same_function, to_hf_config, to_model_config
+from tests.parity.published import MIXTRAL, PUBLISHED, V3
+
+PRESETS = Path(__file__).parents[2] / "conf" / "model"
+
+
+def preset(name):
+    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{name}.yaml"))
+    return OmegaConf.to_object(merged)
+
+
+def read(raw):
+    return to_model_config(raw, "config.json", "test")[1]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_the_preset_of_that_model(name):
+    assert same_function(read(PUBLISHED[name]), preset(name)) == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_transformers_takes_an_exported_config_as_the_published_one(name):
+    family, exported = to_hf_config(preset(name))
+    kind = type(transformers.AutoConfig.for_model(family.name))
+    ours, theirs = kind.from_dict(exported), kind.from_dict(PUBLISHED[name] | {"model_type": family.name})
+    for key in ("num_nextn_predict_layers", "num_experts_per_tok", "num_local_experts", "hidden_size"):
+        assert getattr(ours, key, None) == getattr(theirs, key, None)
+    assert {k: float(v) for k, v in ours.rope_parameters.items() if not isinstance(v, str)} == {
+        k: float(v) for k, v in theirs.rope_parameters.items() if not isinstance(v, str)
+    }
+    assert family.name == kind.model_type
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PRESETS.glob("*.yaml")])
+def test_each_preset_is_exported_whole_or_refused_with_its_keys(name):
+    config = preset(name)
+    if name.startswith("moe_"):
+        with pytest.raises(ConfigError, match="shared_ffn_size"):
+            to_hf_config(config)
+        return
+    _, raw = to_hf_config(config)
+    assert same_function(read(raw), config) == []
+
+
+def test_old_and_new_rope_keys_mean_the_same():
+    old = PUBLISHED["deepseek_v3"]
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    scaling = {key: value for key, value in old["rope_scaling"].items() if key != "type"}
+    new["rope_parameters"] = scaling | {"rope_type": "yarn", "rope_theta": 10000.0}
+    assert read(new) == read(old) and read(new).rope_scaling is RopeScaling.yarn
+    plain = PUBLISHED["mixtral_8x7b"]
+    new = {key: value for key, value in plain.items() if key != "rope_theta"}
+    assert read(new | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}) == read(plain)
+
+
+def test_the_balance_loss_is_the_one_that_the_published_code_adds():
+    lite = read(PUBLISHED["deepseek_v2_lite"])
+    assert (lite.aux_loss, lite.aux_loss_coef) == (AuxLoss.sequence, 0.001)
+    assert read(PUBLISHED["deepseek_v2_lite"] | {"seq_aux": False}).aux_loss is AuxLoss.micro_batch
+    assert read(PUBLISHED["mixtral_8x7b"] | {"router_aux_loss_coef": 0.02}).aux_loss is AuxLoss.none
+    with_loss = read(PUBLISHED["mixtral_8x7b"] | {"router_aux_loss_coef": 0.02, "output_router_logits": True})
+    assert (with_loss.aux_loss, with_loss.aux_loss_coef) == (AuxLoss.micro_batch, 0.02)
+
+
+REFUSED = {
+    "deepseek_v2": {
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "moe_layer_freq": 2,
+        "scoring_func": "sigmoid",
+        "mlp_bias": True,
+        "num_key_value_heads": 64,
+    },
+    "deepseek_v3": {
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "attention_dropout": 0.1,
+        "rope_interleave": False,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    "qwen3_30b_a3b": {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
+    "mixtral_8x7b": {"sliding_window": 4096, "router_jitter_noise": 0.1, "hidden_act": "relu"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_unsupported_values_are_named_at_once(name):
+    read(PUBLISHED[name])
+    with pytest.raises(ConfigError) as caught:
+        read(PUBLISHED[name] | REFUSED[name])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + len(REFUSED[name])
+    for key in REFUSED[name]:
+        assert sum(key in line and "supported is" in line for line in lines) == 1, (key, lines)
+
+
+def test_a_sliding_window_that_is_not_used_is_fine():
+    assert read(PUBLISHED["mixtral_8x7b"] | {"sliding_window": 32768})
+    assert read(PUBLISHED["qwen3_30b_a3b"] | {"sliding_window": 4096})
+    with pytest.raises(ConfigError, match="sliding_window=4096"):
+        read(PUBLISHED["qwen3_30b_a3b"] | {"sliding_window": 4096, "use_sliding_window": True})
+
+
+YARN = PUBLISHED["deepseek_v3"]["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"type": "linear", "factor": 2.0}, 'rope_type="linear"'),
+        ({"rope_type": "llama3", "factor": 8.0}, 'rope_type="llama3"'),
+        (YARN | {"mscale": None}, "mscale_all_dim"),
+        (YARN | {"mscale_all_dim": 0, "mscale": 0.7}, "mscale"),
+        (YARN | {"attention_factor": 1.5}, "attention_factor=1.5"),
+        (YARN | {"truncate": False}, "truncate=false"),
+        (YARN | {"factor": 0.5}, "factor=0.5"),
+        (YARN | {"factor": "40"}, 'factor="40"'),
+        (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"full_attention": YARN}, "one dictionary for all layers"),
+    ],
+)
+def test_rope_values_without_a_counterpart_are_named(scaling, named):
+    with pytest.raises(ConfigError) as caught:
+        read(PUBLISHED["deepseek_v3"] | {"rope_scaling": scaling})
+    assert named in str(caught.value)
+
+
+def test_yarn_magnitudes_of_grouped_query_attention_are_refused():
+    with pytest.raises(ConfigError, match="mscale"):
+        read(PUBLISHED["mixtral_8x7b"] | {"rope_scaling": YARN})
+    assert read(PUBLISHED["mixtral_8x7b"] | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0}})
+
+
+def test_missing_and_mistyped_keys_are_named_at_once():
+    missing = ("kv_lora_rank", "q_lora_rank")
+    raw = {key: value for key, value in PUBLISHED["deepseek_v3"].items() if key not in missing}
+    with pytest.raises(ConfigError) as caught:
+        read(raw | {"hidden_size": "7168", "norm_topk_prob": 1})
+    named = [f"{key} is missing" for key in missing] + ['hidden_size="7168"', "norm_topk_prob=1"]
+    assert [part for part in named if part not in str(caught.value)] == []
+
+
+def test_numbers_that_no_model_can_have_are_refused():
+    with pytest.raises(ConfigError, match="num_kv_heads=5"):
+        read(PUBLISHED["mixtral_8x7b"] | {"num_key_value_heads": 5})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "llama"},
+        {"architectures": ["DeepseekV3Model"]},
+        {"model_type": None, "architectures": None},
+    ],
+)
+def test_other_families_are_refused_with_the_list_of_ours(change):
+    with pytest.raises(ConfigError, match="deepseek_v2.*deepseek_v3/kimi_k2.*qwen3_moe.*mixtral"):
+        read(V3 | change)
+
+
+def test_the_architecture_alone_names_the_family():
+    raw = PUBLISHED["mixtral_8x7b"] | {"model_type": None}
+    assert read(raw) == read(PUBLISHED["mixtral_8x7b"]) and raw["architectures"] == MIXTRAL["architectures"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key"),
+    [
+        ("tiny", {"shared_ffn_size": 100}, "shared_ffn_size"),
+        ("tiny", {"mtp_depth": 1}, "mtp_depth"),
+        ("tiny", {"num_heads": 5}, "hidden_size"),
+        ("deepseek_v3", {"yarn_mscale": 0.5, "yarn_mscale_all_dim": 0.0}, "mscale"),
+        ("deepseek_v3", {"selection_bias": False}, "selection_bias"),
+        ("deepseek_v3", {"group_score": GroupScore.max}, "group_score"),
+        ("qwen3_30b_a3b", {"routed_scale": 2.0}, "routed_scale"),
+        ("qwen3_30b_a3b", {"num_dense_layers": 1}, "num_dense_layers"),
+        ("qwen3_30b_a3b", {"num_groups": 4, "topk_groups": 2}, "num_groups"),
+        ("mixtral_8x7b", {"shared_ffn_size": 64}, "shared_ffn_size"),
+    ],
+)
+def test_a_model_that_no_family_can_express_is_refused_by_key(name, change, key):
+    with pytest.raises(ConfigError, match=key):
+        to_hf_config(replace(preset(name), **change))
+
+
+def test_a_spelling_that_computes_the_same_is_expressed():
+    unnamed = replace(preset("mixtral_8x7b"), softmax_after_topk=False, renormalise=True)
+    assert to_hf_config(unnamed)[0].name == "mixtral"
+    all_groups = {"num_groups": 8, "topk_groups": 8, "group_score": GroupScore.topk_sum}
+    assert to_hf_config(replace(preset("deepseek_v2_lite"), **all_groups))[0].name == "deepseek_v2"

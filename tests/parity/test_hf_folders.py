@@ -1,0 +1,236 @@
+"""Folders on disk: shards, multi-token-prediction layers, and tensors or files that do not fit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphmoe import load_hf, save_hf
+from graphmoe.config import ConfigError
+from graphmoe.model import build_model
+from tests.parity.hf_models import CASES, assert_same_bits, random_model, reload, tensors_in, tokens_of
+
+CASE = CASES["v3_moonlight"]  # 3 layers, 1 of them dense, 11 experts
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model(CASE).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def change_tensors(folder, change):
+    """Rewrite a folder's one file of weights after ``change`` edited its dict of tensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def save_mtp_model(folder, depth=2):
+    """Write a DeepSeek-V3 folder with multi-token prediction; the model, all of it random."""
+    config = replace(load_config(folder.parent), mtp_depth=depth)
+    model = build_model(config, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        for router in model.routers():
+            router.selection_bias.uniform_(-0.2, 0.2)
+    save_hf(model, config, folder)
+    return config, model
+
+
+def load_config(tmp_path):
+    random_model(CASE).save_pretrained(tmp_path / "shape")
+    return load_hf(tmp_path / "shape")[0]
+
+
+def test_shards_of_transformers_are_read(folder, tmp_path):
+    random_model(CASE).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 5
+    assert_same_bits(load_hf(tmp_path / "sharded")[1].state_dict(), load_hf(folder)[1].state_dict())
+
+
+@pytest.mark.parametrize("size", ["20KB", 1, "1GB"])
+def test_shards_are_bounded_and_transformers_reads_them(folder, tmp_path, size):
+    config, model = load_hf(folder)
+    save_hf(model, config, tmp_path / "out", max_shard_size=size)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    if size == "20KB":
+        assert 5 < len(files) < 40
+        assert all(sum(t.nbytes for t in load_file(path).values()) <= 20_000 for path in files)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    assert index.exists() == (size != "1GB")
+    if index.exists():
+        document = json.loads(index.read_text())
+        assert document["weight_map"] == {name: path.name for path in files for name in load_file(path)}
+        total = sum(tensor.nbytes for tensor in tensors_in(folder).values())
+        assert document["metadata"]["total_size"] == total
+    assert_same_bits(tensors_in(tmp_path / "out"), tensors_in(folder))
+    assert_same_bits(load_hf(tmp_path / "out")[1].state_dict(), model.state_dict())
+    again, report = reload(tmp_path / "out")
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert torch.equal(again(tokens_of(CASE, 9)).logits, random_model(CASE)(tokens_of(CASE, 9)).logits)
+
+
+def test_an_export_replaces_an_earlier_one_with_more_shards(folder):
+    config, model = load_hf(folder)
+    save_hf(model, config, folder, max_shard_size="20KB")
+    save_hf(model, config, folder, max_shard_size="60KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert {path.name for path in folder.glob("*.safetensors")} == set(index["weight_map"].values())
+    save_hf(model, config, folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+    assert_same_bits(load_hf(folder)[1].state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("size", ["GB", "-1GB", "0", "5TB"])
+def test_a_size_that_is_none_is_an_error(folder, tmp_path, size):
+    config, model = load_hf(folder)
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        save_hf(model, config, tmp_path / "out", max_shard_size=size)
+    assert not (tmp_path / "out").exists()
+
+
+def test_mtp_layers_round_trip_bitwise_under_the_published_names(tmp_path):
+    config, model = save_mtp_model(tmp_path / "mtp")
+    again, loaded = load_hf(tmp_path / "mtp")
+    assert again == replace(config, name="mtp")
+    assert_same_bits(loaded.state_dict(), model.state_dict())
+    tensors = tensors_in(tmp_path / "mtp")
+    for layer in (3, 4):
+        prefix = f"model.layers.{layer}"
+        published = ["embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"]
+        assert {f"{prefix}.{name}.weight" for name in published} < tensors.keys()
+        assert torch.equal(tensors[f"{prefix}.embed_tokens.weight"], model.embed.weight)
+        assert torch.equal(tensors[f"{prefix}.shared_head.head.weight"], model.loss_head.head.weight)
+    save_hf(loaded, again, tmp_path / "again", max_shard_size="20KB")
+    assert_same_bits(tensors_in(tmp_path / "again"), tensors)
+    theirs, report = reload(tmp_path / "mtp")
+    assert not report["missing_keys"]
+    tokens = tokens_of(CASE, 11)
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_copies_of_embedding_and_head_may_be_left_out_but_not_differ(tmp_path):
+    _, model = save_mtp_model(tmp_path / "mtp", depth=1)
+    copies = ["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
+
+    def leave_out(tensors):
+        for name in copies:
+            del tensors[name]
+
+    def differ(tensors):
+        for name in copies:
+            tensors[name][2, 3] += 1e-3
+
+    save_mtp_model(tmp_path / "other", depth=1)
+    change_tensors(tmp_path / "other", differ)
+    with pytest.raises(ConfigError) as caught:
+        load_hf(tmp_path / "other")
+    assert all(f"different: {name}" in str(caught.value) for name in copies)
+    change_tensors(tmp_path / "mtp", leave_out)
+    assert_same_bits(load_hf(tmp_path / "mtp")[1].state_dict(), model.state_dict())
+
+
+def test_every_missing_extra_and_misshaped_tensor_is_listed_at_once(folder):
+    def damage(tensors):
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+        tensors["model.layers.9.mlp.gate.weight"] = torch.zeros(11, 26)
+        tensors["lm_head.weight"] = torch.zeros(60, 26)
+        tensors["model.layers.2.mlp.gate.weight"] = tensors["model.layers.2.mlp.gate.weight"].T.contiguous()
+        tensors["model.embed_tokens.weight"] = torch.zeros(61, 26, dtype=torch.int64)
+
+    change_tensors(folder, damage)
+    with pytest.raises(ConfigError) as caught:
+        load_hf(folder)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[0].endswith("does not fit the model in 7 tensors:")
+    assert sorted(lines[1:]) == [
+        "extra: model.layers.0.self_attn.q_proj.bias [32]",
+        "extra: model.layers.9.mlp.gate.weight [11, 26]",
+        "mis-shaped: lm_head.weight is [60, 26], not [61, 26]",
+        "mis-shaped: model.layers.2.mlp.gate.weight is [26, 11], not [11, 26]",
+        "missing: model.layers.1.mlp.experts.7.up_proj.weight [9, 26]",
+        "missing: model.norm.weight [26]",
+        "no float tensor: model.embed_tokens.weight is I64, not F64/F32/F16/BF16",
+    ]
+
+
+def test_rotary_frequencies_and_empty_tensors_are_no_weights(folder):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+        tensors["model.layers.1.mlp.unused.weight"] = torch.zeros(0, 26)
+
+    before = load_hf(folder)[1].state_dict()
+    change_tensors(folder, add)
+    assert_same_bits(load_hf(folder)[1].state_dict(), before)
+
+
+def test_fp8_weights_are_an_error_that_says_so(folder):
+    def quantize(tensors):
+        name = "model.layers.1.mlp.experts.0.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+
+    change_tensors(folder, quantize)
+    with pytest.raises(ConfigError, match="2 are fp8 weights or their scales.*fp8_cast_bf16"):
+        load_hf(folder)
+    change_config(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match='quant_method="fp8"; supported is unquantized'):
+        load_hf(folder)
+
+
+def test_missing_and_damaged_files_are_named_at_once(tmp_path):
+    random_model(CASE).save_pretrained(tmp_path, max_shard_size="20KB")
+    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-7])
+    with pytest.raises(ConfigError) as caught:
+        load_hf(tmp_path)
+    assert first.name in str(caught.value) and second.name in str(caught.value)
+
+
+def test_a_folder_without_weights_says_what_it_needs(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pytorch_model.bin.*save them as safetensors"):
+        load_hf(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is no JSON file"):
+        load_hf(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match="config.json does not exist"):
+        load_hf(folder)
+
+
+def test_a_model_that_is_not_of_the_configuration_is_not_written(folder, tmp_path):
+    config, model = load_hf(folder)
+    with pytest.raises(ConfigError, match="mis-shaped: embed.weight is \\[61, 26\\], not \\[62, 26\\]"):
+        save_hf(model, replace(config, vocab_size=62), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_write_leaves_the_earlier_files(folder, monkeypatch):
+    config, model = load_hf(folder)
+    before = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr("graphmoe.model.hf.shards.save_file", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_hf(model, config, folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert not list(folder.glob(".*"))
+
+
+def fail(*args, **kwargs):
+    raise OSError("no space")

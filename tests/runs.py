@@ -1,0 +1,206 @@
+"""Runs of a model whose step takes milliseconds: in this process, or by the real command line.
+
+A child of the fork server has torch and graphmoe imported when it starts, so a command costs
+half a second instead of three.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint.entries import flatten
+from graphmoe.config import RunConfig
+from graphmoe.entry import to_config
+from graphmoe.progress import Progress
+from graphmoe.trainer import Trainer
+
+ROOT = Path(__file__).parents[1]
+
+TINY = (
+    "run.device=cpu",
+    "model.name=mini",
+    "model.vocab_size=64",
+    "model.hidden_size=16",
+    "model.num_layers=2",
+    "model.dense_ffn_size=16",
+    "model.num_heads=2",
+    "model.kv_lora_rank=8",
+    "model.qk_nope_head_dim=4",
+    "model.qk_rope_head_dim=4",
+    "model.v_head_dim=4",
+    "model.num_experts=4",
+    "model.expert_ffn_size=8",
+    "model.shared_ffn_size=8",
+    "model.context_length=16",
+    "model.selection_bias=true",
+    "data.source=synthetic",
+    "optim.lr=1e-2",
+    "optim.warmup_steps=0",
+    "train.steps=6",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "train.val_interval=3",
+    "train.val_batches=2",
+    "train.log_interval=2",
+    "checkpoint.interval=3",
+    "host.manual_gc=false",
+    "log.tensorboard=false",
+)
+TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "epoch"}
+"""Keys of a metrics row that may differ between two runs of the same configuration."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["graphmoe.train", "graphmoe.info"])
+
+
+def config(*overrides: str) -> RunConfig:
+    """The checked configuration of a tiny run, without Hydra."""
+    words = OmegaConf.from_dotlist([*TINY, *overrides])
+    return to_config(OmegaConf.merge(OmegaConf.structured(RunConfig), words))
+
+
+def trainer_in(folder: Path, *overrides: str) -> Trainer:
+    """A trainer of a tiny run before its first step, or its next one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run_config = config(*overrides)
+    silent = Console(file=io.StringIO())
+    trainer = Trainer(run_config, folder, Progress(silent, run_config.train.steps, wanted=False))
+    trainer.start()
+    return trainer
+
+
+def train_in(folder: Path, *overrides: str) -> Trainer:
+    """A trainer that has run to its end."""
+    trainer = trainer_in(folder, *overrides)
+    assert trainer.run()
+    return trainer
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, which must be JSON in the strict sense."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without what differs from run to run."""
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in metrics(folder)]
+
+
+def final_state(folder: Path, scratch: Path, *overrides: str) -> dict[str, Any]:
+    """Every tensor and value of a run's newest checkpoint, by name."""
+    state = trainer_in(scratch, *overrides)._state()
+    assert CheckpointStore.open_any(folder).load(state) is not None
+    entries = flatten(state)
+    return {**entries.tensors, **entries.values}
+
+
+def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Bitwise equality of two results of ``final_state``."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        assert same, name
+
+
+STEP = "graphmoe.trainer:Trainer._train_step"
+SAVE = "graphmoe.checkpoint.store:write_entries"
+
+
+class Command:
+    """A started ``python -m <module> <words>`` in a folder, with its output in files there.
+
+    ``slow`` names functions (STEP, SAVE) that sleep for so many seconds before each call, so that a
+    signal which depends on them arrives in time on a busy machine too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        words: tuple[str, ...],
+        module: str = "graphmoe.train",
+        slow: dict[str, float] | None = None,
+    ) -> None:
+        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+        arguments = (folder, words, module, self.out, self.err, slow or {})
+        self.process: BaseProcess = _CONTEXT.Process(target=_child, args=arguments, daemon=True)
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+
+    def wait(self, seconds: float = 60) -> int:
+        """The exit status; minus the signal that killed it."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"still running: {self.err.read_text()}"
+        return self.process.exitcode
+
+    def kill(self, number: int) -> None:
+        """Send a signal, if the process still runs."""
+        if self.process.is_alive():
+            os.kill(self.pid, number)
+
+    def wait_until(self, reached: Callable[[], bool], seconds: float = 60) -> None:
+        """Poll until something has happened or the process has ended."""
+        end = time.monotonic() + seconds
+        while not reached() and self.process.is_alive():
+            assert time.monotonic() < end, self.err.read_text()
+            time.sleep(0.001)
+
+
+def command(folder: Path, *words: str, module: str = "graphmoe.train") -> Command:
+    """Run a command to its end."""
+    started = Command(folder, words, module)
+    started.wait()
+    return started
+
+
+def _sleep_first(name: str, seconds: float) -> None:
+    module, path = name.split(":")
+    owner = functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
+    attribute = path.split(".")[-1]
+    function = getattr(owner, attribute)
+
+    @functools.wraps(function)
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return function(*arguments, **named)
+
+    setattr(owner, attribute, slow)
+
+
+def _child(
+    folder: Path, words: tuple[str, ...], module: str, out: Path, err: Path, slow: dict[str, float]
+) -> None:
+    os.chdir(folder)
+    for name, seconds in slow.items():
+        _sleep_first(name, seconds)
+    sys.argv = [str(ROOT / f"{module.replace('.', '/')}.py"), *words]
+    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, stream.fileno())
+    torch.set_num_threads(1)
+    try:
+        importlib.import_module(module).main()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

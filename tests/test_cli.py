@@ -1,0 +1,160 @@
+"""The ``key=value`` arguments, the output and the errors of the small tools."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from graphmoe.cli import emit, nearest, parse_args, run_tool, usage
+from graphmoe.config import ConfigError, OutputFormat
+from graphmoe.field_docs import field_docs
+
+
+class Colour(enum.Enum):
+    red = "r"
+    blue = "b"
+
+
+@dataclass
+class Args:
+    """Of a tool."""
+
+    source: Path
+    """What to read."""
+    from_: str = "start"
+    """Where to begin."""
+    count: int = 3
+    """How
+    many."""
+    share: float = 0.5
+    """How much."""
+    fast: bool = False
+    """Hurry."""
+    colour: Colour = Colour.red
+    """red or blue."""
+    names: list[str] = field(default_factory=list)
+    """Names, by comma."""
+    sizes: list[int] | None = None
+    """Sizes, by comma."""
+    limit: int | None = 10
+    """At most."""
+
+
+def parse(*words: str) -> Args:
+    return parse_args(Args, words, prog="graphmoe.tool")
+
+
+def test_every_type_is_converted():
+    words = "source=~/a count=-4 share=1e-3 fast=TRUE colour=blue names=a,b sizes=1,2 limit=none from=x=y"
+    found = parse(*words.split())
+    assert found == Args(
+        Path.home() / "a", "x=y", -4, 1e-3, True, Colour.blue, ["a", "b"], [1, 2], None
+    )  # fmt: skip
+
+
+def test_defaults_stay_and_empty_values_are_values():
+    assert parse("source=a") == Args(Path("a"))
+    found = parse("source=a", "from=", "names=", "sizes=null", "fast=false", "limit=7")
+    assert (found.from_, found.names, found.sizes, found.fast, found.limit) == ("", [], None, False, 7)
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("cuont=3", "unknown key 'cuont'; did you mean 'count'?"),
+        ("zzzz=3", "unknown key 'zzzz'; valid: source, from, count"),
+        ("from_=3", "unknown key 'from_'; did you mean 'from'?"),
+        ("fast", "'fast' is not of the form key=value"),
+        ("count=3.5", "count=3.5: invalid literal for int()"),
+        ("share=x", "share=x: could not convert string to float"),
+        ("fast=yes", "fast=yes: expected true or false"),
+        ("colour=green", "colour=green: expected one of red, blue"),
+        ("colour=r", "colour=r: expected one of red, blue"),
+        ("sizes=1,b", "sizes=1,b: invalid literal for int()"),
+    ],
+)
+def test_a_wrong_word_is_named_with_what_would_do(word, message):
+    with pytest.raises(ConfigError) as error:
+        parse("source=a", word)
+    assert message in str(error.value).splitlines()[0]
+    assert usage(Args, "graphmoe.tool") in str(error.value)
+
+
+def test_all_wrong_words_are_reported_together():
+    with pytest.raises(ConfigError, match="'cuont'.*; count=x: .*; 'odd' is not of the form"):
+        parse("cuont=3", "count=x", "odd")
+
+
+def test_a_missing_value_is_named_with_its_documentation():
+    with pytest.raises(ConfigError, match=r"source=\.\.\. is required \(What to read\.\)"):
+        parse("count=3")
+
+
+def test_help_prints_each_key_with_default_and_documentation(capsys):
+    for word in ("--help", "-h", "help"):
+        with pytest.raises(SystemExit) as end:
+            parse("count=3", word)
+        assert end.value.code == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("usage: python -m graphmoe.tool key=value ...\n")
+        rows = [" ".join(line.split()) for line in shown.splitlines()[1:]]
+        assert rows[:3] == ["source=... What to read.", "from=start Where to begin.", "count=3 How many."]
+        assert "colour=red red or blue." in rows and len(rows) == 9
+
+
+def test_the_documentation_of_a_field_is_one_line_and_of_that_field_only():
+    docs = field_docs(Args)
+    assert docs["count"] == "How many." and list(docs)[0] == "source" and len(docs) == 9
+
+
+def test_the_nearest_word_or_all_of_them():
+    assert nearest("cout", ["count", "share"]) == "; did you mean 'count'?"
+    assert nearest("q", ["count", "share"]) == "; valid: count, share"
+
+
+def test_json_is_one_document_and_a_string_is_printed_as_it_is(capsys):
+    emit({"a": [1]}, "ignored", OutputFormat.json)
+    assert json.loads(capsys.readouterr().out) == {"a": [1]}
+    text = "x[/b] [red]y[/red] :smile: " + "word " * 60  # markup, emoji and a long line to rich
+    emit({}, text, OutputFormat.text)
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_table_is_drawn(capsys):
+    table = Table("name", "size")
+    table.add_row("a", "1")
+    emit({}, table, OutputFormat.text)
+    assert "name" in capsys.readouterr().out
+
+
+def fail_with(error: Exception):
+    def main(argv: list[str]) -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize("error", [ConfigError("use a=1"), FileNotFoundError("gone"), PermissionError("no")])
+def test_a_known_error_is_one_line_and_status_2(error, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_tool(fail_with(error), [])
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", f"error: {error}\n")
+
+
+def test_an_unknown_error_keeps_its_traceback():
+    with pytest.raises(KeyError):
+        run_tool(fail_with(KeyError("bug")), [])
+
+
+def test_a_tool_reads_the_words_of_the_command_line(monkeypatch):
+    seen: list[list[str]] = []
+    monkeypatch.setattr("sys.argv", ["prog", "a=1"])
+    run_tool(seen.append)
+    run_tool(seen.append, ["b=2"])
+    assert seen == [["a=1"], ["b=2"]]

@@ -1,0 +1,198 @@
+"""Errors of the configuration: one message that names the key, its place and the nearest valid one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+
+from graphmoe.config import RunConfig
+from graphmoe.config_errors import USUAL_NAMES, explain, known_keys, nearest_key
+from graphmoe.entry import to_config
+from tests.runs import ROOT, TINY, Command, command, numbers
+
+
+@pytest.fixture(scope="module")
+def message_of():
+    """The message for a command line that cannot be composed, with YAML files of the user's own."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+
+    def of(*words: str, own: str | None = None) -> str:
+        path = [f"hydra.searchpath=[file://{own}]"] if own else []
+        argv = [*words, *([f"--config-dir={own}"] if own else [])]
+        with pytest.raises(Exception) as caught:
+            to_config(compose("config", [*words, *path]))
+        return explain(caught.value, argv)
+
+    with initialize_config_module("conf", version_base="1.3"):
+        yield of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "word, key, nearest",
+    [
+        ("+model.typo=5", "model.typo", "model.top_k"),
+        ("model.num_layer=5", "model.num_layer", "model.num_layers"),
+    ],
+)
+def test_an_unknown_key_is_one_error_of_the_real_command(tmp_path, word, key, nearest):
+    line = [sys.executable, "-m", "graphmoe.train", word]
+    run = subprocess.run(line, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr == (
+        f"error: unknown key '{key}' on the command line ('{word}'); did you mean '{nearest}'?\n"
+    )
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+CASES = [
+    ("+model.typo=5", "unknown key 'model.typo' on the command line ('+model.typo=5')"),
+    ("++model.top_kk=5", "did you mean 'model.top_k'?"),
+    ("model.num_layers.x=5", "did you mean 'model.num_layers'?"),
+    ("+optm.lr=1", "did you mean 'optim.lr'?"),
+    ("modle=tiny", "unknown key or group 'modle' on the command line ('modle=tiny'); did you mean 'model'?"),
+    ("learning_rate=1", "unknown key or group 'learning_rate' on the command line"),
+    ("model=tinny", "there is no model 'tinny'; did you mean model=tiny? (options: "),
+    ("+debug=quik", "there is no debug 'quik'; did you mean debug=quick?"),
+    ("optim.lr=abc", "optim.lr on the command line: Value 'abc' of type 'str' could not be converted"),
+    ("train.steps=1.5", "train.steps on the command line: Value '1.5' of type 'float'"),
+    ("train.steps=null", "train.steps on the command line: field 'train.steps' is not Optional"),
+    ("data.paths=a", "a list is wanted; type it in brackets and quotes: 'data.paths=[a,b]'"),
+    (
+        "model.attention=mha",
+        "model.attention on the command line: Invalid value 'mha', expected one of [mla,",
+    ),
+    ("format=xml", "format on the command line: Invalid value 'xml', expected one of [text, json]"),
+    ("optim.lr=${nope}", "optim.lr on the command line: Interpolation key 'nope' not found"),
+    ("~model.top_k", "model.top_k on the command line"),
+    ("hydra.run.dri=x", "hydra.run.dri on the command line: Key 'dri' not in 'RunDir'"),
+    ("data.paths=[a", "[a"),
+]
+
+
+@pytest.mark.parametrize("word, part", CASES, ids=[word for word, _ in CASES])
+def test_the_message_names_the_word_and_what_to_type(message_of, word, part):
+    found = message_of(word)
+    assert part in found and "Traceback" not in found
+
+
+def test_all_unknown_words_are_reported_at_once(message_of):
+    found = message_of("train.stepz=3", "modle=tiny", "train.seed=1")
+    assert "'train.stepz'" in found and "'modle'" in found and "train.seed" not in found
+
+
+def own_folder(tmp_path, text: str) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(text)
+    return str(tmp_path)
+
+
+def test_an_unknown_key_of_a_file_names_the_file(message_of, tmp_path):
+    own = own_folder(tmp_path, "hiden_size: 3\n")
+    wanted = "unknown key 'model.hiden_size' in model/mine.yaml; did you mean 'model.hidden_size'?"
+    assert message_of("model=mine", own=own) == wanted
+
+
+def test_a_wrong_value_of_a_file_names_the_file(message_of, tmp_path):
+    own = own_folder(tmp_path, "num_layers: many\n")
+    assert message_of("model=mine", own=own).startswith("model.num_layers in model/mine.yaml: Value 'many'")
+
+
+def test_a_typo_beside_an_option_of_the_users_own_is_found(message_of, tmp_path):
+    own = own_folder(tmp_path, "num_layers: 2\n")
+    assert "did you mean 'model.num_layers'?" in message_of("model=mine", "model.num_lajers=3", own=own)
+
+
+def test_the_command_reads_a_folder_of_the_users_own(tmp_path):
+    own_folder(tmp_path, "name: mine\nnum_layers: 3\n")
+    shown = command(tmp_path, "--config-dir", ".", "model=mine", "--cfg", "job", "--package", "model")
+    assert shown.wait() == 0, shown.err.read_text()
+    assert "num_layers: 3" in shown.out.read_text()
+
+
+def test_a_file_that_is_no_yaml_is_an_error_without_traceback(tmp_path):
+    own_folder(tmp_path, "num_layers: [\n")
+    run = command(tmp_path, "--config-dir", ".", "model=mine")
+    assert run.wait() == 2
+    error = run.err.read_text()
+    assert error.startswith("error: ") and "mine.yaml" in error and "Traceback" not in error
+
+
+def test_violations_and_errors_of_a_run_have_their_exit_status(tmp_path):
+    run = command(tmp_path, "train.steps=0", "model.top_k=99", "optim.lr=${model.num_layers}")
+    assert run.wait() == 2 and len(run.err.read_text().splitlines()) == 3
+    assert not [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
+    missing = command(tmp_path, *TINY, "checkpoint.resume_from=nowhere", "hydra.run.dir=run")
+    assert missing.wait() == 1
+    last = missing.err.read_text().splitlines()[-1]
+    assert last.startswith("error: nowhere holds no checkpoint")
+
+
+def test_a_sweep_runs_each_value_in_a_folder_of_its_own(tmp_path):
+    words = ("train.steps=2", "train.val_interval=0", "hydra.sweep.dir=sweep", "optim.lr=1e-2,2e-2")
+    run = command(tmp_path, "-m", *TINY, *words)
+    assert run.wait() == 0, run.err.read_text()
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
+    first, second = (numbers(tmp_path / "sweep" / name) for name in "01")
+    assert [row["lr"] for row in first if "lr" in row] != [row["lr"] for row in second if "lr" in row]
+    assert run.out.read_text().count("results: ") == 2
+
+
+def test_a_sweep_prints_one_json_document(tmp_path):
+    words = ("train.steps=1,2", "train.val_interval=0", "hydra.sweep.dir=sweep", "format=json")
+    run = command(tmp_path, "-m", *TINY, *words)
+    assert run.wait() == 0, run.err.read_text()
+    assert [summary["steps"] for summary in json.loads(run.out.read_text())] == [1, 2]
+
+
+def test_a_signal_ends_the_whole_sweep(tmp_path):
+    words = ("train.steps=100000", "hydra.sweep.dir=sweep", "optim.lr=1e-2,2e-2")
+    run, first = Command(tmp_path, ("-m", *TINY, *words)), tmp_path / "sweep" / "0"
+    run.wait_until(lambda: (first / "metrics.jsonl").exists() and len(numbers(first)) > 2)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 130
+    assert "the rest of the sweep is not started" in run.err.read_text()
+    assert json.loads((first / "summary.json").read_text())["finished"] is False
+    assert not (tmp_path / "sweep" / "1").exists()
+
+
+def test_one_failing_job_of_a_sweep_does_not_stop_the_others(tmp_path):
+    words = ("train.steps=1", "train.val_interval=0", "hydra.sweep.dir=sweep", "model.top_k=99,2")
+    run = command(tmp_path, "-m", *TINY, *words)
+    assert run.wait() == 2
+    assert "model.top_k=99 exceeds" in run.err.read_text()
+    assert (tmp_path / "sweep" / "1" / "summary.json").exists()
+
+
+def test_every_key_is_its_own_nearest_and_a_typo_in_it_leads_back():
+    keys = [key for key in known_keys() if "." in key]
+    assert len(keys) > 90
+    for key in keys:
+        assert nearest_key(key) == key
+    for key in ("optim.warmup_steps", "train.global_batch_size", "data.tokenizer", "checkpoint.keep_last"):
+        assert nearest_key(key[:-2] + key[-1]) == key
+    assert nearest_key("checkpont.keep_last") == "checkpoint.keep_last"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "optim.lr"),
+        ("optim.learning_rate", "optim.lr"),
+        ("train.max_steps", "train.steps"),
+        ("model.seq_len", "data.seq_len"),
+        ("train.num_layers", "model.num_layers"),
+    ],
+)
+def test_the_nearest_key_is_found_by_its_last_word_and_by_what_others_call_it(typed, meant):
+    assert nearest_key(typed) == meant
+
+
+def test_every_usual_name_leads_to_a_key():
+    assert set(USUAL_NAMES.values()) <= set(known_keys())

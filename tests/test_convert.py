@@ -1,0 +1,359 @@
+"""The converter, folders of our own format, and runs that start from either kind of weights."""
+
+import json
+import logging
+import shlex
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from graphmoe import load_hf, save_hf
+from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.cli import run_tool
+from graphmoe.config import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
+from graphmoe.convert import ConvertArgs, convert, main
+from graphmoe.data.tokenizer import END_OF_TEXT, train_bpe
+from graphmoe.model import build_model
+from graphmoe.weights import (
+    FolderKind,
+    explained_mismatch,
+    kind_of,
+    load_weights,
+    model_to_yaml,
+    open_weights,
+)
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ModelConfig(
+    vocab_size=53,
+    hidden_size=18,
+    num_layers=3,
+    dense_ffn_size=21,
+    num_heads=3,
+    q_lora_rank=7,
+    kv_lora_rank=10,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    num_experts=6,
+    top_k=2,
+    expert_ffn_size=9,
+    shared_ffn_size=18,
+    score_function=ScoreFunction.sigmoid,
+    renormalise=True,
+    selection_bias=True,
+    mtp_depth=1,
+    context_length=128,
+)
+
+
+def random_model(config=CONFIG, seed=0):
+    """A model whose every weight is random, the router's bias too."""
+    model = build_model(config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def assert_same_weights(a, b):
+    assert a.keys() == b.keys()
+    assert [name for name, tensor in a.items() if not torch.equal(tensor, b[name])] == []
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A Hugging Face folder with a tokenizer, and the model in it."""
+    model = random_model()
+    ids = {"bos_token_id": 3, "eos_token_id": [4, 5]}
+    save_hf(model, CONFIG, tmp_path / "hf", max_shard_size="9KB", token_ids=ids)
+    (tmp_path / "hf" / "tokenizer.json").write_text('{"of": "hf"}')
+    return tmp_path / "hf", model
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with checkpoints of steps 10 and 20, and the model of each step."""
+    folder = tmp_path / "outputs" / "a-run"
+    folder.mkdir(parents=True)
+    section = yaml.safe_load(model_to_yaml(CONFIG))
+    (folder / "resolved.yaml").write_text(yaml.safe_dump({"model": section, "data": {"tokenizer": None}}))
+    train_bpe(iter(["a text"]), 300, 1).save(str(folder / "tokenizer.json"))
+    store = CheckpointStore(folder / "checkpoints", CheckpointConfig())
+    models = {step: random_model(seed=step) for step in (10, 20)}
+    for step, model in models.items():
+        store.save(step, {"model": model.state_dict(), "optimizer": {"m": torch.ones(3)}, "step": step})
+    store.close()
+    return folder, models
+
+
+def call(capsys, *words):
+    main([*words, "format=json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_goes_to_our_format_and_back_with_every_bit(hf, tmp_path, capsys):
+    folder, model = hf
+    report = call(capsys, f"from={folder}", f"to={tmp_path / 'own'}", "max_shard_size=7KB")
+    assert (report["target"], report["from_kind"], report["dtypes"]) == ("graphmoe", "hf", ["float32"])
+    assert report["parameters"] == sum(p.numel() for p in model.parameters())
+    assert len(list((tmp_path / "own").glob("weights-*.safetensors"))) > 3
+    back = call(capsys, f"from={tmp_path / 'own'}", f"to={tmp_path / 'back'}", "max_shard_size=9KB")
+    assert (back["target"], back["family"]) == ("hf", "deepseek_v3")
+    for path in sorted(folder.iterdir()):
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert_same_weights(load_hf(tmp_path / "back")[1].state_dict(), model.state_dict())
+
+
+def test_the_model_option_of_a_converted_folder_composes(hf, tmp_path, capsys):
+    folder, model = hf
+    report = call(capsys, f"from={folder}", f"to={tmp_path / 'my model'}", "name=a/b c")
+    assert "model/a-b-c.yaml" in report["files"] and "model=a-b-c" in report["command"]
+    words = shlex.split(report["command"].replace("graphmoe.train", "graphmoe.info"))[1:]
+    command = [sys.executable, *words, "data=synthetic", "format=json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parameters"]["total"]["full"] == report["parameters"]
+
+
+def test_the_newest_checkpoint_of_a_run_is_exported_with_its_tokenizer(run, tmp_path, capsys):
+    folder, models = run
+    report = call(capsys, f"from={folder}", f"to={tmp_path / 'out'}")
+    assert (report["step"], report["from_kind"], report["family"]) == (20, "run", "deepseek_v3")
+    config, model = load_hf(tmp_path / "out")
+    assert config.name == "out"
+    assert_same_weights(model.state_dict(), models[20].state_dict())
+    own = (folder / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == own
+    assert sorted(report["files"]) == sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_transformers_stops_at_the_token_that_ends_a_document_of_the_run(run, tmp_path, capsys, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    call(capsys, f"from={run[0]}", f"to={tmp_path / 'own'}", "target=graphmoe")
+    call(capsys, f"from={run[0]}", f"to={tmp_path / 'direct'}")
+    call(capsys, f"from={tmp_path / 'own'}", f"to={tmp_path / 'twice'}")
+    for folder in (tmp_path / "direct", tmp_path / "twice"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert (tokenizer.eos_token, tokenizer.eos_token_id) == (END_OF_TEXT, 0)
+        assert tokenizer.model_max_length == CONFIG.context_length
+        text = "a text , and 'm more ."
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == 0
+        with torch.no_grad():
+            model.lm_head.weight.zero_()  # all tokens are as likely, and the first is taken: the end
+        out_BT = model.generate(torch.tensor([[5, 6]]), max_new_tokens=9, do_sample=False, pad_token_id=0)
+        assert out_BT.tolist() == [[5, 6, 0]]
+
+
+def test_the_end_is_that_of_the_data_whatever_the_tokenizer_was_made_for(run, tmp_path, capsys):
+    folder, place = run[0], tmp_path / "tokenizer"
+    tokenizer = train_bpe(iter(["a text"]), 300, 1)
+    tokenizer.add_special_tokens(["<eod>"])
+    place.mkdir()
+    tokenizer.save(str(place / "mine.json"))
+    (place / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (place / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.1}')
+    section = yaml.safe_load(model_to_yaml(CONFIG))
+    data = {"tokenizer": str(place / "mine.json"), "eod_token": "<eod>"}
+    (folder / "resolved.yaml").write_text(yaml.safe_dump({"model": section, "data": data}))
+    report = call(capsys, f"from={folder}", f"to={tmp_path / 'out'}")
+    end = tokenizer.token_to_id("<eod>")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == end
+    for ours, theirs in (("tokenizer.json", "mine.json"), ("tokenizer_config.json", "tokenizer_config.json")):
+        assert (tmp_path / "out" / ours).read_bytes() == (place / theirs).read_bytes()
+    assert len(report["files"]) == len(set(report["files"])) == 5
+
+
+def test_a_run_without_a_tokenizer_or_an_end_is_exported_without_one(run, tmp_path, capsys):
+    tokenizer = train_bpe(iter(["a text"]), 300, 1).to_str().replace(END_OF_TEXT, "<stop>")
+    (run[0] / "tokenizer.json").write_text(tokenizer)
+    call(capsys, f"from={run[0]}", f"to={tmp_path / 'no-end'}")
+    (run[0] / "tokenizer.json").unlink()
+    call(capsys, f"from={run[0]}", f"to={tmp_path / 'none'}")
+    for name, others in (("no-end", ["tokenizer.json"]), ("none", [])):
+        assert json.loads((tmp_path / name / "config.json").read_text())["eos_token_id"] is None
+        written = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert written == ["config.json", "model.safetensors", *others]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_of_a_bf16_run_the_fp32_main_weights_are_taken(tmp_path, capsys, bias):
+    config = replace(CONFIG, selection_bias=bias)
+    exact, folder = random_model(config), tmp_path / "run"
+    rounded = build_model(config, seed=None, dtype=torch.bfloat16)
+    rounded.load_state_dict(exact.state_dict())
+    folder.mkdir()
+    sections = {"model": yaml.safe_load(model_to_yaml(config)), "precision": {"compute": "bf16"}}
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(sections))
+    store = CheckpointStore(folder / "checkpoints", CheckpointConfig())
+    main_weights = {name: parameter.detach() for name, parameter in exact.named_parameters()}
+    store.save(3, {"model": rounded.state_dict(), "optimizer": {"main": main_weights}}, wait=True)
+    report = call(capsys, f"from={folder}", f"to={tmp_path / 'own'}", "target=graphmoe")
+    assert report["dtypes"] == ["float32"]
+    for place in (folder, tmp_path / "own"):
+        target = build_model(config, seed=7)
+        load_weights(target, place)
+        assert_same_weights(target.state_dict(), exact.state_dict())
+
+
+def test_a_step_or_one_checkpoint_of_a_run_can_be_named(run, tmp_path, capsys):
+    folder, models = run
+    call(capsys, f"from={folder}", f"to={tmp_path / 'a'}", "step=10", "target=graphmoe")
+    one = folder / "checkpoints" / "step_00000010"
+    assert call(capsys, f"from={one}", f"to={tmp_path / 'b'}")["step"] == 10
+    own = random_model(seed=5)
+    assert load_weights(own, tmp_path / "a") is FolderKind.graphmoe
+    assert_same_weights(own.state_dict(), models[10].state_dict())
+    assert_same_weights(load_hf(tmp_path / "b")[1].state_dict(), models[10].state_dict())
+    with pytest.raises(CheckpointError, match="step 15"):
+        convert(ConvertArgs(from_=folder, to=tmp_path / "none", step=15))
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_weights_are_cast_but_the_router_bias_is_not(hf, tmp_path, capsys, word, dtype):
+    folder, model = hf
+    report = call(capsys, f"from={folder}", f"to={tmp_path / 'own'}", f"dtype={word}")
+    assert report["dtypes"] == sorted([str(dtype)[6:], "float32"])
+    weights = open_weights(tmp_path / "own")
+    for name, tensor in model.state_dict().items():
+        kept = torch.float32 if name.endswith("selection_bias") else dtype
+        assert torch.equal(weights.files.read(name), tensor.to(kept)) and weights.files.dtype([name]) is kept
+    call(capsys, f"from={tmp_path / 'own'}", f"to={tmp_path / 'back'}", "dtype=fp32")
+    _, again = load_hf(tmp_path / "back")
+    assert torch.equal(again.embed.weight, model.embed.weight.to(dtype).float())
+
+
+def test_token_ids_and_tokenizer_survive_both_ways(hf, tmp_path, capsys):
+    folder, _ = hf
+    call(capsys, f"from={folder}", f"to={tmp_path / 'own'}")
+    call(capsys, f"from={tmp_path / 'own'}", f"to={tmp_path / 'back'}")
+    raw = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (raw["bos_token_id"], raw["eos_token_id"], raw["pad_token_id"]) == (3, [4, 5], None)
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == '{"of": "hf"}'
+
+
+def test_all_keys_of_the_configuration_survive_in_our_format(tmp_path, capsys, run):
+    call(capsys, f"from={run[0]}", f"to={tmp_path / 'own'}", "target=graphmoe")
+    config = open_weights(tmp_path / "own").config
+    assert config == replace(CONFIG, name="own")
+    option = yaml.safe_load((tmp_path / "own" / "model" / "own.yaml").read_text())
+    assert list(option) == [f.name for f in fields(ModelConfig)]
+
+
+@pytest.mark.parametrize("kind", list(FolderKind))
+def test_a_model_takes_the_weights_of_each_kind_of_folder_in_place(kind, hf, run, tmp_path, capsys):
+    folder, model = hf
+    call(capsys, f"from={folder}", f"to={tmp_path / 'own'}")
+    place = {FolderKind.hf: folder, FolderKind.graphmoe: tmp_path / "own", FolderKind.run: run[0]}[kind]
+    expected = (run[1][20] if kind is FolderKind.run else model).state_dict()
+    target = build_model(CONFIG, seed=7, dtype=torch.bfloat16)
+    pointers = [parameter.data_ptr() for parameter in target.parameters()]
+    assert load_weights(target, place) is kind
+    assert pointers == [parameter.data_ptr() for parameter in target.parameters()]
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+
+
+def test_weights_of_another_shape_change_nothing_and_name_all_tensors(hf, tmp_path, capsys):
+    folder, _ = hf
+    call(capsys, f"from={folder}", f"to={tmp_path / 'own'}")
+    target = build_model(replace(CONFIG, num_experts=5, kv_lora_rank=12, mtp_depth=0), seed=7)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    for place in (folder, tmp_path / "own"):
+        with pytest.raises(ConfigError) as caught:
+            load_weights(target, place)
+        message = str(caught.value)
+        for part in ("model.num_experts=5, not 6", "model.kv_lora_rank=12, not 10", "extra", "mis-shaped"):
+            assert part in message
+        assert_same_weights(target.state_dict(), before)
+
+
+def test_a_run_of_another_model_is_refused_by_its_keys_first_and_its_tensors_after(run):
+    target = build_model(replace(CONFIG, num_experts=5, hidden_size=24, name="other", peak_lr=1.0), seed=7)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(target, run[0])
+    first, second, *rest = str(caught.value).splitlines()
+    assert first == (
+        f"{run[0]} is of another model (model.hidden_size: 18 -> 24, model.num_experts: 6 -> 5; its own -> "
+        "this run's); set these keys as it has them, or start without its weights"
+    )
+    assert "step_00000020 does not fit the state in" in second and len(rest) > 20
+    assert_same_weights(target.state_dict(), before)
+
+
+def test_a_mismatch_that_no_key_of_the_model_explains_says_what_takes_weights_only(run, tmp_path):
+    folder = run[0]
+    with (
+        pytest.raises(CheckpointError, match="(?s)same model.* checkpoint.init_from, .*unexpected in"),
+        explained_mismatch(folder / "checkpoints", CONFIG),
+    ):
+        CheckpointStore.open_any(folder).load({"step": 0})
+    with (
+        pytest.raises(CheckpointError, match=r"\A\S+ does not fit the state"),
+        explained_mismatch(tmp_path / "elsewhere" / "a", CONFIG),
+    ):
+        CheckpointStore.open_any(folder).load({"step": 0})
+
+
+def test_keys_that_change_what_the_weights_compute_are_logged(hf, caplog):
+    folder, model = hf
+    target = build_model(replace(CONFIG, rope_theta=500.0, top_k=3), seed=7)
+    with caplog.at_level(logging.WARNING):
+        load_weights(target, folder)
+    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
+        "model.rope_theta=500.0, not 10000.0",
+        "model.top_k=3, not 2",
+    ]
+    assert_same_weights(target.state_dict(), model.state_dict())
+
+
+def test_what_cannot_be_converted_is_an_error_on_one_line(hf, run, tmp_path, capsys):
+    folder, _ = hf
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    calls = {
+        f"from={tmp_path} to={tmp_path / 'x'}": "holds no weights",
+        f"from={folder} to={tmp_path / 'full'}": "is not empty; use overwrite=true",
+        f"from={folder} to={folder} overwrite=true": "is the folder to read from",
+        f"from={folder} to={tmp_path / 'x'} target=hf": "is a Hugging Face folder already",
+        f"from={folder} to={tmp_path / 'x'} step=3": "step=3 chooses a run's checkpoint",
+        f"from={folder} to={tmp_path / 'x'} max_shard_size=5TB": "max_shard_size=5TB is no size",
+        f"from={run[0]} to={tmp_path / 'x'} step=15": "no checkpoint of step 15",
+        f"form={folder} to={tmp_path / 'x'}": "unknown key 'form'",
+        f"to={tmp_path / 'x'}": "from=... is required",
+    }
+    for line, expected in calls.items():
+        with pytest.raises(SystemExit) as caught:
+            run_tool(main, line.split())
+        shown = capsys.readouterr()
+        assert caught.value.code == 2 and shown.out == ""
+        assert expected in shown.err.replace("\n", " ") and "Traceback" not in shown.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "hf", "outputs"]
+
+
+def test_overwrite_replaces_weights_and_keeps_other_files(hf, tmp_path, capsys):
+    folder, model = hf
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "notes.txt").write_text("mine")
+    call(capsys, f"from={folder}", f"to={tmp_path / 'own'}", "overwrite=true", "max_shard_size=7KB")
+    call(capsys, f"from={folder}", f"to={tmp_path / 'own'}", "overwrite=true")
+    names = {path.name for path in (tmp_path / "own").iterdir()}
+    assert names == {"notes.txt", "model", "weights.json", "weights.safetensors", "tokenizer.json"}
+    assert kind_of(tmp_path / "own") is FolderKind.graphmoe
+
+
+def test_the_text_form_names_the_command_that_starts_a_run(hf, tmp_path, capsys):
+    main([f"from={hf[0]}", f"to={tmp_path / 'own'}"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "python -m graphmoe.train --config-dir" in text and "checkpoint.init_from=" in text

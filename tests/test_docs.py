@@ -1,0 +1,285 @@
+"""The documentation is true: tables, links, quoted command lines, paths and words."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from graphmoe.cli import parse_args
+from graphmoe.config import ConfigError, ModelConfig, MoEConfig, RunConfig
+from graphmoe.config_errors import explain
+from graphmoe.entry import to_config
+from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
+from graphmoe.segments import SEGMENT_NAMES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+EXPERIMENTS = sorted(ROOT.glob("conf/experiment/*.yaml"))
+COMMAND = re.compile(r"(\$\()?\bpython3? (?:-m (graphmoe\.\w+)|(docs/\w+\.py))(.*)")
+TERMS = """
+    bubble, capacity, capture, cold compile, combine, dead rows, dispatch, expert, global batch,
+    graph scope, live rows, local expert, main weights, micro-batch, pass, permute, pipeline, replay,
+    router, routing plan, row, segment, shared expert, slot, stage, step, unpermute, warm compile
+"""
+NOT_FOR_READERS = (
+    r"\bissues? #?\d",
+    r"(?<!pytorch )(?<![\w(/&])#\d",
+    r"\bsessions?\b",
+    r"\bhelpers?\b",
+    r"/(work|home|root|mnt)/",
+    r"[^\x00-\x7f]",
+)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def fenced(text: str) -> list[str]:
+    """The code blocks of a page, lines that end with a backslash joined with the next."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [block.replace("\\\n", " ") for block in blocks]
+
+
+def inline(text: str) -> list[str]:
+    """The pieces of inline code of a page, on one line each."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def commands_in(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Lines of a page's code, or of a YAML file's comments, that call one of the project's tools.
+
+    With each comes the error that the page shows below it, if any.
+    """
+    text = path.read_text(encoding="utf-8")
+    pieces = inline(text) + fenced(text)
+    if path.suffix == ".yaml":
+        pieces = re.findall(r"^#   (.*)", text, flags=re.MULTILINE)
+    for lines in (piece.splitlines() for piece in pieces):
+        for line, below in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+            if COMMAND.search(line):
+                yield line.strip(), below.removeprefix("error: ") if below.startswith("error: ") else None
+
+
+SOURCES = [*PAGES, *ROOT.glob("conf/**/*.yaml")]
+QUOTED = {(name_of(path), *quoted) for path in SOURCES for quoted in commands_in(path)}
+COMMANDS = sorted((page, line) for page, line, error in QUOTED if error is None)
+MISTAKES = sorted((line, error) for _, line, error in QUOTED if error is not None)
+
+
+def words_of(line: str) -> tuple[str, list[str]]:
+    """The tool that a command line calls, and its words up to a pipe or the like."""
+    match = COMMAND.search(line)
+    assert match
+    in_substitution, module, script, rest = match.groups()
+    rest = rest.split(")")[0] if in_substitution else rest
+    lexer = shlex.shlex(re.sub(r"<[^<>\s]+>", "given", rest), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    return module or script, list(itertools.takewhile(lambda word: not set(word) <= set("();<>|&"), lexer))
+
+
+def load(tool: str) -> ModuleType:
+    """The module of a tool, without running it."""
+    if not tool.endswith(".py"):
+        return importlib.import_module(tool)
+    spec = importlib.util.spec_from_file_location(Path(tool).stem, ROOT / tool)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_hydra_words(words: Sequence[str], folder: Path) -> None:
+    """Compose and check each configuration that the words ask for."""
+    args = get_args(list(words))
+    if args.shell_completion:
+        assert args.overrides == ["install=bash"]
+        return
+    overrides = list(args.overrides)
+    if args.config_dir:  # a folder of the reader's own: stand-ins for the options that are not ours
+        for group, _, option in (word.partition("=") for word in overrides):
+            if (ROOT / "conf" / group).is_dir() and not (ROOT / "conf" / group / f"{option}.yaml").exists():
+                (folder / group).mkdir(exist_ok=True)
+                (folder / group / f"{option}.yaml").write_text(f"name: {option}\n")
+        overrides.append(f"hydra.searchpath=[file://{folder}]")
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    swept = any(override.is_sweep_override() for override in parsed)
+    assert swept <= args.multirun, "a comma outside brackets is a sweep, which needs -m"
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    choices = [
+        [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+        if o.is_sweep_override()
+        else [str(o.input_line)]
+        for o in parsed
+    ]
+    for chosen in itertools.product(*choices):
+        with initialize_config_module("conf", version_base="1.3"):
+            to_config(compose("config", overrides=list(chosen)))
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_a_quoted_command_line_is_valid(page, line, tmp_path):
+    tool, words = words_of(line)
+    module = load(tool)
+    if hasattr(module, "hydra_app"):
+        check_hydra_words(words, tmp_path)
+        return
+    classes = [value for name, value in vars(module).items() if name.endswith("Args")]
+    mentioned = not words and line in inline((ROOT / page).read_text(encoding="utf-8"))
+    if not classes:
+        assert words == []
+    elif not mentioned and words != ["--help"]:
+        (cls,) = (c for c in classes if dataclasses.is_dataclass(c))
+        parse_args(cls, words, prog=tool)
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES)
+def test_a_quoted_error_is_what_its_command_line_gives(line, message, tmp_path):
+    _, words = words_of(line)
+    with pytest.raises((ConfigError, HydraException, OmegaConfBaseException)) as caught:
+        check_hydra_words(words, tmp_path)
+    error = caught.value
+    assert (str(error) if isinstance(error, ConfigError) else explain(error, words)) == message
+
+
+def test_there_are_commands_to_check():
+    assert {"docs/configuration.md", "docs/data.md", "CONTRIBUTING.md"} <= {page for page, _ in COMMANDS}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_that_a_page_names_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    code = [line.split("#")[0] for block in fenced(text) + inline(text) for line in block.splitlines()]
+    named = {match[1] for line in code if (match := re.match(r"make ([a-z-]+)", line))}
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_paths_of_a_page_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            missing.append(target)
+    for code in inline(text):
+        if re.fullmatch(r"(conf|docs|graphmoe|runtime|tests)/[\w./*-]*", code) and not any(ROOT.glob(code)):
+            missing.append(code)
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_speaks_to_its_reader_only(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if any(re.search(word, line, re.I) for word in NOT_FOR_READERS)] == []
+
+
+def test_the_configuration_page_is_up_to_date():
+    tables = load("docs/make_tables.py")
+    assert tables.PAGE.read_text(encoding="utf-8") == tables.render(), "run: make docs"
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=name_of)
+def test_an_experiment_opens_with_what_it_is_and_its_command(file):
+    package, what, command = file.read_text().splitlines()[:3]
+    assert package == "# @package _global_" and what.startswith("# ")
+    assert command == f"#   python -m graphmoe.train experiment={file.stem}"
+
+
+def rows_below(page: Path, header: str) -> list[list[str]]:
+    """The cells of a table, found by the start of its header row."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(header))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_segment_table_is_what_the_layers_declare():
+    config = ModelConfig()
+    with torch.device("meta"):
+        layers = DenseLayer(config).segments() + MoELayer(config, MoEConfig()).segments()
+    expected = {}
+    for segment in layers:
+        writes = ("the routing plan",) if segment.writes == PLAN else segment.writes
+        cells = [", ".join(segment.reads), ", ".join(writes), segment.stream]
+        expected[f"`{segment.name}`"] = cells
+    table = rows_below(ROOT / "docs" / "architecture.md", "| segment |")
+    assert {row[0]: row[1:4] for row in table} == expected
+
+
+def test_the_import_table_is_what_the_packages_import():
+    table = rows_below(ROOT / "docs" / "architecture.md", "| package |")
+    packages = [row[0].strip("`") for row in table]
+    for row in table:
+        package, allowed = row[0].strip("`"), set(re.findall(r"`([\w.]+)`", row[1]))
+        inner = [other for other in packages if other.startswith(f"{package}.")]
+        files = [file for file in ROOT.glob("*/**/*.py") if within(module_of(file), package)]
+        files = [file for file in files if not any(within(module_of(file), other) for other in inner)]
+        used = {name for file in files for name in imports_of(file) if not within(name, package)}
+        unlisted = {name for name in used if not any(within(name, other) for other in allowed)}
+        unused = {other for other in allowed if not any(within(name, other) for name in used)}
+        assert files and (unlisted, unused) == (set(), set()), package
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def imports_of(file: Path) -> set[str]:
+    """The project's modules that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0] in ("conf", "graphmoe", "runtime")}
+
+
+def test_the_glossary_defines_each_term_once_in_alphabetical_order():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = [term for row in text.splitlines() if (term := re.match(r"\| ([^|]+) \| [^|]+ \|$", row))]
+    names = [match[1].strip("`") for match in terms if match[1] not in ("term", "---")]
+    assert len(set(names)) == len(names)
+    assert {*SEGMENT_NAMES, *(term.strip() for term in TERMS.split(","))} <= set(names)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        rows = [row.split("|")[1].strip(" `").lower() for row in table.splitlines()[2:]]
+        assert rows == sorted(rows)
+
+
+def test_each_line_of_the_changelog_names_a_symbol_or_a_command():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    entries = re.split(r"^- ", text, flags=re.MULTILINE)[1:]
+    assert entries and [entry for entry in entries if "`" not in entry] == []

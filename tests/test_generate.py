@@ -1,0 +1,118 @@
+"""Text from a trained run's folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphmoe.cli import run_tool
+from graphmoe.config import ConfigError
+from graphmoe.data.tokenizer import load_tokenizer
+from graphmoe.generate import generate, load_config, load_model, main
+from graphmoe.model import build_model
+from tests.runs import TINY, assert_same_state, command, config, train_in
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory, text_words) -> Path:
+    """The folder of a run on text, made by the command line, with checkpoints at 3 and 6."""
+    folder = tmp_path_factory.mktemp("generate")
+    words = (*TINY, *text_words, "hydra.run.dir=run", "log.sample_tokens=0", "precision.compute=bf16")
+    run = command(folder, *words)
+    assert run.wait() == 0, run.err.read_text()
+    return folder / "run"
+
+
+def shown(capsys, *words: str) -> str:
+    main(list(words))
+    return capsys.readouterr().out
+
+
+def test_the_prompt_is_continued_the_same_way_for_the_same_seed(run_folder, capsys):
+    words = (f"run={run_folder}", "prompt=the loss", "tokens=30")  # longer than the context of 16
+    first = shown(capsys, *words)
+    assert first.startswith("the loss") and len(first) > len("the loss\n")
+    assert shown(capsys, *words) == first != shown(capsys, *words, "seed=1")
+
+
+def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_folder, capsys):
+    words = (f"run={run_folder}", "prompt=the loss", "tokens=5", "temperature=0")
+    assert shown(capsys, *words) == shown(capsys, *words, "seed=1")
+    tokenizer, trained = load_tokenizer(run_folder / "tokenizer.json"), load_config(run_folder)
+    model, _ = load_model(run_folder, trained, torch.device("cpu"))
+    ids = tokenizer.encode("the loss").ids
+    with torch.no_grad():
+        for _ in range(5):
+            ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
+    assert shown(capsys, *words) == tokenizer.decode(ids) + "\n"
+
+
+def test_json_is_one_document_that_says_which_checkpoint(run_folder, capsys):
+    words = (f"run={run_folder}", "tokens=3", "format=json")
+    document = json.loads(shown(capsys, *words))
+    assert document["step"] == 6 and document["text"].startswith(document["prompt"])
+    assert json.loads(shown(capsys, *words, "step=3"))["step"] == 3
+
+
+def test_a_model_larger_than_the_vocabulary_gives_only_known_tokens(tmp_path, run_folder):
+    tokenizer = load_tokenizer(run_folder / "tokenizer.json")
+    model = build_model(config("model.vocab_size=2000").model)
+    ids = tokenizer.encode(generate(model, tokenizer, "a", 40, temperature=5.0, seed=0)).ids
+    assert max(ids) < tokenizer.get_vocab_size()
+
+
+def test_the_weights_are_those_of_the_run(tmp_path, text_words):
+    trainer = train_in(tmp_path, *text_words)
+    model, step = load_model(tmp_path, config(*text_words), torch.device("cpu"))
+    assert step == 6
+    assert_same_state(model.state_dict(), trainer.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("tokens=0", "tokens=0 must be greater than 0"),
+        ("temperature=-1", "temperature=-1.0 must be 0 or greater"),
+        ("temperature=nan", "temperature=nan must be 0 or greater"),
+        ("prompt=", "prompt='' has no tokens; give some text"),
+        ("step=5", "has no checkpoint of step 5; it has [6, 3]"),
+        ("device=cuda", "run.device=cuda, but torch sees no GPU"),
+        ("promt=x", "unknown key 'promt'; did you mean 'prompt'?"),
+    ],
+)
+def test_a_wrong_word_is_an_error_that_says_what_would_do(run_folder, capsys, words, message):
+    if words == "device=cuda" and torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    with pytest.raises(SystemExit) as end:
+        run_tool(main, [f"run={run_folder}", words])
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and message in err
+
+
+def test_a_folder_without_a_run_a_tokenizer_or_a_checkpoint_is_named(run_folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"is not the folder of a run: it has no resolved.yaml"):
+        main([f"run={tmp_path}"])
+    shutil.copy(run_folder / "resolved.yaml", tmp_path)
+    resolved = (tmp_path / "resolved.yaml").read_text()
+    for source, remedy in [
+        ("files", "; copy the tokenizer.json of its data into the run's folder"),
+        ("memmap", " without data.tokenizer; copy the tokenizer.json that .* or train with data.tokenizer="),
+        ("synthetic", ", random tokens that stand for no text; train on text"),
+    ]:
+        (tmp_path / "resolved.yaml").write_text(resolved.replace("source: files", f"source: {source}"))
+        with pytest.raises(ConfigError, match=f"no tokenizer.json: .* data.source={source}{remedy}"):
+            main([f"run={tmp_path}"])
+    shutil.copy(run_folder / "tokenizer.json", tmp_path)
+    with pytest.raises(ConfigError, match="holds no checkpoint: none was saved yet"):
+        main([f"run={tmp_path}"])
+
+
+@pytest.mark.parametrize("text", ["model: [", "modle: {}", "model: {num_layers: x}"])
+def test_a_configuration_that_cannot_be_read_is_an_error_that_names_it(tmp_path, text):
+    (tmp_path / "resolved.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="resolved.yaml"):
+        main([f"run={tmp_path}"])

@@ -1,0 +1,89 @@
+"""The figures that graphmoe.info prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from graphmoe.info import describe, render
+from tests.test_presets import BILLIONS, PRESETS, load_preset
+
+ROOT = Path(__file__).parents[1]
+
+
+def shown(document) -> str:
+    """The text form as a wide terminal shows it."""
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(render(document))
+    return capture.get()
+
+
+def info(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The finished command line, run in ``cwd``."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "graphmoe.info", *overrides]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_components_add_up_to_the_totals(preset):
+    for counts in describe(load_preset(preset), 1024)["parameters"].values():
+        full, body = counts.pop("full"), counts.pop("body")
+        assert sum(counts.values()) == full
+        outside = sum(counts[name] for name in ("embedding", "head", "norms", "mtp"))
+        assert full - outside == body
+
+
+@pytest.mark.parametrize("preset", BILLIONS)
+def test_the_text_shows_the_published_counts(preset):
+    row = next(
+        line
+        for line in shown(describe(load_preset(preset), 4096)).splitlines()
+        if "without embedding" in line
+    )
+    assert all(number in row.split() for number in BILLIONS[preset])
+
+
+def test_the_text_leaves_out_components_that_the_model_lacks():
+    assert "mtp" in shown(describe(load_preset("deepseek_v3"), 4096)).split("without embedding")[0]
+    text = shown(describe(load_preset("mixtral_8x7b"), 4096))
+    assert "shared experts" not in text and "dense mlp" not in text
+
+
+def test_a_small_model_is_shown_in_small_units():
+    text = shown(describe(load_preset("tiny"), 256))
+    assert "total M" in text and "MFLOP" in text and "MiB" in text
+
+
+def test_memory_is_eighteen_bytes_a_parameter():
+    document = describe(load_preset("deepseek_v3"), 4096)
+    memory = document["memory_bytes"]
+    assert memory["total"] == 18 * document["parameters"]["total"]["full"]
+    assert memory["weights_bf16"] * 9 == memory["total"]
+
+
+def test_the_command_prints_one_json_document_and_makes_no_folder(tmp_path):
+    run = info("model=deepseek_v3", "format=json", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert document["seq_len"] == 4096
+    assert document["parameters"]["total"]["body"] == 669_172_039_680
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_follows_overrides_of_shape_and_sequence(tmp_path):
+    run = info("model=deepseek_v2_lite", "model.num_layers=4", "data.seq_len=1024", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "deepseek_v2_lite, 4 layers, 1 of them dense" in run.stdout
+    assert "data.seq_len=1024" in run.stdout
+
+
+def test_the_command_reports_an_unknown_key_without_a_traceback(tmp_path):
+    run = info("model.num_layer=4", cwd=tmp_path)
+    assert run.returncode != 0 and run.stdout == ""
+    assert "num_layers" in run.stderr and "Traceback" not in run.stderr

@@ -1,0 +1,200 @@
+"""What is written about a step: metrics.jsonl, the log line, TensorBoard, the summary."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from graphmoe.config import ConfigError, LogConfig
+from graphmoe.flops import flops_per_token
+from graphmoe.metrics import MetricsWriter, Throughput, log_line, summarise, to_json
+from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.step_rows import SCALARS, StepClock, StepRow, StepRows
+from tests.runs import config, metrics, train_in
+
+VALUES = {
+    "loss": 2.5, "mtp_loss": 3.25, "grad_norm": 0.75, "lr": 1e-3, "skipped": 0.0, "skipped_total": 2.0,
+    "longest_skip": 1.0, "balance_loss": 1.125, "z_loss": 0.5, "router_entropy": 1.75,
+}  # fmt: skip
+THROUGHPUT = Throughput(1000, 2e9, "some device", peak=100.0)
+
+
+def row_of(step: int = 7, **values: float) -> dict:
+    row = StepRow(step, 0.5, {**VALUES, **values}, [1.5, 2.25])
+    return to_json(row, THROUGHPUT, tokens=7000, epoch=0.25, memory_gib=3.0)
+
+
+def test_a_row_has_the_keys_that_the_documentation_names_and_consistent_rates():
+    row = row_of()
+    assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "tflops", "mfu", "memory_gib"} <= row.keys()
+    assert {"step_s", "tokens", "epoch", "load_max_over_mean", "skipped", "skipped_total"} <= row.keys()
+    assert {"mtp_loss", "balance_loss", "z_loss", "router_entropy"} <= row.keys()
+    assert (row["tokens_per_s"], row["tflops"], row["mfu"]) == (2000.0, 4.0, 0.04)
+    assert row["skipped"] is False and row["skipped_total"] == 2
+
+
+def test_the_log_line_names_all_its_parts():
+    line = log_line(row_of(), 1000)
+    assert line == (
+        "step    7/1000  loss 2.5000  grad norm 0.750  lr 1.00e-03  2,000 tokens/s  4 TFLOP/s  MFU 4.0%  "
+        "3.00 GiB  load max/mean 1.5/2.2  entropy 1.75 balance 1.125  z 0.500  mtp 3.2500"
+    )
+    assert "balance 1.125  mtp" in log_line(row_of(z_loss=0.0), 10)
+    skipped = log_line(row_of(skipped=1.0, loss=math.nan), 10)
+    assert "loss nan" in skipped and skipped.endswith("SKIPPED: not finite (2 so far)")
+
+
+def test_the_log_line_leaves_out_what_the_run_does_not_have():
+    row = {**row_of(), "mfu": None, "mtp_loss": 0.0, "load_max_over_mean": []}
+    line = log_line(row, 10)
+    assert not any(part in line for part in ("MFU", "mtp", "load", "entropy"))
+
+
+def test_the_log_line_of_many_layers_stays_short():
+    line = log_line({**row_of(), "load_max_over_mean": [1.0] * 60}, 10)
+    assert "load max/mean " + "/".join(["1.0"] * 8) + "/..  " in line
+
+
+def test_the_formula_of_the_throughput_is_stated_with_and_without_a_peak():
+    assert "2.000 GFLOP per token" in THROUGHPUT.describe() and "over 100 dense" in THROUGHPUT.describe()
+    unknown = Throughput(1000, 2e9, "some device", None)
+    assert "log.peak_tflops sets it" in unknown.describe() and unknown.of(1.0)["mfu"] is None
+    assert Throughput(1000, 2e9, "NVIDIA H200", None).peak == 989.4
+
+
+def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
+    words = ("log.peak_tflops=0.5", "train.val_batches=1", "model.num_layers=3", "model.mtp_depth=1")
+    train_in(tmp_path, *words)
+    flops = flops_per_token(config(*words).model, 16).total
+    rows = metrics(tmp_path)
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["tokens"] for row in steps] == [64 * step for step in range(1, 7)]
+    for row in steps:
+        assert row["tokens_per_s"] == pytest.approx(64 / row["step_s"])
+        assert row["tflops"] == pytest.approx(row["tokens_per_s"] * flops / 1e12)
+        assert row["mfu"] == pytest.approx(row["tflops"] / 0.5)
+        load = row["load_max_over_mean"]
+        assert len(load) == 3 and 1 <= min(load) <= max(load) <= 4
+        assert row["memory_gib"] > 0 and row["mtp_loss"] > 0 and row["balance_loss"] > 0
+        assert 0 < row["router_entropy"] <= math.log(4)
+        assert row["loss"] == pytest.approx(math.log(64), rel=0.1)  # without the auxiliary losses
+    assert [set(row) for row in rows if "val_loss" in row] == [{"step", "val_loss"}] * 3
+    assert sum(row["step_s"] for row in steps) < 60
+
+
+def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_path):
+    rows = [{**row_of(step, loss=10.0 - step), "step_s": 9.0 if step == 1 else step} for step in (1, 2, 3, 4)]
+    rows[2]["memory_gib"] = 5.0
+    validations = [{"step": step, "val_loss": loss} for step, loss in ((0, 4.0), (2, 1.0), (4, 2.0))]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [validations[0], *rows, *validations[1:]]))
+    found = summarise(path)
+    assert found["final_loss"] == 6.0 and found["median_step_s"] == 3 and found["median_mfu"] == 0.04
+    assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, 2.0, 1.0]
+    assert found["peak_memory_gib"] == 5.0 and found["skipped_steps"] == 2
+
+
+def test_the_summary_of_a_run_without_steps_or_with_nothing_finite_has_nulls(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    found = summarise(path)
+    assert {name: value for name, value in found.items() if value is not None} == {"skipped_steps": 0}
+    rows = [{**row_of(1), "loss": None, "mfu": None}, {"step": 1, "val_loss": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = summarise(path)
+    nulls = ("final_loss", "first_val_loss", "final_val_loss", "best_val_loss", "median_mfu")
+    assert [found[name] for name in nulls] == [None] * 5
+
+
+def writer(folder, done: int, **log) -> MetricsWriter:
+    return MetricsWriter(folder, LogConfig(**log), "name", done, {"a": 1})
+
+
+def test_values_that_are_not_finite_are_written_as_null(tmp_path):
+    sink = writer(tmp_path, 0, tensorboard=False)
+    sink.write([row_of(1, loss=math.nan, grad_norm=math.inf), {"step": 1, "val_loss": -math.inf}])
+    step, validation = metrics(tmp_path)  # readable before the file is closed
+    sink.close()
+    assert (step["loss"], step["grad_norm"], step["lr"]) == (None, None, 1e-3)
+    assert validation == {"step": 1, "val_loss": None}
+
+
+def test_tensorboard_has_each_step_once_also_after_a_resume(tmp_path):
+    for done, steps in ((0, (0, 1, 2, 3, 4)), (2, (3, 4, 5))):
+        sink = writer(tmp_path, done)
+        sink.write([row_of(step, loss=10.0 * done + step) for step in steps])
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(0, 0), (1, 1), (2, 2), (3, 23), (4, 24), (5, 25)]
+    assert {"val_loss", "mfu"} & set(events.Tags()["scalars"]) == {"mfu"}
+    assert events.Scalars("load_max_over_mean/moe_layer_1")[0].value == 2.25
+
+
+def test_weights_and_biases_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'graphmoe\[wandb\]'"):
+        writer(tmp_path, 0, tensorboard=False, wandb=True)
+    assert not list(tmp_path.iterdir())  # nothing that would take the folder from the next start
+
+
+def test_weights_and_biases_gets_each_row(tmp_path, monkeypatch):
+    logged, started = [], {}
+    run = types.SimpleNamespace(
+        log=lambda scalars, step: logged.append((step, scalars["loss"])), finish=lambda: logged.append("end")
+    )
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **words: started.update(words) or run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = writer(tmp_path, 0, tensorboard=False, wandb=True, wandb_project="mine")
+    sink.write([row_of(1), row_of(2)])
+    sink.close()
+    assert logged == [(1, 2.5), (2, 2.5), "end"]
+    assert started["project"] == "mine" and started["config"] == {"a": 1}
+
+
+def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_run(tmp_path, monkeypatch):
+    ids: list[str] = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **words: ids.append(words["id"]) or types.SimpleNamespace(finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for parent in ("one", "other", "other"):
+        (tmp_path / parent / "0").mkdir(parents=True, exist_ok=True)
+        writer(tmp_path / parent / "0", 0, tensorboard=False, wandb=True).close()
+    assert ids[0] != ids[1] == ids[2]
+
+
+def test_rows_are_kept_on_the_device_until_they_are_read():
+    rows = StepRows(3, 2, torch.device("cpu"))
+    rows.clock.restart()
+    for step in (1, 2):
+        scalars = {name: torch.tensor(float(step + index)) for index, name in enumerate(SCALARS)}
+        rows.append(step, scalars, torch.tensor([[3, 1], [2, 2]], dtype=torch.int32))
+    assert len(rows) == 2
+    first, second = rows.read()
+    assert (first.step, second.step) == (1, 2) and first.seconds >= 0
+    assert second.values == {name: 2.0 + index for index, name in enumerate(SCALARS)}
+    assert set(ROUTER_STATS) <= set(SCALARS) and first.load == [1.5, 1.0]
+    assert len(rows) == 0 and rows.read() == []
+
+
+def test_the_clock_leaves_out_what_came_before_a_restart(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 10.0, 11.5, 20.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = StepClock(torch.device("cpu"))
+    clock.mark()
+    clock.mark()
+    assert clock.read() == [1.0, 2.0]
+    clock.restart()
+    clock.mark()
+    assert clock.read() == [1.5]
+    clock.mark()
+    assert clock.read() == [8.5]

@@ -1,0 +1,246 @@
+"""The optimizer against torch's own AdamW and clipping, and what a skipped step leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphmoe.config import LrSchedule, OptimConfig, TrainConfig
+from graphmoe.optim import Optimizer, update_selection_bias
+from tests.tolerances import TOLERANCES, relative_error
+
+LOSS = torch.tensor(1.0)
+STEPS = 4
+
+
+class Net(nn.Module):
+    """A matrix, an expert weight, a norm and a bias."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in (("matrix", (5, 3)), ("experts", (2, 4, 3)), ("norm", (6,)), ("bias", (2,))):
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+
+def optimizer_of(net: nn.Module, clip: float = 1.0, **optim) -> Optimizer:
+    return Optimizer(net, OptimConfig(**optim), TrainConfig(steps=STEPS, clip_grad_norm=clip))
+
+
+def gradients(net: nn.Module, step: int, scale: float = 1.0) -> list[Tensor]:
+    """Random gradients, smaller from step to step."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator) * scale / (step + 1) for p in net.parameters()]
+
+
+def backward(net: nn.Module, grads: list[Tensor]) -> None:
+    """Let autograd deliver these gradients."""
+    sum((p.float() * g).sum() for p, g in zip(net.parameters(), grads, strict=True)).backward()
+
+
+def reference_step(weights: list[Tensor], adamw: torch.optim.Optimizer, grads: list[Tensor], clip: float):
+    """torch's clipping and AdamW in fp64; the norm before clipping."""
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad.double()
+    norm = nn.utils.clip_grad_norm_(weights, clip or math.inf)
+    adamw.step()
+    return norm.item()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
+def test_steps_equal_those_of_torch_adamw_and_clip_grad_norm_in_fp64(clip):
+    net = Net()
+    optimizer = optimizer_of(
+        net, clip, lr=1e-2, schedule=LrSchedule.constant, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6
+    )
+    weights = [p.detach().double().requires_grad_() for p in net.parameters()]
+    groups = [
+        {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.3},
+        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, foreach=False)
+    before = [w.detach().clone() for w in weights]
+    for step in range(STEPS):
+        grads = gradients(net, step)
+        norm = reference_step(weights, adamw, grads, clip)
+        backward(net, grads)
+        result = optimizer.step(LOSS)
+        assert result.finite.item() == 1.0
+        assert result.grad_norm.item() == pytest.approx(norm, rel=1e-6)
+        assert optimizer.flat_grad.count_nonzero() == 0
+    for actual, wanted, start in zip(net.parameters(), weights, before, strict=True):
+        assert relative_error(actual.detach(), wanted.detach()) < TOLERANCES[torch.float32].forward
+        # an update is about 1e-2 of the weight that it is rounded into
+        assert relative_error(actual.detach() - start, wanted.detach() - start) < 1e-4
+    assert optimizer.applied.item() == STEPS
+
+
+def test_only_matrices_decay():
+    net = Net()
+    optimizer = optimizer_of(net, lr=0.1, weight_decay=0.5, schedule=LrSchedule.constant)
+    before = copy.deepcopy(net)
+    optimizer.step(LOSS)  # all gradients are zero, so decay is all that moves a weight
+    for name in ("matrix", "experts"):
+        torch.testing.assert_close(getattr(net, name), getattr(before, name) * (1 - 0.1 * 0.5))
+    for name in ("norm", "bias"):
+        assert torch.equal(getattr(net, name), getattr(before, name))
+
+
+def test_the_rate_follows_the_schedule_of_applied_steps():
+    net = Net()
+    optimizer = optimizer_of(net, lr=1.0, warmup_steps=4)
+    rates = []
+    for step in range(4):
+        backward(net, gradients(net, step))
+        loss = torch.tensor(math.nan) if step == 1 else LOSS
+        rates.append(optimizer.step(loss).lr.item())
+    assert rates == [0.25, 0.5, 0.5, 0.75]
+
+
+def test_micro_batches_add_up_in_the_flat_buffer():
+    net = Net()
+    optimizer = optimizer_of(net)
+    for step in range(3):
+        backward(net, gradients(net, step))
+    wanted = sum(torch.cat([grad.flatten() for grad in gradients(net, step)]) for step in range(3))
+    torch.testing.assert_close(optimizer.flat_grad, wanted)
+    assert all(p.grad.data_ptr() >= optimizer.flat_grad.data_ptr() for p in net.parameters())
+
+
+def snapshot(optimizer: Optimizer) -> dict:
+    return copy.deepcopy({"state": optimizer.state_dict(), "weights": optimizer.weights})
+
+
+def tensors_of(node) -> list[Tensor]:
+    if isinstance(node, Tensor):
+        return [node]
+    return [t for child in (node.values() if isinstance(node, dict) else node) for t in tensors_of(child)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["loss", "one gradient"])
+def test_a_step_that_is_not_finite_changes_nothing_but_its_counters(dtype, bad, place):
+    net = Net(dtype)
+    optimizer = optimizer_of(net, lr=1e-2)
+    backward(net, gradients(net, 0))
+    optimizer.step(LOSS)
+    before = snapshot(optimizer)
+    grads = gradients(net, 1)
+    if place == "one gradient":
+        grads[1][0, 0, 0] = bad
+    backward(net, grads)
+    result = optimizer.step(torch.tensor(bad) if place == "loss" else LOSS)
+    assert result.finite.item() == 0.0
+    after = snapshot(optimizer)
+    counters = after["state"].pop("counters")
+    assert {name: value.item() for name, value in counters.items()} == {
+        "applied": 1.0, "skipped": 1.0, "skipped_in_row": 1.0, "longest_skip": 1.0
+    }  # fmt: skip
+    del before["state"]["counters"]
+    for one, other in zip(tensors_of(before), tensors_of(after), strict=True):
+        assert torch.equal(one, other)
+    backward(net, gradients(net, 2))
+    assert optimizer.step(LOSS).finite.item() == 1.0
+    assert (optimizer.applied.item(), optimizer.skipped_in_row.item()) == (2.0, 0.0)
+    moved = (torch.equal(a, b) for a, b in zip(after["weights"], optimizer.weights, strict=True))
+    assert not any(moved)
+
+
+def test_skips_in_a_row_are_counted_and_the_longest_is_kept():
+    net = Net()
+    optimizer = optimizer_of(net)
+    found = []
+    for finite in (1, 0, 0, 1, 0, 0, 0, 1):
+        optimizer.step(LOSS if finite else torch.tensor(math.inf))
+        found.append((optimizer.skipped_in_row.item(), optimizer.longest_skip.item()))
+    assert found == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 2), (2, 2), (3, 3), (0, 3)]
+    assert (optimizer.applied.item(), optimizer.skipped.item()) == (3, 5)
+
+
+def test_fp32_main_weights_collect_updates_below_the_resolution_of_bf16():
+    net = Net(torch.bfloat16)
+    optimizer = optimizer_of(net, lr=1e-5, schedule=LrSchedule.constant, weight_decay=0.0)
+    start = [w.detach().clone() for w in net.parameters()]
+    ones = [torch.ones(p.shape) for p in net.parameters()]
+    backward(net, ones)
+    optimizer.step(LOSS)
+    assert all(torch.equal(w, s) for w, s in zip(net.parameters(), start, strict=True))
+    changes = [main - s.float() for main, s in zip(optimizer.main, start, strict=True)]
+    torch.testing.assert_close(changes[0], torch.full((5, 3), -1e-5), rtol=0.05, atol=0)
+    for _ in range(999):
+        backward(net, ones)
+        optimizer.step(LOSS)
+    assert all(main.dtype == torch.float32 for main in optimizer.main)
+    for weight, main, s in zip(net.parameters(), optimizer.main, start, strict=True):
+        torch.testing.assert_close(main, s.float() - 1e-2, rtol=0, atol=1e-4)
+        assert torch.equal(weight, main.bfloat16()) and weight.grad is None
+    assert not torch.equal(net.matrix, start[0])
+
+
+def test_bf16_gradients_are_added_in_fp32():
+    net = Net(torch.bfloat16)
+    optimizer = optimizer_of(net)
+    for value in (1.0, *[2**-9] * 4):  # bf16 would drop each of the small ones
+        backward(net, [torch.full(p.shape, value) for p in net.parameters()])
+    assert torch.equal(optimizer.flat_grad, torch.full_like(optimizer.flat_grad, 1 + 4 * 2**-9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_restored_optimizer_goes_on_bitwise(dtype):
+    first, second = Net(dtype), Net(dtype)
+    one = optimizer_of(first, lr=1e-2)
+    two = optimizer_of(second, lr=1e-2)
+    for step in range(2):
+        backward(first, gradients(first, step))
+        one.step(LOSS)
+    saved = copy.deepcopy({"optimizer": one.state_dict(), "weights": dict(first.named_parameters())})
+    with torch.no_grad():
+        for target, source in zip(tensors_of(two.state_dict()), tensors_of(saved["optimizer"]), strict=True):
+            target.copy_(source)
+        if dtype == torch.float32:
+            second.load_state_dict(saved["weights"])
+    two.restored()
+    for net, optimizer in ((first, one), (second, two)):
+        backward(net, gradients(net, 3))
+        optimizer.step(LOSS)
+    for a, b in zip(tensors_of(snapshot(one)), tensors_of(snapshot(two)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_longest_skip_counts_anew_after_a_restore():
+    net = Net()
+    optimizer = optimizer_of(net)
+    for _ in range(5):
+        optimizer.step(torch.tensor(math.nan))
+    optimizer.restored()
+    optimizer.step(LOSS)
+    assert optimizer.longest_skip.item() == 0
+    optimizer.skipped_in_row.fill_(5)  # a restore inside a series goes on with it
+    optimizer.restored()
+    optimizer.step(torch.tensor(math.nan))
+    assert optimizer.longest_skip.item() == 6
+
+
+def test_weights_loaded_into_the_main_weights_reach_the_model_rounded():
+    net = Net(torch.bfloat16)
+    optimizer = optimizer_of(net)
+    optimizer.main_weights()["matrix"].fill_(3.001)
+    optimizer.publish()
+    assert torch.equal(optimizer.main[0], torch.full((5, 3), 3.001))
+    assert torch.equal(net.matrix, torch.full((5, 3), 3.0, dtype=torch.bfloat16))
+
+
+def test_the_selection_bias_moves_towards_balance_unless_the_step_is_skipped():
+    bias = torch.tensor([0.5, -0.5, 0.0])
+    counts = torch.tensor([9, 0, 3], dtype=torch.int32)
+    update_selection_bias(bias, counts, 0.1, torch.tensor(0.0))
+    assert bias.tolist() == [0.5, -0.5, 0.0]
+    update_selection_bias(bias, counts, 0.1, torch.tensor(1.0))
+    torch.testing.assert_close(bias, torch.tensor([0.4, -0.4, 0.1]))
+    update_selection_bias(bias, torch.tensor([4, 4, 4]), 0.1, torch.tensor(1.0))
+    torch.testing.assert_close(bias, torch.tensor([0.4, -0.4, 0.1]))

@@ -1,0 +1,127 @@
+"""The tool that writes Megatron files."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.data import open_data
+from graphmoe.data.indexed import read_token_file
+from graphmoe.data.tokenizer import train_bpe
+from graphmoe.prepare import PrepareArgs, main, prepare
+from tests.data.texts import sentences, write_jsonl
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a tokenizer and two files of 25 texts each."""
+    monkeypatch.chdir(tmp_path)
+    train_bpe(iter(sentences(100)), 400, 100).save("tok.json")
+    for name, seed in (("a", 1), ("b", 2)):
+        write_jsonl(tmp_path / f"{name}.jsonl", sentences(25, seed), field="content")
+    return tmp_path
+
+
+ARGS = ["input=*.jsonl", "tokenizer=tok.json", "output=out/tokens", "text_field=content"]
+
+
+def tool(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "graphmoe.prepare", *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_one_json_document_and_writes_the_pair(folder):
+    done = tool(*ARGS, "workers=2", "format=json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    file = read_token_file(folder / "out" / "tokens")
+    assert counts["documents"] == len(file.start_N) == 50
+    assert counts["tokens"] == len(file.tokens_T) and counts["workers"] == 2 and counts["skipped"] == {}
+    tokenizer = Tokenizer.from_file(str(folder / "tok.json"))
+    first = file.tokens_T[: file.length_N[0]].tolist()
+    assert tokenizer.decode(first, skip_special_tokens=False) == sentences(25, 1)[0] + "<|endoftext|>"
+
+
+def test_what_it_writes_can_be_trained_on(folder):
+    main(ARGS)
+    config = DataConfig(source=DataSource.memmap, paths=["out/tokens"], tokenizer="tok.json")
+    corpus = open_data(config, seq_len=32, vocab_size=400)
+    assert corpus.train.reader().read(0, 3).shape == (3, 33)
+
+
+def test_documents_can_be_left_without_an_end(folder):
+    args = PrepareArgs(["*.jsonl"], Path("tok.json"), Path("raw"), text_field="content", append_eod=False)
+    assert prepare(args)["eod_token"] is None
+    assert not (np.asarray(read_token_file("raw").tokens_T) == 0).any()
+
+
+def test_existing_files_are_kept_unless_asked(folder):
+    main(ARGS)
+    with pytest.raises(ConfigError, match=r"tokens.bin and .*tokens.idx exist already; use overwrite=true"):
+        main(ARGS)
+    main([*ARGS, "overwrite=true"])
+
+
+def test_a_bad_line_is_one_line_on_stderr_and_leaves_no_files(folder):
+    with open(folder / "b.jsonl", "a") as file:
+        file.write('{"content": "half')
+    done = tool(*ARGS, cwd=folder)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and "b.jsonl:26: not JSON" in done.stderr
+    assert "(skip_bad=true counts" in done.stderr and "Traceback" not in done.stderr
+    assert list((folder / "out").iterdir()) == []
+
+
+def test_input_without_text_is_an_error_that_keeps_the_files_of_before(folder):
+    main(ARGS)
+    before = (folder / "out" / "tokens.idx").read_bytes()
+    (folder / "empty.txt").write_text("")
+    with pytest.raises(ConfigError, match="the corpus is empty: no text in .*empty.txt"):
+        main(["input=empty.txt", *ARGS[1:], "overwrite=true"])
+    assert (folder / "out" / "tokens.idx").read_bytes() == before
+
+
+def test_a_full_disk_is_an_error_that_names_the_output(folder, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("graphmoe.data.tokenise.write_index", fail)
+    with pytest.raises(ConfigError, match="cannot write output=out/tokens: .*No space left"):
+        main(ARGS)
+    assert list((folder / "out").iterdir()) == []
+
+
+def test_skipped_records_are_counted_by_kind(folder, capsys):
+    with open(folder / "b.jsonl", "a") as file:
+        file.write('{"content": "half')
+    main([*ARGS, "skip_bad=true", "format=json"])
+    assert json.loads(capsys.readouterr().out)["skipped"] == {"bad JSON line": 1}
+
+
+def test_the_text_form_states_documents_tokens_and_rate(folder, capsys):
+    main([*ARGS, "workers=1"])
+    out = capsys.readouterr().out
+    assert "50 documents" in out and "2 files" in out and "tokens/s" in out
+
+
+def test_wrong_arguments_are_errors_in_the_tools_own_words(folder):
+    with pytest.raises(ConfigError, match=r"input: no file matches 'none\*'"):
+        main(["input=none*", *ARGS[1:]])
+    with pytest.raises(ConfigError, match="tokenizer=no.json does not exist"):
+        main([ARGS[0], "tokenizer=no.json", *ARGS[2:]])
+    with pytest.raises(ConfigError, match="^eod_token=</s> is not a token"):
+        main([*ARGS, "eod_token=</s>"])
+    with pytest.raises(ConfigError, match="workers=-1"):
+        main([*ARGS, "workers=-1"])
+    with pytest.raises(ConfigError, match="did you mean 'output'"):
+        main([*ARGS, "outputs=x"])

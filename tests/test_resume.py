@@ -1,0 +1,248 @@
+"""A run that is killed, stopped or finds damage goes on bitwise as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.entry import to_plain
+from tests.runs import (
+    ROOT,
+    SAVE,
+    STEP,
+    TINY,
+    Command,
+    assert_same_state,
+    command,
+    final_state,
+    metrics,
+    numbers,
+    train_in,
+    trainer_in,
+)
+
+LONG = ("train.steps=40", "train.val_interval=5", "train.log_interval=4", "checkpoint.interval=2")
+
+
+def words(name: str, *overrides: str) -> tuple[str, ...]:
+    return (*TINY, *LONG, f"hydra.run.dir={name}", *overrides)
+
+
+def row_keys(folder: Path) -> list[tuple[int, bool]]:
+    """(step, is it a validation) of each row."""
+    return [(row["step"], "val_loss" in row) for row in metrics(folder)]
+
+
+ALL_ROWS = [(0, True)] + [
+    key for step in range(1, 41) for key in ((step, False), (step, True)) if not key[1] or step % 5 == 0
+]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """A run of the command line that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert command(folder, *words("run")).wait() == 0
+    assert row_keys(folder / "run") == ALL_ROWS
+    return folder / "run"
+
+
+def kill_once(folder: Path, overrides: tuple[str, ...], delay: float | None) -> tuple[bool, bool]:
+    """Start the command and kill it -9; whether it was alive then, and whether it was saving.
+
+    The moment is ``delay`` seconds after its first new row, or for None when it starts to save.
+    """
+    rows, checkpoints = folder / "run" / "metrics.jsonl", folder / "run" / "checkpoints"
+    before = rows.stat().st_mtime_ns if rows.exists() else 0
+    run = Command(folder, words("run", *overrides), slow={SAVE: 0.02} if delay is None else {STEP: 0.02})
+    mine = f"*.tmp-{run.pid}"
+
+    def is_saving() -> bool:
+        # the part before "tmp": pruning renames a whole checkpoint so too, but that one has a manifest
+        return any(not (path / "manifest.json").exists() for path in checkpoints.glob(mine))
+
+    if delay is None:
+        run.wait_until(is_saving)
+    else:
+        run.wait_until(lambda: rows.exists() and rows.stat().st_mtime_ns != before)
+        run.process.join(delay)
+    run.kill(signal.SIGKILL)
+    status = run.wait()
+    assert status in (0, -signal.SIGKILL), run.err.read_text()
+    return status != 0, is_saving()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", ["true", "false"])
+def test_killed_at_any_moment_the_same_command_gives_bitwise_the_same_run(tmp_path, undisturbed, async_save):
+    delays = random.Random(async_save)
+    overrides = (f"checkpoint.async_save={async_save}",)
+    killed_saving = 0
+    for attempt in range(6):
+        delay = None if attempt % 2 else delays.uniform(0, 0.15)
+        alive, saving = kill_once(tmp_path, overrides, delay)
+        killed_saving += saving
+        if not alive:
+            break
+    assert attempt > 1 and killed_saving
+    end = command(tmp_path, *words("run", *overrides))
+    assert end.wait() == 0, end.err.read_text()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
+    assert numbers(tmp_path / "run") == numbers(undisturbed)
+    assert summary(tmp_path / "run")["finished"]
+    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps == ["step_00000038", "step_00000040"]
+    killed = final_state(tmp_path / "run", tmp_path / "a", *LONG)
+    assert_same_state(killed, final_state(undisturbed, tmp_path / "b", *LONG))
+
+
+@pytest.mark.slow
+def test_the_real_command_killed_during_a_save_goes_on_in_the_same_folder(tmp_path, undisturbed):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "graphmoe.train", *words("run")]
+    first = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob(f"run/checkpoints/*.tmp-{first.pid}")):
+        assert first.poll() is None
+    first.kill()
+    assert first.wait() == -signal.SIGKILL
+    assert not (tmp_path / "run" / "summary.json").exists()
+    second = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert "results: run" in second.stdout
+    assert numbers(tmp_path / "run") == numbers(undisturbed)
+
+
+def test_a_run_on_text_that_is_killed_sees_the_same_tokens(tmp_path, text_words):
+    overrides = (*text_words, "train.steps=12", "checkpoint.interval=4", "log.sample_tokens=4")
+    whole = command(tmp_path, *words("whole", *overrides))
+    assert whole.wait() == 0, whole.err.read_text()
+    run = Command(tmp_path, words("run", *overrides))
+    run.wait_until(lambda: (tmp_path / "run/checkpoints/step_00000004").exists())
+    run.kill(signal.SIGKILL)
+    run.wait()
+    assert command(tmp_path, *words("run", *overrides)).wait() == 0
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path, undisturbed, number):
+    run, folder = Command(tmp_path, words("run", "checkpoint.interval=0"), slow={STEP: 0.1}), tmp_path / "run"
+    run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 5)
+    run.kill(number)
+    assert run.wait() == 0, run.err.read_text()
+    stopped = summary(folder)
+    assert not stopped["finished"] and 0 < stopped["steps"] < 40
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{stopped['steps']:08d}"]
+    assert metrics(folder)[-1]["step"] == stopped["steps"]
+    assert f"{number.name}: stopped after step {stopped['steps']}" in run.err.read_text()
+    again = command(tmp_path, *words("run", "checkpoint.interval=0"))
+    assert again.wait() == 0 and "(continued)" in again.err.read_text()
+    assert summary(folder)["finished"] and numbers(folder) == numbers(undisturbed)
+
+
+def test_a_second_signal_exits_at_once(tmp_path):
+    run, folder = Command(tmp_path, words("run", "train.steps=100000")), tmp_path / "run"
+    run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
+    # stopped in between, or a busy machine lets it save and end after the first
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        run.kill(number)
+    assert run.wait() in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert not (folder / "summary.json").exists()
+
+
+def test_a_signal_before_the_first_step_leaves_one_first_validation(tmp_path, monkeypatch):
+    folder, overrides = tmp_path / "run", ("train.steps=2", "train.val_interval=0")
+    stopped = trainer_in(folder, *overrides)
+    validate = stopped._validate
+    monkeypatch.setattr(stopped, "_validate", lambda: (validate(), os.kill(os.getpid(), signal.SIGTERM)))
+    assert not stopped.run() and stopped.step == 0
+    train_in(folder, *overrides)
+    assert row_keys(folder) == [(0, True), (1, False), (2, False), (2, True)]
+
+
+def test_a_finished_run_and_another_configuration_get_a_new_number(tmp_path):
+    short = ("train.steps=2", "train.val_interval=0", "checkpoint.interval=0")
+    for name, overrides in (("x", ()), ("x-2", ()), ("x-3", ("optim.lr=2e-2",)), ("x-4", ())):
+        run = command(tmp_path, *words("x", *short, *overrides))
+        assert run.wait() == 0, run.err.read_text()
+        assert f"results: {name}\n" in run.out.read_text()
+    assert (tmp_path / "x-3" / "resolved.yaml").read_text().count("lr: 0.02") == 1
+    assert numbers(tmp_path / "x") == numbers(tmp_path / "x-2") != numbers(tmp_path / "x-3")
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(tmp_path, undisturbed, caplog):
+    folder = tmp_path / "run"
+    trainer = trainer_in(folder, *LONG)
+    step = trainer._train_step
+
+    def step_until_11() -> None:
+        step()
+        if trainer.step == 11:
+            raise KeyboardInterrupt
+
+    trainer._train_step = step_until_11
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    victim = next((folder / "checkpoints" / "step_00000010").glob("*.distcp"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    caplog.set_level("INFO")
+    train_in(folder, *LONG)
+    assert "step_00000010 is damaged" in caplog.text
+    assert "continuing after step 8 of" in caplog.text
+    assert numbers(folder) == numbers(undisturbed)
+
+
+def test_resume_from_takes_the_whole_state_of_another_run(tmp_path):
+    six = ("train.steps=6", "checkpoint.interval=3", "optim.schedule=constant")
+    nine = ("train.steps=9", *six[1:])
+    whole = train_in(tmp_path / "whole", *nine)
+    train_in(tmp_path / "first", *six)
+    source = f"checkpoint.resume_from={tmp_path}/first"
+    second = train_in(tmp_path / "second", *nine, source)
+    later = [row for row in numbers(tmp_path / "whole") if row["step"] > 6]
+    assert numbers(tmp_path / "second") == later
+    for one, other in zip(whole.optimizer.weights, second.optimizer.weights, strict=True):
+        assert one.equal(other)
+
+
+def test_fewer_steps_than_the_checkpoint_has_is_a_configuration_error(tmp_path):
+    train_in(tmp_path / "first", "train.steps=6")
+    source = f"checkpoint.resume_from={tmp_path}/first"
+    with pytest.raises(ValueError, match=r"train.steps=3, but .* is at step 6 already; use more steps"):
+        train_in(tmp_path / "second", "train.steps=3", source)
+
+
+def test_resuming_from_another_model_names_the_keys_that_differ_before_the_tensors(tmp_path):
+    first = train_in(tmp_path / "first", "train.steps=2")
+    (tmp_path / "first" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(first.config)))
+    source = f"checkpoint.resume_from={tmp_path}/first"
+    wider = first.config.model.expert_ffn_size + 8
+    with pytest.raises(CheckpointError) as error:
+        trainer_in(tmp_path / "second", source, f"model.expert_ffn_size={wider}")
+    head, *tensors = str(error.value).splitlines()
+    assert f"model.expert_ffn_size: {wider - 8} -> {wider}" in head
+    assert any("moe_experts.w_down" in line for line in tensors)
+
+
+def test_without_checkpoints_nothing_is_saved_and_a_start_begins_again(tmp_path):
+    none = ("checkpoint.enabled=false", "train.steps=4")
+    train_in(tmp_path / "run", *none)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    first = numbers(tmp_path / "run")
+    train_in(tmp_path / "run", *none)
+    assert numbers(tmp_path / "run") == first

@@ -1,0 +1,72 @@
+"""Each schedule against its formula in plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from graphmoe.config import LrSchedule, OptimConfig
+from graphmoe.schedule import learning_rate
+
+TOTAL = 50
+
+
+def rate(config: OptimConfig, step: int) -> float:
+    """Learning rate of the step with this number, counted from 1."""
+    return learning_rate(config, TOTAL, torch.tensor(float(step - 1))).item()
+
+
+def cosine(step: int, warmup: int, floor: float) -> float:
+    share = (step - warmup) / (TOTAL - warmup)
+    return floor + (1 - floor) * (1 + math.cos(math.pi * share)) / 2
+
+
+def wsd(step: int, fraction: float, floor: float) -> float:
+    first = TOTAL - round(TOTAL * fraction)
+    return 1.0 if step <= first else floor + (1 - floor) * (1 - math.sqrt((step - first) / (TOTAL - first)))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("schedule", list(LrSchedule))
+def test_every_step_has_the_rate_of_the_formula(schedule, floor, warmup):
+    config = OptimConfig(lr=3e-3, schedule=schedule, min_lr_ratio=floor, warmup_steps=warmup)
+    for step in range(1, TOTAL + 1):
+        if step < warmup:
+            wanted = step / warmup
+        elif schedule is LrSchedule.cosine:
+            wanted = cosine(step, warmup, floor)
+        elif schedule is LrSchedule.wsd:
+            wanted = wsd(step, 0.2, floor)
+        else:
+            wanted = 1.0
+        assert rate(config, step) == pytest.approx(3e-3 * wanted, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", [LrSchedule.cosine, LrSchedule.wsd])
+def test_the_last_step_has_the_floor_and_so_has_any_step_after_it(schedule):
+    config = OptimConfig(lr=1.0, schedule=schedule, min_lr_ratio=0.25)
+    assert [rate(config, step) for step in (TOTAL, TOTAL + 1, 10 * TOTAL)] == [0.25] * 3
+
+
+@pytest.mark.parametrize("schedule", list(LrSchedule))
+def test_a_warm_up_longer_than_the_run_rises_to_its_end(schedule):
+    config = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=200)
+    assert [rate(config, step) for step in (1, 25, 50)] == pytest.approx([1 / 200, 25 / 200, 50 / 200])
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 1.0])
+def test_wsd_decays_over_the_last_share_of_the_steps(fraction):
+    config = OptimConfig(lr=1.0, schedule=LrSchedule.wsd, wsd_decay_fraction=fraction, min_lr_ratio=0.0)
+    found = [rate(config, step) for step in range(1, TOTAL + 1)]
+    wanted = [wsd(step, max(fraction, 1 / TOTAL), 0.0) for step in range(1, TOTAL + 1)]
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found[-1] == 0.0
+
+
+def test_the_rate_is_an_fp32_scalar_where_the_counter_is():
+    done = torch.zeros((), device="meta")
+    found = learning_rate(OptimConfig(warmup_steps=3), TOTAL, done)
+    assert found.device.type == "meta" and found.dtype == torch.float32 and found.shape == ()

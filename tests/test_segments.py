@@ -1,0 +1,52 @@
+"""Segments: what is read and written is declared, checked and kept apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.segments import SEGMENT_NAMES, Segment, run_segments
+
+
+def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
+    assert " ".join(SEGMENT_NAMES) == (
+        "embed attn mlp moe_router moe_preprocess moe_dispatch shared_experts moe_experts moe_combine "
+        "loss optimizer"
+    )
+
+
+def test_a_name_outside_the_vocabulary_is_refused():
+    with pytest.raises(AssertionError, match="router"):
+        Segment("router", torch.neg, ("x",), ("x",))
+
+
+def test_a_segment_runs_on_the_compute_stream_unless_it_says_otherwise():
+    assert Segment("attn", torch.neg, ("x",), ("x",)).stream == "compute"
+
+
+def test_tensors_are_handed_over_by_name_in_the_declared_order():
+    segments = [
+        Segment("attn", lambda b, a: (a - b, a * b), ("b", "a"), ("difference", "product")),
+        Segment("mlp", torch.neg, ("difference",), ("a",)),
+    ]
+    a, b = torch.tensor(7.0), torch.tensor(3.0)
+    kept = run_segments(segments, {"a": a, "b": b}, ("product", "a", "b"))
+    assert [t.item() for t in kept] == [21.0, -4.0, 3.0]
+
+
+def test_the_caller_keeps_its_own_tensors():
+    tensors = {"x": torch.tensor(2.0)}
+    run_segments([Segment("attn", torch.neg, ("x",), ("x",))], tensors, ("x",))
+    assert list(tensors) == ["x"] and tensors["x"].item() == 2.0
+
+
+def test_reading_what_nobody_wrote_is_an_error():
+    with pytest.raises(KeyError, match="y"):
+        run_segments([Segment("attn", torch.neg, ("y",), ("x",))], {"x": torch.tensor(2.0)}, ("x",))
+
+
+@pytest.mark.parametrize("writes", [("x",), ("x", "y", "z")])
+def test_returning_another_number_of_tensors_than_declared_is_an_error(writes):
+    segment = Segment("attn", lambda x: (x, x), ("x",), writes)
+    with pytest.raises(ValueError, match="zip"):
+        run_segments([segment], {"x": torch.tensor(2.0)}, ("x",))

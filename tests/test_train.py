@@ -1,0 +1,310 @@
+"""The training loop: batches, skipped steps, validation, and what the command line leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from graphmoe.data import first_batches
+from graphmoe.data.indexed import write_token_file
+from graphmoe.entry import to_plain
+from graphmoe.model import Transformer
+from graphmoe.train import _sample, train
+from graphmoe.trainer import TrainingStopped
+from tests.runs import (
+    TINY,
+    assert_same_state,
+    command,
+    config,
+    final_state,
+    metrics,
+    numbers,
+    train_in,
+    trainer_in,
+)
+from tests.tolerances import TOLERANCES, relative_error
+
+QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "checkpoint.interval=0")
+
+
+def spoil(monkeypatch, trainer, steps, *, only_gradients: bool = False) -> None:
+    """Make loss and gradients, or gradients alone, NaN at these steps of a trainer."""
+    whole = Transformer.loss
+
+    def loss(self, tokens_BS, labels_BS):
+        output = whole(self, tokens_BS, labels_BS)
+        if trainer.step + 1 not in steps or not torch.is_grad_enabled():
+            return output
+        if not only_gradients:
+            nan = output.cross_entropy * math.nan
+            return output._replace(total=output.total * math.nan, cross_entropy=nan)
+        output.total.register_hook(lambda grad: grad * math.nan)
+        return output
+
+    monkeypatch.setattr(Transformer, "loss", loss)
+
+
+def state_of(trainer) -> dict[str, torch.Tensor]:
+    """Copies of weights, selection bias and moments."""
+    optimizer = trainer.optimizer.state_dict()
+    del optimizer["counters"]
+    parts = {"model": trainer.model.state_dict(), **optimizer}
+    return {f"{part}.{name}": t.clone() for part, tensors in parts.items() for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("only_gradients", [False, True])
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path, monkeypatch, only_gradients, compute):
+    trainer = trainer_in(tmp_path, *QUIET, f"precision.compute={compute}")
+    spoil(monkeypatch, trainer, {3}, only_gradients=only_gradients)
+    for _ in range(2):
+        trainer._train_step()
+    before = state_of(trainer)
+    assert any(name.endswith("selection_bias") and t.count_nonzero() for name, t in before.items())
+    trainer._train_step()
+    after = state_of(trainer)
+    assert [name for name, t in before.items() if not torch.equal(t, after[name])] == []
+    assert trainer.optimizer.applied.item() == 2 and trainer.optimizer.skipped.item() == 1
+    assert trainer.loader.consumed == 3 * 4
+    trainer._train_step()
+    assert not torch.equal(state_of(trainer)["model.embed.weight"], after["model.embed.weight"])
+    trainer.loader.close()
+
+
+def test_skipped_steps_are_counted_and_their_rows_are_json(tmp_path, monkeypatch, caplog):
+    trainer = trainer_in(tmp_path, "train.steps=8", "train.max_nonfinite=3", "train.log_interval=3")
+    spoil(monkeypatch, trainer, {2, 3, 6})
+    caplog.set_level("INFO")
+    assert trainer.run()
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert [row["skipped"] for row in rows] == [step in (2, 3, 6) for step in range(1, 9)]
+    assert [row["skipped_total"] for row in rows] == [0, 1, 2, 2, 2, 3, 3, 3]
+    assert [row["loss"] is None for row in rows] == [row["skipped"] for row in rows]
+    assert caplog.text.count("SKIPPED: not finite") == 3
+
+
+@pytest.mark.parametrize("only_gradients", [False, True])
+def test_too_many_skips_in_a_row_end_the_run_also_between_two_reads(tmp_path, monkeypatch, only_gradients):
+    trainer = trainer_in(tmp_path, "train.steps=9", "train.max_nonfinite=3", "train.log_interval=7")
+    spoil(monkeypatch, trainer, {4, 5, 6}, only_gradients=only_gradients)
+    with pytest.raises(TrainingStopped, match=r"3 steps in a row .*train.max_nonfinite=3.*lower optim.lr"):
+        trainer.run()
+    assert trainer.step == 6  # read at the validation of step 6
+    assert trainer.store.latest() == [6, 3]
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_without_checkpoints_that_is_stopped_does_not_claim_a_saved_one(tmp_path, monkeypatch):
+    trainer = trainer_in(
+        tmp_path, "train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false"
+    )
+    spoil(monkeypatch, trainer, {1})
+    with pytest.raises(TrainingStopped, match=r"nothing is saved \(checkpoint.enabled=false\)"):
+        trainer.run()
+
+
+def test_a_run_that_was_stopped_goes_on_once_the_cause_is_gone(tmp_path, monkeypatch):
+    overrides = ("train.steps=9", "train.max_nonfinite=2", "train.log_interval=1")
+    trainer = trainer_in(tmp_path / "run", *overrides)
+    spoil(monkeypatch, trainer, {4, 5})
+    with pytest.raises(TrainingStopped):
+        trainer.run()
+    monkeypatch.undo()
+    again = train_in(tmp_path / "run", *overrides)
+    assert again.optimizer.applied.item() == 7
+    assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == list(range(1, 10))
+
+
+def test_a_hopeless_learning_rate_ends_the_command_with_status_1_and_a_checkpoint(tmp_path):
+    hopeless = ("optim.lr=1e38", "train.steps=30", "train.max_nonfinite=4", "train.log_interval=50")
+    rest = ("checkpoint.interval=0", "train.val_interval=10", "hydra.run.dir=run")
+    run = command(tmp_path, *TINY, *hopeless, *rest)
+    assert run.wait() == 1
+    last = run.err.read_text().splitlines()[-1]
+    assert last.startswith("error: ") and "steps in a row had a loss or gradient that is not finite" in last
+    assert "saved at step 10" in last and "Traceback" not in run.err.read_text()
+    assert (tmp_path / "run/checkpoints/step_00000010/manifest.json").exists()
+    assert run.out.read_text() == ""
+
+
+@pytest.mark.parametrize("aux_loss", ["none", "sequence", "global_batch"])
+def test_one_and_four_micro_batches_give_the_same_gradient(tmp_path, aux_loss):
+    found = []
+    for size in (4, 1):
+        overrides = (f"train.micro_batch_size={size}", f"model.aux_loss={aux_loss}", *QUIET)
+        trainer = trainer_in(tmp_path, *overrides, "model.aux_loss_coef=0.1")
+        scalars, counts_LE = trainer._accumulate(4 // size)
+        found.append((trainer.optimizer.flat_grad.clone(), scalars["loss"], counts_LE))
+        trainer.loader.close()
+    (one, loss, counts), (four, loss_of_four, counts_of_four) = found
+    if aux_loss != "global_batch":  # there the counts of later micro-batches are not known yet
+        assert relative_error(four, one) < TOLERANCES[torch.float32].gradient
+    else:
+        assert relative_error(four, one) < 0.05
+    assert relative_error(loss_of_four, loss) < TOLERANCES[torch.float32].forward
+    assert torch.equal(counts, counts_of_four) and counts.sum() == 4 * 16 * 2
+
+
+def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
+    trainer = train_in(tmp_path, "optim.lr=1e-30", "model.selection_bias=false")
+    rows = [row for row in metrics(tmp_path) if "val_loss" in row]
+    assert [row["step"] for row in rows] == [0, 3, 6] and len({row["val_loss"] for row in rows}) == 1
+    with torch.no_grad():
+        batches = first_batches(trainer.corpus.val, 2, 2)
+        losses = [trainer.model.loss(t[:, :-1], t[:, 1:]).cross_entropy.item() for t in batches]
+    assert rows[0]["val_loss"] == pytest.approx(sum(losses) / 2)
+
+
+@pytest.mark.parametrize(
+    "interval, batches, steps", [(0, 1, [0, 5]), (2, 1, [0, 2, 4, 5]), (2, 0, []), (9, 1, [0, 5])]
+)
+def test_validation_comes_first_at_its_interval_and_last(tmp_path, interval, batches, steps):
+    train_in(tmp_path, "train.steps=5", f"train.val_interval={interval}", f"train.val_batches={batches}")
+    assert [row["step"] for row in metrics(tmp_path) if "val_loss" in row] == steps
+
+
+def test_bad_samples_that_training_skipped_are_counted_in_the_log(tmp_path, caplog):
+    write_token_file(tmp_path / "tokens", [np.arange(60, 66)] * 4 + [np.arange(40)] * 60, np.uint16)
+    data = ("data.source=memmap", f"data.paths=[{tmp_path}/tokens]", "data.skip_bad=true")
+    train_in(tmp_path / "run", *data, "train.steps=40", "train.val_batches=0")
+    assert "bad records (" in caplog.text and "sample with a token id beyond the vocabulary)" in caplog.text
+
+
+def test_validation_changes_nothing_in_the_run(tmp_path):
+    with_it = train_in(tmp_path / "with", "train.val_interval=1")
+    without = train_in(tmp_path / "without", "train.val_batches=0")
+    for one, other in zip(with_it.optimizer.weights, without.optimizer.weights, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("interval, steps", [(0, [7]), (2, [2, 4, 6, 7]), (7, [7]), (9, [7])])
+def test_checkpoints_come_at_their_interval_and_last(tmp_path, interval, steps):
+    overrides = (f"checkpoint.interval={interval}", "checkpoint.keep_last=9", "train.steps=7")
+    assert train_in(tmp_path, *overrides).store.latest() == steps[::-1]
+
+
+@pytest.mark.parametrize("log_interval", [1, 4, 1_000_000_000])
+def test_every_step_has_its_row_whatever_the_log_interval(tmp_path, log_interval):
+    train_in(tmp_path, f"train.log_interval={log_interval}", "train.val_batches=0", "checkpoint.interval=0")
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_saved_and_logged_does_not_change_the_numbers(tmp_path):
+    train_in(tmp_path / "a", "train.log_interval=1", "checkpoint.interval=1", "checkpoint.async_save=false")
+    train_in(tmp_path / "b", "train.log_interval=6", "checkpoint.interval=0", "data.prefetch=0")
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    one, other = (final_state(tmp_path / name, tmp_path / f"{name}2") for name in "ab")
+    assert_same_state(one, other)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("precision.compute=bf16",),
+        ("model.num_dense_layers=2",),
+        ("model.num_dense_layers=0", "model.shared_ffn_size=0", "model.selection_bias=false"),
+        ("model.mtp_depth=2",),
+        ("model.attention=gqa", "model.num_kv_heads=1", "model.head_dim=8", "model.qk_norm=true"),
+        ("moe.force_balance=true",),
+        ("train.clip_grad_norm=0", "optim.schedule=wsd"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_kind_of_model_trains_and_learns_a_constant(tmp_path, monkeypatch, overrides):
+    trainer = trainer_in(tmp_path, *overrides, "train.steps=12")
+    batch = torch.arange(34).view(2, 17)
+    monkeypatch.setattr("graphmoe.data.loader.Loader.__next__", lambda self: batch)
+    assert trainer.run()
+    losses = [row["loss"] for row in metrics(tmp_path) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
+    words = ("format=json", "hydra.run.dir=run", "log.tensorboard=true", "log.peak_tflops=2", "train.steps=4")
+    run = command(tmp_path, *TINY, *words)
+    assert run.wait() == 0, run.err.read_text()
+    document = json.loads(run.out.read_text())
+    folder = tmp_path / "run"
+    assert document == json.loads((folder / "summary.json").read_text())
+    assert document["finished"] and document["steps"] == 4 and document["folder"] == str(folder)
+    for key in ("final_loss", "final_val_loss", "median_step_s", "median_mfu", "peak_memory_gib"):
+        assert document[key] > 0, key
+    assert 0 < document["time_to_first_step_s"] < 60
+    resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
+    assert resolved["run"] == {"name": "mini", "device": "cpu"} and resolved["data"]["seq_len"] == 16
+    environment = json.loads((folder / "env.json").read_text())
+    assert torch.__version__.startswith(environment["packages"]["torch"]) and "git_commit" in environment
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    log = (folder / "logs" / "rank0.log").read_text()
+    assert log.count(" INFO step ") == 4 + 3 and "MFU = TFLOP/s over 2 dense bf16" in log
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_run_on_text_ends_with_a_sample_and_its_tokenizer(tmp_path, text_words):
+    run = command(tmp_path, *TINY, *text_words, "hydra.run.dir=run", "log.sample_tokens=5")
+    assert run.wait() == 0, run.err.read_text()
+    shown = run.out.read_text()
+    assert "A sample of what the model writes now:\n\ndef read_file(path):\n" in shown
+    assert "validation loss" in shown and shown.endswith("results: run\n")
+    assert (tmp_path / "run" / "tokenizer.json").is_file()
+
+
+def test_a_tokenizer_without_the_words_of_the_prompt_ends_without_a_sample(tmp_path):
+    trainer = trainer_in(tmp_path, "log.sample_tokens=5")
+    trainer.corpus = dataclasses.replace(trainer.corpus, tokenizer=Tokenizer(BPE()))
+    assert _sample(trainer) is None
+
+
+@pytest.mark.parametrize("key", ["resume_from", "init_from"])
+def test_a_start_that_is_refused_leaves_its_folder_to_the_next_command(tmp_path, key):
+    words = (*TINY, "hydra.run.dir=run", "train.steps=1")
+    assert command(tmp_path, *words, f"checkpoint.{key}=nowhere").wait() != 0
+    run = command(tmp_path, *words)
+    assert run.wait() == 0 and "results: run\n" in run.out.read_text()
+
+
+@pytest.mark.parametrize("option", ["quick", "deterministic"])
+def test_the_debug_options_run(tmp_path, option):
+    small = () if option == "quick" else [word for word in TINY if not word.startswith("train.log_interval")]
+    run = command(tmp_path, *small, f"debug={option}", "hydra.run.dir=run", "train.steps=4")
+    assert run.wait() == 0, run.err.read_text()
+    resolved = yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())
+    assert resolved["train"]["log_interval"] == 1 and resolved["data"]["source"] == "synthetic"
+    assert resolved["precision"]["deterministic"] is (option == "deterministic")
+    assert len([row for row in metrics(tmp_path / "run") if "loss" in row]) == 4
+
+
+def test_a_bf16_run_starts_from_the_fp32_weights_of_another_not_from_their_rounding(tmp_path):
+    bf16 = ("precision.compute=bf16", "train.steps=2")
+    first = train_in(tmp_path / "a", *bf16)
+    (tmp_path / "a" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(first.config)))
+    second = trainer_in(tmp_path / "b", *bf16, f"checkpoint.init_from={tmp_path / 'a'}", "train.seed=1")
+    assert any(not main.equal(main.bfloat16().float()) for main in first.optimizer.main)
+    for one, other in zip(first.optimizer.main, second.optimizer.main, strict=True):
+        assert one.equal(other)
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert one.equal(other)
+
+
+def test_more_than_one_rank_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2: this version trains on one device"):
+        train(config(), [])
+
+
+def test_seeds_change_weights_and_data_and_nothing_else_does(tmp_path):
+    first = train_in(tmp_path / "a", "train.steps=2")
+    for number, overrides in enumerate((("train.seed=1",), ("data.seed=1",)), start=1):
+        train_in(tmp_path / str(number), "train.steps=2", *overrides)
+        assert numbers(tmp_path / str(number)) != numbers(tmp_path / "a")
+    again = train_in(tmp_path / "b", "train.steps=2")
+    for one, other in zip(first.optimizer.weights, again.optimizer.weights, strict=True):
+        assert one.equal(other)

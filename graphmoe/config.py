@@ -51,6 +51,14 @@ class AuxLoss(enum.Enum):
     global_batch = "global_batch"
 
 
+class ExpertsBackend(enum.Enum):
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+    turbo = "turbo"
+    te = "te"
+
+
 class DataSource(enum.Enum):
     stdlib = "stdlib"
     files = "files"
@@ -289,6 +297,31 @@ class MoEConfig:
 
     force_balance: bool = False
     """Route round robin, ignoring the router's choice. For benchmarks only."""
+    experts: ExpertsBackend = ExpertsBackend.auto
+    """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
+    the fastest, and takes torch on a CPU."""
+
+
+@dataclass
+class CompileConfig:
+    """Compilation of the model's segments."""
+
+    enabled: bool = True
+    """Compile; without it the same model runs eagerly and no pass changes it."""
+
+
+@dataclass
+class PassesConfig:
+    """Rewrites of the compiled graphs, docs/passes.md."""
+
+    enabled: list[str] | None = None
+    """Names of the passes that run; null runs all."""
+    disabled: list[str] = field(default_factory=list)
+    """Names of passes that do not run."""
+    extra: list[str] = field(default_factory=list)
+    """Passes of your own, package.module:function each; they run last."""
+    dump: bool = False
+    """Write each graph before and after each pass that changed it to the run's folder, graphs/."""
 
 
 @dataclass
@@ -362,6 +395,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     host: HostConfig = field(default_factory=HostConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -37,6 +37,7 @@ class Optimizer:
         self.grads = self._views()
         for main, grad in zip(self.main, self.grads, strict=True):
             main.grad = grad
+        self._grad_by_weight = {id(w): grad for w, grad in zip(self.weights, self.grads, strict=True)}
         self._collect_low_precision_gradients()
         self.adamw = self._adamw(optim, device)
         self.applied = torch.zeros((), device=device)
@@ -89,6 +90,10 @@ class Optimizer:
             self.adamw.state[main]["step"].copy_(self.applied)
         self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
         self.publish()
+
+    def gradient_of(self, weight: Tensor) -> Tensor:
+        """The fp32 tensor, of the weight's shape, that the step's gradients are added to."""
+        return self._grad_by_weight[id(weight)]
 
     def main_weights(self) -> dict[str, Tensor]:
         """The fp32 weights by parameter name; after a change of their values call ``publish``."""
@@ -146,9 +151,9 @@ class Optimizer:
 
 def _add_into(grad: Tensor) -> Any:
     def hook(weight: Tensor) -> None:
-        assert weight.grad is not None
-        grad.add_(weight.grad)
-        weight.grad = None
+        if weight.grad is not None:  # None: whoever computed it has added it already
+            grad.add_(weight.grad)
+            weight.grad = None
 
     return hook
 

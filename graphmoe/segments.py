@@ -7,9 +7,9 @@ explicit tensor. This module knows no model class and imports none of the projec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -42,8 +42,16 @@ class Segment:
         assert self.name in SEGMENT_NAMES, self.name
 
 
+class Executor(Protocol):
+    """What runs segments on named tensors: ``run_segments``, or its compiled counterpart."""
+
+    def __call__(
+        self, segments: Sequence[Segment], tensors: dict[str, torch.Tensor], keep: tuple[str, ...]
+    ) -> tuple[torch.Tensor, ...]: ...
+
+
 def run_segments(
-    segments: Iterable[Segment], tensors: dict[str, torch.Tensor], keep: tuple[str, ...]
+    segments: Sequence[Segment], tensors: dict[str, torch.Tensor], keep: tuple[str, ...]
 ) -> tuple[torch.Tensor, ...]:
     """Run the segments in order on named tensors; returns those named in ``keep``."""
     values = dict(tensors)

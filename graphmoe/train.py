@@ -29,6 +29,7 @@ from graphmoe.metrics import METRICS_FILE, summarise
 from graphmoe.progress import Progress
 from graphmoe.run_folder import SUMMARY_FILE, RunFolder, claim, passed_over
 from graphmoe.trainer import Trainer, TrainingStopped
+from passes import select_passes
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def train(config: RunConfig, swept: list[dict[str, Any]]) -> float | None:
             f"python -m graphmoe.train, without torchrun"
         )
     check_memory(config, open_device(config.run.device))
+    select_passes(config.passes, {})  # its errors come before a folder is made
     console = Console(stderr=True)
     run_folder = _claim(config, console)
     folder = run_folder.path

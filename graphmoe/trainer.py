@@ -28,6 +28,7 @@ from graphmoe.environment import (
     seconds_since_process_start,
     seed_everything,
 )
+from graphmoe.execution import Execution
 from graphmoe.flops import flops_per_token
 from graphmoe.metrics import METRICS_FILE, MetricsWriter, Throughput, log_line, to_json
 from graphmoe.model import build_model
@@ -69,6 +70,8 @@ class Trainer:
         )
         self.routers = self.model.routers()
         self.optimizer = Optimizer(self.model, config.optim, config.train)
+        dtype = DTYPES[config.precision.compute]
+        self.execution = Execution(config, dtype, self.device, self.optimizer.gradient_of)
         self.loader = Loader(
             self.corpus.train,
             micro_batch_size=config.train.micro_batch_size,
@@ -88,7 +91,7 @@ class Trainer:
 
     def start(self) -> None:
         """Take over the state to start from, and open the metrics: the last that can be refused."""
-        self._restore()
+        self.execute = self.execution.start(self.folder, self._restore())
         plain = to_plain(self.config)
         self.metrics = MetricsWriter(self.folder, self.config.log, self.config.run.name, self.step, plain)
 
@@ -138,6 +141,7 @@ class Trainer:
         if self.first_step_s is None:
             self._synchronize()
             self.first_step_s = seconds_since_process_start()
+            self.execution.report(self.folder)
         self.progress.advance(self.step)
         last = self.step == train.steps
         validates = train.val_batches > 0 and (last or _due(self.step, train.val_interval))
@@ -159,7 +163,7 @@ class Trainer:
         )
         for _ in range(num_micro_batches):
             tokens = next(self.loader).to(self.device, non_blocking=True)
-            output = self.model.loss(tokens[:, :-1], tokens[:, 1:])
+            output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
             (output.total / num_micro_batches).backward()
             stats = output.stats_L3.mean(dim=0) if self.routers else output.stats_L3.new_zeros(3)
             losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
@@ -214,7 +218,7 @@ class Trainer:
         total, count = torch.zeros((), device=self.device), 0
         for tokens in self._validation_batches():
             tokens = tokens.to(self.device, non_blocking=True)
-            total += self.model.loss(tokens[:, :-1], tokens[:, 1:]).cross_entropy
+            total += self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute).cross_entropy
             count += 1
         loss = total.item() / count
         self.metrics.write([{"step": self.step, "val_loss": loss}])
@@ -233,6 +237,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(),
             "random": random_state(),
+            "experts": self.execution.experts,
             "step": self.step,
         }
 
@@ -240,8 +245,11 @@ class Trainer:
         if self.config.checkpoint.enabled:
             self.store.save(self.step, self._state(), wait=wait)
 
-    def _restore(self) -> None:
-        """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from."""
+    def _restore(self) -> str:
+        """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from.
+
+        Returns the backends of the experts that the checkpoint's run used, or nothing.
+        """
         store, state = self.store, self._state()
         if not store.latest() and self.config.checkpoint.resume_from:
             store = CheckpointStore.open_any(self.config.checkpoint.resume_from)
@@ -250,7 +258,7 @@ class Trainer:
         if found is None:
             cut_metrics(self.folder / METRICS_FILE, -1)
             self._import_weights()
-            return
+            return ""
         self.step = state["step"]
         if self.step > self.config.train.steps:
             raise ConfigError(
@@ -264,6 +272,7 @@ class Trainer:
         log.info(
             "continuing after step %d of %s (%d later metrics rows cut)", self.step, store.folder, dropped
         )
+        return state["experts"]
 
     def _import_weights(self) -> None:
         """Start from the weights of checkpoint.init_from, if it names any."""

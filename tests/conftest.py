@@ -14,18 +14,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty folder for tokenizers and tokenised corpora, instead of the user's own."""
+    """Empty folders for tokenised corpora and compiled code, instead of the user's own."""
     import torch
 
     torch.set_num_threads(1)
-    before = os.environ.get("GRAPHMOE_CACHE")
     folder = tmp_path_factory.mktemp("cache")
-    os.environ["GRAPHMOE_CACHE"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["GRAPHMOE_CACHE"]
-    else:
-        os.environ["GRAPHMOE_CACHE"] = before
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # what one worker compiled serves the others
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHMOE_CACHE", str(folder))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,7 @@ TINY = (
     "train.log_interval=2",
     "checkpoint.interval=3",
     "host.manual_gc=false",
+    "compile.enabled=false",
     "log.tensorboard=false",
 )
 TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "epoch"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphmoe.config import ModelConfig, MoEConfig
 from graphmoe.model.attention import build_attention
 from graphmoe.model.moe import DenseMLP, Experts, Preprocess, Router, SwiGLU, combine, dispatch_local
-from graphmoe.segments import Segment, run_segments
+from graphmoe.segments import Executor, Segment, run_segments
 
 PLAN = ("experts", "counts", "ends", "row", "slot", "live_rows")
 
@@ -43,8 +43,10 @@ class DenseLayer(nn.Module):
             Segment("mlp", self.mlp, ("x",), ("x",)),
         ]
 
-    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        (x_BSD,) = run_segments(self.segments(), {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}, ("x",))
+    def forward(
+        self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, execute: Executor = run_segments
+    ) -> Tensor:
+        (x_BSD,) = execute(self.segments(), {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}, ("x",))
         return x_BSD
 
 
@@ -67,7 +69,7 @@ class MoELayer(nn.Module):
             Segment("attn", self.attn, ("x", "cos", "sin"), ("x",)),
             Segment("moe_router", self.moe_router, ("x",), routed),
             Segment("moe_preprocess", self.moe_preprocess, ("experts",), PLAN),
-            Segment("moe_dispatch", dispatch_local, ("h",), ("received",), stream="comm"),
+            Segment("moe_dispatch", dispatch_local, ("h",), ("received",)),
         ]
         combined: tuple[str, ...] = ("x", "routed")
         if self.shared_experts is not None:
@@ -75,9 +77,11 @@ class MoELayer(nn.Module):
             combined += ("shared",)
         reads = ("received", "weight", "ends", "row", "slot")
         pieces.append(Segment("moe_experts", self.moe_experts, reads, ("routed",)))
-        pieces.append(Segment("moe_combine", combine, combined, ("x",), stream="comm"))
+        pieces.append(Segment("moe_combine", combine, combined, ("x",)))
         return pieces
 
-    def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> MoEOutput:
+    def forward(
+        self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, execute: Executor = run_segments
+    ) -> MoEOutput:
         tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}
-        return MoEOutput(*run_segments(self.segments(), tensors, ("x", "loss", "stats", "counts")))
+        return MoEOutput(*execute(self.segments(), tensors, ("x", "loss", "stats", "counts")))

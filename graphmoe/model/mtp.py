@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphmoe.config import ModelConfig, MoEConfig
 from graphmoe.model.layer import MoELayer, MoEOutput
+from graphmoe.segments import Executor, Segment, run_segments
 
 IGNORED = -100
 
@@ -28,10 +29,25 @@ class MtpLayer(nn.Module):
         self.layer = MoELayer(config, execution)
         self.norm = nn.RMSNorm(width, eps)
 
-    def forward(self, h_BSD: Tensor, embedded_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> MoEOutput:
-        joined = torch.cat([self.embed_norm(embedded_BSD), self.hidden_norm(h_BSD)], dim=-1)
-        output = self.layer(self.proj(joined), cos_SP, sin_SP)
-        return output._replace(x_BSD=self.norm(output.x_BSD))
+    def segments(self) -> list[Segment]:
+        """Both inputs joined, then the layer's segments."""
+        return [Segment("embed", self.join, ("normed", "embedded"), ("x",)), *self.layer.segments()]
+
+    def join(self, h_BSD: Tensor, embedded_BSD: Tensor) -> Tensor:
+        """One hidden state of the state so far and the embedding of a later token."""
+        return self.proj(torch.cat([self.embed_norm(embedded_BSD), self.hidden_norm(h_BSD)], dim=-1))
+
+    def forward(
+        self,
+        h_BSD: Tensor,
+        embedded_BSD: Tensor,
+        cos_SP: Tensor,
+        sin_SP: Tensor,
+        execute: Executor = run_segments,
+    ) -> MoEOutput:
+        """The layer's output, which ``norm`` prepares for the head and for the next depth."""
+        tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
+        return MoEOutput(*execute(self.segments(), tensors, ("x", "loss", "stats", "counts")))
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:

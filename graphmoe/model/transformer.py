@@ -17,6 +17,7 @@ from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput
 from graphmoe.model.moe import ROUTER_STATS, Router
 from graphmoe.model.mtp import IGNORED, MtpLayer, shift_left
 from graphmoe.model.rope import rope_tables
+from graphmoe.segments import Executor, Segment, run_segments
 
 
 class LossOutput(NamedTuple):
@@ -45,6 +46,16 @@ class LossHead(nn.Module):
     def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """Mean cross-entropy of the next tokens, fp32 scalar."""
         return self.cross_entropy(self.norm(x_BSD), labels_BS)
+
+    def segments(self, norm: nn.Module | None = None) -> list[Segment]:
+        """The loss segment, with another final norm if one is given.
+
+        ``normed`` is what the prediction of later tokens starts from.
+        """
+        return [
+            Segment("loss", norm or self.norm, ("x",), ("normed",)),
+            Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",)),
+        ]
 
     def cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """Mean cross-entropy of normed hidden states; 0 where every label is ignored."""
@@ -78,18 +89,20 @@ class Transformer(nn.Module):
         x_BSD, _, _ = self.hidden(tokens_BS)
         return self.loss_head.logits(x_BSD)
 
-    def loss(self, tokens_BS: Tensor, labels_BS: Tensor) -> LossOutput:
+    def loss(self, tokens_BS: Tensor, labels_BS: Tensor, execute: Executor = run_segments) -> LossOutput:
         """Losses of a micro-batch; labels are the next tokens, -100 is ignored. No device sync."""
-        x_BSD, outputs, rope = self.hidden(tokens_BS)
-        h_BSD = self.loss_head.norm(x_BSD)
-        cross_entropy = self.loss_head.cross_entropy(h_BSD, labels_BS)
+        x_BSD, outputs, rope = self.hidden(tokens_BS, execute)
+        wanted = ("cross_entropy", "normed") if self.mtp else ("cross_entropy",)
+        cross_entropy, *normed = execute(self.loss_head.segments(), {"x": x_BSD, "labels": labels_BS}, wanted)
         mtp = cross_entropy.new_zeros(())
         for depth, layer in enumerate(self.mtp, start=1):
-            embedded_BSD = self.embed(shift_left(tokens_BS, depth, fill=0))
-            output = layer(h_BSD, embedded_BSD, *rope)
-            h_BSD = output.x_BSD
-            labels = shift_left(labels_BS, depth, fill=IGNORED)
-            mtp = mtp + self.loss_head.cross_entropy(h_BSD, labels) / len(self.mtp)
+            embedded_BSD = self._embed(shift_left(tokens_BS, depth, fill=0), execute)
+            output = layer(*normed, embedded_BSD, *rope, execute)
+            named = {"x": output.x_BSD, "labels": shift_left(labels_BS, depth, fill=IGNORED)}
+            wanted = ("cross_entropy", "normed") if depth < len(self.mtp) else ("cross_entropy",)
+            assert isinstance(layer, MtpLayer)
+            loss, *normed = execute(self.loss_head.segments(layer.norm), named, wanted)
+            mtp = mtp + loss / len(self.mtp)
             outputs.append(output)
         total = cross_entropy + self.config.mtp_loss_weight * mtp
         for output in outputs:
@@ -97,17 +110,23 @@ class Transformer(nn.Module):
         stats_L3, counts_LE = self._stack(outputs, tokens_BS.device)
         return LossOutput(total, cross_entropy.detach(), mtp.detach(), stats_L3, counts_LE)
 
-    def hidden(self, tokens_BS: Tensor) -> tuple[Tensor, list[MoEOutput], tuple[Tensor, Tensor]]:
+    def hidden(
+        self, tokens_BS: Tensor, execute: Executor = run_segments
+    ) -> tuple[Tensor, list[MoEOutput], tuple[Tensor, Tensor]]:
         """Hidden states before the final norm, the MoE layers' outputs, and the rotary tables."""
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
-        x_BSD, outputs = self.embed(tokens_BS), []
+        x_BSD, outputs = self._embed(tokens_BS, execute), []
         for layer in self.layers:
-            output = layer(x_BSD, *rope)
+            output = layer(x_BSD, *rope, execute)
             if isinstance(output, MoEOutput):
                 outputs.append(output)
                 output = output.x_BSD
             x_BSD = output
         return x_BSD, outputs, rope
+
+    def _embed(self, tokens_BS: Tensor, execute: Executor) -> Tensor:
+        (x_BSD,) = execute([Segment("embed", self.embed, ("tokens",), ("x",))], {"tokens": tokens_BS}, ("x",))
+        return x_BSD
 
     def rope(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosine and sine tables [S, P] in fp32, kept for the longest sequence seen."""

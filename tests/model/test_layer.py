@@ -83,9 +83,8 @@ def test_segments_have_the_names_and_the_order_of_the_vocabulary(name):
     assert names == sorted(names, key=SEGMENT_NAMES.index)
 
 
-def test_only_dispatch_and_combine_ask_for_the_stream_of_communication():
-    streams = {segment.name: segment.stream for segment in make_layer("moe").segments()}
-    assert {n for n, stream in streams.items() if stream == "comm"} == {"moe_dispatch", "moe_combine"}
+def test_with_one_rank_no_segment_asks_for_the_stream_of_communication():
+    assert {segment.stream for segment in make_layer("moe").segments()} == {"compute"}
 
 
 @every_layer

@@ -57,7 +57,7 @@ def written_out_mtp_loss(model, tokens, labels):
     for k, layer in enumerate(model.mtp, start=1):
         length = S - k
         embedded = model.embed(tokens[:, k:])
-        h = layer(h[:, :length], embedded, *(t[:length] for t in rope)).x_BSD
+        h = layer.norm(layer(h[:, :length], embedded, *(t[:length] for t in rope)).x_BSD)
         losses.append(mean_cross_entropy(model, h, labels[:, k:]))
     return torch.stack(losses).mean()
 
@@ -148,5 +148,5 @@ def test_a_depth_projects_the_normed_embedding_first_then_the_normed_state():
     rope = build_model(CONFIG).rope(S, torch.device("cpu"))
     normed = [x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (embedded, h)]
     joined = normed[0] @ half[0].T + normed[1] @ half[1].T
-    expected = layer.norm(layer.layer(joined.float(), *rope).x_BSD)
+    expected = layer.layer(joined.float(), *rope).x_BSD
     assert_forward_close(layer(h, embedded, *rope).x_BSD, expected)

@@ -1,0 +1,85 @@
+"""How a run executes the model's segments: eagerly, or compiled with the passes that it asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.config import ConfigError, ExpertsBackend, RunConfig
+from graphmoe.data.cache import cache_folder
+from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
+from graphmoe.segments import Executor, run_segments
+from passes import PassRunner, select_passes
+from runtime.compile_report import REPORT_FILE, to_text, write_report
+from runtime.compiled import CompiledSegments
+
+log = logging.getLogger(__name__)
+
+
+class Execution:
+    """The executor of a run, and what it remembers between starts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        gradient_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.experts = ""
+        """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
+        self._compiled = CompiledSegments(self._runner, gradient_of) if config.compile.enabled else None
+        self._dump: Path | None = None
+
+    def start(self, folder: Path, experts: str) -> Executor:
+        """The executor; ``experts`` is what a checkpoint remembers, or empty.
+
+        On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
+        cannot run.
+        """
+        if self._compiled is None:
+            return run_segments
+        self._dump = folder / "graphs" if self.config.passes.dump else None
+        self.experts = self._choose(experts)
+        return self._compiled
+
+    def report(self, folder: Path) -> None:
+        """Log the compile summary and write compile_report.json."""
+        if self._compiled is not None:
+            write_report(folder / REPORT_FILE, self._compiled)
+            for line in to_text(self._compiled.reports).splitlines():
+                log.info(line)
+
+    def _runner(self, trains: bool) -> PassRunner:
+        knobs: dict[str, dict[str, Any]] = {
+            "fuse_loss": {"needs_grad": trains},
+            "fuse_experts": {"backend": self.experts},
+        }
+        return PassRunner(select_passes(self.config.passes, knobs), self._dump)
+
+    def _choose(self, remembered: str) -> str:
+        model, requested = self.config.model, self.config.moe.experts
+        assert self.config.data.seq_len is not None
+        shape = MlpShape(
+            self.config.train.micro_batch_size * self.config.data.seq_len,
+            model.hidden_size,
+            model.expert_ffn_size,
+            model.num_experts,
+            model.top_k,
+            self.dtype,
+        )
+        folder = cache_folder(None)
+        if requested is ExpertsBackend.auto and remembered:
+            try:
+                return choose_backends(remembered, shape, self.device, folder, sync_free=False)
+            except ConfigError as error:
+                log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
+        # fp32 on a GPU has no products that never wait for the host but those of triton.
+        waits = self.dtype != torch.bfloat16 and requested is ExpertsBackend.torch
+        return choose_backends(requested.value, shape, self.device, folder, sync_free=not waits)

@@ -1,0 +1,100 @@
+"""Every private torch interface that the project uses, checked with torch 2.11 to 2.13.
+
+Each function says what it stands on; nothing else in the project imports a private name of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = [
+    "FakeTensorMode",
+    "cache_counts",
+    "compile_inference",
+    "fake_mode",
+    "joint_graph",
+    "make_fx",
+    "partition",
+]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode for tensors without data; torch's compile caches refuse one that has no ShapeEnv."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def joint_graph(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> fx.GraphModule:
+    """Forward and backward of a functional graph, in the operations that Inductor compiles.
+
+    Inputs are ``primals_*``, one for each fake, and ``tangents_*``, one for each output that requires
+    a gradient; outputs are those of the forward, then a gradient or None for each input. Node metadata
+    of the forward survives. (torch/_functorch/aot_autograd.py, used by torch's own higher order ops.)
+    """
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+
+    def run(*tensors: Tensor) -> Any:
+        return fx.Interpreter(forward).run(*tensors)
+
+    with mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
+        graph = aot_export_joint_simple(
+            run, tuple(fakes), trace_joint=True, decompositions=select_decomp_table()
+        )
+    assert isinstance(graph, fx.GraphModule)
+    return graph
+
+
+def partition(
+    joint: fx.GraphModule, num_outputs: int, static_inputs: Sequence[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward so that the fewest bytes are kept between them.
+
+    What is cheap to compute again is (torch/_functorch/partitioners.py, the cut of torch.compile).
+    ``static_inputs`` stay in memory anyway: parameters.
+    """
+    return min_cut_rematerialization_partition(
+        joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(static_inputs)
+    )
+
+
+def compile_inference(
+    graph: fx.GraphModule, fakes: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compile a graph without gradients by Inductor, through torch's FX and AOTAutograd caches.
+
+    (torch/_inductor/compile_fx.py: what ``torch._inductor.compile`` calls.)
+    """
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
+        return compile_fx(graph, list(fakes), config_patches=options)  # type: ignore[return-value]
+
+
+@contextmanager
+def cache_counts() -> Iterator[dict[str, int]]:
+    """Counts what torch's compile caches did inside the block; filled in at its end."""
+    names = {
+        "fx_hits": ("inductor", "fxgraph_cache_hit"),
+        "fx_misses": ("inductor", "fxgraph_cache_miss"),
+        "fx_bypasses": ("inductor", "fxgraph_cache_bypass"),
+        "aot_hits": ("aot_autograd", "autograd_cache_hit"),
+        "aot_misses": ("aot_autograd", "autograd_cache_miss"),
+        "aot_bypasses": ("aot_autograd", "autograd_cache_bypass"),
+    }
+    before = {name: counters[group][key] for name, (group, key) in names.items()}
+    counts: dict[str, int] = {}
+    try:
+        yield counts
+    finally:
+        counts.update({name: counters[group][key] - before[name] for name, (group, key) in names.items()})

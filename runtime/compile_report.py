@@ -1,0 +1,120 @@
+"""What compilation did: one table for people, one JSON document for tools."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from passes import PassReport
+from runtime.compiled import CompiledSegments, UnitReport
+
+REPORT_FILE = "compile_report.json"
+
+
+def write_report(path: Path, compiled: CompiledSegments) -> None:
+    """Write what was compiled so far."""
+    content = to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid())
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def to_json(reports: Sequence[UnitReport], recompiled: int, uuid: str) -> dict[str, Any]:
+    """The report's content; sizes in bytes of one unit of each kind, times in ms or s.
+
+    ``breaks`` is 0 in every report: a segment that cannot be one graph is an error.
+    """
+    cache: dict[str, int] = {}
+    for report in reports:
+        for name, count in report.cache.items():
+            cache[name] = cache.get(name, 0) + count
+    return {
+        "graphs": sum(report.graphs for report in reports),
+        "breaks": 0,
+        "recompiled": recompiled,
+        "seconds": sum(report.seconds for report in reports),
+        "cache": cache,
+        "passes_uuid": uuid,
+        "passes": {name: _total(rows) for name, rows in _by_pass(reports).items()},
+        "units": [
+            {
+                "unit": report.unit,
+                "for": _purpose(report),
+                "graphs": report.graphs,
+                "seconds": report.seconds,
+                "source": _source(report),
+                "used": report.shared_by,
+                "cache": report.cache,
+                "passes": [row.to_json() for row in report.passes],
+            }
+            for report in reports
+        ],
+    }
+
+
+def to_text(reports: Sequence[UnitReport]) -> str:
+    """Two tables: the compiled units, and what each pass did to those that are trained."""
+    units = Table(title="compiled units", title_justify="left")
+    for column in ("unit", "for", "used", "graphs", "seconds", "from"):
+        units.add_column(column, justify="left" if column in ("unit", "for", "from") else "right")
+    for report in reports:
+        units.add_row(
+            report.unit,
+            _purpose(report),
+            f"{report.shared_by}x",
+            str(report.graphs),
+            f"{report.seconds:.1f}",
+            _source(report),
+        )
+    passes = Table(title="passes, in the graphs for training", title_justify="left")
+    for column in ("pass", "matches", "operations", "kept for backward", "ms"):
+        passes.add_column(column, justify="left" if column == "pass" else "right")
+    trained = [report for report in reports if report.trains]
+    for name, rows in _by_pass(trained).items():
+        total = _total(rows)
+        kept = "-"
+        if total["saved_bytes_before"] is not None:
+            kept = f"{_mib(total['saved_bytes_before'])} -> {_mib(total['saved_bytes_after'])}"
+        operations = f"{total['nodes_before']} -> {total['nodes_after']}"
+        passes.add_row(name, str(total["matches"]), operations, kept, f"{total['ms']:.1f}")
+    console = Console(file=io.StringIO(), width=110)
+    console.print(units, passes)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def _by_pass(reports: Sequence[UnitReport]) -> dict[str, list[PassReport]]:
+    rows: dict[str, list[PassReport]] = {}
+    for report in reports:
+        for row in report.passes:
+            rows.setdefault(row.name, []).append(row)
+    return rows
+
+
+def _total(rows: Sequence[PassReport]) -> dict[str, Any]:
+    """Sums over the units; operations and bytes of those that the pass changed."""
+    changed = [row for row in rows if row.matches]
+    measured = [row for row in changed if row.saved_bytes_before is not None]
+    return {
+        "matches": sum(row.matches for row in rows),
+        "nodes_before": sum(row.nodes_before for row in changed),
+        "nodes_after": sum(row.nodes_after for row in changed),
+        "saved_bytes_before": sum(row.saved_bytes_before or 0 for row in measured) if measured else None,
+        "saved_bytes_after": sum(row.saved_bytes_after or 0 for row in measured) if measured else None,
+        "ms": sum(row.ms for row in rows),
+    }
+
+
+def _purpose(report: UnitReport) -> str:
+    return "training" if report.trains else "inference"
+
+
+def _source(report: UnitReport) -> str:
+    return "compiled" if report.cache.get("fx_misses") or report.cache.get("fx_bypasses") else "cache"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

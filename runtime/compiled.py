@@ -1,0 +1,173 @@
+"""CompiledSegments: runs a model's segments as compiled units, in the place of ``run_segments``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.segments import Segment
+from graphmoe.torch_compat import cache_counts
+from passes import PassReport, PassRunner
+from runtime.tracing import fakes_of
+from runtime.unit_code import UnitCode
+from runtime.unit_graphs import unit_graphs
+from runtime.units import BoundUnit, Unit, units_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class UnitReport:
+    """One compiled unit."""
+
+    unit: str
+    trains: bool
+    graphs: int
+    """Compiled graphs: forward, and for training the gradients of inputs and of weights."""
+    seconds: float
+    cache: dict[str, int]
+    """What torch's compile caches did."""
+    passes: list[PassReport]
+    shared_by: int = 1
+    """Places in the model that run this code."""
+
+
+@dataclass
+class _Place:
+    """A unit at one place of the model."""
+
+    bound: BoundUnit
+    gradients: list[Tensor]
+    """Where each parameter's gradient is added; empty where autograd gets it."""
+    codes: dict[tuple[Any, ...], UnitCode] = field(default_factory=dict)
+    """By the shapes of what it reads, and whether gradients are wanted."""
+
+
+class CompiledSegments:
+    """Called like ``graphmoe.segments.run_segments``; compiles each unit at its first call.
+
+    Units that compute the same function of tensors with the same shapes share one compilation.
+    A later call with other shapes compiles again and says so.
+    """
+
+    def __init__(
+        self,
+        runner: Callable[[bool], PassRunner],
+        gradient_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._runner = runner
+        """Makes the passes for training (True) or inference (False)."""
+        self._gradient_of = gradient_of
+        """The fp32 tensor that a parameter's gradient is added to; None leaves gradients to autograd."""
+        self._places: dict[tuple[Any, ...], list[_Place]] = {}
+        self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
+        self.reports: list[UnitReport] = []
+        self.recompiled = 0
+        """Units compiled for a second set of shapes."""
+
+    def passes_uuid(self) -> str:
+        """Hash of the passes for training, their sources and parameters."""
+        return self._runner(True).uuid()
+
+    def __call__(
+        self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        values = dict(tensors)
+        for place in self._places_of(segments, keep):
+            # A slice has strides of its own, which would need code of its own.
+            read = [values[name].contiguous() for name in place.bound.unit.reads]
+            results = self._code(place, read)([*place.bound.tensors, *read], place.gradients)
+            values.update(zip(place.bound.unit.writes, results, strict=True))
+        return tuple(values[name] for name in keep)
+
+    def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place]:
+        key = (*(_identity(segment) for segment in segments), keep)
+        if key not in self._places:
+            self._places[key] = [self._place(BoundUnit.of(unit)) for unit in units_of(segments, keep)]
+        return self._places[key]
+
+    def _place(self, bound: BoundUnit) -> _Place:
+        parameters = bound.tensors[: bound.num_parameters]
+        return _Place(bound, [self._gradient_of(p) for p in parameters] if self._gradient_of else [])
+
+    def _code(self, place: _Place, read: list[Tensor]) -> UnitCode:
+        trains = torch.is_grad_enabled()
+        shapes = (trains, *((t.shape, t.dtype, t.requires_grad) for t in read))
+        code = place.codes.get(shapes)
+        if code is None:
+            code = place.codes[shapes] = self._shared_code(place, read, trains)
+        return code
+
+    def _shared_code(self, place: _Place, read: list[Tensor], trains: bool) -> UnitCode:
+        bound = place.bound
+        tensors = [*bound.tensors, *read]
+        key = (bound.fingerprint(), trains, *(_signature(tensor) for tensor in tensors))
+        if key in self._codes:
+            code, report = self._codes[key]
+            report.shared_by += 1
+            return code
+        for shapes in place.codes:
+            if shapes[0] == trains:
+                self.recompiled += 1
+                log.warning(
+                    "%s is compiled again: %s", bound.unit.name, _changes(bound.unit, shapes[1:], read)
+                )
+                break
+        code, report = self._compile(bound, tensors, trains)
+        self._codes[key] = code, report
+        self.reports.append(report)
+        return code
+
+    def _compile(self, bound: BoundUnit, tensors: list[Tensor], trains: bool) -> tuple[UnitCode, UnitReport]:
+        unit = bound.unit
+        started = time.perf_counter()
+        with cache_counts() as cache:
+            graphs = unit_graphs(
+                bound.run,
+                fakes_of(tensors),
+                num_weights=bound.num_parameters,
+                trains=trains,
+                runner=self._runner(trains),
+                name=unit.name,
+                segments=tuple(segment.name for segment in unit.segments),
+            )
+            code = UnitCode(graphs, accumulates=self._gradient_of is not None)
+        seconds = time.perf_counter() - started
+        report = UnitReport(unit.name, trains, code.num_graphs, seconds, cache, graphs.reports)
+        log.info(
+            "compiled %s for %s: %d graphs in %.1f s",
+            unit.name,
+            "training" if trains else "inference",
+            code.num_graphs,
+            seconds,
+        )
+        return code, report
+
+
+def _identity(segment: Segment) -> tuple[Any, ...]:
+    owner = getattr(segment.run, "__self__", None)
+    return (
+        segment.name,
+        segment.reads,
+        segment.writes,
+        id(segment.run) if owner is None else (id(owner), segment.run.__name__),
+    )
+
+
+def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:
+    """Which tensors differ from those of an earlier call."""
+    lines = []
+    for name, (shape, dtype, requires_grad), tensor in zip(unit.reads, shapes, read, strict=True):
+        if (shape, dtype, requires_grad) != (tensor.shape, tensor.dtype, tensor.requires_grad):
+            lines.append(f"{name} was {dtype} {list(shape)} and is {tensor.dtype} {list(tensor.shape)}")
+    return ", ".join(lines) or "the layout of a tensor changed"
+
+
+def _signature(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

@@ -1,0 +1,154 @@
+"""From a unit to the graphs that are compiled: forward F, input gradients I, weight gradients W.
+
+trace the forward -> passes -> trace forward and backward together -> cut them where the fewest bytes
+are kept -> cut the backward into I and W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from graphmoe.torch_compat import FakeTensorMode, joint_graph, partition
+from passes import PassReport, PassRunner
+from passes.split_backward import VIEWS, SplitBackward, split_backward
+from runtime.tracing import trace_forward
+
+
+@dataclass
+class UnitGraphs:
+    """The graphs of one unit and how they fit together. All tensors are positional."""
+
+    forward: fx.GraphModule
+    """Inputs -> outputs, then the intermediate results that the backward keeps."""
+    num_outputs: int
+    differentiable: tuple[bool, ...]
+    """Which outputs require a gradient."""
+    kept_inputs: tuple[int, ...] = ()
+    """Inputs that the backward reads."""
+    backward: SplitBackward | None = None
+    """Takes (kept inputs, kept results, gradients of the differentiable outputs); None for inference."""
+    input_gradients: tuple[int, ...] = ()
+    """Inputs whose gradients I returns, in its order."""
+    weight_gradients: tuple[int, ...] = ()
+    """Inputs whose gradients W returns."""
+    reports: list[PassReport] = field(default_factory=list)
+
+
+def unit_graphs(
+    run: Callable[..., tuple[Tensor, ...]],
+    fakes: Sequence[Tensor],
+    *,
+    num_weights: int,
+    trains: bool,
+    runner: PassRunner,
+    name: str,
+    segments: tuple[str, ...] = (),
+) -> UnitGraphs:
+    """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters."""
+    forward = trace_forward(run, fakes)
+    differentiable = _differentiable(forward, fakes) if trains else ()
+    if not any(differentiable):
+        reports = runner.run("forward", forward, name, segments)
+        return UnitGraphs(
+            forward, len(_outputs(forward)), tuple(False for _ in _outputs(forward)), reports=reports
+        )
+    static = range(num_weights)
+
+    def saved_bytes(module: fx.GraphModule) -> int:
+        cut, _ = partition(joint_graph(module, fakes), len(differentiable), static)
+        return bytes_kept(cut, len(differentiable))
+
+    reports = runner.run("forward", forward, name, segments, saved_bytes)
+    joint = joint_graph(forward, fakes)
+    reports += runner.run("joint", joint, name, segments)
+    cut_forward, cut_backward = partition(joint, len(differentiable), static)
+    graphs = _joined(cut_forward, cut_backward, differentiable, fakes, num_weights, runner)
+    assert graphs.backward is not None
+    graphs.reports = [*reports, *runner.split_report(cut_backward, graphs.backward, name)]
+    return graphs
+
+
+def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
+    """Bytes of the intermediate results that a forward graph keeps; views of one tensor count once."""
+    storages: dict[int, int] = {}
+    for node in _outputs(forward)[num_outputs:]:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, Tensor) and node.op != "placeholder":
+            root = _root(node)
+            if root.op != "placeholder":
+                storages[id(root)] = max(storages.get(id(root), 0), value.untyped_storage().nbytes())
+    return sum(storages.values())
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name.removeprefix("aten::") in VIEWS
+    ):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _outputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [*next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]]
+
+
+def _differentiable(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> tuple[bool, ...]:
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    with mode, torch.enable_grad():
+        return tuple(output.requires_grad for output in fx.Interpreter(forward).run(*fakes))
+
+
+def _joined(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    differentiable: tuple[bool, ...],
+    fakes: Sequence[Tensor],
+    num_weights: int,
+    runner: PassRunner,
+) -> UnitGraphs:
+    inputs = {node: i for i, node in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")}
+    count = len(differentiable)
+    results, kept = _outputs(forward)[:count], _outputs(forward)[count:]
+    kept_inputs = [node for node in kept if node in inputs]
+    kept_results = [node for node in kept if node not in inputs]
+    _reorder_placeholders(backward, [node.name for node in (*kept_inputs, *kept_results)])
+    _set_outputs(forward, [*results, *kept_results])
+    # A parameter that the unit's module holds and the unit does not use has no gradient.
+    gradients = _outputs(backward)
+    needed = [i for i, fake in enumerate(fakes) if fake.requires_grad and gradients[i] is not None]
+    _set_outputs(backward, [gradients[i] for i in needed])
+    of_weights = [i for i in needed if i < num_weights]
+    splits = runner.splits_backward
+    as_weights = range(len(of_weights)) if splits else ()
+    return UnitGraphs(
+        forward,
+        count,
+        differentiable,
+        tuple(inputs[node] for node in kept_inputs),
+        split_backward(backward, as_weights),
+        tuple(needed[len(of_weights) if splits else 0 :]),
+        tuple(of_weights if splits else ()),
+    )
+
+
+def _set_outputs(module: fx.GraphModule, outputs: list[fx.Node]) -> None:
+    node = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    node.args = (tuple(outputs),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _reorder_placeholders(module: fx.GraphModule, first: list[str]) -> None:
+    """Put the named placeholders first, in that order; the others, gradients, stay behind them."""
+    by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    rest = [node for name, node in by_name.items() if name not in set(first)]
+    anchor = next(node for node in module.graph.nodes if node.op != "placeholder")
+    for node in [*(by_name[name] for name in first), *rest]:
+        anchor.prepend(node)
+    module.recompile()

@@ -1,0 +1,164 @@
+"""Compile units: maximal runs of neighbouring segments, and what makes two of them the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.segments import Segment
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring segments that are compiled as one graph."""
+
+    segments: tuple[Segment, ...]
+    reads: tuple[str, ...]
+    """Tensors that come from outside."""
+    writes: tuple[str, ...]
+    """Tensors that are needed after it."""
+
+    @property
+    def name(self) -> str:
+        """The names of its first and last segment, such as ``attn..moe_combine``."""
+        first, last = self.segments[0].name, self.segments[-1].name
+        return first if first == last else f"{first}..{last}"
+
+
+def units_of(segments: Sequence[Segment], keep: Sequence[str]) -> list[Unit]:
+    """Cut a list of segments where the stream changes; ``keep`` names what is wanted at the end."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        if groups and groups[-1][-1].stream == segment.stream:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    units: list[Unit] = []
+    wanted = set(keep)
+    for group in reversed(groups):
+        written = {name for segment in group for name in segment.writes}
+        reads = _reads(group)
+        units.append(Unit(tuple(group), reads, tuple(sorted(written & wanted))))
+        wanted = (wanted - written) | set(reads)
+    return units[::-1]
+
+
+def _reads(group: Sequence[Segment]) -> tuple[str, ...]:
+    reads: dict[str, None] = {}
+    written: set[str] = set()
+    for segment in group:
+        reads.update((name, None) for name in segment.reads if name not in written)
+        written.update(segment.writes)
+    return tuple(reads)
+
+
+@dataclass(frozen=True)
+class BoundUnit:
+    """A unit with the tensors that its modules hold."""
+
+    unit: Unit
+    owners: tuple[nn.Module | None, ...]
+    """The module behind each segment; None for a plain function."""
+    names: tuple[tuple[int, str], ...]
+    """(segment, name) of each parameter and buffer, parameters first."""
+    tensors: tuple[Tensor, ...]
+    num_parameters: int
+
+    @classmethod
+    def of(cls, unit: Unit) -> BoundUnit:
+        owners = tuple(_owner(segment.run) for segment in unit.segments)
+        found: dict[str, dict[tuple[int, str], Tensor]] = {"parameters": {}, "buffers": {}}
+        for i, owner in enumerate(owners):
+            if owner is not None:
+                found["parameters"].update({(i, name): p for name, p in owner.named_parameters()})
+                found["buffers"].update({(i, name): b for name, b in owner.named_buffers()})
+        names = (*found["parameters"], *found["buffers"])
+        tensors = (*found["parameters"].values(), *found["buffers"].values())
+        return cls(unit, owners, names, tensors, len(found["parameters"]))
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The unit as a pure function of (parameters, buffers, what it reads)."""
+        held, read = tensors[: len(self.names)], tensors[len(self.names) :]
+        values = dict(zip(self.unit.reads, read, strict=True))
+        for i, (segment, owner) in enumerate(zip(self.unit.segments, self.owners, strict=True)):
+            own = {name: t for (j, name), t in zip(self.names, held, strict=True) if j == i}
+            with torch.fx.traceback.annotate({"segment": segment.name}):
+                results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
+            if isinstance(results, Tensor):
+                results = (results,)
+            values.update(zip(segment.writes, results, strict=True))
+        return tuple(values[name] for name in self.unit.writes)
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal for two units that compute the same function of their tensors."""
+        segments = tuple((s.name, s.reads, s.writes, _name_of(s.run)) for s in self.unit.segments)
+        return segments, self.unit.reads, self.unit.writes, tuple(map(_description, self.owners)), self.names
+
+
+def _owner(run: Callable[..., Any]) -> nn.Module | None:
+    if isinstance(run, nn.Module):
+        return run
+    owner = getattr(run, "__self__", None)
+    assert owner is None or isinstance(owner, nn.Module), run
+    return owner
+
+
+def _name_of(run: Callable[..., Any]) -> str:
+    if isinstance(run, nn.Module):
+        return "forward"
+    assert isinstance(run, types.FunctionType | types.MethodType), run
+    return f"{run.__module__}.{run.__qualname__}"
+
+
+class _Method(nn.Module):
+    """Lets a method that is not ``forward`` be called with other parameters."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+
+    def forward(self, *arguments: Tensor) -> Any:
+        return getattr(self.owner, self.name)(*arguments)
+
+
+def _call(
+    run: Callable[..., Any], owner: nn.Module | None, held: dict[str, Tensor], arguments: list[Tensor]
+) -> Any:
+    if owner is None:
+        return run(*arguments)
+    if run is owner:
+        return torch.func.functional_call(owner, held, tuple(arguments))
+    method = _Method(owner, run.__name__)
+    named = {f"owner.{name}": tensor for name, tensor in held.items()}
+    return torch.func.functional_call(method, named, tuple(arguments))
+
+
+def _description(module: nn.Module | None) -> tuple[Any, ...]:
+    """What a module computes with, apart from its tensors; an attribute not understood makes it unique."""
+    if module is None:
+        return ()
+    skipped = set(nn.Module().__dict__)  # tensors, submodules and hooks
+    attributes = tuple(
+        (name, _plain(value, module))
+        for name, value in sorted(module.__dict__.items())
+        if name not in skipped
+    )
+    children = tuple((name, _description(child)) for name, child in module.named_children())
+    return type(module).__module__, type(module).__qualname__, attributes, children
+
+
+def _plain(value: Any, module: nn.Module) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | enum.Enum | torch.dtype):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_plain(item, module) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tuple(_plain(getattr(value, f.name), module) for f in dataclasses.fields(value))
+    return id(module)

@@ -1,0 +1,161 @@
+"""Compiled segments: the numbers of the plain model, one compilation for layers alike, torch's caches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from graphmoe.model import build_model
+from passes import PassRunner, select_passes
+from runtime.compiled import CompiledSegments
+from tests.runs import ROOT, config
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+OVERRIDES = (
+    "model.aux_loss=sequence",
+    "model.aux_loss_coef=0.1",
+    "model.z_loss_coef=0.1",
+    "model.mtp_depth=1",
+)
+
+
+def model_of(*overrides: str) -> nn.Module:
+    run = config(*OVERRIDES, *overrides)
+    return build_model(run.model, device=torch.device("cpu"), dtype=torch.float32, seed=0, execution=run.moe)
+
+
+def batch(seq_len: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 64, (2, seq_len + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def executor(*overrides: str) -> CompiledSegments:
+    passes = config(*overrides).passes
+    return CompiledSegments(
+        lambda trains: PassRunner(select_passes(passes, {"fuse_loss": {"needs_grad": trains}}))
+    )
+
+
+def gradients(model: nn.Module, *execute: CompiledSegments):
+    model.zero_grad()
+    output = model.loss(*batch(), *execute)
+    output.total.backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledSegments:
+    """An executor that has run one step and one validation of a four-layer model."""
+    made = executor()
+    model = model_of("model.num_layers=4")
+    with torch._functorch.config.patch(strict_autograd_cache=True):
+        gradients(model, made)
+        with torch.no_grad():
+            model.loss(*batch(), made)
+    return made
+
+
+def test_losses_and_every_gradient_are_those_of_the_plain_model(compiled):
+    model = model_of("model.num_layers=4")
+    expected, of_plain = gradients(model)
+    output, of_compiled = gradients(model, compiled)
+    for name in ("total", "cross_entropy", "mtp", "stats_L3"):
+        assert_forward_close(getattr(output, name), getattr(expected, name))
+    assert output.counts_LE.equal(expected.counts_LE)
+    assert of_compiled.keys() == of_plain.keys()
+    for name, gradient in of_compiled.items():
+        assert_gradient_close(gradient, of_plain[name])
+
+
+def test_validation_runs_graphs_of_its_own_that_keep_nothing(compiled):
+    model = model_of("model.num_layers=4")
+    with torch.no_grad():
+        assert_forward_close(model.loss(*batch(), compiled).total, model.loss(*batch()).total)
+    assert {report.graphs for report in compiled.reports if not report.trains} == {1}
+
+
+def test_layers_alike_share_one_compilation(compiled):
+    used = {report.unit: report.shared_by for report in compiled.reports if report.trains}
+    assert used["attn..moe_combine"] == 3 * used["attn..mlp"] > 0
+
+
+def test_nothing_is_compiled_after_the_first_step(compiled):
+    model = model_of("model.num_layers=4")
+    gradients(model, compiled)
+    before = len(compiled.reports)
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        for _ in range(3):
+            gradients(model, compiled)
+    finally:
+        torch.compiler.set_stance("default")
+    assert len(compiled.reports) == before and not compiled.recompiled
+
+
+def test_another_shape_compiles_again_and_says_which_tensor_changed(caplog):
+    made = executor()
+    head = model_of().loss_head
+    for seq_len in (4, 4, 5):
+        tensors = {"x": torch.randn(2, seq_len, 16), "labels": torch.zeros(2, seq_len, dtype=torch.long)}
+        with torch.no_grad():
+            made(head.segments(), tensors, ("cross_entropy",))
+    assert made.recompiled == 1
+    assert (
+        "loss is compiled again: x was torch.float32 [2, 4, 16] and is torch.float32 [2, 5, 16]"
+        in caplog.text
+    )
+
+
+def test_no_cache_of_torch_is_bypassed(compiled):
+    for report in compiled.reports:
+        assert report.cache["fx_bypasses"] == report.cache["aot_bypasses"] == 0, report.unit
+        assert report.cache["fx_hits"] + report.cache["fx_misses"] == report.graphs, report.unit
+
+
+SECOND_PROCESS = """
+import json, torch
+torch.set_num_threads(1)
+from tests.runtime.test_compiled import executor, gradients, model_of
+made = executor()
+with torch._functorch.config.patch(strict_autograd_cache=True):
+    gradients(model_of("model.num_layers=4"), made)
+rows = [[r.unit, r.cache, [[p.name, p.matches, p.nodes_after] for p in r.passes]] for r in made.reports]
+print(json.dumps([made.passes_uuid(), rows]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_everything_in_the_caches_and_reports_the_same_passes(compiled):
+    line = [sys.executable, "-c", SECOND_PROCESS]
+    run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    uuid, rows = json.loads(run.stdout.splitlines()[-1])
+    assert uuid == compiled.passes_uuid()
+    first = [report for report in compiled.reports if report.trains]
+    assert [unit for unit, _, _ in rows] == [report.unit for report in first]
+    for (unit, cache, passes), report in zip(rows, first, strict=True):
+        assert cache["fx_misses"] == cache["aot_misses"] == 0 < cache["fx_hits"], unit
+        assert passes == [[p.name, p.matches, p.nodes_after] for p in report.passes]
+
+
+def test_the_bytes_that_the_report_counts_are_those_that_the_forward_keeps(compiled):
+    for code, report in compiled._codes.values():
+        fusions = [row for row in report.passes if row.saved_bytes_after is not None]
+        if not (report.trains and fusions):
+            continue
+        nodes = code.graphs.forward.graph.find_nodes(op="placeholder")
+        inputs = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in nodes]
+        with torch.no_grad():
+            results = code.graphs.forward(*inputs)
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}
+        kept = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in results[code.graphs.num_outputs :]
+        }
+        measured = sum(size for pointer, size in kept.items() if pointer not in held)
+        assert measured == fusions[-1].saved_bytes_after > 0, report.unit

@@ -1,6 +1,11 @@
-"""Routing plan and row movement: tokens to expert order and back, in plain PyTorch.
+"""Routing plan and row movement: tokens to expert order and back.
 
 Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows (T * K), D hidden.
+
+The model calls `routing_plan`, `permute` and `unpermute`, in plain PyTorch. The passes put the ops
+``torch.ops.graphmoe.{routing_plan, permute, unpermute}`` in their place: Triton kernels on a GPU, the
+same arithmetic in PyTorch on a CPU and for fp64. The ops also know slots that are not routed here
+(row -1), buffers longer than their live rows (then R > T * K), and weights in the sum.
 """
 
 from __future__ import annotations
@@ -83,3 +88,152 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None, None]:
         return permute(dx_TD, *ctx.saved_tensors), None, None
+
+
+@torch.library.custom_op("graphmoe::routing_plan", mutates_args=())
+def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """counts_E, ends_E, row_TK, slot_R of `routing_plan`, all int32.
+
+    An id out of range is a slot that is not routed here: it gets row -1 and is not counted. The dead
+    rows at the end of slot_R hold those slots, in order, so that every entry is a slot.
+    """
+    if expert_TK.is_cuda:
+        from graphmoe.ops import routing_plan_kernels
+
+        return routing_plan_kernels.routing_plan(expert_TK, num_experts)
+    expert_R = expert_TK.reshape(-1).long()
+    live_R = (expert_R >= 0) & (expert_R < num_experts)
+    bucket_R = torch.where(live_R, expert_R, num_experts)
+    slot_R = bucket_R.argsort(stable=True)
+    rows_R = torch.arange(len(expert_R), device=expert_R.device)
+    row_R = torch.empty_like(expert_R).scatter_(0, slot_R, rows_R)
+    row_TK = torch.where(live_R, row_R, -1).int().view(expert_TK.shape)
+    ones_R = torch.ones_like(bucket_R, dtype=torch.int32)
+    counts_E = ones_R.new_zeros(num_experts + 1).scatter_add_(0, bucket_R, ones_R)[:num_experts].clone()
+    return counts_E, counts_E.cumsum(0, dtype=torch.int32), row_TK, slot_R.int()
+
+
+@torch.library.custom_op("graphmoe::permute", mutates_args=())
+def _permute_op(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor) -> Tensor:
+    """The token of each live row -> [R, D]; each token is read once."""
+    return _rows_of_tokens(x_TD, slot_R, row_TK, ends_E, None)
+
+
+@torch.library.custom_op("graphmoe::unpermute", mutates_args=())
+def _unpermute_op(
+    y_RD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
+) -> Tensor:
+    """Sum over k, in order, of weight[t, k] * y[row[t, k]] -> [T, D] in the dtype of y, added in fp32."""
+    if _has_kernel(y_RD):
+        from graphmoe.ops import permute_kernels
+
+        return permute_kernels.sum_rows(y_RD, row_TK, weight_TK)
+    sum_TD = y_RD.new_zeros(len(row_TK), y_RD.shape[1], dtype=_accumulator(y_RD))
+    for k, row_T in enumerate(row_TK.unbind(1)):
+        term_TD = y_RD[row_T.clamp(min=0)].to(sum_TD.dtype)
+        if weight_TK is not None:
+            term_TD = term_TD * weight_TK[:, k : k + 1].to(sum_TD.dtype)
+        sum_TD = sum_TD + term_TD.masked_fill(row_T.unsqueeze(1) < 0, 0)
+    return sum_TD.to(y_RD.dtype)
+
+
+@torch.library.custom_op("graphmoe::unpermute_dgrad", mutates_args=())
+def _unpermute_dgrad_op(
+    dx_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
+) -> Tensor:
+    """weight[t, k] * dx[t] of the slot of each live row -> [R, D]."""
+    return _rows_of_tokens(dx_TD, slot_R, row_TK, ends_E, weight_TK)
+
+
+@torch.library.custom_op("graphmoe::unpermute_weight_grad", mutates_args=())
+def _unpermute_weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """<dx[t], y[row[t, k]]> -> [T, K] fp32 (fp64 for fp64); 0 where a slot has no row here."""
+    if _has_kernel(y_RD) and dx_TD.dtype == y_RD.dtype:
+        from graphmoe.ops import permute_kernels
+
+        return permute_kernels.dot_rows(dx_TD, y_RD, row_TK)
+    dx_TD = dx_TD.to(_accumulator(y_RD))
+    products_T = [(dx_TD * y_RD[row_T.clamp(min=0)]).sum(1) for row_T in row_TK.unbind(1)]
+    return torch.stack(products_T, 1).masked_fill(row_TK < 0, 0)
+
+
+def _rows_of_tokens(
+    x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
+) -> Tensor:
+    """Each live row's token (times its weight) -> [R, D]; dead rows are NaN here, unwritten by the kernel."""
+    if _has_kernel(x_TD):
+        from graphmoe.ops import permute_kernels
+
+        return permute_kernels.spread_rows(x_TD, row_TK, weight_TK, len(slot_R))
+    if row_TK.numel() == 0:
+        return x_TD.new_full((len(slot_R), x_TD.shape[1]), float("nan"))
+    slot_R = slot_R.long().clamp(0, row_TK.numel() - 1)  # anything may stand in dead rows
+    y_RD = x_TD[slot_R // row_TK.shape[1]]
+    if weight_TK is not None:
+        y_RD = (y_RD * weight_TK.reshape(-1, 1)[slot_R].to(_accumulator(y_RD))).to(y_RD.dtype)
+    dead_R = torch.arange(len(slot_R), device=slot_R.device) >= ends_E[-1]
+    return y_RD.masked_fill_(dead_R.unsqueeze(1), float("nan"))  # so that a reader of dead rows is seen
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@_plan_op.register_fake
+def _(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def empty(*shape: int) -> Tensor:
+        return expert_TK.new_empty(shape, dtype=torch.int32)
+
+    return empty(num_experts), empty(num_experts), empty(*expert_TK.shape), empty(expert_TK.numel())
+
+
+@_permute_op.register_fake
+def _(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor) -> Tensor:
+    return x_TD.new_empty(slot_R.shape[0], x_TD.shape[1])
+
+
+@_unpermute_op.register_fake
+def _(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None) -> Tensor:
+    return y_RD.new_empty(row_TK.shape[0], y_RD.shape[1])
+
+
+@_unpermute_dgrad_op.register_fake
+def _(dx_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None) -> Tensor:
+    return dx_TD.new_empty(slot_R.shape[0], dx_TD.shape[1])
+
+
+@_unpermute_weight_grad_op.register_fake
+def _(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
+    return y_RD.new_empty(row_TK.shape, dtype=_accumulator(y_RD))
+
+
+def _save_plan(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _permute_backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, None, None, None]:
+    return torch.ops.graphmoe.unpermute(dy_RD, *ctx.saved_tensors, None), None, None, None
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y_RD, slot_R, row_TK, ends_E, weight_TK = inputs
+    # Only the gradient of the weights reads the rows.
+    ctx.save_for_backward(None if weight_TK is None else y_RD, slot_R, row_TK, ends_E, weight_TK)
+
+
+def _unpermute_backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, None, None, None, Tensor | None]:
+    y_RD, slot_R, row_TK, ends_E, weight_TK = ctx.saved_tensors
+    dy_RD = dweight_TK = None
+    if ctx.needs_input_grad[0]:
+        dy_RD = torch.ops.graphmoe.unpermute_dgrad(dx_TD, slot_R, row_TK, ends_E, weight_TK)
+    if ctx.needs_input_grad[4]:
+        dweight_TK = torch.ops.graphmoe.unpermute_weight_grad(dx_TD, y_RD, row_TK).to(weight_TK.dtype)
+    return dy_RD, None, None, None, dweight_TK
+
+
+_permute_op.register_autograd(_permute_backward, setup_context=_save_plan)
+_unpermute_op.register_autograd(_unpermute_backward, setup_context=_save_rows)

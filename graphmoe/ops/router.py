@@ -27,7 +27,7 @@ def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
     """
     if config.num_groups > 1:
         choice_TE = _keep_best_groups(config, choice_TE)
-    return _top(choice_TE, config.top_k).int()
+    return top_indices(choice_TE, config.top_k).int()
 
 
 def slot_weights(config: ModelConfig, logits_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
@@ -90,17 +90,26 @@ def entropy(scores_TE: Tensor) -> Tensor:
 
 def _keep_best_groups(config: ModelConfig, choice_TE: Tensor) -> Tensor:
     """The choices with -inf at every expert outside the best groups."""
-    choice_TGE = choice_TE.unflatten(-1, (config.num_groups, -1))
-    if config.group_score is GroupScore.max:
+    best = {
+        GroupScore.max: None,
+        GroupScore.top2_sum: 2,
+        GroupScore.topk_sum: config.top_k // config.topk_groups,
+    }[config.group_score]
+    return keep_best_groups(choice_TE, config.num_groups, config.topk_groups, best)
+
+
+def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best: int | None) -> Tensor:
+    """The choices with -inf outside the groups with the largest sums of their ``best`` choices, or maxima."""
+    choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
+    if best is None:
         score_TG = choice_TGE.amax(dim=-1)
     else:
-        per_group = 2 if config.group_score is GroupScore.top2_sum else config.top_k // config.topk_groups
-        score_TG = choice_TGE.sort(dim=-1, descending=True).values[..., :per_group].sum(dim=-1)
+        score_TG = choice_TGE.sort(dim=-1, descending=True).values[..., :best].sum(dim=-1)
     kept_TG = torch.zeros_like(score_TG, dtype=torch.bool)
-    kept_TG = kept_TG.scatter(1, _top(score_TG, config.topk_groups), True)
+    kept_TG = kept_TG.scatter(1, top_indices(score_TG, topk_groups), True)
     return choice_TGE.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-def _top(values: Tensor, k: int) -> Tensor:
+def top_indices(values: Tensor, k: int) -> Tensor:
     """Indices of the k largest of the last axis; unlike torch.topk, ties go to the lower index."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]

@@ -1,0 +1,253 @@
+"""Which backend runs the forward, the row gradients and the weight gradients of the grouped MLP.
+
+``moe.experts=auto`` times the capable backends once for each shape and device, each direction by itself, on a
+natural routing, and remembers the answer in a file: another choice would change sums, and a resumed run must
+be bitwise equal. Several ranks must take one rank's answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphmoe.config import ConfigError
+from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS
+from graphmoe.ops.grouped_mlp.vendors import DTYPES, KEY, PACKAGES, is_installed, missing_package
+
+log = logging.getLogger(__name__)
+FILE = "grouped_mlp_backends.json"
+"""Name of the file of remembered answers in the folder that the caller gives."""
+WARM_UPS, REPEATS = 3, 10
+
+
+@dataclass(frozen=True)
+class MlpShape:
+    """What the speed of the grouped MLP depends on."""
+
+    tokens: int
+    hidden: int
+    width: int
+    """Of one expert."""
+    experts: int
+    """On this rank."""
+    top_k: int
+    dtype: torch.dtype
+
+
+Measure = Callable[[str, str, MlpShape, torch.device], float]
+"""(backend, direction, shape, device) -> milliseconds; may raise what a backend raises."""
+
+
+def choose_backends(
+    requested: str,
+    shape: MlpShape,
+    device: torch.device,
+    remembered: Path | None,
+    *,
+    sync_free: bool = True,
+    installed: Callable[[str], bool] = is_installed,
+    measure: Measure | None = None,
+) -> str:
+    """The backends as "forward,dgrad,wgrad": ``auto`` resolved, anything else checked.
+
+    ``requested`` is auto, one of `BACKENDS`, or three of those. ``remembered`` is the folder of the file of
+    answers; None measures and keeps nothing. ``sync_free`` leaves out what waits for the host. Launches
+    kernels and waits for them where it measures, so never call it inside a capture.
+    Raises ConfigError naming the key, the value and what would work.
+    """
+    reasons = {name: _reason_against(name, shape, device, sync_free, installed) for name in BACKENDS}
+    if requested != "auto":
+        return _checked(requested, reasons, installed)
+    names = [name for name, reason in reasons.items() if reason is None and _has_package(name, installed)]
+    if not names:
+        raise ConfigError(
+            f"{KEY}=auto finds no backend: " + "; ".join(f"{n} {r}" for n, r in reasons.items())
+        )
+    if len(names) == 1:
+        return ",".join(names * len(DIRECTIONS))
+    key = _key(shape, device, names)
+    known = _read(remembered)
+    if key not in known:
+        known[key] = _fastest(names, shape, device, measure or milliseconds)
+        log.info("%s=auto: %s takes %s", KEY, key, known[key]["choice"])
+        _write(remembered, known)
+    return known[key]["choice"]
+
+
+def _reason_against(
+    backend: str, shape: MlpShape, device: torch.device, sync_free: bool, installed: Callable[[str], bool]
+) -> str | None:
+    """Why the device or the dtype rules a backend out, or None. Packages are another question."""
+    on_gpu, is_rocm = device.type == "cuda", torch.version.hip is not None
+    if backend == "torch":
+        fast = shape.dtype == torch.bfloat16 and not is_rocm
+        waits = on_gpu and sync_free and not fast
+        return f"waits for the host in {shape.dtype} on this device" if waits else None
+    if not on_gpu:
+        return f"needs a GPU and the device is {device.type}"
+    if backend == "triton":
+        if not installed("triton"):
+            return "needs the package triton, which is not installed"
+        fits = shape.dtype in (*DTYPES, torch.float32)
+        return None if fits else f"has no kernels for {shape.dtype}"
+    if shape.dtype not in DTYPES:
+        return f"has bf16 and fp16 kernels only and the activations are {shape.dtype}"
+    if (backend == "turbo") != is_rocm:
+        return "is Primus-Turbo, which needs a ROCm build of torch" if backend == "turbo" else "needs CUDA"
+    return None
+
+
+def _has_package(backend: str, installed: Callable[[str], bool]) -> bool:
+    return backend not in PACKAGES or installed(PACKAGES[backend])
+
+
+def _checked(requested: str, reasons: dict[str, str | None], installed: Callable[[str], bool]) -> str:
+    names = requested.split(",")
+    valid = [name for name, reason in reasons.items() if reason is None]
+    if len(names) not in (1, len(DIRECTIONS)) or not set(names) <= set(BACKENDS):
+        raise ConfigError(
+            f"{KEY}={requested} is not auto, one of {', '.join(BACKENDS)}, or three of them as "
+            f"{','.join(DIRECTIONS)}; use e.g. {KEY}={valid[0] if valid else 'auto'}"
+        )
+    for name in names:
+        if reasons[name]:
+            raise ConfigError(f"{KEY}={requested}: {name} {reasons[name]}; use one of: {', '.join(valid)}")
+        if not _has_package(name, installed):
+            raise missing_package(name)
+    return ",".join(names * len(DIRECTIONS) if len(names) == 1 else names)
+
+
+def _fastest(names: list[str], shape: MlpShape, device: torch.device, measure: Measure) -> dict[str, Any]:
+    """The choice and the milliseconds behind it. A backend that fails is left out, and the log says why."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{KEY}=auto cannot measure inside a graph capture: choose the backends before it")
+    times: dict[str, dict[str, float]] = {direction: {} for direction in DIRECTIONS}
+    for name in names:
+        for direction in DIRECTIONS:
+            try:
+                times[direction][name] = measure(name, direction, shape, device)
+            except Exception as error:  # a vendor's package may fail in any way; the others still run
+                log.warning("%s=auto leaves out %s for %s: %s", KEY, name, direction, error)
+    for direction, measured in times.items():
+        if not measured:
+            raise ConfigError(
+                f"{KEY}=auto: none of {', '.join(names)} could run the {direction}; see the log"
+            )
+    choice = ",".join(min(measured, key=measured.__getitem__) for measured in times.values())
+    return {"choice": choice, "milliseconds": times}
+
+
+def milliseconds(backend: str, direction: str, shape: MlpShape, device: torch.device) -> float:
+    """Median time of one direction on random tokens that choose experts by a softmax of random logits."""
+    call = functools.partial(_call, backend, direction, *_inputs(direction, shape, device))
+    for _ in range(WARM_UPS):
+        call()
+    times = [_time(call, device) for _ in range(REPEATS)]
+    return sorted(times)[len(times) // 2]
+
+
+def _call(backend: str, direction: str, *arguments: torch.Tensor) -> Any:
+    ops = torch.ops.graphmoe
+    op = {"forward": ops.grouped_mlp, "dgrad": ops.grouped_mlp_dgrad, "wgrad": ops.grouped_mlp_wgrad}
+    return op[direction](*arguments, backend)
+
+
+def _time(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        call()
+        return (time.perf_counter() - start_s) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _inputs(direction: str, shape: MlpShape, device: torch.device) -> list[torch.Tensor]:
+    """Arguments of the op of a direction, but for the backend."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device).mul_(scale).to(shape.dtype)
+
+    T, D, F, E = shape.tokens, shape.hidden, shape.width, shape.experts
+    logits_TE = torch.randn(T, E, generator=generator, device=device)
+    weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.top_k, E))
+    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), E)
+    plan, rows = [slot_R, row_TK, ends_E], len(slot_R)
+    if direction == "wgrad":
+        return [normal(T, D), normal(T, D), normal(rows, 2 * F), normal(rows, F), *plan]
+    weights = [normal(E, 2 * F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5), weight_TK.contiguous()]
+    if direction == "dgrad":
+        return [normal(T, D), normal(rows, 2 * F), *weights, *plan]
+    return [normal(T, D), *weights, *plan]
+
+
+def _key(shape: MlpShape, device: torch.device, names: list[str]) -> str:
+    """Everything that may change the answer, as the key of the file."""
+    facts = {
+        "shape": [shape.tokens, shape.hidden, shape.width, shape.experts, shape.top_k, str(shape.dtype)],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "backends": names,
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "source": _source_hash(),
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def _triton_version() -> str | None:
+    if not is_installed("triton"):
+        return None
+    import triton
+
+    return triton.__version__
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Of the kernels and their configs, and of the row operations around them."""
+    folder = Path(__file__).parent
+    files = [*folder.glob("*.py"), *folder.parent.glob("*.py")]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _read(folder: Path | None) -> dict[str, Any]:
+    """Remembered answers; entries of another form are dropped, since they cannot be trusted."""
+    if folder is None or not (folder / FILE).exists():
+        return {}
+    try:
+        known = json.loads((folder / FILE).read_text())
+        return {key: entry for key, entry in known.items() if _is_answer(entry)}
+    except (ValueError, AttributeError) as error:
+        log.warning("%s is not a file of remembered backends (%s): measuring again", folder / FILE, error)
+        return {}
+
+
+def _is_answer(entry: Any) -> bool:
+    names = entry.get("choice", "").split(",") if isinstance(entry, dict) else []
+    return len(names) == len(DIRECTIONS) and set(names) <= set(BACKENDS)
+
+
+def _write(folder: Path | None, known: dict[str, Any]) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f"{FILE}.{os.getpid()}"
+    draft.write_text(json.dumps(known, indent=1))
+    draft.replace(folder / FILE)  # other processes see the old file or the new one

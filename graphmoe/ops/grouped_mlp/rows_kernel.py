@@ -1,0 +1,305 @@
+"""The grouped product of routed rows: one persistent kernel with three epilogues, and its table of tiles.
+
+Suffixes: R routed rows, E experts, K slots, C contracted width, N columns, F expert width, H = 2 * F.
+BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, product columns, contracted elements of a step.
+
+With P programs, one takes every P-th tile (row tile, column tile) from its own number on. GROUP row tiles
+take turns on one column tile, so that its weights are in L2 when the next row tile wants them. Row tiles come
+from a table that `tiles_kernel` makes of ``ends_E``: the host knows an upper bound of their number only.
+
+Nothing masks the rows of a product. A row of the result needs its own row of x only, so a tile reads a live
+row, or whatever stands there, in place of one beyond its expert's end, and does not store the result.
+"""
+
+# mypy: allow-untyped-defs
+# The arguments of a Triton function have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def tiles_kernel(
+    ends_ptr,
+    table_ptr,
+    max_tiles,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill [1 + 2 * max_tiles] int32: the number of row tiles; the expert of each; the first row of each."""
+    experts = tl.arange(0, BLOCK_E)
+    known = experts < E
+    ends = tl.load(ends_ptr + experts, mask=known, other=0)
+    starts = tl.load(ends_ptr + experts - 1, mask=known & (experts > 0), other=0)
+    tiles = tl.where(known, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    last_tiles = tl.cumsum(tiles, 0)
+    num_tiles = tl.sum(tiles, 0)
+    if tl.program_id(0) == 0:
+        tl.store(table_ptr, num_tiles)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = known[None, :] & (last_tiles[None, :] <= tile[:, None])
+    expert = tl.sum(before.to(tl.int32), 1)
+    first_tile = tl.sum(tl.where(before, tiles[None, :], 0), 1)
+    live = tile < num_tiles
+    start = tl.load(ends_ptr + expert - 1, mask=live & (expert > 0), other=0)
+    tl.store(table_ptr + 1 + tile, expert, mask=live)
+    tl.store(table_ptr + 1 + max_tiles + tile, start + (tile - first_tile) * BLOCK_M, mask=live)
+
+
+@triton.jit
+def weight_sums_kernel(
+    partial_ptr, row_ptr, sum_ptr, num_slots, num_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add the PARTS of each slot's row, in order; 0 for a slot without a row."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(partial_ptr + tl.cast(part, tl.int64) * num_rows + row, mask=row >= 0, other=0)
+    tl.store(sum_ptr + slot, total, mask=slot < num_slots)
+
+
+@triton.jit(do_not_specialize=["max_tiles", "num_rows"])
+def rows_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    h_ptr,
+    a_ptr,
+    partial_ptr,
+    weight_ptr,
+    slot_ptr,
+    ends_ptr,
+    table_ptr,
+    max_tiles,
+    num_rows,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    GATHER: tl.constexpr,
+    CONTRACT_LAST: tl.constexpr,
+    X_DESCRIPTOR: tl.constexpr,
+    W_DESCRIPTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``w[e(r)] @ x[r]`` for every live row, and what EPILOGUE makes of it.
+
+    x is [R, C], or with GATHER [T, C] and read at ``slot[r] // K``. w is [E, N, C] with CONTRACT_LAST, else
+    [E, C, N]. X_DESCRIPTOR and W_DESCRIPTOR say that they are tensor descriptors. With FLATTEN the first
+    loads of the next tile are under way during an epilogue.
+
+    - "store": ``out`` [R, N] is the product.
+    - "swiglu": w is [E, 2N, C]; ``h`` [R, 2N] is the product, gate and then up, and ``a`` [R, N] is
+      silu(gate) * up * weight. A tile has BLOCK_N / 2 columns of each half.
+    - "swiglu_grad": the product is the gradient of silu(gate) * up * weight, with h and a as above.
+      ``out`` [R, 2N] is the gradient of h, ``a`` is written again, and ``partial`` [column tiles, R] is
+      what the columns of a tile contribute to the gradient of the weight.
+    """
+    PAIR: tl.constexpr = EPILOGUE == "swiglu"
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
+    COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    num_tiles = tl.load(table_ptr)
+    m_range = tl.arange(0, BLOCK_M)
+    c_range = tl.arange(0, BLOCK_C)
+    for tile in tl.range(tl.program_id(0), num_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
+        first = tile // (GROUP * COLUMN_TILES) * GROUP
+        turns = tl.minimum(num_tiles - first, GROUP)
+        within = tile % (GROUP * COLUMN_TILES)
+        row_tile = first + within % turns
+        column = within // turns * COLUMNS
+        expert = tl.load(table_ptr + 1 + row_tile)
+        row = tl.load(table_ptr + 1 + max_tiles + row_tile)
+        live = row + m_range < tl.load(ends_ptr + expert)
+        near = row + tl.where(live, m_range, 0)
+        if GATHER:
+            slot = tl.load(slot_ptr + near)
+            near = slot // K
+        if EPILOGUE != "store":
+            weight = tl.load(weight_ptr + slot)
+        x_from, w_from = x_ptr, w_ptr
+        if not X_DESCRIPTOR:
+            x_from = x_ptr + near.to(tl.int64)[:, None] * C + c_range[None, :]
+        if not W_DESCRIPTOR:
+            w_from = _weight_pointers(w_ptr, expert, column, C, N, PAIR, CONTRACT_LAST, BLOCK_N, BLOCK_C)
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for c in range(0, C, BLOCK_C):
+            x = _load_x(x_from, row, c, C, X_DESCRIPTOR, BLOCK_C)
+            w = _load_w(w_from, expert, column, c, C, N, PAIR, CONTRACT_LAST, W_DESCRIPTOR, BLOCK_N, BLOCK_C)
+            if UPCAST:  # the interpreter multiplies bf16 wrongly
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            product = tl.dot(x, w, product, input_precision="ieee")
+        base = row.to(tl.int64) * N
+        if EPILOGUE == "swiglu":
+            _swiglu(product, live, column, weight, h_ptr + 2 * base, a_ptr + base, N, BLOCK_M, COLUMNS)
+        elif EPILOGUE == "swiglu_grad":
+            dweight = _swiglu_grad(
+                product, live, column, weight, h_ptr + 2 * base, out_ptr + 2 * base, a_ptr + base,
+                N, BLOCK_M, BLOCK_N, SUBTILES,
+            )  # fmt: skip
+            partials = partial_ptr + (column // COLUMNS).to(tl.int64) * num_rows + row
+            tl.store(partials + m_range, dweight, mask=live)
+        else:
+            _store(product, live, column, out_ptr + base, N, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def _weight_pointers(
+    w_ptr,
+    expert,
+    column,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    PAIR: tl.constexpr,
+    CONTRACT_LAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Pointers [BLOCK_C, BLOCK_N] to the first step of a tile's weights."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    n_range = tl.arange(0, BLOCK_N)
+    c_range = tl.arange(0, BLOCK_C)
+    if PAIR:  # columns of the gate half, then those of the up half
+        w_ptr += expert.to(tl.int64) * (2 * N * C)
+        w_row = tl.minimum(column + n_range % HALF, N - 1) + n_range // HALF * N
+        return w_ptr + w_row[None, :] * C + c_range[:, None]
+    else:
+        w_ptr += expert.to(tl.int64) * (N * C)
+        if CONTRACT_LAST:
+            return w_ptr + tl.minimum(column + n_range, N - 1)[None, :] * C + c_range[:, None]
+        else:
+            return w_ptr + c_range[:, None] * N + (column + n_range)[None, :]
+
+
+@triton.jit
+def _load_x(x_from, row, c, C: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Elements c to c + BLOCK_C of the rows of a tile; zeros beyond C."""
+    if DESCRIPTOR:
+        return x_from.load([row, c])
+    elif C % BLOCK_C == 0:
+        return tl.load(x_from + c)
+    else:
+        return tl.load(x_from + c, mask=(c + tl.arange(0, BLOCK_C) < C)[None, :], other=0)
+
+
+@triton.jit
+def _load_w(
+    w_from,
+    expert,
+    column,
+    c,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    PAIR: tl.constexpr,
+    CONTRACT_LAST: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Weights [BLOCK_C, BLOCK_N] of a step; zeros beyond C."""
+    if DESCRIPTOR and PAIR:
+        return w_from.load([2 * expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
+    elif DESCRIPTOR and CONTRACT_LAST:
+        return w_from.load([expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
+    elif DESCRIPTOR:
+        return w_from.load([expert, c, column]).reshape(BLOCK_C, BLOCK_N)
+    elif CONTRACT_LAST and C % BLOCK_C == 0:
+        return tl.load(w_from + c)
+    elif CONTRACT_LAST:
+        return tl.load(w_from + c, mask=(c + tl.arange(0, BLOCK_C) < C)[:, None], other=0)
+    elif C % BLOCK_C == 0 and N % BLOCK_N == 0:
+        return tl.load(w_from + c * N)
+    else:
+        mask = (c + tl.arange(0, BLOCK_C) < C)[:, None] & (column + tl.arange(0, BLOCK_N) < N)[None, :]
+        return tl.load(w_from + c * N, mask=mask, other=0)
+
+
+@triton.jit
+def _halves(x, M: tl.constexpr, N: tl.constexpr):
+    """The left and the right half of the columns of [M, N]; moves nothing between threads."""
+    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _store(
+    y, live, column, out_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr
+):
+    """Store [M, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory on the way."""
+    if SUBTILES == 1:
+        columns = column + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (columns < N)[None, :]
+        offsets = tl.arange(0, M)[:, None] * N + columns[None, :]
+        tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        left, right = _halves(y, M, COLUMNS)
+        _store(left, live, column, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
+        _store(right, live, column + COLUMNS // 2, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
+
+
+@triton.jit
+def _swiglu(
+    product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store gate, up and the weighted activation of the rounded two, as the backward computes it again."""
+    gate, up = _halves(product, M, 2 * COLUMNS)
+    gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
+    columns = column + tl.arange(0, COLUMNS)
+    mask = live[:, None] & (columns < N)[None, :]
+    h_ptrs = h_ptr + tl.arange(0, M)[:, None] * (2 * N) + columns[None, :]
+    tl.store(h_ptrs, gate, mask=mask)
+    tl.store(h_ptrs + N, up, mask=mask)
+    gate = gate.to(tl.float32)
+    a = gate * tl.sigmoid(gate) * up.to(tl.float32) * weight[:, None]
+    a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
+    tl.store(a_ptrs, a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_grad(
+    da,
+    live,
+    column,
+    weight,
+    h_ptr,
+    dh_ptr,
+    a_ptr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """Store the gradient of h and the weighted activation; return these columns' part of dweight [M]."""
+    if SUBTILES == 1:
+        columns = column + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (columns < N)[None, :]
+        offsets = tl.arange(0, M)[:, None] * (2 * N) + columns[None, :]
+        gate = tl.load(h_ptr + offsets, mask=mask, other=0).to(tl.float32)
+        up = tl.load(h_ptr + N + offsets, mask=mask, other=0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        a = silu * up
+        dweight = tl.sum(da * a, 1)
+        a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
+        tl.store(a_ptrs, (a * weight[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
+        da = da * weight[:, None]
+        dgate = da * up * (sigmoid + silu * (1 - sigmoid))
+        tl.store(dh_ptr + offsets, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
+        tl.store(dh_ptr + N + offsets, (da * silu).to(dh_ptr.dtype.element_ty), mask=mask)
+        return dweight
+    else:
+        left, right = _halves(da, M, COLUMNS)
+        half: tl.constexpr = COLUMNS // 2
+        parts: tl.constexpr = SUBTILES // 2
+        one = _swiglu_grad(left, live, column, weight, h_ptr, dh_ptr, a_ptr, N, M, half, parts)
+        other = _swiglu_grad(right, live, column + half, weight, h_ptr, dh_ptr, a_ptr, N, M, half, parts)
+        return one + other

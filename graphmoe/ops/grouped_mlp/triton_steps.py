@@ -1,0 +1,304 @@
+"""The six products of the grouped MLP, each a launch of a Triton kernel with a `Config` of its own.
+
+Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F; C and N are the
+contracted and the output width of a product of rows, M and N the axes of a weight.
+
+A step takes the default config of the device unless it is given one, which is what tuning does.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops.grouped_mlp.tuning import Config, default, kind_of, units_of
+from graphmoe.ops.threads import num_warps
+
+Tiles = Callable[[int], Tensor]
+"""Height of row tiles -> their table."""
+
+
+def row_tiles(ends_E: Tensor, num_rows: int) -> Tiles:
+    """The table of row tiles of a height, as `tiles_kernel` writes it; each is made once."""
+    made: dict[int, Tensor] = {}
+
+    def table(height: int) -> Tensor:
+        if height not in made:
+            made[height] = _make_table(ends_E, num_rows, height)
+        return made[height]
+
+    return table
+
+
+def up(
+    x_TD: Tensor,
+    w_gate_up: Tensor,
+    weight_TK: Tensor,
+    slot_R: Tensor,
+    ends_E: Tensor,
+    tiles: Tiles,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_RH and the weighted activation a_RF."""
+    E, H, D = w_gate_up.shape
+    h_RH, a_RF = x_TD.new_empty(len(slot_R), H), x_TD.new_empty(len(slot_R), H // 2)
+    routed = {"weight": weight_TK, "slot": slot_R}
+    config = config or _config("up", x_TD, len(slot_R), E)
+    _rows("up", config, tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, a=a_RF, **routed)
+    return h_RH, a_RF
+
+
+def down(a_RF: Tensor, w_down: Tensor, ends_E: Tensor, tiles: Tiles, config: Config | None = None) -> Tensor:
+    """y_RD, the rows that are to be summed."""
+    E, D, F = w_down.shape
+    y_RD = a_RF.new_empty(len(a_RF), D)
+    config = config or _config("down", a_RF, len(a_RF), E)
+    _rows("down", config, tiles, ends_E, a_RF, w_down, (F, D), out=y_RD)
+    return y_RD
+
+
+def down_dgrad(
+    dy_TD: Tensor,
+    h_RH: Tensor,
+    w_down: Tensor,
+    weight_TK: Tensor,
+    slot_R: Tensor,
+    ends_E: Tensor,
+    tiles: Tiles,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh_RH, a_RF, and the gradient of the routing weights in parts [column tiles, R], fp32."""
+    E, D, F = w_down.shape
+    config = config or _config("down_dgrad", dy_TD, len(slot_R), E)
+    dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
+    parts = -(-F // config.block_n)
+    partial = torch.empty(parts, len(h_RH), dtype=torch.float32, device=h_RH.device)
+    results = {"out": dh_RH, "h": h_RH.contiguous(), "a": a_RF, "partial": partial}
+    routed = {"weight": weight_TK, "slot": slot_R}
+    _rows("down_dgrad", config, tiles, ends_E, dy_TD, w_down, (D, F), **results, **routed)
+    return dh_RH, a_RF, partial
+
+
+def up_dgrad(
+    dh_RH: Tensor, w_gate_up: Tensor, ends_E: Tensor, tiles: Tiles, config: Config | None = None
+) -> Tensor:
+    """dx_RD, the rows that are to be summed."""
+    E, H, D = w_gate_up.shape
+    dx_RD = dh_RH.new_empty(len(dh_RH), D)
+    config = config or _config("up_dgrad", dh_RH, len(dh_RH), E)
+    _rows("up_dgrad", config, tiles, ends_E, dh_RH, w_gate_up, (H, D), out=dx_RD)
+    return dx_RD
+
+
+def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
+    """The parts of each slot's row added in order -> [T, K] fp32; 0 for a slot without a row."""
+    import triton
+
+    from graphmoe.ops.grouped_mlp.rows_kernel import weight_sums_kernel
+
+    sums_TK = torch.empty(row_TK.shape, dtype=torch.float32, device=row_TK.device)
+    if sums_TK.numel():
+        (parts, num_rows), slots = partial.shape, row_TK.numel()
+        grid = (triton.cdiv(slots, 256),)
+        weight_sums_kernel[grid](
+            partial, row_TK.contiguous(), sums_TK, slots, num_rows, PARTS=parts, BLOCK=256
+        )
+    return sums_TK
+
+
+def weight_grad(
+    step: str,
+    left: Tensor,
+    right: Tensor,
+    slot_R: Tensor,
+    ends_E: Tensor,
+    slots: int,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
+
+    With ``out`` (contiguous; fp32 where sums over micro-batches are wanted) it is added to what that holds.
+    """
+    from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
+
+    E, M, N = len(ends_E), left.shape[1], right.shape[1]
+    config = config or _config(step, left, len(slot_R), E)
+    result = left.new_empty(E, M, N) if out is None else out
+    assert result.shape == (E, M, N) and result.is_contiguous(), (result.shape, result.stride())
+    tiles = E * -(-M // config.block_m) * -(-N // config.block_n)
+    programs = _programs(config, tiles, left.device)
+    if programs:
+        left, right = left.contiguous(), right.contiguous()
+        rows = right if step == "down_wgrad" else left
+        arguments = (left, right, result, slot_R.contiguous(), ends_E)
+        constants = weight_grad_constants(step, config, (E, M, N), slots)
+        launch = functools.partial(
+            weight_grad_kernel[(programs,)],
+            *arguments,
+            **constants,
+            DESCRIPTOR=config.descriptors != "none" and _describable(rows),
+            ACCUMULATE=out is not None,
+            SUBTILES=config.subtiles * (2 if result.element_size() > left.element_size() else 1),
+            UPCAST=not left.is_cuda,
+            num_warps=num_warps(config.threads),
+            num_stages=config.stages,
+        )
+        _with_scratch_memory(launch)
+    return result
+
+
+def weight_grad_constants(
+    step: str, config: Config, sizes: tuple[int, int, int], slots: int
+) -> dict[str, Any]:
+    """What a step and its config fix of `weight_grad_kernel`; ``sizes`` are E, M and N."""
+    E, M, N = sizes
+    return {
+        "E": E,
+        "M": M,
+        "N": N,
+        "K": slots,
+        "GATHER_LEFT": step == "down_wgrad",
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_R": config.block_k,
+        "GROUP": config.group,
+    }
+
+
+def _with_scratch_memory(launch: Callable[[], Any]) -> None:
+    """Launch a kernel that makes descriptors on the device, in memory that torch allocates.
+
+    The allocator is a context variable, which autograd's thread does not inherit; set for this call only.
+    """
+    import triton
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, allocate)
+    context.run(launch)
+
+
+_EPILOGUES = {"up": "swiglu", "down": "store", "down_dgrad": "swiglu_grad", "up_dgrad": "store"}
+
+
+def _rows(
+    step: str,
+    config: Config,
+    tiles: Tiles,
+    ends_E: Tensor,
+    x: Tensor,
+    w: Tensor,
+    sizes: tuple[int, int],
+    *,
+    out: Tensor | None = None,
+    h: Tensor | None = None,
+    a: Tensor | None = None,
+    partial: Tensor | None = None,
+    weight: Tensor | None = None,
+    slot: Tensor | None = None,
+) -> None:
+    """Launch `rows_kernel` for a step; ``sizes`` are C and the columns that the tiles cover."""
+    from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
+
+    table, num_rows = tiles(config.block_m), len(x if slot is None else slot)
+    max_tiles = len(table) // 2
+    columns = config.block_n // 2 if step == "up" else config.block_n
+    programs = _programs(config, max_tiles * -(-sizes[1] // columns), x.device)
+    if programs == 0:
+        return
+    x, w = x.contiguous(), w.contiguous()
+    load_w = config.descriptors != "none" and _describable(w)
+    load_x = config.descriptors == "both" and slot is None and _describable(x)
+    rows_kernel[(programs,)](
+        _descriptor(x, (config.block_m, config.block_k)) if load_x else x,
+        _weight_descriptor(w, step, config) if load_w else w,
+        out,
+        h,
+        a,
+        partial,
+        None if weight is None else weight.contiguous(),
+        None if slot is None else slot.contiguous(),
+        ends_E,
+        table,
+        max_tiles,
+        num_rows,
+        **rows_constants(step, config, sizes, load_w),
+        K=1 if weight is None else weight.shape[1],
+        GATHER=slot is not None,
+        X_DESCRIPTOR=load_x,
+        UPCAST=not x.is_cuda,
+        num_warps=num_warps(config.threads),
+        num_stages=config.stages,
+    )
+
+
+def rows_constants(step: str, config: Config, sizes: tuple[int, int], load_w: bool) -> dict[str, Any]:
+    """What a step and its config fix of `rows_kernel`."""
+    (C, N), contract_last = sizes, not step.endswith("dgrad")
+    return {
+        "C": C,
+        "N": N,
+        "EPILOGUE": _EPILOGUES[step],
+        "CONTRACT_LAST": contract_last,
+        "W_DESCRIPTOR": load_w,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_C": config.block_k,
+        "GROUP": config.group,
+        "SUBTILES": config.subtiles,
+        # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it
+        # would load element by element.
+        "FLATTEN": config.flatten and (contract_last or load_w or N % config.block_n == 0),
+    }
+
+
+def _config(step: str, x: Tensor, num_rows: int, num_experts: int) -> Config:
+    return default(step, kind_of(x.device), x.dtype, num_rows // num_experts)
+
+
+def _make_table(ends_E: Tensor, num_rows: int, height: int) -> Tensor:
+    import triton
+
+    from graphmoe.ops.grouped_mlp.rows_kernel import tiles_kernel
+
+    E = len(ends_E)
+    # Each expert may waste all but one row of a tile, and has no more tiles than rows.
+    max_tiles = min((num_rows + E * (height - 1)) // height, num_rows)
+    table = torch.empty(1 + 2 * max_tiles, dtype=torch.int32, device=ends_E.device)
+    if max_tiles:
+        sizes: dict[str, Any] = {"E": E, "BLOCK_E": triton.next_power_of_2(E), "BLOCK_M": height, "BLOCK": 64}
+        tiles_kernel[(triton.cdiv(max_tiles, 16),)](
+            ends_E, table, max_tiles, **sizes, num_warps=num_warps(256)
+        )
+    return table
+
+
+def _programs(config: Config, tiles: int, device: torch.device) -> int:
+    return min(tiles, units_of(device) * config.per_unit) if config.per_unit else tiles
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether TMA can load it: rows and address are multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
+
+
+def _descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
+    """Made on the host at each launch, so that it needs no scratch memory."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, list(block))
+
+
+def _weight_descriptor(w: Tensor, step: str, config: Config) -> Any:
+    n, k = config.block_n, config.block_k
+    if step == "up":  # the same columns of both halves in one load
+        return _descriptor(w.view(2 * len(w), -1, w.shape[2]), (2, n // 2, k))
+    return _descriptor(w, (1, k, n) if step.endswith("dgrad") else (1, n, k))

@@ -1,0 +1,160 @@
+"""The gradient of the weights of a grouped product: one persistent kernel, expert by expert.
+
+Suffixes: R routed rows, T tokens, E experts, K slots, M and N the two axes of a weight. BLOCK_M and BLOCK_N
+are the sizes of a tile of the result, BLOCK_R the rows of one step.
+
+All steps of a program's tiles are one loop, so that the first loads of a tile are under way while the last
+one is stored. Rows beyond an expert's end are masked on both sides, since dead rows may hold NaN. With a
+descriptor, which cannot mask, one side is masked, and the other ends at the last live row of all.
+"""
+
+# mypy: allow-untyped-defs
+# The arguments of a Triton function have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def weight_grad_kernel(
+    left_ptr,
+    right_ptr,
+    out_ptr,
+    slot_ptr,
+    ends_ptr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATHER_LEFT: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``out[e] = sum of outer(left[r], right[r])`` over the rows of e; zeros for an expert without rows.
+
+    out is [E, M, N]; with ACCUMULATE the sum is added to what it holds. With GATHER_LEFT left is [T, M], read
+    at ``slot[r] // K``, and right is [R, N]; else left is [R, M] and right is [T, N], gathered like that.
+    With DESCRIPTOR the side that is not gathered is loaded through a tensor descriptor made here.
+    """
+    M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = M_TILES * N_TILES
+    steps = 0
+    for tile in range(tl.program_id(0), E * TILES, tl.num_programs(0)):
+        expert = tile // TILES
+        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+        rows = tl.load(ends_ptr + expert) - start
+        steps += tl.maximum((rows + BLOCK_R - 1) // BLOCK_R, 1)
+    left_from, right_from = left_ptr, right_ptr
+    if DESCRIPTOR:
+        known = tl.maximum(tl.load(ends_ptr + E - 1), 1)
+        if GATHER_LEFT:
+            right_from = tl.make_tensor_descriptor(right_ptr, [known, N], [N, 1], [BLOCK_R, BLOCK_N])
+        else:
+            left_from = tl.make_tensor_descriptor(left_ptr, [known, M], [M, 1], [BLOCK_R, BLOCK_M])
+    r_range = tl.arange(0, BLOCK_R)
+    tile = tl.program_id(0) - tl.num_programs(0)
+    expert, row, end, m, n = 0, 0, 0, 0, 0
+    next_slot = tl.zeros((BLOCK_R,), tl.int32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(steps):
+        # The pipeliner runs ahead with all that the loads depend on: nothing here may wait for the product.
+        row += BLOCK_R
+        if row >= end:
+            tile += tl.num_programs(0)
+            expert = tile // TILES
+            first = tile % TILES // (GROUP * N_TILES) * GROUP
+            turns = tl.minimum(M_TILES - first, GROUP)
+            within = tile % TILES % (GROUP * N_TILES)
+            m = (first + within % turns) * BLOCK_M
+            n = within // turns * BLOCK_N
+            row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+            end = tl.load(ends_ptr + expert)
+            next_slot = tl.load(slot_ptr + row + r_range, mask=row + r_range < end, other=0)
+        rows = row + r_range
+        live = rows < end
+        token = next_slot // K
+        # One step early; left to the pipeliner, the rows would wait for their slots.
+        next_slot = tl.load(slot_ptr + rows + BLOCK_R, mask=rows + BLOCK_R < end, other=0)
+        left_row = token if GATHER_LEFT else rows
+        right_row = rows if GATHER_LEFT else token
+        LEFT: tl.constexpr = DESCRIPTOR and not GATHER_LEFT
+        RIGHT: tl.constexpr = DESCRIPTOR and GATHER_LEFT
+        left = _load_left(left_from, left_row, live, row, end, m, M, LEFT, BLOCK_M)
+        right = _load_right(right_from, right_row, live, row, end, n, N, RIGHT, BLOCK_N)
+        if UPCAST:  # the interpreter multiplies bf16 wrongly
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        if row + BLOCK_R >= end:
+            out = out_ptr + expert.to(tl.int64) * (M * N)
+            _store(total, m, n, out, M, N, BLOCK_M, BLOCK_N, ACCUMULATE, SUBTILES)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def _load_left(
+    source, rows, live, row, end, m, M: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """[BLOCK_M, rows of a step]."""
+    columns = m + tl.arange(0, BLOCK_M)
+    if DESCRIPTOR:  # an expert without rows loads zeros, from beyond the last row
+        return source.load([tl.where(row < end, row, 1 << 30), m]).T
+    elif M % BLOCK_M == 0:
+        ptrs = source + rows.to(tl.int64)[None, :] * M + columns[:, None]
+        return tl.load(ptrs, mask=live[None, :], other=0)
+    else:
+        ptrs = source + rows.to(tl.int64)[None, :] * M + columns[:, None]
+        return tl.load(ptrs, mask=live[None, :] & (columns < M)[:, None], other=0)
+
+
+@triton.jit
+def _load_right(
+    source, rows, live, row, end, n, N: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """[rows of a step, BLOCK_N]."""
+    columns = n + tl.arange(0, BLOCK_N)
+    if DESCRIPTOR:
+        return source.load([tl.where(row < end, row, 1 << 30), n])
+    elif N % BLOCK_N == 0:
+        ptrs = source + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        return tl.load(ptrs, mask=live[:, None], other=0)
+    else:
+        ptrs = source + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        return tl.load(ptrs, mask=live[:, None] & (columns < N)[None, :], other=0)
+
+
+@triton.jit
+def _store(
+    total,
+    m,
+    n,
+    out_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """Store [ROWS, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory on the way."""
+    if SUBTILES == 1:
+        rows = m + tl.arange(0, ROWS)
+        columns = n + tl.arange(0, COLUMNS)
+        mask = (rows < M)[:, None] & (columns < N)[None, :]
+        out_ptrs = out_ptr + rows[:, None] * N + columns[None, :]
+        if ACCUMULATE:
+            total += tl.load(out_ptrs, mask=mask, other=0).to(tl.float32)
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        half: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, half)), (0, 2, 1)))
+        _store(left, m, n, out_ptr, M, N, ROWS, half, ACCUMULATE, SUBTILES // 2)
+        _store(right, m, n + half, out_ptr, M, N, ROWS, half, ACCUMULATE, SUBTILES // 2)

@@ -1,0 +1,259 @@
+"""Head and cross-entropy on a GPU: GEMMs by the vendor's library around one Triton kernel for each chunk.
+
+Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden.
+
+For each chunk: logits = h @ w.T into one reused buffer, in the dtype of h (bf16 logits are rounded once, from
+fp32 sums; all that follows is fp32); the kernel turns the logits into their gradient in place; two GEMMs make
+dh and add to dw in fp32. The kernel reads a row twice and writes it once; its second pass runs backwards, so
+that it starts with what is still in the cache.
+"""
+
+# mypy: allow-untyped-defs
+# The arguments of a Triton function have no Python types.
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphmoe.ops.threads import num_warps
+
+DTYPES = (torch.bfloat16, torch.float32)
+THREADS, BLOCK, STAGES = 512, 8192, 3
+"""Threads of a program, logits that it holds at a time, and blocks that it has asked for."""
+TOTAL_BLOCK = 1024
+ALIGNMENT = 64
+"""Elements that the rows of the buffer are padded to: GEMMs want rows aligned to 16 bytes, and more."""
+LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that only saw padding
+
+
+def forward(
+    h_TD: Tensor,
+    w_VD: Tensor,
+    labels_T: Tensor,
+    ignore_index: int,
+    z_loss_coef: float,
+    seq_len: int,
+    label_shift: int,
+    needs_grad: bool,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `graphmoe::linear_cross_entropy` returns, ``rows`` tokens at a time."""
+    h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
+    T, V = len(h_TD), len(w_VD)
+    f32, device = torch.float32, h_TD.device
+    dh_TD = torch.empty_like(h_TD) if needs_grad else h_TD.new_empty(0)
+    dw_VD = torch.empty(w_VD.shape if needs_grad else 0, dtype=f32, device=device)
+    if needs_grad and T == 0:
+        dw_VD.zero_()
+    stride = triton.cdiv(V, ALIGNMENT) * ALIGNMENT
+    buffer = torch.empty(min(rows, T), stride, dtype=h_TD.dtype, device=device)
+    rows_3T = torch.empty(3, T, dtype=f32, device=device)
+    for start in range(0, T, rows):
+        h_CD = h_TD[start : start + rows]
+        logits_CV = buffer[: len(h_CD), :V]
+        torch.mm(h_CD, w_VD.T, out=logits_CV)
+        settings = (ignore_index, z_loss_coef, seq_len, label_shift, needs_grad)
+        _launch_rows(logits_CV, rows_3T, labels_T, start, *settings)
+        if needs_grad:
+            torch.mm(logits_CV, w_VD, out=dh_TD[start : start + rows])
+            _add_product(dw_VD, logits_CV.T, h_CD, first=start == 0)
+    total, cross_entropy, z_sum = (torch.empty((), dtype=f32, device=device) for _ in range(3))
+    count = torch.empty((), dtype=torch.int64, device=device)
+    _total_kernel[(1,)](rows_3T, total, cross_entropy, z_sum, count, T, z_loss_coef, BLOCK=TOTAL_BLOCK)
+    return total, cross_entropy, z_sum, count, dh_TD, dw_VD
+
+
+def _launch_rows(
+    logits_CV: Tensor,
+    rows_3T: Tensor,
+    labels_T: Tensor,
+    start: int,
+    ignore_index: int,
+    z_loss_coef: float,
+    seq_len: int,
+    label_shift: int,
+    needs_grad: bool,
+) -> None:
+    """Loss, squared logsumexp and kept flag of each row; with gradients, the rows become theirs."""
+    block = min(BLOCK, triton.next_power_of_2(max(logits_CV.shape[1], 256)))
+    group = 16 // logits_CV.element_size()
+    _rows_kernel[(len(logits_CV),)](
+        logits_CV,
+        rows_3T,
+        labels_T,
+        start,
+        logits_CV.shape[1],
+        logits_CV.stride(0),
+        len(labels_T),
+        ignore_index,
+        z_loss_coef,
+        seq_len,
+        label_shift,
+        WITH_GRADIENT=needs_grad,
+        BLOCK=block,
+        GROUP=group,
+        STAGES=STAGES,
+        num_warps=num_warps(min(THREADS, block // group)),
+    )
+
+
+def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> None:
+    """sum += d @ h in fp32; the first product overwrites."""
+    if h_CD.dtype == torch.float32:
+        torch.addmm(sum_VD, d_VC, h_CD, beta=0 if first else 1, out=sum_VD)
+    elif not _has_fp32_products(h_CD.device.type, h_CD.dtype):
+        product = torch.mm(d_VC, h_CD)  # rounded to bf16 once for each chunk
+        sum_VD.copy_(product) if first else sum_VD.add_(product)
+    elif first:
+        torch.mm(d_VC, h_CD, out_dtype=torch.float32, out=sum_VD)
+    else:
+        torch.addmm(sum_VD, d_VC, h_CD, out_dtype=torch.float32, out=sum_VD)
+
+
+@functools.cache
+def _has_fp32_products(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether this build of PyTorch adds bf16 products to an fp32 matrix; ROCm builds may refuse."""
+    a, total = (torch.zeros(16, 16, dtype=d, device=device_type) for d in (dtype, torch.float32))
+    try:
+        torch.mm(a, a, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
+@triton.jit
+def _add_block(x, highest, total):
+    """Online logsumexp of lanes of GROUP neighbours: one exp per logit and one per lane."""
+    new = tl.maximum(highest, tl.max(x, 1))
+    return new, total * tl.exp(highest - new) + tl.sum(tl.exp(x - new[:, None]), 1)
+
+
+@triton.jit
+def _gradient(x, column, label, lse, factor):
+    return tl.exp(x - lse) * factor - tl.where(column == label, 1.0, 0.0)
+
+
+@triton.jit
+def _rows_kernel(
+    logits,
+    rows,
+    labels,
+    start,
+    V,
+    stride,
+    T,
+    ignore_index,
+    z_loss_coef,
+    seq_len,
+    label_shift,
+    WITH_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row of logits: its loss and logsumexp squared; then softmax - one-hot (and z-loss) in its place."""
+    token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
+    LANES: tl.constexpr = BLOCK // GROUP
+    column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    blocks = V // BLOCK  # whole ones; their loads carry no mask, so they are wide
+    tail = blocks * BLOCK + column
+    inside = token % seq_len < seq_len - label_shift
+    label = tl.load(labels + token + label_shift, mask=inside, other=ignore_index)
+    kept = inside & (label != ignore_index)
+    if kept:
+        # Before any barrier: other warps overwrite it in the second pass. No such class: the loss is NaN.
+        known = (label >= 0) & (label < V)
+        at_label = tl.load(base + label, mask=known, other=float("nan")).to(tl.float32)
+        highest, total = tl.full((LANES,), LOWEST, tl.float32), tl.zeros((LANES,), tl.float32)
+        for i in tl.range(blocks, num_stages=STAGES):
+            x = tl.load(base + i * BLOCK + column).to(tl.float32)
+            highest, total = _add_block(x, highest, total)
+        if blocks * BLOCK < V:
+            x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
+            highest, total = _add_block(x, highest, total)
+        top = tl.max(highest, 0)
+        lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+        tl.store(rows + token, lse - at_label)
+        tl.store(rows + T + token, lse * lse)
+        tl.store(rows + 2 * T + token, 1.0)
+        if WITH_GRADIENT:
+            factor = 1 + 2 * z_loss_coef * lse
+            if blocks * BLOCK < V:
+                x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
+                tl.store(base + tail, _gradient(x, tail, label, lse, factor), mask=tail < V)
+            for i in tl.range(blocks, num_stages=STAGES):
+                here = (blocks - 1 - i) * BLOCK + column
+                x = tl.load(base + here).to(tl.float32)
+                tl.store(base + here, _gradient(x, here, label, lse, factor))
+    else:
+        tl.store(rows + token, 0.0)
+        tl.store(rows + T + token, 0.0)
+        tl.store(rows + 2 * T + token, 0.0)
+        if WITH_GRADIENT:
+            for i in range(blocks):
+                tl.store(base + i * BLOCK + column, tl.zeros((LANES, GROUP), tl.float32))
+            if blocks * BLOCK < V:
+                tl.store(base + tail, tl.zeros((LANES, GROUP), tl.float32), mask=tail < V)
+
+
+@triton.jit
+def _total_kernel(rows, total, cross_entropy, z_sum, count, T, z_loss_coef, BLOCK: tl.constexpr):
+    """Sums over all tokens, in an order that depends on their number only; one program."""
+    loss, square = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    kept = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, T, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        loss += tl.load(rows + token, mask=token < T, other=0.0)
+        square += tl.load(rows + T + token, mask=token < T, other=0.0)
+        kept += tl.load(rows + 2 * T + token, mask=token < T, other=0.0).to(tl.int64)
+    loss_sum, square_sum = tl.sum(loss, 0), tl.sum(square, 0)
+    tl.store(cross_entropy, loss_sum)
+    tl.store(z_sum, square_sum)
+    tl.store(total, loss_sum + z_loss_coef * square_sum)
+    tl.store(count, tl.sum(kept, 0))
+
+
+def ahead_of_time_cases() -> list[dict[str, Any]]:
+    """Representative cases for compilation without a GPU."""
+    outputs = dict.fromkeys(("rows", "total", "cross_entropy", "z_sum"), "*fp32:16")
+    cases: list[dict[str, Any]] = [
+        {
+            "kernel": _total_kernel,
+            "signature": {**outputs, "count": "*i64:16", "T": "i32:16", "z_loss_coef": "fp32"},
+            "constexprs": {"BLOCK": TOTAL_BLOCK},
+        }
+    ]
+    integers = {
+        **dict.fromkeys(("start", "V", "stride", "T", "seq_len"), "i32:16"),
+        **dict.fromkeys(("ignore_index", "label_shift"), "i32"),
+    }
+    pointers = {"rows": "*fp32:16", "labels": "*i64:16"}
+    vendors = {64: ("gfx942", "gfx950"), 32: ("sm_90", "sm_100")}  # by the threads of a warp
+    for dtype, group, gradient in (("bf16", 8, True), ("bf16", 8, False), ("fp32", 4, True)):
+        sizes = {"BLOCK": BLOCK, "GROUP": group, "STAGES": STAGES}
+        for warp, targets in vendors.items():
+            cases.append(
+                {
+                    "name": f"{dtype}{', gradient' if gradient else ''}, warps of {warp}",
+                    "kernel": _rows_kernel,
+                    "signature": {"logits": f"*{dtype}:16", **pointers, **integers, "z_loss_coef": "fp32"},
+                    "constexprs": {"WITH_GRADIENT": gradient, **sizes},
+                    "num_warps": THREADS // warp,
+                    "only": targets,
+                }
+            )
+    ones = dict.fromkeys(("V", "T", "seq_len", "label_shift"), 1)  # Triton makes constants of them
+    for case in cases[1:3]:
+        rest = {name: kind for name, kind in case["signature"].items() if name not in ones}
+        constexprs = {**case["constexprs"], **ones, "BLOCK": 256}
+        cases.append(
+            {**case, "name": "sizes of 1", "signature": rest, "constexprs": constexprs, "num_warps": 1}
+        )
+    return cases

@@ -1,0 +1,376 @@
+"""Triton kernels of the router: forward, sum of its partial results, and backward.
+
+Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences of S tokens, P programs. In the
+kernels a block has TOKENS rows and WIDTH columns, the experts padded to a power of two (with groups: the
+groups, and the experts of each).
+"""
+
+# mypy: allow-untyped-defs
+# The arguments of a Triton function have no Python types.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphmoe.ops.threads import num_warps
+
+BLOCK, THREADS = 1024, 128
+"""Elements of a block of logits, and threads of a program."""
+MOST_PROGRAMS = 1024
+"""Programs of the forward, so that the partial sums stay small; no property of the device, which would
+change the order of sums."""
+SUMMED_ROWS, SUMMED_COLUMNS = 32, 32
+
+TAKEN = tl.constexpr(-(2**31))  # below the key of every number
+NO_CHOICE = tl.constexpr(-2139095041)  # the key of -inf
+NO_EXPERT = tl.constexpr(2**30)
+
+
+def forward(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    chosen_TK: Tensor | None,
+    num_sequences: int,
+    top_k: int,
+    score: str,
+    num_groups: int,
+    topk_groups: int,
+    group_top: int,
+    renormalise: bool,
+    softmax_after_topk: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `router_op.router` returns."""
+    (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
+    weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
+    expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=device)
+    if chosen_TK is not None:
+        num_groups = 1  # nothing to choose
+    size = E // num_groups
+    padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(size)
+    tokens = tokens_of_block(padded_groups * padded_size, S)
+    blocks = triton.cdiv(S, tokens)
+    programs = max(min(blocks, MOST_PROGRAMS // max(num_sequences, 1)), 1)
+    partial_PX = torch.empty(num_sequences * programs, 2 * E + 2, dtype=torch.float32, device=device)
+    _forward_kernel[(len(partial_PX),)](
+        logits_TE.contiguous(),
+        None if bias_E is None else bias_E.float().contiguous(),
+        None if chosen_TK is None else chosen_TK.int().contiguous(),
+        weight_TK,
+        expert_TK,
+        partial_PX,
+        S,
+        programs,
+        triton.cdiv(blocks, programs),
+        scale,
+        E=E,
+        K=top_k,
+        SLOTS=triton.next_power_of_2(top_k),
+        SIGMOID=score == "sigmoid",
+        RENORMALISE=renormalise,
+        AFTER_TOPK=softmax_after_topk,
+        GROUPS=num_groups,
+        PADDED_GROUPS=padded_groups,
+        PADDED_SIZE=padded_size,
+        TOPK_GROUPS=min(topk_groups, num_groups),
+        GROUP_TOP=min(group_top, size),
+        TOKENS=tokens,
+        num_warps=num_warps(THREADS),
+    )
+    return weight_TK, expert_TK, *_sums(partial_PX, num_sequences, E)
+
+
+def _sums(partial_PX: Tensor, num_sequences: int, E: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts [B, E], shares [B, E], squared logsumexp and entropy [] from the programs' partial sums."""
+    counts_BE, share_BE = (partial_PX.new_empty(num_sequences, E) for _ in range(2))
+    z_sum, entropy_sum = (partial_PX.new_empty(()) for _ in range(2))
+    _sum_kernel[(num_sequences, triton.cdiv(2 * E, SUMMED_COLUMNS) + 1)](
+        partial_PX,
+        counts_BE,
+        share_BE,
+        z_sum,
+        entropy_sum,
+        len(partial_PX) // num_sequences,
+        len(partial_PX),
+        E=E,
+        ROWS=SUMMED_ROWS,
+        COLUMNS=SUMMED_COLUMNS,
+    )
+    return counts_BE, share_BE, z_sum, entropy_sum
+
+
+def tokens_of_block(width: int, rows: int) -> int:
+    """Tokens of a block, a power of two."""
+    return max(min(BLOCK // width, triton.next_power_of_2(rows)), 1)
+
+
+@triton.jit
+def _key(x):
+    """Integers in the order of the numbers; a NaN is -inf, whose key is NO_CHOICE."""
+    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _number(key):
+    """Inverse of `_key`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_best(key, index, AXIS: tl.constexpr):
+    """Lowest index among the largest keys along the axis."""
+    best = tl.max(key, AXIS)
+    return tl.min(tl.where(key == tl.expand_dims(best, AXIS), index, NO_EXPERT), AXIS)
+
+
+@triton.jit
+def _columns(
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr
+):
+    """Expert of each column, and whether there is one."""
+    column = tl.arange(0, PADDED_GROUPS * PADDED_SIZE)
+    real, id_E = column < GROUPS * SIZE, column
+    # A case of its own: it hides from the compiler that ids are consecutive, so its loads are narrow.
+    if GROUPS > 1 and SIZE != PADDED_SIZE:
+        real = (column // PADDED_SIZE < GROUPS) & (column % PADDED_SIZE < SIZE)
+        id_E = tl.where(real, column // PADDED_SIZE * SIZE + column % PADDED_SIZE, NO_EXPERT)
+    return id_E, real
+
+
+@triton.jit
+def _limit_to_groups(
+    key,
+    GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Keys with NO_CHOICE at every expert outside the best groups."""
+    key_TGE = tl.reshape(key, (TOKENS, PADDED_GROUPS, PADDED_SIZE))
+    member = tl.arange(0, PADDED_SIZE)[None, None, :]
+    group = tl.arange(0, PADDED_GROUPS)[None, :]
+    left, score = key_TGE, tl.zeros((TOKENS, PADDED_GROUPS), tl.float32)
+    for _ in range(GROUP_TOP):
+        score += _number(tl.max(left, 2))
+        left = tl.where(member == _first_best(left, member, 2)[:, :, None], TAKEN, left)
+    group_key = tl.where(group < GROUPS, _key(score), TAKEN)
+    for _ in range(TOPK_GROUPS):
+        group_key = tl.where(group == _first_best(group_key, group, 1)[:, None], TAKEN, group_key)
+    dropped = (group_key != TAKEN)[:, :, None] & (key_TGE != TAKEN)
+    return tl.reshape(tl.where(dropped, NO_CHOICE, key_TGE), (TOKENS, PADDED_GROUPS * PADDED_SIZE))
+
+
+@triton.jit
+def scores_of(x, SIGMOID: tl.constexpr):
+    """Scores, shares, softmax, logsumexp and sum of scores; logits are -inf in padded columns."""
+    highest = tl.max(x, 1)
+    power = tl.exp(x - highest[:, None])
+    total = tl.sum(power, 1)
+    softmax = power / total[:, None]
+    score, share, norm = softmax, softmax, tl.full(total.shape, 1.0, tl.float32)
+    if SIGMOID:
+        score = 1 / (1 + tl.exp(-x))
+        norm = tl.sum(score, 1)
+        share = score / norm[:, None]
+    return score, share, softmax, highest + tl.log(total), norm
+
+
+@triton.jit
+def _pick(
+    key,
+    value,
+    id_1E,
+    chosen_row,
+    live,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FILL: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    """Ids and values of the K best keys, best first, or of the chosen; how often each column is one."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    ids = tl.zeros((key.shape[0], SLOTS), tl.int32)
+    picked = tl.full((key.shape[0], SLOTS), FILL, tl.float32)
+    count = tl.zeros(key.shape, tl.int32)
+    for k in range(K):
+        best = tl.load(chosen_row + k, mask=live, other=-1) if CHOSEN else _first_best(key, id_1E, 1)
+        hit = id_1E == best[:, None]
+        key = tl.where(hit, TAKEN, key)
+        count += hit.to(tl.int32)
+        found = tl.sum(tl.where(hit, value, 0.0), 1)
+        ids = tl.where(slot == k, best[:, None], ids)
+        picked = tl.where(slot == k, found[:, None], picked)
+    return ids, picked, count
+
+
+@triton.jit
+def _weights(value, AFTER_TOPK: tl.constexpr, RENORMALISE: tl.constexpr):
+    """Weights from the logits (``AFTER_TOPK``) or scores of the slots, before the scale."""
+    if AFTER_TOPK:
+        value = tl.exp(value - tl.max(value, 1)[:, None])
+        value /= tl.sum(value, 1)[:, None]
+    elif RENORMALISE:
+        value /= (tl.sum(value, 1) + 1e-20)[:, None]
+    return value
+
+
+@triton.jit
+def _forward_kernel(
+    logits,
+    bias,
+    chosen,
+    weight,
+    expert,
+    partial,
+    S,
+    programs,
+    steps,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    AFTER_TOPK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """A program takes every ``programs``-th block of TOKENS tokens of one sequence."""
+    WIDTH: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
+    sequence, program = tl.program_id(0) // programs, tl.program_id(0) % programs
+    id_E, real = _columns(E // GROUPS, GROUPS, PADDED_GROUPS, PADDED_SIZE)
+    slot, real_1E = tl.arange(0, SLOTS)[None, :], real[None, :]
+    share_sum = tl.zeros((TOKENS, WIDTH), tl.float32)
+    count = tl.zeros((TOKENS, WIDTH), tl.int32)
+    z_sum, entropy_sum = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
+    for step in range(steps):
+        position = (step * programs + program) * TOKENS + tl.arange(0, TOKENS)
+        token, live = sequence.to(tl.int64) * S + position, position < S
+        at, live_T1 = token[:, None] * E + id_E[None, :], live[:, None]
+        x = tl.load(logits + at, mask=live_T1 & real_1E, other=0.0)
+        x = tl.where(real_1E, x, float("-inf"))
+        score, share, _, lse, _ = scores_of(x, SIGMOID)
+        share_sum += tl.where(live_T1, share, 0.0)
+        z_sum += tl.where(live, lse * lse, 0.0)
+        entropy_sum -= tl.where(live, tl.sum(share * tl.log(tl.maximum(share, 1e-30)), 1), 0.0)
+        choice = score
+        if bias is not None:
+            choice += tl.load(bias + id_E, mask=real, other=0.0)[None, :]
+        key = tl.where(real_1E, _key(choice), TAKEN)
+        if GROUPS > 1:
+            key = _limit_to_groups(key, GROUPS, PADDED_GROUPS, PADDED_SIZE, TOPK_GROUPS, GROUP_TOP, TOKENS)
+        source, FILL = (x, float("-inf")) if AFTER_TOPK else (score, 0.0)
+        row = token * K if chosen is None else chosen + token * K
+        ids, value, times = _pick(key, source, id_E[None, :], row, live, K, SLOTS, FILL, chosen is not None)
+        count += tl.where(live_T1, times, 0)
+        at = token[:, None] * K + slot
+        tl.store(weight + at, _weights(value, AFTER_TOPK, RENORMALISE) * scale, mask=live_T1 & (slot < K))
+        tl.store(expert + at, ids, mask=live_T1 & (slot < K))
+    to = partial + tl.program_id(0).to(tl.int64) * (2 * E + 2)
+    tl.store(to + id_E, tl.sum(count, 0).to(tl.float32), mask=real)
+    tl.store(to + E + id_E, tl.sum(share_sum, 0), mask=real)
+    tl.store(to + 2 * E, tl.sum(z_sum, 0))
+    tl.store(to + 2 * E + 1, tl.sum(entropy_sum, 0))
+
+
+@triton.jit
+def _sum_rows(partial, first, last, column, COLUMNS_ALL: tl.constexpr, ROWS: tl.constexpr):
+    """Sum of some columns over rows first..last, in an order that depends on their number only."""
+    total = tl.zeros((ROWS, column.shape[0]), tl.float32)
+    for start in range(first, last, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        at = row.to(tl.int64) * COLUMNS_ALL + column[None, :]
+        total += tl.load(partial + at, mask=(row < last) & (column[None, :] < COLUMNS_ALL), other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _sum_kernel(
+    partial,
+    counts,
+    share,
+    z_sum,
+    entropy_sum,
+    programs,
+    all_programs,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Counts and shares of a sequence, COLUMNS columns a program; the last ones of sequence 0: z, entropy."""
+    sequence, part = tl.program_id(0), tl.program_id(1)
+    if part < tl.num_programs(1) - 1:
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        total = _sum_rows(partial, sequence * programs, (sequence + 1) * programs, column, 2 * E + 2, ROWS)
+        at = sequence.to(tl.int64) * E + column
+        tl.store(counts + at, total, mask=column < E)
+        tl.store(share + at - E, total, mask=(column >= E) & (column < 2 * E))
+    elif sequence == 0:
+        column = tl.arange(0, 2)
+        total = _sum_rows(partial, 0, all_programs, 2 * E + column, 2 * E + 2, ROWS)
+        tl.store(z_sum + column, total, mask=column == 0)
+        tl.store(entropy_sum + column - 1, total, mask=column == 1)
+
+
+def ahead_of_time_cases() -> list[dict[str, Any]]:
+    """Representative cases for compilation without a GPU."""
+    f32, i32 = "*fp32:16", "*i32:16"
+    signature = {
+        **dict.fromkeys(("logits", "bias", "weight", "partial"), f32),
+        **dict.fromkeys(("S", "programs"), "i32:16"),
+        "expert": i32,
+        "steps": "i32",
+        "scale": "fp32",
+    }
+    cases: list[dict[str, Any]] = []
+    for E, K, sigmoid, groups, limit, best in (
+        (64, 6, False, 1, 1, 1),
+        (256, 8, True, 8, 4, 2),
+        (160, 6, False, 8, 3, 1),
+        (512, 16, True, 1, 1, 1),
+    ):
+        sizes = (triton.next_power_of_2(groups), triton.next_power_of_2(E // groups))
+        experts = {"E": E, "K": K, "SLOTS": triton.next_power_of_2(K)}
+        switches = {"SIGMOID": sigmoid, "RENORMALISE": sigmoid, "AFTER_TOPK": False, "chosen": None}
+        limits = {"GROUPS": groups, "TOPK_GROUPS": limit, "GROUP_TOP": best}
+        padded = {"PADDED_GROUPS": sizes[0], "PADDED_SIZE": sizes[1]}
+        tokens = tokens_of_block(sizes[0] * sizes[1], 4096)
+        cases.append(
+            {
+                "name": f"{E} experts, {groups} groups",
+                "kernel": _forward_kernel,
+                "signature": signature,
+                "constexprs": {**experts, **switches, **limits, **padded, "TOKENS": tokens},
+            }
+        )
+    after = {**cases[0]["constexprs"], "AFTER_TOPK": True, "bias": None}
+    unbiased = {name: kind for name, kind in signature.items() if name != "bias"}
+    cases.append({**cases[0], "name": "after top-k", "signature": unbiased, "constexprs": after})
+    given = {name: value for name, value in cases[0]["constexprs"].items() if name != "chosen"}
+    with_chosen = {**signature, "chosen": i32}
+    cases.append({**cases[0], "name": "given", "signature": with_chosen, "constexprs": given})
+    ones = dict.fromkeys(("S", "programs", "steps"), 1)  # Triton makes a constant of an argument that is 1
+    rest = {name: kind for name, kind in cases[0]["signature"].items() if name not in ones}
+    constexprs = {**cases[0]["constexprs"], **ones}
+    cases.append({**cases[0], "name": "one token", "signature": rest, "constexprs": constexprs})
+    outputs = dict.fromkeys(("partial", "counts", "share", "z_sum", "entropy_sum"), f32)
+    cases.append(
+        {
+            "kernel": _sum_kernel,
+            "signature": {**outputs, **dict.fromkeys(("programs", "all_programs"), "i32:16")},
+            "constexprs": {"E": 64, "ROWS": SUMMED_ROWS, "COLUMNS": SUMMED_COLUMNS},
+        }
+    )
+    return cases

@@ -1,0 +1,86 @@
+"""SwiGLU of routed rows times their routing weight, and its gradients, in one pass over the live rows.
+
+Suffixes: R routed rows, F expert width, H = 2 * F (gate, then up), E experts.
+
+``torch.ops.graphmoe.swiglu`` takes the place of ``silu(gate) * up * weight`` in a traced graph. Rows from
+``ends_E[-1]`` on are dead: they are not read on a GPU, and what an output holds there is undefined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("graphmoe::swiglu", mutates_args=())
+def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
+    """silu(gate) * up * weight, in fp32 up to the last step -> [R, F] in the dtype of h. No device sync.
+
+    ``weight_R`` is [R] or [R, 1], or None for all ones.
+    """
+    if _has_kernel(h_RH):
+        from graphmoe.ops import swiglu_kernels
+
+        return swiglu_kernels.forward(h_RH, weight_R, ends_E)
+    gate_RF, up_RF = h_RH.to(_accumulator(h_RH)).chunk(2, dim=-1)
+    a_RF = gate_RF * gate_RF.sigmoid() * up_RF
+    if weight_R is not None:
+        a_RF = a_RF * weight_R.reshape(-1, 1)
+    return a_RF.to(h_RH.dtype)
+
+
+@torch.library.custom_op("graphmoe::swiglu_backward", mutates_args=())
+def _gradients(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    """dh [R, H] in the dtype of h, and dweight in the shape and dtype of the weight (else [0] fp32)."""
+    if _has_kernel(h_RH) and da_RF.dtype == h_RH.dtype:
+        from graphmoe.ops import swiglu_kernels
+
+        return swiglu_kernels.backward(da_RF, h_RH, weight_R, ends_E)
+    gate_RF, up_RF = h_RH.to(_accumulator(h_RH)).chunk(2, dim=-1)
+    da_RF = da_RF.to(gate_RF.dtype)
+    sigmoid_RF = gate_RF.sigmoid()
+    silu_RF = gate_RF * sigmoid_RF
+    dweight_R = _no_weight_grad(h_RH)
+    if weight_R is not None:
+        dweight_R = (da_RF * silu_RF * up_RF).sum(1).to(weight_R.dtype).view(weight_R.shape)
+        da_RF = da_RF * weight_R.reshape(-1, 1)
+    dgate_RF = da_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF))
+    return torch.cat([dgate_RF, da_RF * silu_RF], dim=1).to(h_RH.dtype), dweight_R
+
+
+@_forward.register_fake
+def _(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
+    return h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // 2)
+
+
+@_gradients.register_fake
+def _(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    dweight_R = _no_weight_grad(h_RH) if weight_R is None else weight_R.new_empty(weight_R.shape)
+    return h_RH.new_empty(h_RH.shape), dweight_R
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    h_RH, weight_R, ends_E = ctx.saved_tensors
+    dh_RH, dweight_R = torch.ops.graphmoe.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
+    return dh_RH, None if weight_R is None else dweight_R, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _no_weight_grad(h_RH: Tensor) -> Tensor:
+    return h_RH.new_empty(0, dtype=torch.float32)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,199 @@
+"""The grouped MLP on a GPU: values at real sizes, determinism, addressing, no sync, capture, choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.ops.grouped_mlp import choice, grouped_mlp, tuning
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.ops.mlp_cases import (
+    CASES,
+    assert_dead_rows_are_left_alone,
+    assert_directions_match,
+    assert_results_match,
+    make_problem,
+    ops_of,
+)
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda", 0)
+LARGE = {  # name: (pattern, T, D, F, E, K, dead rows)
+    "tails in all axes": ("skewed", 1500, 1000, 328, 12, 4, 100),
+    "odd, which descriptors cannot describe": ("random", 700, 517, 131, 10, 3, 9),
+    "deepseek v2 lite": ("random", 1024, 2048, 1408, 16, 6, 0),
+    "wide": ("random", 600, 7168, 512, 8, 2, 0),
+    "few rows of many experts": ("random", 64, 512, 256, 256, 8, 0),
+    "all tokens on one expert": ("one expert", 900, 512, 384, 8, 2, 0),
+}
+ROUTED = ("skewed", 2048, 512, 256, 16, 4, 0)
+
+
+def step(p, leaves, backend="triton"):
+    """y and the four gradients, through autograd."""
+    y_TD = grouped_mlp(*leaves, *p.plan, backend)
+    return [y_TD, *torch.autograd.grad(y_TD, leaves, p.dy_TD)]
+
+
+def leaves_of(p):
+    return [t.detach().requires_grad_() for t in p.inputs]
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_small_cases_match_fp64(case, dtype, backend):
+    assert_directions_match(ops_of(backend), make_problem(case, dtype, CUDA))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch", "torch,triton,torch"])
+@pytest.mark.parametrize("case", LARGE)
+def test_large_cases_match_fp64_in_bf16(case, backend):
+    assert_directions_match(ops_of(backend), scaled(make_problem(LARGE[case], torch.bfloat16, CUDA)))
+
+
+def scaled(p):
+    """With weights as a trained layer has them, so that no activation is saturated."""
+    D, F = p.w_down.shape[1:]
+    return p._replace(w_gate_up=p.w_gate_up * D**-0.5, w_down=p.w_down * F**-0.5)
+
+
+def test_a_large_case_matches_fp64_in_fp32():
+    assert_directions_match(
+        ops_of("triton"), scaled(make_problem(LARGE["tails in all axes"], torch.float32, CUDA))
+    )
+
+
+@pytest.mark.parametrize("case", ["skewed, dead rows", "some slots are not routed here"])
+def test_dead_rows_are_neither_read_nor_written(case):
+    assert_dead_rows_are_left_alone(ops_of("triton"), make_problem(case, torch.bfloat16, CUDA))
+
+
+def test_runs_are_bitwise_equal():
+    p = scaled(make_problem(LARGE["deepseek v2 lite"], torch.bfloat16, CUDA))
+    leaves = leaves_of(p)
+    first = step(p, leaves)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, step(p, leaves), strict=True))
+
+
+def test_rows_beyond_two_to_the_31_elements_are_addressed():
+    T, D, F, E, K = 132_000, 2112, 16, 4, 8
+    assert T * K * D > 2**31
+    x_TD = torch.randn(T, D, device=CUDA).bfloat16()
+    weights = [
+        torch.randn(E, 2 * F, D, device=CUDA).bfloat16() * D**-0.5,
+        torch.randn(E, D, F, device=CUDA).bfloat16(),
+        torch.rand(T, K, device=CUDA),
+    ]
+    expert_TK = torch.randint(E, (T, K), device=CUDA, dtype=torch.int32)
+    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK, E)
+    plan = (slot_R, row_TK, ends_E)
+    mine, torchs = ops_of("triton"), ops_of("torch")
+    y_TD, h_RH = mine.forward(x_TD, *weights, *plan)
+    expected, _ = torchs.forward(x_TD, *weights, *plan)
+    assert_gradient_close(y_TD, expected)  # two roundings apart
+    actual = mine.dgrad(x_TD, h_RH, *weights, *plan)
+    wanted = torchs.dgrad(x_TD, h_RH, *weights, *plan)
+    for a, b in zip(actual, wanted, strict=True):
+        assert_gradient_close(a.bfloat16(), b)
+    for a, b in zip(
+        mine.wgrad(x_TD, x_TD, *actual[2:], *plan), torchs.wgrad(x_TD, x_TD, *actual[2:], *plan), strict=True
+    ):
+        assert_gradient_close(a, b)
+
+
+def test_weight_gradients_are_added_to_an_fp32_buffer():
+    from graphmoe.ops.grouped_mlp.triton_steps import weight_grad
+
+    p = scaled(make_problem(LARGE["tails in all axes"], torch.bfloat16, CUDA))
+    run = ops_of("triton")
+    _, h_RH = run.forward(*p.inputs, *p.plan)
+    _, _, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    slot_R, row_TK, ends_E = p.plan
+    alone = run.wgrad(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan)
+    sides = {"up_wgrad": (dh_RH, p.x_TD), "down_wgrad": (p.dy_TD, a_RF)}
+    for (name, (left, right)), wanted in zip(sides.items(), alone, strict=True):
+        total = torch.ones(wanted.shape, device=CUDA)
+        for _ in range(2):
+            weight_grad(name, left, right, slot_R, ends_E, row_TK.shape[1], out=total)
+        assert_forward_close((total - 1).div(2).bfloat16(), wanted)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_forward_and_backward_do_not_wait_for_the_device(backend):
+    p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
+    leaves = leaves_of(p)
+    step(p, leaves, backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(p, leaves, backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_host_is_back_while_the_device_sleeps(lambda: step(p, leaves, backend))
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton,triton,torch"])
+def test_a_captured_step_replays_on_another_routing(backend):
+    p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
+    leaves, E = leaves_of(p), len(p.w_down)
+
+    def whole():
+        """Plan, forward and backward from the experts that stand in ``p.expert_TK`` now."""
+        _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(p.expert_TK, E)
+        return step(p._replace(plan=(slot_R, row_TK, ends_E)), leaves, backend)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        whole()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = whole()
+    for pattern in ("one expert", "half of the experts", "random"):
+        other = make_problem((pattern, *ROUTED[1:]), torch.bfloat16, CUDA)
+        p.expert_TK.copy_(other.expert_TK)
+        with torch.no_grad():
+            leaves[0].mul_(0.75)
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for actual, wanted in zip(replayed, whole(), strict=True):
+            assert torch.equal(actual, wanted), pattern
+        now = p._replace(x_TD=leaves[0].detach())
+        assert_results_match(now, replayed[0], replayed[1:])
+
+
+def test_compiled_without_graph_breaks_gives_the_eager_result():
+    p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
+
+    def layer(x, *rest):
+        return grouped_mlp(x * 2, *rest, "triton")
+
+    eager_leaves, leaves = leaves_of(p), leaves_of(p)
+    eager = layer(*eager_leaves, *p.plan)
+    compiled = torch.compile(layer, fullgraph=True)(*leaves, *p.plan)
+    assert torch.equal(eager, compiled)
+    expected = torch.autograd.grad(eager, eager_leaves, p.dy_TD)
+    for actual, wanted in zip(torch.autograd.grad(compiled, leaves, p.dy_TD), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_auto_measures_and_remembers_on_this_gpu(tmp_path):
+    shape = choice.MlpShape(2048, 512, 256, 16, 4, torch.bfloat16)
+    found = choice.choose_backends("auto", shape, CUDA, tmp_path)
+    assert len(found.split(",")) == 3 and (tmp_path / choice.FILE).exists()
+
+    def never(*_):
+        raise AssertionError("measured again")
+
+    assert choice.choose_backends("auto", shape, CUDA, tmp_path, measure=never) == found
+
+
+def test_this_gpu_has_a_table_of_its_own():
+    assert tuning.kind_of(CUDA) in ("hopper", "instinct", "small")
+    assert tuning.units_of(CUDA) == torch.cuda.get_device_properties(0).multi_processor_count

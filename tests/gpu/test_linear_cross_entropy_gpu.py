@@ -1,0 +1,166 @@
+"""Linear cross-entropy on a GPU: values, memory, no sync, capture, determinism.
+
+Suffixes as in graphmoe/ops/linear_cross_entropy.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.ops import linear_cross_entropy as module
+from graphmoe.ops.linear_cross_entropy import linear_cross_entropy
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.ops.loss_cases import (
+    CASES,
+    IGNORED,
+    Case,
+    assert_close,
+    assert_matches_fp64,
+    assert_small_probabilities_count,
+    inputs_of,
+    written_out,
+)
+from tests.tolerances import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DTYPES = (torch.float32, torch.bfloat16)
+MIB = 1 << 20
+
+
+def by_kernels(*args):
+    from graphmoe.ops import linear_cross_entropy_kernels
+
+    return linear_cross_entropy_kernels.forward(*args)
+
+
+def mean_loss_and_gradients(h, w, labels, settings, needs_grad=True):
+    """Mean loss, sums and gradients as a trainer takes them."""
+    outputs = linear_cross_entropy(h, w, labels, *settings, needs_grad)
+    if not needs_grad:
+        return outputs[:4]
+    return *outputs[:4], *torch.autograd.grad(outputs[0] / outputs[3].clamp_min(1), (h, w))
+
+
+def leaves(case, dtype=torch.bfloat16):
+    h, w, labels = inputs_of(case, dtype, "cuda")
+    return h.requires_grad_(), w.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_match_fp64(name, dtype):
+    assert_matches_fp64(by_kernels, CASES[name], dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [8192, 10000, 10007, 32001, 50257])
+def test_vocabularies_of_any_size_match_fp64(V, dtype):
+    assert_matches_fp64(by_kernels, Case(300, V, 256, rows=128, z=1e-3, seq_len=100, shift=1), dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_other_dtypes_run_the_plain_form(dtype):
+    case = Case(40, 300, z=1e-3)
+    h, w, labels = leaves(case, dtype)
+    total, *_ = mean_loss_and_gradients(h, w, labels, case.settings())
+    assert_close("total", total, written_out(case, h, w, labels)[0], torch.bfloat16)
+
+
+def test_small_probabilities_count():
+    assert_small_probabilities_count(by_kernels, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_loss_and_its_gradients_match_fp64_autograd(dtype, monkeypatch):
+    case = Case(1000, 5003, 128, seq_len=250, shift=1, z=1e-3)
+    monkeypatch.setattr(module, "LOGITS_BYTES", 384 * case.V * dtype.itemsize)
+    h, w, labels = leaves(case, dtype)
+    total, cross_entropy, z_sum, count, dh, dw = mean_loss_and_gradients(h, w, labels, case.settings())
+    expected = written_out(case, h, w, labels)
+    for name, actual, wanted in zip("tcz", (total, cross_entropy, z_sum), expected, strict=False):
+        assert_close(name, actual, wanted, dtype)
+    assert (dh.dtype, dw.dtype) == (dtype, dtype)
+    assert_close("dh", dh, expected[4] / count, dtype)
+    assert_close("dw", dw, expected[5] / count, dtype)
+
+
+def test_chunks_do_not_cost_the_weight_gradient_its_fp32_sums():
+    """64 chunks against one: bf16 sums of them would be off by 1e-2, other GEMM kernels are by far less."""
+    case = Case(4096, 1000, 64)
+    h, w, labels = inputs_of(case, torch.bfloat16, "cuda")
+    many, one = (by_kernels(h, w, labels, *case.settings(), True, rows)[5] for rows in (64, 4096))
+    assert relative_error(many, one) < 2e-4
+
+
+@pytest.mark.parametrize("label", [-1, 50, 10**9])
+def test_an_impossible_label_makes_the_loss_nan(label):
+    h, w, labels = leaves(Case(6, 50, ignored="none"))
+    labels[3] = label
+    total, _, z_sum, *_ = linear_cross_entropy(h, w, labels, IGNORED, 0.0, 6, 0, True)
+    assert bool(total.isnan()) and bool(z_sum.isfinite())
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_the_peak_of_memory_is_one_buffer_of_logits_above_the_results(needs_grad, monkeypatch):
+    case = Case(4096, 50001, 512)
+    buffer = 64 * MIB
+    monkeypatch.setattr(module, "LOGITS_BYTES", buffer)
+    h, w, labels = leaves(case)
+    linear_cross_entropy(h, w, labels, *case.settings(), needs_grad)  # the library's own workspace
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = linear_cross_entropy(h, w, labels, *case.settings(), needs_grad)
+    above = torch.cuda.max_memory_allocated() - before
+    results = sum(o.numel() * o.element_size() for o in outputs)
+    logits = case.T * case.V * 2
+    assert above - results < buffer + 4 * MIB < logits / 4
+
+
+def test_runs_are_bitwise_equal(monkeypatch):
+    case = Case(2000, 10007, 256, z=1e-3)
+    monkeypatch.setattr(module, "LOGITS_BYTES", 512 * case.V * 2)
+    inputs = leaves(case)
+    first = mean_loss_and_gradients(*inputs, case.settings())
+    for _ in range(3):
+        again = mean_loss_and_gradients(*inputs, case.settings())
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_the_host_does_not_wait(monkeypatch):
+    case = Case(2000, 10007, 256, seq_len=500, shift=1, z=1e-3)
+    monkeypatch.setattr(module, "LOGITS_BYTES", 512 * case.V * 2)
+    inputs = leaves(case)
+    mean_loss_and_gradients(*inputs, case.settings())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call = lambda: mean_loss_and_gradients(*inputs, case.settings())  # noqa: E731
+        assert_host_is_back_while_the_device_sleeps(call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_captured_loss_replays_on_new_inputs(dtype, monkeypatch):
+    case = Case(1000, 10007, 256, seq_len=500, shift=1, z=1e-3)
+    monkeypatch.setattr(module, "LOGITS_BYTES", 384 * case.V * dtype.itemsize)
+    h, w, labels = inputs = leaves(case, dtype)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        mean_loss_and_gradients(*inputs, case.settings())
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = mean_loss_and_gradients(*inputs, case.settings())
+    for seed, ignored in ((5, "some"), (6, "all"), (7, "none")):
+        new = Case(1000, 10007, 256, ignored=ignored, seed=seed)
+        with torch.no_grad():
+            for target, source in zip(inputs, inputs_of(new, dtype, "cuda"), strict=True):
+                target.copy_(source)
+        graph.replay()
+        for actual, wanted in zip(captured, mean_loss_and_gradients(*inputs, case.settings()), strict=True):
+            assert torch.equal(actual, wanted)

@@ -1,0 +1,165 @@
+"""The router's kernels on a GPU: values, gradients, no sync, capture, determinism.
+
+Suffixes as in graphmoe/ops/router_op.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.ops.router_op import router
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.ops.router_cases import (
+    CASES,
+    SIGMOID,
+    Case,
+    assert_bad_logits_give_ids_in_range,
+    assert_matches_fp64,
+    assert_ties_go_to_the_lower_id,
+    by_autograd,
+    by_kernels,
+    differentiable,
+    written_out,
+)
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+REAL = {
+    "DeepSeek-V2-Lite": Case(4, 4096, 64, 6),
+    "DeepSeek-V3": Case(2, 4096, 256, 8, groups=(8, 4, 2), scale=2.5, **SIGMOID),
+    "DeepSeek-V2": Case(3, 3001, 160, 6, groups=(8, 3, 1), scale=16.0),
+    "Qwen": Case(4, 4096, 128, 8, renormalise=True),
+    "largest": Case(1, 16384, 512, 16, **SIGMOID),
+    "many sequences": Case(2048, 5, 64, 6, after=True),
+}
+
+
+def real_inputs(case, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    logits = torch.randn(case.B * case.S, case.E, generator=generator, device="cuda") * 2
+    bias = torch.randn(case.E, generator=generator, device="cuda") / 8 if case.biased else None
+    return logits, bias
+
+
+def results_and_gradient(case, logits, bias, incoming):
+    """The six results and the gradient of the logits."""
+    outputs, gradient = by_autograd(logits, bias, None, case, differentiable)
+    return *outputs, gradient(incoming)
+
+
+def incoming_of(case, seed=1):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    sizes = ((case.B * case.S, case.K), (case.B, case.E), (), ())
+    return [torch.randn(size, generator=generator, device="cuda") for size in sizes]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_match_fp64(name):
+    assert_matches_fp64(by_autograd, CASES[name], "cuda")
+    assert_matches_fp64(by_kernels, CASES[name], "cuda")
+
+
+def test_ties_go_to_the_lower_id():
+    assert_ties_go_to_the_lower_id(by_autograd, "cuda")
+
+
+def test_ids_are_in_range_whatever_the_logits():
+    assert_bad_logits_give_ids_in_range(by_autograd, "cuda")
+
+
+def assert_choice_is_best_up_to_rounding(case, logits, bias, expert_TK):
+    """Scores in fp64 of the experts chosen, in order, against the largest ones; few rows may be near-ties."""
+    exact = logits.double()
+    choice_TE = exact.sigmoid() if case.score == "sigmoid" else exact.softmax(1)
+    if bias is not None:
+        choice_TE = choice_TE + bias.double()
+    if case.groups[0] > 1:
+        choice_TGE = choice_TE.unflatten(1, (case.groups[0], -1))
+        score_TG = choice_TGE.topk(case.groups[2], dim=-1).values.sum(-1)
+        kept_TG = torch.zeros_like(score_TG).scatter(1, score_TG.topk(case.groups[1]).indices, 1.0)
+        choice_TE = choice_TGE.masked_fill(kept_TG.unsqueeze(-1) == 0, float("-inf")).flatten(1)
+    best_TK = choice_TE.topk(case.K).values
+    wrong_T = ((choice_TE.gather(1, expert_TK.long()) - best_TK).abs() > 1e-6 * best_TK.abs()).any(1)
+    # A near-tie of two groups changes a whole row.
+    assert int(wrong_T.sum()) <= (4 if case.groups[0] > 1 else 0)
+    ordered_TK = expert_TK.sort(1).values
+    assert bool((ordered_TK[:, 1:] > ordered_TK[:, :-1]).all()), "an expert is chosen twice"
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes_match_fp64(name):
+    case = REAL[name]
+    (logits, bias), incoming = real_inputs(case), incoming_of(case)
+    *outputs, gradient = results_and_gradient(case, logits, bias, incoming)
+    assert_choice_is_best_up_to_rounding(case, logits, bias, outputs[1])
+    owner_T = torch.arange(case.B, device="cuda").repeat_interleave(case.S)
+    bins = (outputs[1] + owner_T[:, None] * case.E).flatten()
+    counts = torch.bincount(bins, minlength=case.B * case.E).view(case.B, case.E)
+    assert torch.equal(outputs[2], counts.float())
+    exact = logits.double().requires_grad_()
+    expected = written_out(case, exact, outputs[1])
+    for actual, wanted in zip(differentiable(outputs), expected, strict=True):
+        assert_forward_close(actual, wanted)
+    total = sum((e * g.double()).sum() for e, g in zip(expected, incoming, strict=True))
+    assert_gradient_close(gradient, torch.autograd.grad(total, exact)[0])
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_runs_are_bitwise_equal(name):
+    case = REAL[name]
+    inputs = (case, *real_inputs(case), incoming_of(case))
+    first = results_and_gradient(*inputs)
+    for _ in range(3):
+        again = results_and_gradient(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_the_host_does_not_wait():
+    case = REAL["DeepSeek-V3"]
+    inputs = (case, *real_inputs(case), incoming_of(case))
+    results_and_gradient(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert_host_is_back_while_the_device_sleeps(lambda: results_and_gradient(*inputs))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V3"])
+def test_a_captured_router_replays_on_new_logits(name):
+    case = REAL[name]
+    (logits, bias), incoming = real_inputs(case), incoming_of(case)
+    args = (case, logits, bias, incoming)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        results_and_gradient(*args)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = results_and_gradient(*args)
+    for seed in (5, 6):
+        logits.copy_(real_inputs(case, seed)[0])
+        for target, source in zip(incoming, incoming_of(case, seed + 10), strict=True):
+            target.copy_(source)
+        graph.replay()
+        for actual, wanted in zip(captured, results_and_gradient(*args), strict=True):
+            assert torch.equal(actual, wanted)
+
+
+def test_compiled_and_eager_routers_agree():
+    case = REAL["DeepSeek-V2-Lite"]
+    logits, _ = real_inputs(case)
+
+    def loss(logits):
+        weight_TK, _, counts_BE, share_BE, z_sum, entropy_sum = router(logits, None, None, *case.settings())
+        return weight_TK.square().sum() + (counts_BE * share_BE).mean() + z_sum * 1e-3 + entropy_sum
+
+    gradients = []
+    for run in (loss, torch.compile(loss, fullgraph=True)):
+        logits = logits.detach().requires_grad_()
+        gradients.append(torch.autograd.grad(run(logits), logits)[0])
+    assert_gradient_close(gradients[1], gradients[0])

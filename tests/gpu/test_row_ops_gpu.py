@@ -1,0 +1,287 @@
+"""The routing plan, row movement and SwiGLU on a GPU: values, no sync, capture, large buffers, bandwidth.
+
+Suffixes as in graphmoe/ops/permute.py and graphmoe/ops/swiglu.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from graphmoe.ops import permute as _registers_the_ops  # noqa: F401
+from graphmoe.ops import swiglu as _registers_swiglu  # noqa: F401
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.ops.row_cases import (
+    ROUTINGS,
+    assert_plan_matches_brute_force,
+    assert_rows_are_multiplied,
+    assert_rows_are_spread,
+    assert_rows_are_summed,
+    assert_swiglu_matches_fp64,
+    brute_force_plan,
+    experts_of,
+    pattern_of_experts,
+)
+from tests.ops.test_permute import sizes
+from tests.ops.test_permute_op import dotted, spread, summed
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+ops = torch.ops.graphmoe
+DTYPES = (torch.float32, torch.bfloat16)
+WIDTHS = (1, 3, 24, 130, 2048, 7168 + 8)
+
+
+def random_experts(T, K, E, seed=0, unrouted=0.0):
+    """Distinct experts of each token, on the GPU; a share of the slots is not routed here."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    expert_TK = torch.rand(T, E, generator=generator, device="cuda").topk(K, dim=1).indices.int()
+    hole_TK = torch.rand(T, K, generator=generator, device="cuda") < unrouted
+    return expert_TK.masked_fill(hole_TK, -1)
+
+
+def assert_plan_is_that_of_the_cpu(expert_TK, num_experts):
+    expected = ops.routing_plan(expert_TK.cpu(), num_experts)
+    names = ("counts_E", "ends_E", "row_TK", "slot_R")
+    for name, actual, wanted in zip(names, ops.routing_plan(expert_TK, num_experts), expected, strict=True):
+        wrong = int((actual.cpu() != wanted).sum())
+        assert wrong == 0, f"{name}: {wrong} of {wanted.numel()} differ"
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_plan_matches_brute_force(name):
+    assert_plan_matches_brute_force(ops.routing_plan, *experts_of(name), device="cuda")
+
+
+def test_the_plan_matches_brute_force_at_every_number_of_slots():
+    for T, K, E in [*sizes(), (1, 1, 1), (16, 16, 16)]:
+        experts = pattern_of_experts("unrouted", T, K, E)
+        assert_plan_matches_brute_force(ops.routing_plan, experts, E, device="cuda")
+
+
+@pytest.mark.parametrize("unrouted", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("T", "K", "E"), [(16384, 6, 64), (65536, 16, 512), (9999, 8, 256), (4099, 1, 2), (2731, 3, 127)]
+)
+def test_plans_of_real_sizes_are_those_of_the_cpu(T, K, E, unrouted):
+    assert_plan_is_that_of_the_cpu(random_experts(T, K, E, unrouted=unrouted), E)
+
+
+def test_a_plan_with_all_tokens_on_one_expert_is_that_of_the_cpu():
+    assert_plan_is_that_of_the_cpu(torch.full((16384, 6), 63, dtype=torch.int32, device="cuda"), 64)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_rows_are_moved_and_dead_ones_left_alone(name, dtype, weighted):
+    plan = brute_force_plan(*experts_of(name), dead_rows=3, device="cuda")
+    assert_rows_are_spread(spread, plan, 24, dtype, "cuda", weighted)
+    assert_rows_are_summed(summed, plan, 24, dtype, "cuda", weighted)
+    assert_rows_are_multiplied(dotted, plan, 24, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_rows_of_any_width_are_moved(columns, dtype):
+    for pattern, T, K, E in (("unrouted", 300, 6, 16), ("random", 257, 1, 8), ("unrouted", 33, 16, 64)):
+        plan = brute_force_plan(pattern_of_experts(pattern, T, K, E), E, dead_rows=5, device="cuda")
+        assert_rows_are_spread(spread, plan, columns, dtype, "cuda", weighted=True)
+        assert_rows_are_summed(summed, plan, columns, dtype, "cuda")
+        assert_rows_are_multiplied(dotted, plan, columns, dtype, "cuda")
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 13, 64, 513, 1408])
+def test_swiglu_and_its_gradients_match_fp64(width, dtype, weighted):
+    for live, rows in ((0, 9), (1, 300), (777, 1000), (512, 512)):
+        for dead in (float("nan"), 1.0):
+            run = (ops.swiglu, ops.swiglu_backward)
+            assert_swiglu_matches_fp64(*run, live, rows, width, dtype, "cuda", weighted, dead)
+
+
+def expert_block(expert_TK, x_TD, weight_TK, num_experts):
+    """Plan, rows to experts, SwiGLU with weights, rows back with weights: [T, D] -> [T, D / 2]."""
+    _, ends_E, row_TK, slot_R = ops.routing_plan(expert_TK, num_experts)
+    where = (slot_R, row_TK, ends_E)
+    h_RH = ops.permute(x_TD, *where)
+    weight_R1 = ops.permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1), ends_E)
+    return ops.unpermute(ops.swiglu(h_RH, weight_R1, ends_E), *where, weight_TK)
+
+
+def values_and_gradients(expert_TK, x_TD, weight_TK, num_experts):
+    y_TF = expert_block(expert_TK, x_TD, weight_TK, num_experts)
+    dy_TF = torch.arange(y_TF.numel(), device=y_TF.device).remainder(17).sub(8).view_as(y_TF).to(y_TF.dtype)
+    return y_TF, *torch.autograd.grad(y_TF, (x_TD, weight_TK), dy_TF)
+
+
+def block_inputs(T=1000, K=6, E=64, D=256, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x_TD = torch.randn(T, D, generator=generator, device="cuda").to(dtype).requires_grad_()
+    weight_TK = torch.rand(T, K, generator=generator, device="cuda").requires_grad_()
+    return random_experts(T, K, E, unrouted=0.2), x_TD, weight_TK, E
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_a_whole_block_matches_fp64_on_the_cpu(dtype):
+    expert_TK, x_TD, weight_TK, E = block_inputs(dtype=dtype)
+    exact = (t.detach().cpu().double().requires_grad_() for t in (x_TD, weight_TK))
+    expected = values_and_gradients(expert_TK.cpu(), *exact, E)
+    y_TF, *gradients = values_and_gradients(expert_TK, x_TD, weight_TK, E)
+    if dtype == torch.float64:
+        weight = gradients.pop()  # fp32 like its input
+        assert_gradient_close(weight, expected[2].to(weight.device))
+    assert_forward_close(y_TF.cpu(), expected[0])
+    for actual, wanted in zip(gradients, expected[1:], strict=False):
+        # that of the fp32 weights sums products of rows in the dtype of x
+        assert_gradient_close(actual.cpu().to(dtype), wanted)
+
+
+def test_runs_are_bitwise_equal():
+    inputs = block_inputs(T=5000)
+    first = values_and_gradients(*inputs)
+    for _ in range(5):
+        again = values_and_gradients(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_forward_and_backward_do_not_wait_for_the_device(dtype):
+    inputs = block_inputs(dtype=dtype)
+    values_and_gradients(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        values_and_gradients(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_host_is_back_while_the_device_sleeps(lambda: values_and_gradients(*inputs))
+
+
+def test_a_captured_block_replays_on_new_routing():
+    expert_TK, x_TD, weight_TK, E = block_inputs()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        values_and_gradients(expert_TK, x_TD, weight_TK, E)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = values_and_gradients(expert_TK, x_TD, weight_TK, E)
+    T, K = expert_TK.shape
+    routings = {
+        "few are routed here": random_experts(T, K, E, seed=1, unrouted=0.9),
+        "all are routed here": random_experts(T, K, E, seed=2),
+        "none is routed here": torch.full_like(expert_TK, -1),
+        "one expert": torch.full_like(expert_TK, 5),
+    }
+    for name, routing in routings.items():
+        with torch.no_grad():
+            expert_TK.copy_(routing)
+            x_TD.mul_(1.25)
+        graph.replay()
+        fresh = values_and_gradients(expert_TK, x_TD, weight_TK, E)
+        for what, actual, wanted in zip(("y", "dx", "dweight"), captured, fresh, strict=True):
+            assert torch.equal(actual, wanted), f"{what}, {name}"
+
+
+def test_addresses_beyond_2_to_the_31_are_reached():
+    T, K, E, D = 2**18 + 5, 4, 8, 2064  # 2.16e9 elements of rows
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GiB of free memory")
+    expert_TK = (torch.arange(T, device="cuda")[:, None] + torch.arange(K, device="cuda")).int() % E
+    _, ends_E, row_TK, slot_R = ops.routing_plan(expert_TK, E)
+    where = (slot_R, row_TK, ends_E)
+    x_TD = torch.randint(-8, 9, (T, D), device="cuda").bfloat16()  # small integers: sums are exact
+    y_RD = ops.permute(x_TD, *where)
+    assert y_RD.numel() > 2**31
+    tail = slice(T * K - 1000, T * K)
+    assert torch.equal(y_RD[tail], x_TD[slot_R[tail].long() // K])
+    assert torch.equal(ops.unpermute(y_RD, *where, None), 4 * x_TD)
+    ones_TD = torch.ones_like(x_TD)
+    assert torch.equal(
+        ops.unpermute_weight_grad(ones_TD, y_RD, row_TK)[:, 0], x_TD.sum(1, dtype=torch.float32)
+    )
+    a_RF = ops.swiglu(y_RD, None, ends_E)
+    gate, up = y_RD[tail].float().chunk(2, dim=-1)
+    assert_forward_close(a_RF[tail], torch.nn.functional.silu(gate) * up)
+    dh_RH, _ = ops.swiglu_backward(torch.ones_like(a_RF), y_RD, None, ends_E)
+    assert_gradient_close(dh_RH[tail, D // 2 :], torch.nn.functional.silu(gate))
+
+
+def milliseconds(call, repeats=10):
+    """Median time of one call on the device, from a graph of several."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / repeats)
+    return statistics.median(times)
+
+
+@pytest.mark.slow
+def test_row_ops_reach_their_share_of_the_bandwidth_of_a_copy():
+    """T 16384, D 2048, K 6, F 1408, bf16; each byte is counted once."""
+    T, K, E, D, F = 16384, 6, 64, 2048, 1408
+    _, ends_E, row_TK, slot_R = ops.routing_plan(random_experts(T, K, E), E)
+    where = (slot_R, row_TK, ends_E)
+    x_TD, y_RD = (torch.randn(n, D, device="cuda").bfloat16() for n in (T, T * K))
+    h_RH, da_RF = (torch.randn(T * K, n, device="cuda").bfloat16() for n in (2 * F, F))
+    weight_TK, weight_R, other_RD = torch.rand(T, K).cuda(), torch.rand(T * K).cuda(), torch.empty_like(y_RD)
+    tokens, rows, wide, narrow = (t.nbytes for t in (x_TD, y_RD, h_RH, da_RF))
+    calls = {  # name: (call, bytes, share of the bandwidth of a copy)
+        "copy": (lambda: other_RD.copy_(y_RD), 2 * rows, 1.0),
+        "permute": (lambda: ops.permute(x_TD, *where), tokens + rows, 0.85),
+        "unpermute": (lambda: ops.unpermute(y_RD, *where, None), tokens + rows, 0.85),
+        "unpermute weighted": (lambda: ops.unpermute(y_RD, *where, weight_TK), tokens + rows, 0.85),
+        "unpermute_dgrad": (lambda: ops.unpermute_dgrad(x_TD, *where, weight_TK), tokens + rows, 0.85),
+        "unpermute_weight_grad": (
+            lambda: ops.unpermute_weight_grad(x_TD, y_RD, row_TK),
+            tokens + rows,
+            0.8,
+        ),
+        "swiglu": (lambda: ops.swiglu(h_RH, weight_R, ends_E), wide + narrow, 0.9),
+        "swiglu_backward": (
+            lambda: ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E),
+            2 * wide + narrow,
+            0.9,
+        ),
+    }
+    speed = {name: size / milliseconds(call) / 1e9 for name, (call, size, _) in calls.items()}  # TB/s
+    report = ", ".join(f"{n} {s:.2f} TB/s = {s / speed['copy']:.2f}" for n, s in speed.items())
+    print(report)
+    slow = [n for n, (_, _, share) in calls.items() if speed[n] < share * speed["copy"]]
+    assert not slow, f"{slow} of {report}"
+
+
+@pytest.mark.slow
+def test_a_plan_of_98304_slots_takes_less_than_30_us():
+    expert_TK = random_experts(16384, 6, 64)
+    took_us = 1e3 * milliseconds(lambda: ops.routing_plan(expert_TK, 64), repeats=50)
+    large_TK = random_experts(65536, 16, 512)
+    large_us = 1e3 * milliseconds(lambda: ops.routing_plan(large_TK, 512))
+    weight_us = 1e3 * milliseconds(_weights_to_rows(expert_TK), repeats=50)
+    report = f"plan {took_us:.1f} us, of 1048576 slots and 512 experts {large_us:.1f} us, "
+    report += f"weights to rows {weight_us:.1f} us"
+    print(report)
+    assert took_us < 30, report
+
+
+def _weights_to_rows(expert_TK):
+    _, ends_E, row_TK, slot_R = ops.routing_plan(expert_TK, 64)
+    weight_S1, row_S1 = torch.rand(expert_TK.numel(), 1, device="cuda"), row_TK.reshape(-1, 1)
+    return lambda: ops.permute(weight_S1, slot_R, row_S1, ends_E)

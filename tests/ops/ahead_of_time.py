@@ -1,0 +1,202 @@
+"""Compiles Triton kernels for four GPUs on a machine that has none, and reports what came out.
+
+A kernel module lists a few representative cases in a plain function, which imports nothing but itself::
+
+    def ahead_of_time_cases():
+        return [
+            {
+                "kernel": _scale_kernel,                     # a triton.jit function
+                "signature": {"x": "*bf16:16", "n": "i32"},  # ":16": a multiple of 16, as most pointers are
+                "constexprs": {"BLOCK": 1024},
+                "threads": 128,                              # num_warps = threads / threads of a warp
+            },
+        ]
+
+(optional keys: "name", "num_warps" instead of "threads", "num_stages", "only": ("sm_90",) to leave targets
+out, and "options" of one vendor's compiler), and its test asserts on the facts::
+
+    @pytest.mark.parametrize("target", TARGETS)
+    def test_the_kernels_compile_ahead_of_time(target):
+        facts = compiled("graphmoe.ops.scale_kernels", target)
+        assert_sound(facts)                                  # no error, no spill, fits into shared memory
+        assert facts["_scale_kernel"].wide_loads             # reads 16 bytes at a time
+
+All cases of a module are compiled for all targets in one fresh process, once per session: an interpreter
+process (TRITON_INTERPRET=1) can't compile, and Triton decides between the two where it is imported. Results
+are kept in Triton's own cache, so that a second session only reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TARGETS = {  # name: (backend, architecture, threads of a warp)
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+}
+SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+"""Shared memory (LDS) that one program may use."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one case became on one target."""
+
+    case: str
+    target: str
+    error: str = ""
+    """Why it did not compile; all that follows is then empty."""
+    keys: tuple[str, ...] = ()
+    """Stages that the compiler kept, e.g. ttir, ttgir, amdgcn, hsaco or ptx, cubin."""
+    shared_bytes: int = 0
+    registers: int = 0
+    """Of one thread: VGPRs on AMD."""
+    spills: int = 0
+    """VGPRs on AMD, bytes of stack on NVIDIA."""
+    scalar_spills: int = 0
+    """SGPRs on AMD. They go to lanes of VGPRs, which costs little."""
+    matrix_ops: int = 0
+    """Matrix instructions: v_mfma*, mma.sync, wgmma or tcgen05.mma."""
+    wide_loads: int = 0
+    """Loads of 16 bytes from global memory to registers."""
+    wide_stores: int = 0
+    """Stores of 16 bytes from registers to global memory."""
+    atomics: int = 0
+    """Atomic instructions on global memory."""
+
+
+def compiled(module: str, target: str) -> dict[str, Facts]:
+    """Facts about each case of a kernel module on one target, by the name of the case."""
+    facts = {fact.case: fact for fact in _compile_elsewhere(module) if fact.target == target}
+    assert facts, f"{module} lists no case for {target}"
+    return facts
+
+
+def assert_sound(facts: dict[str, Facts]) -> None:
+    """Check that every case compiled, spills no register and fits into shared memory."""
+    bad = {name: fact.error for name, fact in facts.items() if fact.error}
+    assert not bad, "\n\n".join(f"{name}: {error}" for name, error in bad.items())
+    assert not {name: fact.spills for name, fact in facts.items() if fact.spills}, facts
+    large = {n: f.shared_bytes for n, f in facts.items() if f.shared_bytes > SHARED_BYTES[f.target]}
+    assert not large, f"bytes of shared memory over {SHARED_BYTES}: {large}"
+
+
+@functools.cache
+def _compile_elsewhere(module: str) -> tuple[Facts, ...]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.ahead_of_time", module],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return tuple(Facts(**fact) for fact in json.loads(done.stdout.splitlines()[-1]))
+
+
+def _compile_case(case: dict[str, Any], target: str) -> Facts:
+    """Compile one case; runs in the other process."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, name = case["kernel"], case.get("name", case["kernel"].__name__)
+    given, constexprs = case["signature"], case.get("constexprs", {})
+    unknown = {*given, *constexprs} ^ set(kernel.arg_names)
+    assert not unknown, f"{name}: not in both the case and the kernel's arguments: {sorted(unknown)}"
+    signature = {a: given[a].removesuffix(":16") if a in given else "constexpr" for a in kernel.arg_names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, a in enumerate(kernel.arg_names)
+        if given.get(a, "").endswith(":16")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    options = {key: case[key] for key in ("num_warps", "num_stages") if key in case} | case.get("options", {})
+    if "threads" in case:
+        options["num_warps"] = case["threads"] // TARGETS[target][2]
+    try:
+        built = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    except Exception as error:  # whatever the compiler raises is the result of the test
+        return Facts(name, target, error=f"{type(error).__name__}: {error}")
+    return _facts(name, target, built)
+
+
+def _facts(name: str, target: str, built: Any) -> Facts:
+    amd = TARGETS[target][0] == "hip"
+    text = built.asm["amdgcn" if amd else "ptx"]
+    count = functools.partial(_count, text)
+    if amd:
+        registers = _largest(text, r"\.vgpr_count:\s+(\d+)")
+        spills, scalar_spills = (
+            _largest(text, rf"\.{kind}_spill_count:\s+(\d+)") for kind in ("vgpr", "sgpr")
+        )
+        matrix_ops, atomics = count(r"\bv_mfma"), count(r"\b(global|buffer)_atomic")
+        loads, stores = count(r"\b(global|buffer)_load_dwordx4"), count(r"\b(global|buffer)_store_dwordx4")
+    else:
+        (registers, spills), scalar_spills = _resources(built.asm["cubin"]), 0
+        matrix_ops = count(r"\b(wgmma\.mma|mma\.sync|tcgen05\.mma)")
+        atomics = count(r"\b(atom|red)\.[\w.]*global")
+        wide = r"\.global[\w.:]*\.(v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]32|v4\.[bfsu]64)"
+        loads, stores = count(r"\bld" + wide), count(r"\bst" + wide)
+    return Facts(
+        name,
+        target,
+        keys=tuple(built.asm),
+        shared_bytes=built.metadata.shared,
+        registers=registers,
+        spills=spills,
+        scalar_spills=scalar_spills,
+        matrix_ops=matrix_ops,
+        wide_loads=loads,
+        wide_stores=stores,
+        atomics=atomics,
+    )
+
+
+def _count(text: str, pattern: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def _largest(text: str, pattern: str) -> int:
+    return max((int(value) for value in re.findall(pattern, text)), default=0)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack, as the tool that comes with Triton reads them."""
+    import tempfile
+
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = knobs.nvidia.cuobjdump.path
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return _largest(said.stdout, r"\bREG:(\d+)"), _largest(said.stdout, r"\bSTACK:(\d+)")
+
+
+def main(module: str) -> None:
+    """Compile all cases of a module for all targets and print the facts as one line of JSON."""
+    cases = importlib.import_module(module).ahead_of_time_cases()
+    facts = [_compile_case(c, t) for c in cases for t in TARGETS if t in c.get("only", TARGETS)]
+    names = [(fact.case, fact.target) for fact in facts]
+    assert len(set(names)) == len(names), f"{module}: cases of one name: {names}"
+    print(json.dumps([asdict(fact) for fact in facts]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

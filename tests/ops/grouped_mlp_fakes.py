@@ -1,0 +1,154 @@
+"""Vendor grouped products with recorded signatures over a loop in fp64.
+
+A fake takes exactly the calls that the recorded signature takes and refuses layouts, offsets, dtypes and
+sizes that the vendor refuses or would misread. Rows beyond the last offset come back as NaN.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import Any
+
+import torch
+
+from tests.vendor_api import FOLDER, bind, install_module, recorded_signature
+
+GROUPED_GEMM = recorded_signature("primus_turbo", "primus_turbo.pytorch.ops.grouped_gemm")
+VARIABLE_K_MODULE = "primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl"
+VARIABLE_K = recorded_signature("primus_turbo", f"{VARIABLE_K_MODULE}.grouped_gemm_variable_k_impl")
+ENUM = json.loads((FOLDER / "primus_turbo.json").read_text())["classes"][
+    "primus_turbo.pytorch.core.backend.BackendType"
+]
+BACKENDS = [name for name, _, _ in ENUM["fields"]]
+TE_CLASS = "transformer_engine.pytorch.GroupedLinear"
+TE_INIT = recorded_signature("transformer_engine", TE_CLASS, "__init__")
+TE_FORWARD = recorded_signature("transformer_engine", TE_CLASS, "forward")
+TE_MODULE = "transformer_engine.pytorch.module.grouped_linear"
+TE_SUPPORTED = recorded_signature(
+    "transformer_engine", f"{TE_MODULE}.is_module_grouped_tensor_path_supported"
+)
+HALF = (torch.bfloat16, torch.float16)
+
+
+def install_turbo(monkeypatch: Any) -> FakeTurbo:
+    """Put a fake Primus-Turbo in place of the package."""
+    fake, backends = FakeTurbo(), enum.Enum("BackendType", BACKENDS)
+    install_module(monkeypatch, VARIABLE_K_MODULE, grouped_gemm_variable_k_impl=fake.variable_k)
+    install_module(monkeypatch, "primus_turbo.pytorch.core.backend", BackendType=backends)
+    install_module(monkeypatch, "primus_turbo.pytorch.ops", grouped_gemm=fake.grouped_gemm)
+    return fake
+
+
+def install_te(monkeypatch: Any, supported: bool = True) -> None:
+    """Put a fake Transformer Engine in place of the package."""
+
+    def is_supported(*args: Any, **kwargs: Any) -> bool:
+        call = bind(TE_SUPPORTED, args, kwargs)
+        assert call["recipe"] is None and call["dtype"] in HALF
+        return supported
+
+    FakeGroupedLinear.built = []
+    # The deepest first: each call puts new parents in place.
+    install_module(monkeypatch, TE_MODULE, is_module_grouped_tensor_path_supported=is_supported)
+    install_module(monkeypatch, "transformer_engine.pytorch", GroupedLinear=FakeGroupedLinear)
+
+
+class FakeTurbo:
+    """``grouped_gemm`` and its weight gradient; ``calls`` keeps the bound arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def grouped_gemm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = self._bound(GROUPED_GEMM, args, kwargs)
+        a, b, lens = call["a"], call["b"], call["group_lens"]
+        assert b.ndim == 3 and b.is_contiguous() and len(b) == len(lens) and b.dtype == a.dtype
+        assert a.shape[1] == b.shape[2 if call["trans_b"] else 1], (a.shape, b.shape)
+        assert call["fuse_bgrad_accum_pattern"] is None
+        return product(a, b.mT if call["trans_b"] else b, lens)
+
+    def variable_k(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = self._bound(VARIABLE_K, args, kwargs)
+        a, b = call["a"], call["b"]
+        assert b.ndim == 2 and b.is_contiguous() and len(b) == len(a) and b.dtype == a.dtype
+        assert call["trans_a"] and not call["trans_b"], "the only layout that it takes"
+        assert call["default_backend"] == 1 + BACKENDS.index("TRITON")
+        left, right = (b, a) if call["trans_c"] else (a, b)
+        return outer_products(left, right, call["group_lens"])
+
+    def _bound(self, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        call = bind(signature, args, kwargs)
+        self.calls.append(call)
+        a, lens, offsets = call["a"], call["group_lens"], call["group_offs"]
+        assert a.ndim == 2 and a.is_contiguous() and a.dtype in HALF, (a.shape, a.stride(), a.dtype)
+        assert lens.dtype == offsets.dtype == torch.int64 and lens.ndim == 1, (lens.dtype, offsets.dtype)
+        assert offsets.tolist() == [0, *lens.cumsum(0).tolist()] and offsets[-1] <= len(a)
+        assert call["num_cu"] is None and call["schedule"] == "static"
+        return call
+
+
+class FakeGroupedLinear(torch.nn.Module):
+    """``GroupedLinear`` of Transformer Engine on its path with counts on the device."""
+
+    built: list[dict[str, Any]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.settings = bind(TE_INIT, args, kwargs)
+        self.built.append(self.settings)
+        assert not self.settings["bias"] and self.settings["use_grouped_tensor"] is True
+        assert not self.settings["single_grouped_weight"] and self.settings["tp_size"] == 1
+        assert not self.settings["fuse_wgrad_accumulation"] and not self.settings["delay_wgrad_compute"]
+        size = (self.settings["out_features"], self.settings["in_features"])
+        placed = {"device": self.settings["device"], "dtype": self.settings["params_dtype"]}
+        for expert in range(self.settings["num_gemms"]):
+            self.register_parameter(f"weight{expert}", torch.nn.Parameter(torch.empty(size, **placed)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call, built = bind(TE_FORWARD, args, kwargs), self.settings
+        x, counts = call["inp"], call["m_splits"]
+        assert isinstance(counts, torch.Tensor) and counts.dtype == torch.int64 and counts.device == x.device
+        assert counts.shape == (built["num_gemms"],) and int(counts.sum()) <= len(x)
+        assert x.ndim == 2 and x.dtype == built["params_dtype"] and x.dtype in HALF
+        assert call["is_first_microbatch"] is None and call["out"] is None and call["dgrad_out"] is None
+        weights = [getattr(self, f"weight{expert}") for expert in range(built["num_gemms"])]
+        size = (built["out_features"], built["in_features"])
+        for weight in weights:
+            assert weight.shape == size and weight.dtype == x.dtype and weight.device == x.device
+            assert weight.is_contiguous()
+        return _Linear.apply(x, counts, *weights)
+
+
+class _Linear(torch.autograd.Function):
+    """One node, as there: it has to record inside a custom op, where single operations do not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, counts)
+        assert not x.requires_grad, "the gradient of rows is a forward of its own"
+        return product(x, torch.stack(weights).mT, counts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, counts = ctx.saved_tensors
+        assert dy.is_contiguous()
+        return None, None, *outer_products(dy, x, counts)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """``a[r] @ b[e(r)]``, computed in fp64; NaN in dead rows."""
+    y, end = a.new_full((len(a), b.shape[2]), float("nan")), 0
+    for expert, count in enumerate(counts.tolist()):
+        start, end = end, end + count
+        y[start:end] = (a[start:end].double() @ b[expert].double()).to(a.dtype)
+    return y
+
+
+def outer_products(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """``left[rows of e].T @ right[rows of e]``, computed in fp64."""
+    results, end = [], 0
+    for count in counts.tolist():
+        start, end = end, end + count
+        results.append((left[start:end].double().T @ right[start:end].double()).to(left.dtype))
+    return torch.stack(results)

@@ -1,0 +1,140 @@
+"""The Triton kernels of the grouped MLP in the interpreter; run by test_grouped_mlp_kernels.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphmoe.ops import grouped_mlp  # noqa: F401  # registers the ops that sum rows
+from tests.ops.mlp_cases import (
+    CASES,
+    Directions,
+    assert_dead_rows_are_left_alone,
+    assert_directions_match,
+    interpreter_slack,
+    make_problem,
+    poison,
+)
+from tests.tolerances import assert_gradient_close, relative_error
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def kernels():
+    from graphmoe.ops.grouped_mlp import triton_backend
+
+    return Directions(triton_backend.forward, triton_backend.dgrad, triton_backend.wgrad)
+
+
+@pytest.fixture
+def defaults(monkeypatch):
+    """Call it with fields of `Config` to change the default config of the interpreter."""
+    from graphmoe.ops.grouped_mlp import tuning
+
+    def change(**fields):
+        monkeypatch.setattr(tuning, "_INTERPRETER", replace(tuning._INTERPRETER, **fields))
+
+    return change
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_match_fp64(case, dtype):
+    if "512" in case:  # 1,000 tiles of weights would take 10 s
+        case = (*CASES[case][:4], 100, *CASES[case][5:])
+    assert_directions_match(kernels(), make_problem(case, dtype), interpreter_slack(dtype))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"descriptors": "weights"},
+        {"descriptors": "both", "flatten": True, "subtiles": 2},
+        {"subtiles": 2, "block_n": 64, "group": 1},
+        {"per_unit": 0},
+        {"per_unit": 1, "block_m": 32, "block_k": 32},
+    ],
+    ids=str,
+)
+def test_every_way_to_launch_gives_the_same_results(fields, defaults):
+    defaults(**fields)
+    assert_directions_match(kernels(), make_problem("skewed, dead rows", torch.float32))
+
+
+def test_rows_that_descriptors_cannot_describe_are_loaded_by_pointer(defaults):
+    defaults(descriptors="both")
+    assert_directions_match(kernels(), make_problem("odd sizes", torch.float32))
+
+
+@pytest.mark.parametrize("case", ["skewed, dead rows", "some slots are not routed here"])
+def test_dead_rows_are_neither_read_nor_written(case):
+    assert_dead_rows_are_left_alone(kernels(), make_problem(case, torch.float32))
+
+
+def test_weight_gradients_are_added_to_a_buffer_in_fp32():
+    from graphmoe.ops.grouped_mlp.triton_steps import weight_grad
+
+    p = make_problem("empty experts", torch.float32)
+    slot_R, row_TK, ends_E = p.plan
+    left = torch.randn(len(slot_R), 10, generator=torch.Generator().manual_seed(5))
+    alone = weight_grad("up_wgrad", left, p.x_TD, slot_R, ends_E, row_TK.shape[1])
+    for dtype in DTYPES:
+        before = torch.randn(alone.shape, generator=torch.Generator().manual_seed(6))
+        total = before.clone()
+        given = (left.to(dtype), p.x_TD.to(dtype), slot_R, ends_E, row_TK.shape[1])
+        assert weight_grad("up_wgrad", *given, out=total).data_ptr() == total.data_ptr()
+        if dtype == torch.float32:
+            assert_gradient_close(total, before.double() + alone.double())
+        else:
+            assert relative_error(total, before.double() + alone.double()) < 5e-3
+            assert torch.equal(total[-1], before[-1]) == (ends_E[-1] == ends_E[-2])
+
+
+def test_parts_of_dweight_are_added_in_order_and_slots_without_rows_get_zero():
+    from graphmoe.ops.grouped_mlp.triton_steps import weight_sums
+
+    p = make_problem("some slots are not routed here", torch.float32)
+    row_TK = p.plan[1]
+    partial = torch.randn(3, len(p.plan[0]), generator=torch.Generator().manual_seed(7))
+    poison(p, *(part for part in partial))
+    expected = ((0.0 + partial[0]) + partial[1] + partial[2])[row_TK.clamp(min=0)].masked_fill(row_TK < 0, 0)
+    assert torch.equal(weight_sums(partial, row_TK), expected)
+
+
+def test_two_runs_are_bitwise_equal():
+    p, run = make_problem("random", torch.float32), kernels()
+    first, again = (
+        run.dgrad(p.dy_TD, run.forward(*p.inputs, *p.plan)[1], *p.inputs[1:], *p.plan) for _ in "ab"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_no_row_at_all_gives_zeros():
+    case = ("random", 0, 8, 8, 3, 2, 0)
+    p = make_problem(case, torch.float32)
+    y_TD, h_RH = kernels().forward(*p.inputs, *p.plan)
+    dx_TD, dweight_TK, dh_RH, a_RF = kernels().dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    dws = kernels().wgrad(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan)
+    assert (y_TD.shape, dx_TD.shape, dweight_TK.shape) == ((0, 8), (0, 8), (0, 2))
+    assert (h_RH.shape, dh_RH.shape, a_RF.shape) == ((0, 16), (0, 16), (0, 8))
+    assert not any(bool(dw.any()) for dw in dws)
+
+
+@pytest.mark.parametrize("height", [16, 64])
+@pytest.mark.parametrize(
+    "counts", [[0, 70, 0, 0, 5, 64, 0], [1, 0] * 256, [0, 0, 0], [129]], ids=lambda c: str(c)[:20]
+)
+def test_the_table_of_row_tiles_covers_each_expert_once(counts, height):
+    from graphmoe.ops.grouped_mlp.triton_steps import row_tiles
+
+    ends_E = torch.tensor(counts).cumsum(0).int()
+    table = row_tiles(ends_E, sum(counts) + 7)(height).tolist()
+    bound, expected = len(table) // 2, []
+    for expert, (end, count) in enumerate(zip(ends_E.tolist(), counts, strict=True)):
+        expected += [(expert, row) for row in range(end - count, end, height)]
+    assert table[0] == len(expected) <= bound
+    assert (
+        list(zip(table[1 : 1 + len(expected)], table[1 + bound :], strict=False))[: len(expected)] == expected
+    )

@@ -1,0 +1,156 @@
+"""Routings, inputs and checks for the grouped MLP: for the op, for kernels in the interpreter, on a GPU.
+
+Suffixes as in graphmoe/ops/grouped_mlp/__init__.py. What is expected is computed in fp64, expert by
+expert from the experts that tokens chose, without a plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.ops.row_cases import NAN, brute_force_plan, fresh_memory_is_nan, pattern_of_experts, values
+from tests.tolerances import TOLERANCES, relative_error
+
+CASES = {  # name: (pattern, T, D, F, E, K, dead rows)
+    "random": ("random", 15, 40, 24, 5, 3, 0),
+    "odd sizes": ("random", 13, 37, 19, 4, 2, 3),
+    "skewed, dead rows": ("skewed", 33, 24, 40, 4, 2, 9),
+    "empty experts": ("half of the experts", 19, 16, 16, 24, 4, 0),
+    "all tokens on one expert": ("one expert", 23, 32, 16, 7, 2, 2),
+    "some slots are not routed here": ("unrouted", 27, 20, 12, 8, 4, 5),
+    "no slot is routed here": ("nothing", 5, 8, 8, 4, 3, 4),
+    "one token, one slot": ("random", 1, 9, 5, 2, 1, 0),
+    "one slot": ("random", 29, 16, 8, 2, 1, 1),
+    "16 slots of 512 experts": ("random", 3, 8, 8, 512, 16, 0),
+}
+NAMES = ("dx", "dw_gate_up", "dw_down", "dweight")
+
+
+class Problem(NamedTuple):
+    """One layer's inputs, and the gradient of its output."""
+
+    x_TD: torch.Tensor
+    w_gate_up: torch.Tensor
+    w_down: torch.Tensor
+    weight_TK: torch.Tensor
+    dy_TD: torch.Tensor
+    expert_TK: torch.Tensor
+    plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """slot_R, row_TK, ends_E."""
+    live: int
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self.x_TD, self.w_gate_up, self.w_down, self.weight_TK
+
+
+class Directions(NamedTuple):
+    """The three calls of a backend, with the arguments of the ops but no backend."""
+
+    forward: Callable[..., Any]
+    dgrad: Callable[..., Any]
+    wgrad: Callable[..., Any]
+
+
+def ops_of(backend: str) -> Directions:
+    """The registered ops with one backend."""
+    ops = torch.ops.graphmoe
+    return Directions(
+        lambda *args: ops.grouped_mlp(*args, backend),
+        lambda *args: ops.grouped_mlp_dgrad(*args, backend),
+        lambda *args: ops.grouped_mlp_wgrad(*args, backend),
+    )
+
+
+def make_problem(case, dtype, device="cpu"):
+    """``case`` is a name or a row of `CASES`; the weights of slots that are not routed here are garbage."""
+    pattern, T, D, F, E, K, dead = CASES.get(case, case)
+    expert_TK = pattern_of_experts(pattern, T, K, E)
+    plan = brute_force_plan(expert_TK, E, dead, device)
+    sizes = ((T, D), (E, 2 * F, D), (E, D, F), (T, D))
+    x, w_gate_up, w_down, dy = (values(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate(sizes))
+    weight_TK = values(T, K, device=device, seed=9).abs()
+    routed = (plan.slot_R, plan.row_TK, plan.ends_E)
+    return Problem(x, w_gate_up, w_down, weight_TK, dy, expert_TK.to(device), routed, plan.live)
+
+
+def exact_result(p):
+    """y and the four gradients in fp64."""
+    leaves = [t.detach().double().requires_grad_() for t in p.inputs]
+    y_TD = written_out(*leaves, p.expert_TK)
+    return y_TD, torch.autograd.grad(y_TD, leaves, p.dy_TD.double(), materialize_grads=True)
+
+
+def written_out(x_TD, w_gate_up, w_down, weight_TK, expert_TK):
+    """The sum over a token's experts, expert by expert."""
+    y_TD = x_TD * 0
+    for expert in expert_TK.unique().tolist():
+        if expert < 0:
+            continue
+        gate_TF, up_TF = (x_TD @ w_gate_up[expert].T).chunk(2, dim=1)
+        out_TD = (gate_TF / (1 + torch.exp(-gate_TF)) * up_TF) @ w_down[expert].T
+        share_T1 = (weight_TK * (expert_TK == expert)).sum(1, keepdim=True)
+        y_TD = y_TD + share_T1 * out_TD
+    return y_TD
+
+
+def assert_directions_match(run: Directions, p: Problem, slack: float = 1.0) -> None:
+    """Run the three directions one by one, with NaN in all dead rows between them, and compare with fp64."""
+    y_TD, h_RH = run.forward(*p.inputs, *p.plan)
+    poison(p, h_RH)
+    dx_TD, dweight_TK, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    poison(p, dh_RH, a_RF)
+    dw_gate_up, dw_down = run.wgrad(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan)
+    gradients = (dx_TD, dw_gate_up, dw_down, dweight_TK)
+    for name, source, actual in zip(("y", *NAMES), (p.x_TD, *p.inputs), (y_TD, *gradients), strict=True):
+        assert (actual.shape, actual.dtype) == (source.shape, source.dtype), name
+        assert actual.is_contiguous(), name
+    assert_results_match(p, y_TD, gradients, slack)
+    assert_experts_without_rows_get_zeros(p, dw_gate_up, dw_down)
+
+
+def assert_results_match(p: Problem, y_TD, gradients, slack: float = 1.0) -> None:
+    """Compare y and the four gradients with fp64, by the tolerances of x's dtype times ``slack``."""
+    expected, expected_gradients = exact_result(p)
+    limits = TOLERANCES[p.x_TD.dtype]
+    errors = {"y": (relative_error(y_TD, expected), limits.forward * slack)}
+    for name, actual, wanted in zip(NAMES, gradients, expected_gradients, strict=True):
+        errors[name] = (relative_error(actual, wanted), limits.gradient * slack)
+    bad = {
+        name: f"{error:.1e} is over {limit:.1e}"
+        for name, (error, limit) in errors.items()
+        if not error <= limit
+    }
+    assert not bad, bad
+
+
+def assert_experts_without_rows_get_zeros(p, *weight_gradients):
+    counts_E = torch.diff(p.plan[2].cpu(), prepend=torch.zeros(1, dtype=torch.int32))
+    for gradient in weight_gradients:
+        assert not bool(gradient[(counts_E == 0).to(gradient.device)].any())
+
+
+def assert_dead_rows_are_left_alone(run: Directions, p: Problem) -> None:
+    """Check that no direction writes rows beyond the last offset."""
+    with fresh_memory_is_nan():
+        _, h_RH = run.forward(*p.inputs, *p.plan)
+        _, _, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    for buffer in (h_RH, dh_RH, a_RF):
+        assert len(buffer) > p.live and bool(buffer[p.live :].isnan().all())
+        assert not bool(buffer[: p.live].isnan().any())
+
+
+def poison(p: Problem, *buffers: torch.Tensor) -> None:
+    """Fill dead rows with NaN."""
+    for buffer in buffers:
+        assert len(buffer) == len(p.plan[0])
+        buffer[p.live :] = NAN
+
+
+def interpreter_slack(dtype: torch.dtype) -> float:
+    """Triton's interpreter cuts fp32 to bf16, where devices round: a bias, in each of four steps."""
+    return 5.0 if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1" else 1.0

@@ -1,0 +1,210 @@
+"""Routings, row buffers and checks for the row kernels, wherever these run: in the interpreter or on a GPU.
+
+Suffixes as in graphmoe/ops/permute.py. What is expected is computed from plain Python lists and in fp64.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from tests.ops.test_permute import choose
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+NAN = float("nan")
+ROUTINGS = {  # name: (pattern, T, K, E)
+    "random": ("random", 37, 6, 64),
+    "skewed": ("skewed", 61, 3, 9),
+    "empty experts": ("half of the experts", 29, 4, 24),
+    "all tokens on one expert": ("one expert", 23, 5, 12),
+    "one expert is all there are": ("one expert", 7, 2, 1),
+    "some slots are not routed here": ("unrouted", 41, 6, 16),
+    "no slot is routed here": ("nothing", 5, 3, 4),
+    "one token": ("random", 1, 2, 2),
+    "one slot": ("random", 53, 1, 2),
+    "16 slots of 512 experts": ("random", 35, 16, 512),
+    "every expert": ("random", 31, 8, 8),
+}
+
+
+def experts_of(name):
+    """-> int32 [T, K] of expert ids, and the number of experts."""
+    pattern, T, K, E = ROUTINGS[name]
+    return pattern_of_experts(pattern, T, K, E), E
+
+
+def pattern_of_experts(pattern, T, K, E):
+    """int32 [T, K]; ids below 0 where a slot is not routed here."""
+    if pattern == "one expert":
+        return torch.full((T, K), E // 2, dtype=torch.int32)
+    if pattern == "nothing":
+        return torch.full((T, K), -1, dtype=torch.int32)
+    if pattern == "unrouted":
+        expert_TK = choose("skewed", T, K, E)
+        hole_TK = torch.rand(T, K, generator=torch.Generator().manual_seed(T)) < 0.4
+        return expert_TK.masked_fill(hole_TK, -3)
+    return choose(pattern, T, K, E)
+
+
+class Plan(NamedTuple):
+    """A routing plan, and room for rows that are dead."""
+
+    counts_E: torch.Tensor
+    ends_E: torch.Tensor
+    row_TK: torch.Tensor
+    slot_R: torch.Tensor
+    live: int
+
+
+def brute_force_plan(expert_TK, num_experts, dead_rows=0, device="cpu"):
+    """The plan from sorted Python tuples; garbage stands in the last ``dead_rows`` of slot_R."""
+    K = expert_TK.shape[1]
+    triples = sorted((e, t, k) for t, row in enumerate(expert_TK.tolist()) for k, e in enumerate(row))
+    live = [triple for triple in triples if triple[0] >= 0]
+    counts = [sum(e == expert for e, _, _ in live) for expert in range(num_experts)]
+    row_TK = torch.full_like(expert_TK, -1)
+    for row, (_, t, k) in enumerate(live):
+        row_TK[t, k] = row
+    unrouted = sorted((t, k) for e, t, k in triples if e < 0)
+    slots = [t * K + k for _, t, k in live] + [t * K + k for t, k in unrouted]
+    garbage = random.Random(0).choices([-1, 2**30, 0], k=dead_rows)
+    tensors = (counts, torch.tensor(counts).cumsum(0), row_TK, slots + garbage)
+    counts_E, ends_E, row_TK, slot_R = (torch.as_tensor(t).int().to(device) for t in tensors)
+    return Plan(counts_E, ends_E, row_TK, slot_R, len(live))
+
+
+def assert_plan_matches_brute_force(run, expert_TK, num_experts, device="cpu"):
+    """``run`` is the op or its kernel: (expert_TK, num_experts) -> counts, ends, rows, slots."""
+    expected = brute_force_plan(expert_TK, num_experts)
+    for name, actual, wanted in zip(
+        Plan._fields, run(expert_TK.to(device), num_experts), expected[:4], strict=False
+    ):
+        assert actual.dtype == torch.int32 and actual.is_contiguous(), name
+        assert actual.shape == wanted.shape, (name, actual.shape, wanted.shape)
+        assert torch.equal(actual.cpu(), wanted), f"{name}: {actual.cpu()} is not {wanted}"
+
+
+def values(*shape, dtype=torch.float32, device="cpu", seed=0):
+    """Normal numbers that ``dtype`` holds exactly."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def rows_with_nan(plan, columns, dtype, device, seed=1):
+    """[R, columns]: numbers in live rows, NaN in dead ones."""
+    y_RD = values(len(plan.slot_R), columns, dtype=dtype, device=device, seed=seed)
+    y_RD[plan.live :] = NAN
+    return y_RD
+
+
+@contextmanager
+def fresh_memory_is_nan():
+    """New memory holds NaN inside the context, so that what a kernel leaves unwritten can be told."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_rounded_alike(actual, expected):
+    """Bitwise equality; only closeness where Triton's interpreter cuts fp32 to bf16, which devices round."""
+    if actual.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
+        assert_forward_close(actual, expected)
+    else:
+        assert torch.equal(actual, expected), (actual.double() - expected.double()).abs().max()
+
+
+def assert_dead_rows_are_untouched(y_RD, plan):
+    """Valid for an output that was made inside `fresh_memory_is_nan`."""
+    dead = y_RD[plan.live :]
+    assert bool(dead.isnan().all()), f"{int((~dead.isnan()).any(-1).sum())} of {len(dead)} dead rows written"
+
+
+def assert_rows_are_spread(run, plan, columns, dtype, device="cpu", weighted=False):
+    """``run(x, plan, weight)`` -> y[row[t, k]] = weight[t, k] * x[t]; bitwise without weights."""
+    (T, K), live = plan.row_TK.shape, plan.live
+    x_TD, weight_TK = values(T, columns, dtype=dtype, device=device), values(T, K, device=device, seed=2)
+    with fresh_memory_is_nan():
+        y_RD = run(x_TD, plan, weight_TK if weighted else None)
+    slot_R = plan.slot_R[:live].long()
+    assert y_RD.dtype == dtype and y_RD.shape == (len(plan.slot_R), columns) and y_RD.is_contiguous()
+    expected = x_TD[slot_R // K]
+    if weighted:  # one product in fp32, rounded once
+        expected = (expected.float() * weight_TK.view(-1, 1)[slot_R]).to(dtype)
+        assert_rounded_alike(y_RD[:live], expected)
+    else:
+        assert torch.equal(y_RD[:live], expected)
+    assert_dead_rows_are_untouched(y_RD, plan)
+
+
+def assert_rows_are_summed(run, plan, columns, dtype, device="cpu", weighted=False):
+    """``run(y, plan, weight)`` -> sum over k; without weights, bitwise that of fp32 additions in order."""
+    y_RD = rows_with_nan(plan, columns, dtype, device)
+    weight_TK = values(*plan.row_TK.shape, device=device, seed=2)
+    x_TD = run(y_RD, plan, weight_TK if weighted else None)
+    assert x_TD.dtype == dtype and x_TD.shape == (len(plan.row_TK), columns) and x_TD.is_contiguous()
+    accumulate = torch.float64 if weighted else torch.float32
+    expected = torch.zeros(x_TD.shape, dtype=accumulate, device=device)
+    for k, row_T in enumerate(plan.row_TK.unbind(1)):
+        term = y_RD[row_T.clamp(min=0)].to(accumulate)
+        if weighted:
+            term = term * weight_TK[:, k : k + 1].double()
+        expected += torch.where(row_T[:, None] < 0, 0, term)
+    if weighted:
+        assert_forward_close(x_TD, expected)
+    else:
+        assert_rounded_alike(x_TD, expected.to(dtype))
+
+
+def assert_rows_are_multiplied(run, plan, columns, dtype, device="cpu"):
+    """``run(dx, y, plan)`` -> <dx[t], y[row[t, k]]> in fp32, and 0 where a slot has no row."""
+    y_RD = rows_with_nan(plan, columns, dtype, device)
+    dx_TD = values(len(plan.row_TK), columns, dtype=dtype, device=device)
+    dot_TK = run(dx_TD, y_RD, plan)
+    assert dot_TK.dtype == torch.float32 and dot_TK.shape == plan.row_TK.shape and dot_TK.is_contiguous()
+    gathered = torch.where(plan.row_TK[..., None] < 0, 0, y_RD[plan.row_TK.clamp(min=0)].double())
+    assert_forward_close(dot_TK, (gathered * dx_TD.double()[:, None]).sum(-1))
+
+
+def swiglu_in_fp64(h_RH, weight_R):
+    gate_RF, up_RF = h_RH.chunk(2, dim=-1)
+    a_RF = gate_RF / (1 + torch.exp(-gate_RF)) * up_RF
+    return a_RF if weight_R is None else a_RF * weight_R.reshape(-1, 1)
+
+
+def assert_swiglu_matches_fp64(
+    forward, backward, live, rows, width, dtype, device="cpu", weighted=True, dead=NAN
+):
+    """Values and gradients of ``forward(h, weight, ends)`` and its backward; dead rows hold ``dead``.
+
+    The dead rows of the results must be NaN: as NaN stays NaN, or, where ``dead`` is a number, untouched.
+    """
+    h_RH = 3 * values(rows, 2 * width, dtype=dtype, device=device)  # beyond the near-linear part of silu
+    da_RF = values(rows, width, dtype=dtype, device=device, seed=1)
+    weight_R = values(rows, device=device, seed=2) if weighted else None
+    for tensor in (h_RH, da_RF, weight_R):
+        if tensor is not None:
+            tensor[live:] = dead
+    ends_E = torch.tensor([0, live // 3, live // 3, live], dtype=torch.int32, device=device)
+    with fresh_memory_is_nan():
+        a_RF = forward(h_RH, weight_R, ends_E)
+        dh_RH, dweight_R = backward(da_RF, h_RH, weight_R, ends_E)
+    assert a_RF.dtype == dh_RH.dtype == dtype and dweight_R.dtype == torch.float32
+    assert a_RF.is_contiguous() and dh_RH.is_contiguous()
+    assert a_RF.shape == (rows, width) and dh_RH.shape == h_RH.shape
+    assert dweight_R.shape == ((rows,) if weighted else (0,))
+    for tensor in (a_RF, dh_RH, dweight_R):
+        assert bool(tensor[live:].isnan().all())
+    if live == 0:
+        return
+    exact = [t[:live].double().requires_grad_() for t in (h_RH, weight_R) if t is not None]
+    expected = swiglu_in_fp64(exact[0], exact[1] if weighted else None)
+    assert_forward_close(a_RF[:live], expected)
+    gradients = torch.autograd.grad(expected, exact, da_RF[:live].double())
+    for actual, wanted in zip((dh_RH, dweight_R), gradients, strict=False):
+        assert_gradient_close(actual[:live], wanted)

@@ -1,0 +1,216 @@
+"""The choice of the grouped MLP's backends: checks of what is asked, measuring, and remembering."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+
+from graphmoe.config import ConfigError
+from graphmoe.ops.grouped_mlp import choice
+from graphmoe.ops.grouped_mlp.choice import FILE, MlpShape, choose_backends, milliseconds
+
+SHAPE = MlpShape(tokens=32, hidden=16, width=8, experts=4, top_k=2, dtype=torch.bfloat16)
+FP32 = dataclasses.replace(SHAPE, dtype=torch.float32)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TIMES = {  # as if measured: each direction has another winner
+    "torch": (2.0, 4.0, 1.0),
+    "triton": (1.0, 3.0, 2.0),
+    "te": (3.0, 2.0, 3.0),
+    "turbo": (9.0, 9.0, 9.0),
+}
+
+
+class Clock:
+    """Stands for `milliseconds`; ``asked`` keeps what was measured."""
+
+    def __init__(self, failing=()):
+        self.asked, self.failing = [], failing
+
+    def __call__(self, backend, direction, shape, device):
+        self.asked.append((backend, direction))
+        if backend in self.failing or (backend, direction) in self.failing:
+            raise RuntimeError("no such kernel")
+        return TIMES[backend][("forward", "dgrad", "wgrad").index(direction)]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU as far as the choice can tell: (is ROCm) -> None."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def set_rocm(is_rocm):
+        monkeypatch.setattr(torch.version, "hip", "7.0" if is_rocm else None)
+
+    set_rocm(False)
+    return set_rocm
+
+
+def everything(package):
+    return True
+
+
+def nothing(package):
+    return package == "triton"
+
+
+def choose(requested="auto", shape=SHAPE, device=GPU, folder=None, installed=everything, **rest):
+    return choose_backends(requested, shape, device, folder, installed=installed, **rest)
+
+
+def test_auto_on_a_cpu_is_torch_without_measuring():
+    clock = Clock()
+    assert choose(device=CPU, measure=clock) == "torch,torch,torch"
+    assert clock.asked == []
+
+
+def test_auto_takes_the_fastest_of_each_direction(gpu):
+    assert choose(measure=Clock()) == "triton,te,torch"
+    assert choose(measure=Clock(), installed=nothing) == "triton,triton,torch"
+    gpu(True)  # torch waits for the host there, and Transformer Engine needs CUDA
+    assert choose(measure=Clock()) == "triton,triton,triton"
+    assert choose(measure=Clock(), sync_free=False) == "triton,triton,torch"
+
+
+def test_only_what_can_run_is_measured(gpu):
+    clock = Clock()
+    choose(shape=FP32, sync_free=False, measure=clock)
+    assert {backend for backend, _ in clock.asked} == {"torch", "triton"}
+    assert choose(shape=FP32, measure=Clock()) == "triton,triton,triton"  # fp32 in torch waits for the host
+
+
+def test_a_backend_that_fails_is_left_out_and_named(gpu, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert choose(measure=Clock(failing=("triton", ("te", "dgrad")))) == "torch,torch,torch"
+    assert "moe.experts=auto leaves out triton for forward: no such kernel" in caplog.text
+    assert "te for dgrad" in caplog.text
+    with pytest.raises(ConfigError, match="none of torch, triton, te could run the forward"):
+        choose(measure=Clock(failing=("torch", "triton", "te")))
+
+
+def test_an_answer_is_measured_once_and_remembered(gpu, tmp_path):
+    first, second = Clock(), Clock()
+    folder = tmp_path / "deep" / "folder"
+    assert choose(folder=folder, measure=first) == choose(folder=folder, measure=second)
+    assert len(first.asked) == 9 and second.asked == []
+    (entry,) = json.loads((folder / FILE).read_text()).values()
+    assert entry["milliseconds"]["forward"] == {"torch": 2.0, "triton": 1.0, "te": 3.0}
+    assert [f.name for f in folder.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(MlpShape)])
+def test_another_shape_is_another_answer(field, gpu, tmp_path):
+    choose(folder=tmp_path, measure=Clock())
+    value = torch.float16 if field == "dtype" else getattr(SHAPE, field) + 1
+    clock = Clock()
+    choose(folder=tmp_path, shape=dataclasses.replace(SHAPE, **{field: value}), measure=clock)
+    assert clock.asked
+    assert len(json.loads((tmp_path / FILE).read_text())) == 2
+
+
+@pytest.mark.parametrize("what", ["device", "torch", "triton", "source", "packages"])
+def test_another_device_version_or_source_is_another_answer(what, gpu, tmp_path, monkeypatch):
+    choose(folder=tmp_path, measure=Clock())
+    changes = {
+        "device": (torch.cuda, "get_device_name", lambda device=None: "Another GPU"),
+        "torch": (torch, "__version__", "9.9"),
+        "triton": (choice, "_triton_version", lambda: "9.9"),
+        "source": (choice, "_source_hash", lambda: "0"),
+        "packages": (choice, "log", choice.log),
+    }
+    monkeypatch.setattr(*changes[what])
+    clock = Clock()
+    choose(folder=tmp_path, measure=clock, installed=nothing if what == "packages" else everything)
+    assert clock.asked
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', '{"key": 1}'])
+def test_a_broken_file_is_measured_again_and_replaced(content, gpu, tmp_path):
+    (tmp_path / FILE).write_text(content)
+    assert choose(folder=tmp_path, measure=Clock()) == "triton,te,torch"
+    assert len(json.loads((tmp_path / FILE).read_text())) == 1
+
+
+def test_an_entry_that_is_no_answer_is_measured_again(gpu, tmp_path):
+    choose(folder=tmp_path, measure=Clock())
+    (key,) = json.loads((tmp_path / FILE).read_text())
+    for wrong in ({"choice": "triton"}, {"choice": "a,b,c"}, {}, None):
+        (tmp_path / FILE).write_text(json.dumps({key: wrong}))
+        clock = Clock()
+        assert choose(folder=tmp_path, measure=clock) == "triton,te,torch" and clock.asked
+
+
+def test_nothing_is_measured_inside_a_capture(gpu, monkeypatch, tmp_path):
+    choose(folder=tmp_path, measure=Clock())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose(folder=tmp_path, measure=Clock()) == "triton,te,torch"  # remembered
+    with pytest.raises(RuntimeError, match="inside a graph capture"):
+        choose(measure=Clock())
+
+
+def test_a_request_is_taken_as_it_is_without_measuring(gpu):
+    clock = Clock()
+    assert choose("triton", measure=clock) == "triton,triton,triton"
+    assert choose("triton,torch,te", measure=clock) == "triton,torch,te"
+    assert choose("torch", device=CPU, measure=clock) == "torch,torch,torch"
+    assert clock.asked == []
+
+
+REFUSED = {  # request: (shape, device, is ROCm, what the error says)
+    "fast": (SHAPE, GPU, False, "moe.experts=fast is not auto, one of torch, triton, turbo, te, or three"),
+    "triton,torch": (SHAPE, GPU, False, "is not auto"),
+    "triton,auto,torch": (SHAPE, GPU, False, "is not auto"),
+    "triton": (SHAPE, CPU, False, "triton needs a GPU and the device is cpu; use one of: torch"),
+    "turbo": (
+        SHAPE,
+        GPU,
+        False,
+        "turbo is Primus-Turbo, which needs a ROCm build of torch; use one of: torch",
+    ),
+    "te": (SHAPE, GPU, True, "te needs CUDA; use one of: triton, turbo"),
+    "torch,torch,te": (FP32, GPU, False, "waits for the host in torch.float32"),
+    "te,triton,triton": (FP32, GPU, False, "te has bf16 and fp16 kernels only"),
+    "torch": (SHAPE, GPU, True, "torch waits for the host in torch.bfloat16 on this device"),
+}
+
+
+@pytest.mark.parametrize("requested", REFUSED)
+def test_what_cannot_run_is_refused_with_what_would(requested, gpu):
+    shape, device, is_rocm, message = REFUSED[requested]
+    gpu(is_rocm)
+    with pytest.raises(ConfigError, match=message):
+        choose(requested, shape=shape, device=device)
+
+
+def test_a_missing_package_is_named(gpu):
+    with pytest.raises(ConfigError, match="moe.experts=te needs the package transformer_engine.*pip install"):
+        choose("triton,triton,te", installed=nothing)
+    with pytest.raises(ConfigError, match="triton needs the package triton"):
+        choose("triton", installed=lambda package: False)
+
+
+@pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
+def test_measuring_runs_the_op_on_a_routing_over_all_experts(direction, monkeypatch):
+    seen, call = [], choice._call
+    monkeypatch.setattr(choice, "_call", lambda *given: seen.append(given) or call(*given))
+    assert milliseconds("torch", direction, SHAPE, CPU) > 0
+    assert len(seen) == choice.WARM_UPS + choice.REPEATS
+    backend, asked, *arguments = seen[0]
+    counts_E = torch.diff(arguments[-1], prepend=torch.zeros(1, dtype=torch.int32))
+    assert (backend, asked) == ("torch", direction)
+    assert int(counts_E.min()) > 0 and int(counts_E.max()) > int(counts_E.min())
+    assert int(counts_E.sum()) == SHAPE.tokens * SHAPE.top_k
+
+
+def test_the_real_clock_on_a_cpu_gives_an_answer(monkeypatch, tmp_path):
+    """All of `choose_backends` but the GPU: two backends, really timed, remembered."""
+    monkeypatch.setattr(
+        choice, "_reason_against", lambda name, *_: None if name in ("torch", "triton") else "no"
+    )
+    found = choose(device=CPU, folder=tmp_path)
+    assert set(found.split(",")) <= {"torch", "triton"} and (tmp_path / FILE).exists()
+    assert choose(device=CPU, folder=tmp_path, measure=Clock(failing=("torch", "triton"))) == found

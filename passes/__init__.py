@@ -1,0 +1,71 @@
+"""How the graph of a compile unit is rewritten: the table of passes, in the order in which they run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from graphmoe.config import ConfigError, PassesConfig
+from passes.base import PassSpec, Rewrites, Stage
+from passes.fuse_activation import fuse_activation
+from passes.fuse_experts import fuse_experts
+from passes.fuse_loss import fuse_loss
+from passes.fuse_permutation import fuse_permutation
+from passes.fuse_router import fuse_router
+from passes.runner import PassReport, PassRunner
+from passes.split_backward import split_backward
+
+EXPERTS, ROUTER = ("moe_preprocess", "moe_experts"), ("moe_router",)
+
+PASSES = (
+    # name, function, stage, numerics, segments that have its pattern
+    PassSpec("fuse_permutation", fuse_permutation, "forward", "allclose", EXPERTS),
+    PassSpec("fuse_activation", fuse_activation, "forward", "allclose", EXPERTS),
+    PassSpec("fuse_router", fuse_router, "forward", "allclose", ROUTER),
+    PassSpec("fuse_loss", fuse_loss, "forward", "allclose", ("loss",)),
+    PassSpec("fuse_experts", fuse_experts, "forward", "allclose", EXPERTS),
+    PassSpec("split_backward", split_backward, "backward", "bitwise"),
+)
+"""fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
+
+__all__ = ["PASSES", "PassReport", "PassRunner", "PassSpec", "Rewrites", "Stage", "select_passes"]
+
+
+def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:
+    """The passes that a configuration asks for, in order, with their parameters by name.
+
+    Raises ConfigError for a name that no pass has, and for an extra pass that cannot be imported.
+    """
+    names = [spec.name for spec in PASSES]
+    for key, given in (("passes.enabled", config.enabled or []), ("passes.disabled", config.disabled)):
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            raise ConfigError(
+                f"{key}={given}: there is no pass {', '.join(unknown)}; there are {', '.join(names)}"
+            )
+    wanted = names if config.enabled is None else config.enabled
+    kept = [spec for spec in PASSES if spec.name in wanted and spec.name not in config.disabled]
+    return [replace(spec, knobs={**spec.knobs, **knobs.get(spec.name, {})}) for spec in kept] + [
+        _extra(path) for path in config.extra
+    ]
+
+
+def _extra(path: str) -> PassSpec:
+    """A user's pass, named as ``package.module:function``, where the name may also be a PassSpec."""
+    module_name, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"passes.extra={path} cannot be imported ({error}); write package.module:function, with the "
+            f"package on PYTHONPATH"
+        ) from error
+    if isinstance(found, PassSpec):
+        return found
+    if not callable(found):
+        raise ConfigError(
+            f"passes.extra={path} is a {type(found).__name__}, neither a function nor a PassSpec"
+        )
+    return PassSpec(name, found, "forward", "allclose")

@@ -1,0 +1,118 @@
+"""fuse_activation: silu(gate) * up, times the routing weight of the row, as one operation.
+
+Suffixes: R rows, F expert width, H = 2 * F (gate, then up).
+
+Only between two grouped products, from whose offsets the operation learns which rows are live: the dense
+MLP and the shared experts are left to Inductor. The product is taken in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+import graphmoe.ops.grouped_mm
+import graphmoe.ops.swiglu  # noqa: F401  # registers the operation
+from passes.base import Rewrites
+from passes.matching import (
+    SAME_ELEMENTS,
+    aten,
+    calls,
+    dtype,
+    half,
+    is_cast,
+    is_float,
+    is_op,
+    name_of,
+    only_user,
+    operand,
+    operand_pairs,
+    origin,
+    shape,
+    value,
+)
+from passes.replacing import cast, put
+
+ops = torch.ops.graphmoe
+
+
+@dataclass(frozen=True)
+class _Product:
+    """silu(gate) times all that it is multiplied with."""
+
+    node: Node
+    factors: tuple[Node, ...]
+
+
+def fuse_activation(graph: fx.Graph) -> Rewrites:
+    """Put `swiglu` in place of silu(gate) * up [* weight] between grouped products."""
+    matches, kept = 0, []
+    activations = calls(graph, aten.silu)
+    for silu in activations:
+        gate = half(origin(operand(silu)))
+        if gate is None or not is_op(origin(gate[0]), ops.grouped_mm):
+            continue
+        reason = _replace(silu, origin(gate[0]), gate[1])
+        matches += reason is None
+        if reason is not None:
+            kept.append(f"{name_of(silu)}: {reason}")
+    if not matches and not kept:
+        kept.append(f"{len(activations)} silu, none of a half of a grouped product")
+    return Rewrites(matches, tuple(kept))
+
+
+def _replace(silu: Node, h: Node, which: int) -> str | None:
+    """Replace the product of one silu; a reason where it cannot be."""
+    product = _product(silu, shape(silu))
+    halves = {f: found[1] for f in product.factors if (found := half(origin(f))) and origin(found[0]) is h}
+    others = [f for f in product.factors if f not in halves]
+    if list(halves.values()) != [1 - which]:
+        if only_user(product.node) is None:
+            return (
+                f"{name_of(product.node)} has {len(product.node.users)} users, up not yet among its factors"
+            )
+        return f"it is not multiplied with the other half of {name_of(h)}"
+    if which == 1:
+        return "the halves are swapped: the first must be the gate"
+    if len(others) > 1 or any(shape(f) != (shape(h)[0], 1) or not is_float(f) for f in others):
+        return f"beside up, the product has {', '.join(map(name_of, others))}, not one weight for each row"
+    reader = only_user(product.node)
+    if reader is None:
+        return f"{name_of(product.node)} has {len(product.node.users)} users"
+    if not is_op(reader, ops.grouped_mm):
+        return f"{name_of(reader)} reads the product, not a grouped product"
+    if dtype(product.node) != dtype(h) or shape(product.node) != shape(silu):
+        given, wanted = dtype(product.node), dtype(h)
+        return f"the product is {given} {list(shape(product.node))}, not {wanted} {list(shape(silu))}"
+    weight = None
+    if others:
+        weight = cast(reader, others[0], torch.promote_types(value(h).dtype, torch.float32))
+    new = put(reader, ops.swiglu.default, h, weight, operand(reader, 2), like=product.node)
+    product.node.replace_all_uses_with(new)
+    return None
+
+
+def _product(silu: Node, sizes: tuple[int, ...]) -> _Product:
+    """Follow products and casts from a silu as long as each value has one reader."""
+    node, factors = silu, list[Node]()
+    while (user := only_user(node)) is not None:
+        if is_op(user, aten.mul):
+            pairs = [other for one, other in operand_pairs(user) if one is node]
+            if not pairs:
+                break
+            factors += _factors(pairs[0], sizes)
+        elif not is_op(user, *SAME_ELEMENTS) and not is_cast(user):
+            break
+        node = user
+    return _Product(node, tuple(factors))
+
+
+def _factors(node: Node, sizes: tuple[int, ...]) -> list[Node]:
+    """What a factor of that shape is a product of: up * weight may be made before silu(gate) joins it."""
+    product = origin(node, casts=True)
+    if is_op(product, aten.mul) and shape(product) == sizes and only_user(product) is not None:
+        return [each for one, _ in operand_pairs(product) for each in _factors(one, sizes)] or [node]
+    return [node]

@@ -1,0 +1,106 @@
+"""fuse_experts: gather, grouped product, SwiGLU, grouped product and weighted sum as one operation.
+
+Suffixes: T tokens, K slots of a token, R rows (T * K), D hidden.
+
+Reads what fuse_permutation and fuse_activation wrote. The weights may be in the activation or in the sum:
+the product between them is linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+import graphmoe.ops.grouped_mlp  # noqa: F401  # registers the operation
+from passes.base import Rewrites
+from passes.matching import (
+    aten,
+    calls,
+    is_op,
+    name_of,
+    only_user,
+    operand,
+    operands,
+    origin,
+    shape,
+    value,
+)
+from passes.replacing import cast, put_parts, viewed
+
+ops = torch.ops.graphmoe
+
+
+class _Experts(NamedTuple):
+    """The operands of a grouped MLP."""
+
+    x: Node
+    w_gate_up: Node
+    w_down: Node
+    weight: Node
+    plan: tuple[Node, Node, Node]
+    """slot_R, row_TK, ends_E."""
+
+
+def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
+    """Put `grouped_mlp`, run by a backend, in place of the chain from `permute` to `unpermute`."""
+    matches, kept = 0, []
+    returns = calls(graph, ops.unpermute)
+    for unpermute in returns:
+        found = _experts(unpermute)
+        if isinstance(found, str):
+            kept.append(f"{name_of(unpermute)}: {found}")
+            continue
+        weight = viewed(unpermute, found.weight, *shape(found.plan[1]))
+        weight = cast(unpermute, weight, torch.promote_types(value(found.x).dtype, torch.float32))
+        weights = (_straight(found.w_gate_up), _straight(found.w_down), weight)
+        call = ops.grouped_mlp.default
+        y, _ = put_parts(unpermute, call, found.x, *weights, *found.plan, backend, like=unpermute)
+        unpermute.replace_all_uses_with(y)
+        matches += 1
+    if not returns:
+        products = len(calls(graph, ops.grouped_mm))
+        kept.append(f"{products} grouped products, and no unpermute behind one")
+    return Rewrites(matches, tuple(kept))
+
+
+def _experts(unpermute: Node) -> _Experts | str:
+    """Walk back from the sum to the gather."""
+    y, slot, row, ends, weight = operands(unpermute)
+    chain = []
+    for target in (ops.grouped_mm, ops.swiglu, ops.grouped_mm, ops.permute):
+        if not is_op(y, target):
+            return f"{name_of(y)} stands where {target} should"
+        if only_user(y) is None:
+            return f"{name_of(y)} has {len(y.users)} users"
+        chain.append(y)
+        y = operand(y)
+    down, swiglu, up, permute = chain
+    if any(operand(node, 2) is not ends for node in (down, swiglu, up)) or operand(permute, 3) is not ends:
+        return "the rows of its products end elsewhere"
+    if operand(permute, 1) is not slot or operand(permute, 2) is not row:
+        return f"{name_of(permute)} follows another plan"
+    of_rows = operand(swiglu, 1)
+    if (weight is None) == (of_rows is None):
+        return "the rows have no weights" if weight is None else "the rows are weighted twice"
+    if of_rows is not None:
+        gather = origin(of_rows)
+        found = is_op(gather, ops.permute) and shape(operand(gather, 2))[1] == 1
+        if not found or [origin(each) for each in operands(gather)[1:]] != [slot, row, ends]:
+            return f"{name_of(of_rows)} is no gather of the weights by the plan"
+        weight = operand(gather)
+    return _Experts(operand(permute), operand(up, 1), operand(down, 1), weight, (slot, row, ends))
+
+
+def _straight(weight: Node) -> Node:
+    """A weight without two transpositions that cancel."""
+    inner = operand(weight) if is_op(weight, aten.transpose) else None
+    if is_op(inner, aten.transpose) and _swapped(inner) == _swapped(weight):
+        return operand(inner)
+    return weight
+
+
+def _swapped(transpose: Any) -> set[int]:
+    return {axis % 3 for axis in operands(transpose)[1:]}

@@ -1,0 +1,100 @@
+"""fuse_loss: linear head and cross-entropy as one operation, which never holds all logits.
+
+Suffixes: T tokens, V vocabulary, D hidden.
+
+The gradients of hidden states and head are made in the forward. Labels come as they are: shifting them is
+left to whoever does it in the graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+import graphmoe.ops.linear_cross_entropy  # noqa: F401  # registers the operation
+from passes.base import Rewrites
+from passes.matching import (
+    argument,
+    aten,
+    calls,
+    dtype,
+    escape,
+    is_op,
+    name_of,
+    operand,
+    operands,
+    origin,
+    part,
+    shape,
+)
+from passes.replacing import cast, put, put_parts
+
+ops = torch.ops.graphmoe
+MEAN, SUM = 1, 2
+"""Reductions of nll_loss; 0 is none."""
+
+
+class _Loss(NamedTuple):
+    """The operands of a cross-entropy of linear logits."""
+
+    h: Node
+    w: Node
+    labels: Node
+
+
+def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
+    """Put `linear_cross_entropy` in place of head, log-softmax and nll_loss."""
+    matches, kept = 0, []
+    losses = calls(graph, aten.nll_loss_forward)
+    for nll in losses:
+        found = _loss(nll)
+        if isinstance(found, str):
+            kept.append(f"{name_of(nll)}: {found}")
+            continue
+        _replace(nll, found, needs_grad)
+        matches += 1
+    if not losses:
+        kept.append(f"{len(calls(graph, aten._log_softmax))} log_softmax, and no nll_loss behind one")
+    return Rewrites(matches, tuple(kept))
+
+
+def _loss(nll: Node) -> _Loss | str:
+    """Walk back from the loss to hidden states and head."""
+    log_probs, labels, weight, reduction = operands(nll)[:4]
+    if weight is not None or reduction not in (MEAN, SUM):
+        return "classes are weighted" if weight is not None else "losses are not reduced"
+    log_softmax = origin(log_probs)
+    if not is_op(log_softmax, aten._log_softmax) or len(shape(log_softmax)) != 2:
+        return f"{name_of(log_softmax)} is no log_softmax of [T, V]"
+    if dtype(log_softmax) != torch.float32:
+        return f"the loss is taken in {dtype(log_softmax)}, not torch.float32"
+    logits = origin(operand(log_softmax))
+    if is_op(logits, aten.addmm):
+        return f"the head has a bias ({name_of(logits)})"
+    if not is_op(logits, aten.mm):
+        return f"logits come from {name_of(logits)}, not straight from a head"
+    reader = escape(logits, [nll])
+    if reader is not None:
+        return f"the logits are also read by {name_of(reader)}"
+    transposed = operand(logits, 1)
+    if not is_op(transposed, aten.t, aten.transpose, aten.permute):
+        return f"the head {name_of(transposed)} is stored as [D, V]"
+    if shape(logits) != shape(log_softmax):
+        return f"{list(shape(logits))} logits become {list(shape(log_softmax))}"
+    return _Loss(operand(logits), operand(transposed), labels)
+
+
+def _replace(nll: Node, loss: _Loss, needs_grad: bool) -> None:
+    num_tokens, ignore_index = shape(loss.h)[0], argument(nll, 4, "ignore_index")
+    arguments = (*loss, ignore_index, 0.0, num_tokens, 0, needs_grad)
+    total, _, _, count, _, _ = put_parts(nll, ops.linear_cross_entropy.default, *arguments, like=nll)
+    for result in list(nll.users):
+        if part(result, aten.nll_loss_forward) == 1:  # the number of kept labels, as a float
+            result.replace_all_uses_with(cast(result, count, dtype(result)))
+        elif operand(nll, 3) == SUM:
+            result.replace_all_uses_with(total)
+        else:
+            result.replace_all_uses_with(put(result, aten.div.Tensor, total, count))

@@ -1,0 +1,227 @@
+"""fuse_permutation: routing plan, gather of rows and weighted return as three operations.
+
+Suffixes: T tokens, K slots of a token, E experts, R rows (T * K), D hidden.
+
+What is found, by meaning and not by spelling:
+- the plan: ids of experts that are sorted and counted, the running sum of the counts, the inverse of
+  the order (a scatter, or a second argsort) -> `routing_plan`;
+- the gather: rows x[slot // K], of tokens or of their routing weights (then K is 1) -> `permute`;
+- the return: rows by the inverse order and a sum over k, or an index_add by token, with weights before
+  or after the move or none -> `unpermute`.
+An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from passes.base import Rewrites
+from passes.matching import (
+    SAME_ELEMENTS,
+    aten,
+    axes,
+    calls,
+    constant,
+    depends_on,
+    dtype,
+    escape,
+    is_cast,
+    is_descending,
+    is_float,
+    is_op,
+    name_of,
+    only_user,
+    operand,
+    operand_pairs,
+    operands,
+    origin,
+    part,
+    shape,
+    value,
+)
+from passes.replacing import cast, first_of, put, put_parts, viewed
+from passes.routing import (
+    GATHERS,
+    Plan,
+    counts_of,
+    divisor,
+    inverse_of,
+    narrow,
+    num_bins,
+    ops,
+    plan_of,
+    plan_of_inputs,
+    rows_by,
+    slots_of_token,
+)
+
+ADDITIONS = (aten.index_add, aten.scatter_add)
+
+
+def fuse_permutation(graph: fx.Graph, *, plan_inputs: bool = False) -> Rewrites:
+    """Put `routing_plan`, `permute` and `unpermute` in place of what they do.
+
+    ``plan_inputs``: inputs that are used as a plan are one, made by `routing_plan` in another graph.
+    """
+    kept: list[str] = []
+    sorts = calls(graph, aten.sort)
+    matches = sum([_plan(sort, kept) for sort in sorts])
+    plans = [plan_of(call) for call in calls(graph, ops.routing_plan)]
+    given = plan_of_inputs(graph)
+    if given is not None and plan_inputs:
+        plans.append(given)
+    candidates = [(node, plan) for node in calls(graph, *GATHERS) for plan in plans]
+    matches += sum([_gather(node, plan, kept) for node, plan in candidates])
+    candidates = [(node, plan) for node in calls(graph, *GATHERS, *ADDITIONS) for plan in plans]
+    matches += sum([_return(node, plan, kept) for node, plan in candidates])
+    for sort in sorts:
+        reader = escape(sort, [])
+        if reader is not None and matches and part(reader, aten.sort) == 0 and not is_float(operand(sort)):
+            kept.append(f"{name_of(sort)}: stays beside the plan, its sorted ids are read")
+    if given is not None and not plan_inputs:
+        kept.append(f"{name_of(given.slot)}: a plan among the inputs is not looked for without plan_inputs")
+    elif not matches and not kept:
+        kept.append(f"{len(sorts)} sorts, none of a flat list of expert ids")
+    return Rewrites(matches, tuple(kept))
+
+
+def _plan(sort: Node, kept: list[str]) -> bool:
+    """Replace the plan that begins with this sort of expert ids."""
+    ids = operand(sort)
+    inverse = part(origin(ids), aten.sort) == 1 or not any(result.users for result in sort.users)
+    if is_float(ids) or len(shape(ids)) != 1 or inverse:
+        return False
+    counts = counts_of(ids)
+    if is_descending(sort) or not counts:
+        why = "the ids are in descending order" if counts else "nothing counts the ids: how many experts?"
+        kept.append(f"{name_of(sort)}: {why}")
+        return False
+    ends = [node for node in calls(sort.graph, aten.cumsum) if origin(operand(node)) in counts]
+    slots = [user for user in sort.users if part(user, aten.sort) == 1]
+    rows = [node for node in sort.graph.nodes if inverse_of(node) in slots]
+    first, size = first_of([sort, *counts]), shape(ids)[0]
+    k = slots_of_token(ids, slots)
+    expert = cast(first, viewed(first, origin(ids), size // k, k), torch.int32)
+    plan = put_parts(first, ops.routing_plan.default, expert, num_bins(counts[0]), like=sort)
+    for old, new in zip((counts, ends, rows, slots), plan, strict=True):
+        for node in old:
+            flat = viewed(node, new, size) if old is rows else new
+            node.replace_all_uses_with(cast(node, flat, dtype(node)))
+    return True
+
+
+def _gather(node: Node, plan: Plan, kept: list[str]) -> bool:
+    """Replace x[slot // k] by `permute`."""
+    rows = rows_by(node)
+    if rows is None or not is_float(node) or not depends_on(rows[1], plan.slot, integers=True):
+        return False
+    x, k, size = rows[0], divisor(rows[1], [plan.slot]), plan.rows
+    if k is None:
+        kept.append(f"{name_of(node)}: the index is not slot // k")
+        return False
+    if shape(x)[0] * k != size or shape(node) != (size, *shape(x)[1:]) or len(shape(x)) > 2:
+        kept.append(f"{name_of(node)}: {list(shape(x))} to {list(shape(node))} is not [R / {k}, D] to [R, D]")
+        return False
+    flat = viewed(node, x, size // k, 1) if len(shape(x)) == 1 else x
+    new = put(node, ops.permute.default, flat, plan.slot, plan.row_of(node, k), plan.ends)
+    node.replace_all_uses_with(viewed(node, new, *shape(node)))
+    return True
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """Rows that are summed per token: `unpermute` of ``rows`` stands for ``node``."""
+
+    node: Node
+    rows: Node
+    k: int
+    weight: Node | None
+
+
+def _return(node: Node, plan: Plan, kept: list[str]) -> bool:
+    """Replace a sum over the rows of each token by `unpermute`."""
+    found = _summed_by_token(node, plan) if is_op(node, *ADDITIONS) else _summed_over_k(node, plan)
+    if found is None:
+        return False
+    if isinstance(found, str):
+        kept.append(f"{name_of(node)}: {found}")
+        return False
+    weight, before, rows = found.weight, found.node, found.rows
+    if weight is not None:
+        # fp32 as the operation wants it; in fp64 the weights stay what they are.
+        precise = torch.promote_types(value(rows).dtype, torch.float32)
+        weight = cast(before, viewed(before, weight, plan.rows // found.k, found.k), precise)
+    row = plan.row_of(before, found.k)
+    new = put(before, ops.unpermute.default, rows, plan.slot, row, plan.ends, weight)
+    before.replace_all_uses_with(viewed(before, new, *shape(before)))
+    return True
+
+
+def _summed_over_k(gather: Node, plan: Plan) -> _Returned | str | None:
+    """y[row] and, behind views, casts and a product with weights, the sum over k."""
+    by = rows_by(gather)
+    if by is None or origin(by[1]) is not plan.row or not is_float(gather):
+        return None
+    node, weight = gather, None
+    while (user := only_user(node)) is not None and not is_op(user, aten.sum):
+        if is_op(user, aten.mul) and weight is None:
+            pairs = [other for one, other in operand_pairs(user) if one is node]
+            weight = narrow(pairs[0]) if pairs else None
+            if weight is None or shape(weight) != (*shape(node)[:-1], 1):
+                return f"{name_of(user)} is no product with one weight for each row"
+        elif not is_op(user, *SAME_ELEMENTS) and not is_cast(user):
+            return f"the rows are not summed over k but read by {name_of(user)}"
+        node = user
+    if user is None:
+        return f"{name_of(node)} has {len(node.users)} users"
+    sizes, size = shape(node), plan.rows
+    if len(sizes) != 3 or sizes[0] * sizes[1] != size or axes(user) != (1,):
+        return f"{name_of(user)} is no sum over the second axis of [R / k, k, D], R = {size}"
+    return _weighted(user, by[0], sizes[1], weight, plan)
+
+
+def _summed_by_token(node: Node, plan: Plan) -> _Returned | str | None:
+    """zeros.index_add(0, slot // k, y), and scatter_add with the index copied along the columns."""
+    along_rows = len(shape(node)) == 2 and operand(node, 1) == 0 and node.kwargs.get("alpha", 1) == 1
+    k = divisor(narrow(operand(node, 2)), [plan.slot]) if along_rows and is_float(node) else None
+    if k is None:
+        return None
+    base = constant(operand(node))
+    if base is None or bool(base.any()):
+        return "the rows are added to something that is not zero"
+    if shape(node)[0] * k != plan.rows:
+        return f"{list(shape(node))} is not [R / {k}, D], R = {plan.rows}"
+    return _weighted(node, operand(node, 3), k, None, plan)
+
+
+def _weighted(total: Node, rows: Node, k: int, weight: Node | None, plan: Plan) -> _Returned | str:
+    """The sum, with weights that were multiplied to the rows in their own order, if dtypes allow."""
+    options = [(rows, weight)]
+    product = origin(rows, casts=True)
+    if is_op(product, aten.mul) and weight is None and escape(product, [total]) is None:
+        for one, other in operand_pairs(product):
+            gathered = _weight_of_rows(other, plan)
+            if gathered is not None and shape(one) == shape(product):
+                options.insert(0, (one, gathered))
+    for option, its_weight in options:
+        for each in (origin(option), option):
+            if shape(each) != shape(rows):
+                continue
+            after = only_user(total)
+            if dtype(each) == dtype(total):
+                return _Returned(total, each, k, its_weight)
+            if after is not None and is_cast(after) and dtype(each) == dtype(after):
+                return _Returned(after, each, k, its_weight)
+    return f"the sum of {dtype(rows)} rows stays {dtype(total)}"
+
+
+def _weight_of_rows(node: Node, plan: Plan) -> Node | None:
+    """The weights of slots, where a node holds them in the order of the rows."""
+    node = origin(narrow(node))
+    if not is_op(node, ops.permute) or [origin(each) for each in operands(node)[1:]] != plan.parts:
+        return None
+    return operand(node) if shape(operand(node, 2))[1] == shape(node)[1] == 1 else None

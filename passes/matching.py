@@ -1,0 +1,270 @@
+"""Words for patterns over the nodes of a functional ATen graph.
+
+A graph holds static shapes: sizes are read from ``meta["val"]``, the fake value of each node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+aten = torch.ops.aten
+
+SAME_ELEMENTS = (
+    *(aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten),
+    *(aten.clone, aten.alias),
+)
+"""Operations whose result has the elements of the operand in the same (row-major) order."""
+FILLED = {aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
+"""Constants that take nothing but the shape from their operand, and their value."""
+CONSTANT_LIMIT = 1 << 26
+"""Elements of the largest constant that is worth evaluating."""
+
+
+def is_op(node: Any, *packets: Any) -> bool:
+    """Whether this is a call of one of the operations, in any overload: ``is_op(n, aten.mul)``."""
+    target = getattr(node, "target", None)
+    return (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and getattr(target, "overloadpacket", target) in packets
+    )
+
+
+def calls(graph: fx.Graph, *packets: Any) -> list[Node]:
+    """The calls of some operations, in order."""
+    return [node for node in graph.nodes if is_op(node, *packets)]
+
+
+def operand(node: Any, position: int = 0) -> Any:
+    """A positional argument of a call."""
+    return node.args[position]
+
+
+def operands(node: Any) -> tuple[Any, ...]:
+    """The positional arguments of a call."""
+    return node.args
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, wherever it was written."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def value(node: Any) -> Tensor:
+    """The fake value of a node."""
+    return node.meta["val"]
+
+
+def shape(node: Any) -> tuple[int, ...]:
+    """Sizes of a node; () for what is no single tensor."""
+    val = node.meta.get("val")
+    return tuple(val.shape) if isinstance(val, Tensor) else ()
+
+
+def dtype(node: Any) -> torch.dtype | None:
+    """Type of a node's elements; None for what is no single tensor."""
+    val = node.meta.get("val")
+    return val.dtype if isinstance(val, Tensor) else None
+
+
+def is_float(node: Any) -> bool:
+    """Whether the elements are floating point numbers."""
+    kind = dtype(node)
+    return kind is not None and kind.is_floating_point
+
+
+def name_of(node: Node) -> str:
+    """How a reason names a node."""
+    return f"{node.name} ({node.target})" if node.op == "call_function" else node.name
+
+
+def part(node: Any, of: Any) -> int | None:
+    """Which result of a call of the operation ``of`` this is, if it is one."""
+    if is_op(node, operator.getitem) and is_op(node.args[0], *(of if isinstance(of, tuple) else (of,))):
+        return int(node.args[1])
+    return None
+
+
+# Looking through what changes no value.
+
+
+def is_cast(node: Any, *, lossless: bool = False) -> bool:
+    """Whether a node only changes the dtype; ``lossless``: and no value (integers count as equal)."""
+    before = node.args[0].meta.get("val") if is_op(node, aten._to_copy) else None
+    if not isinstance(before, Tensor) or before.device != value(node).device:
+        return False
+    kind = value(node).dtype
+    return not lossless or not before.is_floating_point() or torch.promote_types(before.dtype, kind) == kind
+
+
+def origin(node: Any, *, detached: bool = False, casts: bool = False) -> Any:
+    """The node whose values, in the same order, this one has: through views, copies and lossless casts.
+
+    ``detached`` looks through detach too (where no gradient flows anyway), ``casts`` through any cast.
+    """
+    while (
+        is_op(node, *SAME_ELEMENTS)
+        or is_cast(node, lossless=not casts)
+        or (detached and is_op(node, aten.detach))
+    ):
+        node = node.args[0]
+    return node
+
+
+def only_user(node: Node) -> Node | None:
+    """The one user of a node, or None."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def escape(node: Node, roots: Iterable[Node]) -> Node | None:
+    """The user that still needs a node when all ``roots`` have been replaced, or None."""
+    replaced, alive = set(roots), set[Node]()
+    todo = [each for each in node.graph.nodes if each.op == "output"]
+    while todo:
+        current = todo.pop()
+        if current not in alive and current not in replaced:
+            alive.add(current)
+            todo.extend(current.all_input_nodes)
+    return next((user for user in node.users if user in alive), None)
+
+
+def depends_on(node: Node, ancestor: Node, *, integers: bool = False) -> bool:
+    """Whether a value is computed from another one; ``integers``: and not by way of floating point."""
+    seen, todo = set[Node](), [node]
+    while todo:
+        current = todo.pop()
+        if current is ancestor:
+            return True
+        if integers and is_float(current):
+            continue
+        new = [each for each in current.all_input_nodes if each not in seen]
+        seen.update(new)
+        todo.extend(new)
+    return False
+
+
+# Patterns.
+
+
+@dataclass(frozen=True)
+class Var:
+    """Any node; the same name means the same node."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """A call of ``packet`` on operands that match; ``where`` has the last word.
+
+    Between the call and its operands, views and lossless casts are looked through. Sums and products
+    match in either order. Further arguments are not looked at; a number as operand must be equal.
+    """
+
+    packet: Any
+    operands: tuple[Any, ...]
+    where: Callable[[Node], bool] = lambda node: True
+
+
+def match(pattern: Any, node: Any, found: dict[str, Node] | None = None) -> dict[str, Node] | None:
+    """What the names of a pattern stand for, if a node matches it."""
+    found = dict(found or {})
+    node = origin(node)
+    if isinstance(pattern, Var):
+        return found if found.setdefault(pattern.name, node) is node and isinstance(node, Node) else None
+    if not isinstance(pattern, Op):
+        return found if not isinstance(node, Node) and node == pattern else None
+    packets = pattern.packet if isinstance(pattern.packet, tuple) else (pattern.packet,)
+    if not is_op(node, *packets) or len(node.args) < len(pattern.operands) or not pattern.where(node):
+        return None
+    orders = [node.args]
+    if is_op(node, aten.mul, aten.add):
+        orders.append((node.args[1], node.args[0], *node.args[2:]))
+    for order in orders:
+        result: dict[str, Node] | None = found
+        for wanted, given in zip(pattern.operands, order, strict=False):
+            result = None if result is None else match(wanted, given, result)
+        if result is not None:
+            return result
+    return None
+
+
+def axes(node: Node) -> tuple[int, ...]:
+    """The axes that a sum, mean or softmax goes over, counted from the front; all where none is named."""
+    rank = len(shape(operand(node)))
+    given = argument(node, 1, "dim")
+    if given is None or given == []:
+        return tuple(range(rank))
+    return tuple(sorted(axis % rank for axis in (given if isinstance(given, (list, tuple)) else [given])))
+
+
+def over_last(node: Node) -> bool:
+    """Whether a sum, mean or softmax goes over the last axis alone."""
+    return axes(node) == (len(shape(operand(node))) - 1,)
+
+
+def is_descending(sort: Node) -> bool:
+    """Whether a sort goes from the largest to the smallest."""
+    return bool(argument(sort, 2, "descending", False))
+
+
+def half(node: Any) -> tuple[Node, int] | None:
+    """The tensor of which a node is the first (0) or second (1) half along the last axis."""
+    if (index := part(node, (aten.split, aten.split_with_sizes))) is not None:
+        call = operand(node)
+        whole, sizes, axis = operand(call), operand(call, 1), argument(call, 2, "dim", 0)
+        start = sum(sizes[:index]) if isinstance(sizes, (list, tuple)) else index * sizes
+    elif is_op(node, aten.slice) and argument(node, 4, "step", 1) == 1:
+        whole, axis = operand(node), argument(node, 1, "dim", 0)
+        start = argument(node, 2, "start") or 0
+    else:
+        return None
+    width, last = shape(node)[-1], len(shape(whole)) - 1
+    if axis % (last + 1) != last or 2 * width != shape(whole)[-1] or start % (2 * width) not in (0, width):
+        return None
+    return whole, start % (2 * width) // width
+
+
+def constant(node: Any) -> Tensor | None:
+    """The value on the CPU of what depends on no input: an arange, ones, and what is made of them."""
+    known: dict[Node, Tensor | None] = {}
+
+    def evaluate(node: Node) -> Tensor | None:
+        if node not in known:
+            known[node] = _evaluate(node, evaluate)
+        return known[node]
+
+    found = evaluate(node) if isinstance(node, Node) else None
+    return None if hasattr(found, "fake_mode") else found  # called under a fake mode, nothing has a value
+
+
+def _evaluate(node: Node, value_of: Callable[[Node], Tensor | None]) -> Tensor | None:
+    target: Any = node.target
+    if not hasattr(target, "overloadpacket") or dtype(node) is None:
+        return None
+    if value(node).numel() > CONSTANT_LIMIT or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    if target.overloadpacket in FILLED:
+        return torch.full(shape(node), FILLED[target.overloadpacket], dtype=dtype(node))
+    if is_op(node, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided):
+        return None
+    values = {each: value_of(each) for each in node.all_input_nodes}
+    if any(each is None for each in values.values()):
+        return None
+    arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
+    return target(*arguments, **(named | {"device": "cpu"} if "device" in named else named))
+
+
+def operand_pairs(node: Node) -> list[tuple[Node, Node]]:
+    """(one operand, the other), both ways round, of a product or plain sum of two nodes; else []."""
+    if node.kwargs or len(node.args) < 2 or not all(isinstance(each, Node) for each in node.args[:2]):
+        return []
+    return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]  # type: ignore[list-item]

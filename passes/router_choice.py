@@ -1,0 +1,250 @@
+"""How a router's experts are chosen and weighted, read from the graph.
+
+Suffixes: T tokens, E experts, K slots of a token, G expert groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from passes.matching import (
+    SAME_ELEMENTS,
+    argument,
+    aten,
+    calls,
+    constant,
+    depends_on,
+    dtype,
+    is_descending,
+    is_op,
+    name_of,
+    operand,
+    operand_pairs,
+    origin,
+    over_last,
+    part,
+    shape,
+)
+
+SCORES = {aten._softmax: "softmax", aten.sigmoid: "sigmoid"}
+LARGEST_EPS = 1e-12
+"""A term this small in a denominator is lost in the rounding of fp32 weights."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where a router's experts come from."""
+
+    expert: Node
+    """Ids [T, K] of any integer type."""
+    scores: Node
+    """What was chosen by, before bias and groups: softmax or sigmoid of the logits, or the logits."""
+    ranking: Node | None = None
+    """The sort or topk; None where the ids do not depend on the logits."""
+    values: Node | None = None
+    """The chosen scores [T, K], where the topk gives them and a gradient flows into them."""
+    bias: Node | None = None
+    groups: tuple[int, int, int] = (1, 1, 1)
+    """num_groups, topk_groups, group_top."""
+
+    @property
+    def score(self) -> str | None:
+        return next((name for packet, name in SCORES.items() if is_op(self.scores, packet)), None)
+
+    @property
+    def logits(self) -> Node:
+        return self.scores if self.score is None else operand(self.scores)
+
+    def is_expert(self, index: Any) -> bool:
+        return origin(index) is origin(self.expert)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the chosen scores become weights."""
+
+    node: Node
+    renormalise: bool = False
+    softmax_after_topk: bool = False
+    scale: float = 1.0
+
+
+def choices(graph: fx.Graph) -> Iterator[Choice | str]:
+    """Every choice of experts by a ranking of [T, E], or of scores by given ids; or why it is another one."""
+    scores = _scores(graph)
+    for node in graph.nodes:
+        top = top_of(node)
+        if top is not None and len(shape(node)) == 2:
+            choice = _choice_by(node, top[0])
+            if choice is not None:
+                yield choice
+        if is_op(node, aten.gather) and operand(node, 1) == 1 and len(shape(node)) == 2:
+            source, ids = origin(operand(node)), operand(node, 2)
+            of_source = [each for each in scores if source in (each, origin(operand(each)))]
+            if not depends_on(ids, source):
+                yield Choice(_as_given(ids), of_source[0] if of_source else source)
+
+
+def _scores(graph: fx.Graph) -> list[Node]:
+    """Softmax or sigmoid of [T, E]."""
+    return [
+        node
+        for node in calls(graph, *SCORES)
+        if len(shape(node)) == 2 and (is_op(node, aten.sigmoid) or over_last(node))
+    ]
+
+
+def top_of(node: Any) -> tuple[Node, int] | None:
+    """The ranking whose indices of the k largest along the last axis a node holds, and k."""
+    if part(node, aten.topk) == 1:
+        call = operand(node)
+        largest, axis = argument(call, 3, "largest", True), argument(call, 2, "dim", -1)
+        return (call, argument(call, 1, "k")) if largest and _is_last(call, axis) else None
+    return _first_of_sort(node, 1)
+
+
+def _first_of_sort(node: Any, which: int) -> tuple[Node, int] | None:
+    """The sort, largest first, of whose values (0) or indices (1) a node is the first k, and k."""
+    if not is_op(node, aten.slice) or part(operand(node), aten.sort) != which:
+        return None
+    call = operand(operand(node))
+    along = is_descending(call) and _is_last(call, argument(call, 1, "dim", -1))
+    along = along and _is_last(call, argument(node, 1, "dim", 0)) and argument(node, 2, "start") in (0, None)
+    return (call, shape(node)[-1]) if along and argument(node, 4, "step", 1) == 1 else None
+
+
+def _is_last(call: Node, axis: int) -> bool:
+    return axis in (-1, len(shape(operand(call))) - 1)
+
+
+def _as_given(index: Node) -> Node:
+    """Ids before they were cast for a gather, if those are [T, K] too."""
+    node = index
+    while is_op(node, aten._to_copy) and not dtype(operand(node)).is_floating_point:  # type: ignore[union-attr]
+        node = operand(node)
+    return node
+
+
+def _choice_by(expert: Node, ranking: Node) -> Choice | str | None:
+    """Walk from what is ranked to the scores; None where those are no scores of experts."""
+    node, direct = operand(ranking), origin(operand(ranking))
+    bias, groups = None, (1, 1, 1)
+    filled = origin(node, detached=True)
+    limited = is_op(filled, aten.masked_fill)
+    if limited:
+        node, direct = operand(filled), origin(operand(filled)) if direct is filled else None
+        found = _group_limit(filled)
+        if found is None:
+            return f"{name_of(filled)}: it is no limit to the best groups"
+        groups = found
+    added = origin(node, detached=True)
+    for scores, other in operand_pairs(added) if is_op(added, aten.add) else []:
+        if shape(other) in (shape(added)[-1:], (1, *shape(added)[-1:])) and bias is None:
+            node, bias, direct = scores, other, None
+    scores = origin(node, detached=True)
+    if is_op(scores, *SCORES) and scores not in _scores(scores.graph):
+        return None
+    lowest = operand(filled, 2) if limited else -math.inf
+    # Softmax and sigmoid are above 0, so without a bias 0 is as good as -inf.
+    if lowest != -math.inf and (lowest != 0 or bias is not None or not is_op(scores, *SCORES)):
+        return f"{name_of(filled)}: scores outside the best groups become {lowest}, not -inf"
+    if not is_op(scores, *SCORES) and (bias is not None or limited):
+        return f"{name_of(scores)}: bias or groups act on what is neither softmax nor sigmoid"
+    values = next((user for user in ranking.users if part(user, aten.topk) == 0), None)
+    return Choice(expert, scores, ranking, values if direct is scores else None, bias, groups)
+
+
+def _group_limit(filled: Node) -> tuple[int, int, int] | None:
+    """num_groups, topk_groups, group_top of a masked_fill outside the best groups."""
+    outside = origin(operand(filled, 1), casts=True)
+    if not is_op(outside, aten.bitwise_not, aten.logical_not):
+        return None
+    copied = origin(operand(outside), casts=True)
+    spread = is_op(copied, aten.expand)  # to all experts of a group; otherwise masked_fill broadcasts
+    narrow, wide = (operand(copied), shape(copied)) if spread else (operand(filled, 1), shape(filled))
+    mask = origin(narrow, casts=True) if spread else copied
+    if not is_op(mask, aten.scatter) or argument(mask, 1, "dim") not in (1, -1) or operand(mask, 3) != 1:
+        return None
+    top, base = top_of(origin(operand(mask, 2))), constant(operand(mask))
+    if top is None or base is None or bool(base.any()):
+        return None
+    grouped, group_top = _group_score(operand(top[0]))
+    if grouped is None or shape(grouped) != wide or shape(narrow) != (*shape(mask), 1):
+        return None
+    same = origin(grouped, detached=True) is origin(operand(filled), detached=True)
+    return (shape(grouped)[1], top[1], group_top) if same else None
+
+
+def _group_score(node: Node) -> tuple[Node | None, int]:
+    """Scores [T, G, E / G] and how many of a group's best are summed to the group's score."""
+    node = origin(node)
+    if part(node, aten.max) == 0:
+        call = operand(node)
+        return (operand(call), 1) if over_last(call) else (None, 1)
+    if is_op(node, aten.amax) and over_last(node):
+        return operand(node), 1
+    if not is_op(node, aten.sum) or not over_last(node):
+        return None, 1
+    best = operand(node)
+    if part(best, aten.topk) == 0:
+        return operand(operand(best)), operand(operand(best), 1)
+    first = _first_of_sort(best, 0)
+    return (operand(first[0]), first[1]) if first is not None else (None, 1)
+
+
+def weights_of(graph: fx.Graph, choice: Choice) -> Weights | None:
+    """The weights of the chosen experts, as far as the arithmetic is a router's."""
+    node: Node
+    for node in graph.nodes:
+        if choice.score is not None and node is choice.values:
+            return _scaled(_renormalised(Weights(node)))
+        if is_op(node, aten._softmax) and shape(node) == shape(choice.expert) and over_last(node):
+            of = origin(operand(node))
+            if (choice.score is None and of is choice.values) or _gathers(of, choice, origin(choice.logits)):
+                return _scaled(Weights(node, softmax_after_topk=True))
+        if choice.score is not None and _gathers(node, choice, choice.scores):
+            return _scaled(_renormalised(Weights(node)))
+    return None
+
+
+def _gathers(node: Any, choice: Choice, source: Node) -> bool:
+    along = is_op(node, aten.gather) and operand(node, 1) in (1, -1)
+    return along and origin(operand(node)) is source and choice.is_expert(operand(node, 2))
+
+
+def _renormalised(weights: Weights) -> Weights:
+    """With the division by the sum over k, if one follows."""
+    for user in weights.node.users:
+        divides = is_op(user, aten.div) and not user.kwargs and operand(user) is weights.node
+        if divides and _is_sum(operand(user, 1), weights.node):
+            return replace(weights, node=user, renormalise=True)
+    return weights
+
+
+def _is_sum(node: Any, of: Node) -> bool:
+    """Whether this is the sum over k, [T, 1], give or take a tiny term."""
+    if is_op(node, aten.add, aten.clamp_min, aten.clamp) and len(node.args) > 1:
+        eps = operand(node, 1)
+        return isinstance(eps, float) and 0 <= eps <= LARGEST_EPS and _is_sum(operand(node), of)
+    return is_op(node, aten.sum) and operand(node) is of and over_last(node) and shape(node)[-1] == 1
+
+
+def _scaled(weights: Weights) -> Weights:
+    """With the products with numbers that follow."""
+    while len(weights.node.users) == 1:
+        user = next(iter(weights.node.users))
+        factor = operand(user, 1) if is_op(user, aten.mul) else None
+        if not isinstance(factor, (int, float)) or dtype(user) != torch.float32:
+            if is_op(user, *SAME_ELEMENTS) and shape(user) == shape(weights.node):
+                weights = replace(weights, node=user)
+                continue
+            break
+        weights = replace(weights, node=user, scale=weights.scale * factor)
+    return weights

@@ -1,0 +1,182 @@
+"""What the integers of a routing mean: counts of expert ids, their order, its inverse, rows and tokens.
+
+Suffixes: T tokens, K slots of a token, E experts, R rows (T * K).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+import graphmoe.ops.grouped_mm
+import graphmoe.ops.permute  # noqa: F401  # registers the operations
+from passes.matching import (
+    SAME_ELEMENTS,
+    argument,
+    aten,
+    calls,
+    constant,
+    dtype,
+    is_cast,
+    is_descending,
+    is_float,
+    is_op,
+    operand,
+    origin,
+    part,
+    shape,
+    value,
+)
+from passes.replacing import put, viewed
+
+ops = torch.ops.graphmoe
+COUNTS = (aten.scatter_add, aten.histc, aten.bincount)
+GATHERS = (aten.index, aten.index_select, aten.gather)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Results of a `routing_plan`."""
+
+    ends: Node
+    row: Node
+    slot: Node
+
+    @property
+    def parts(self) -> list[Node]:
+        """The plan as the operations take it."""
+        return [self.slot, self.row, self.ends]
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return shape(self.slot)[0]
+
+    def row_of(self, before: Node, k: int) -> Node:
+        """The row of each slot, where a token has k of them -> [R / k, k]."""
+        return viewed(before, self.row, self.rows // k, k)
+
+
+def plan_of(call: Node) -> Plan:
+    """The results of a `routing_plan` in the graph; those that nobody has read so far are made."""
+    read = {part(user, ops.routing_plan): user for user in call.users}
+    ends, row, slot = (read.get(i) or put(call.next, operator.getitem, call, i, like=call) for i in (1, 2, 3))
+    return Plan(ends, row, slot)
+
+
+def plan_of_inputs(graph: fx.Graph) -> Plan | None:
+    """The plan among the inputs of a graph, where each of its parts is used once as what it is.
+
+    Slots divide into tokens that rows are gathered by, rows [T, K] are gathered back, ends bound the groups
+    of grouped products. That the three belong together cannot be read from the graph.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and dtype(node) == torch.int32]
+    indices = [by[1] for node in calls(graph, *GATHERS) if is_float(node) and (by := rows_by(node))]
+    slots = [node for node in inputs if len(shape(node)) == 1 and any(divisor(i, [node]) for i in indices)]
+    rows = [node for node in inputs if len(shape(node)) == 2 and any(origin(i) is node for i in indices)]
+    ends = [node for node in inputs if any(node is operand(p, 2) for p in calls(graph, ops.grouped_mm))]
+    if not len(slots) == len(rows) == len(ends) == 1 or value(rows[0]).numel() != shape(slots[0])[0]:
+        return None
+    return Plan(ends[0], rows[0], slots[0])
+
+
+def counts_of(ids: Node) -> list[Node]:
+    """The histograms of some expert ids."""
+    return [node for node in calls(ids.graph, *COUNTS) if _counted(node) is origin(ids)]
+
+
+def num_bins(counts: Node) -> int:
+    """E: how many experts a histogram counts."""
+    return argument(counts, 2, "minlength", 0) if is_op(counts, aten.bincount) else shape(counts)[0]
+
+
+def _counted(node: Node) -> Node | None:
+    """The ids of which this is the histogram."""
+    if is_op(node, aten.histc):
+        bins = argument(node, 1, "bins")
+        limits = argument(node, 2, "min"), argument(node, 3, "max")
+        return _unsorted(operand(node)) if limits == (0, bins - 1) else None
+    if is_op(node, aten.bincount):
+        plain = argument(node, 1, "weights") is None and argument(node, 2, "minlength", 0) > 0
+        return _unsorted(operand(node)) if plain else None
+    if len(shape(node)) != 1 or not adds_ones(node):
+        return None
+    return _unsorted(operand(node, 2))
+
+
+def adds_ones(node: Node) -> bool:
+    """Whether a scatter_add adds nothing but ones to nothing but zeros."""
+    zeros, ones = constant(operand(node)), constant(operand(node, 3))
+    return zeros is not None and ones is not None and not zeros.any() and bool((ones == 1).all())
+
+
+def _unsorted(node: Node) -> Node:
+    """The ids, where a node may also be the ids in their sorted order."""
+    node = origin(node)
+    if part(node, aten.sort) == 0:
+        return origin(operand(operand(node)))
+    rows = rows_by(node)
+    if rows is not None and part(origin(rows[1]), aten.sort) == 1:
+        return origin(rows[0])
+    return node
+
+
+def slots_of_token(ids: Node, slots: list[Node]) -> int:
+    """K: the width of the last [T, K] on the way of the flat ids, else what slots are divided by."""
+    node = ids
+    while is_op(node, *SAME_ELEMENTS) or is_cast(node):
+        node = operand(node)
+        if len(shape(node)) > 1:
+            return shape(node)[-1]
+    return max([divisor(user, slots) or 1 for slot in slots for user in slot.users], default=1)
+
+
+def inverse_of(node: Node) -> Node | None:
+    """The order of which this is the inverse."""
+    if part(node, aten.sort) == 1:
+        call = operand(node)
+        return None if is_descending(call) else origin(operand(call))
+    if is_op(node, aten.scatter) and len(node.args) > 3:
+        target, source = origin(operand(node, 2)), operand(node, 3)
+    elif is_op(node, aten.index_put) and len(operand(node, 1)) == 1 and not argument(node, 3, "accumulate"):
+        target, source = origin(operand(node, 1)[0]), operand(node, 2)
+    else:
+        return None
+    values = constant(source)
+    counting = values is not None and torch.equal(values.long(), torch.arange(len(values)))
+    return target if counting and shape(node) == shape(target) else None
+
+
+def rows_by(node: Any) -> tuple[Node, Node] | None:
+    """x and index where this is x[index] along the first axis."""
+    if is_op(node, aten.index):
+        return (operand(node), operand(node, 1)[0]) if len(operand(node, 1)) == 1 else None
+    if is_op(node, aten.index_select, aten.gather) and operand(node, 1) == 0:
+        return operand(node), narrow(operand(node, 2))
+    return None
+
+
+def narrow(node: Any) -> Node:
+    """A node without its copies along an axis."""
+    return operand(node) if is_op(node, aten.expand) else node
+
+
+def divisor(index: Node, slots: list[Node]) -> int | None:
+    """k where an index is slot // k, written so or as token_of_slot[slot]."""
+    node = origin(index)
+    if node in slots:
+        return 1
+    floors = is_op(node, aten.floor_divide) or node.kwargs.get("rounding_mode") in ("floor", "trunc")
+    if floors and origin(operand(node)) in slots and isinstance(operand(node, 1), int):
+        return operand(node, 1)
+    rows = rows_by(node)
+    tokens = constant(rows[0]) if rows is not None and origin(rows[1]) in slots else None
+    if tokens is None or tokens.dim() != 1:
+        return None
+    k = max(len(tokens) // (int(tokens[-1]) + 1), 1)
+    return k if torch.equal(tokens.long(), torch.arange(len(tokens)) // k) else None

@@ -1,0 +1,173 @@
+"""Cut a unit's backward in two: I, the gradients of its inputs, and W, those of its weights.
+
+A schedule may then run W whenever it likes: only I is on the path to the layer before (Zero Bubble
+Pipeline Parallelism, arXiv 2401.10241, section 2). W holds just what I does not compute; what both
+need goes from I to W. Views and pointwise values are computed again in W where that saves keeping them.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+"""Operations that show the memory of their input."""
+RECOMPUTED = VIEWS | {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+"""Views and casts: W computes these again from what I keeps anyway."""
+
+
+class SplitBackward(NamedTuple):
+    """Two graphs in place of one. W takes ``handed`` first, then the inputs named ``weights_read``."""
+
+    inputs: fx.GraphModule
+    """I: placeholders ``inputs_read`` -> (gradients of inputs..., handed...)."""
+    inputs_read: tuple[int, ...]
+    """Positions among the backward's placeholders."""
+    weights: fx.GraphModule
+    """W: (handed..., placeholders ``weights_read``) -> gradients of weights."""
+    weights_read: tuple[int, ...]
+    num_handed: int
+    nodes_moved: int
+    """Operations that only W runs."""
+    ms: float
+    """Time that the split took."""
+
+
+def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) -> SplitBackward:
+    """Split a backward graph whose outputs at ``weight_outputs`` are gradients of weights.
+
+    Outputs keep their order within each half; the graph itself is left as it is.
+    """
+    started = time.perf_counter()
+    graph = backward.graph
+    outputs = [*_output(graph).args[0]]  # type: ignore[misc]
+    weights = [outputs[i] for i in sorted(weight_outputs)]
+    others = [node for i, node in enumerate(outputs) if i not in set(weight_outputs)]
+    in_inputs = _with_pieces(_ancestors(others))
+    in_weights = _weight_nodes(weights, in_inputs)
+    handed = _handed(graph, in_weights, in_inputs)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs_read = [p for p in placeholders if p in in_inputs]
+    weights_read = [p for p in placeholders if p in in_weights and p not in handed]
+    return SplitBackward(
+        _subgraph(backward, inputs_read, in_inputs, [*others, *handed]),
+        tuple(placeholders.index(p) for p in inputs_read),
+        _subgraph(backward, [*handed, *weights_read], in_weights, weights),
+        tuple(placeholders.index(p) for p in weights_read),
+        len(handed),
+        sum(node.op == "call_function" and node not in in_inputs for node in in_weights),
+        (time.perf_counter() - started) * 1e3,
+    )
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def _ancestors(roots: Iterable[fx.Node | None]) -> set[fx.Node]:
+    """The nodes that the roots are made from, themselves included."""
+    found: set[fx.Node] = set()
+    todo = [root for root in roots if root is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def _with_pieces(nodes: set[fx.Node]) -> set[fx.Node]:
+    """The nodes and each piece of those that make several tensors: what is handed over is a tensor."""
+    return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
+
+
+def _weight_nodes(weights: list[fx.Node | None], in_inputs: set[fx.Node]) -> set[fx.Node]:
+    """What W runs or reads: back from its outputs to placeholders and to what I computes."""
+    found: set[fx.Node] = set()
+    todo = [node for node in weights if node is not None]
+    while todo:
+        node = todo.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node.op == "call_function" and (node not in in_inputs or _is_cheap(node)):
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Computed again rather than kept; a piece of a tuple only where the tuple is."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.target in RECOMPUTED
+    return node.target in RECOMPUTED or _is_cheap_pointwise(node)
+
+
+def _is_cheap_pointwise(node: fx.Node) -> bool:
+    """Pointwise on values that are in memory in any case: products, or inputs of the backward."""
+    if not (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags):
+        return False
+    return all(_is_materialised(source) for source in node.all_input_nodes)
+
+
+def _is_materialised(node: fx.Node) -> bool:
+    while node.target in RECOMPUTED and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    if node.op == "placeholder":
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.namespace not in ("aten", "prims") or node.target in (
+        aten.mm.default,
+        aten.bmm.default,
+    )
+
+
+def _handed(graph: fx.Graph, in_weights: set[fx.Node], in_inputs: set[fx.Node]) -> list[fx.Node]:
+    """What I computes and W reads without computing it again, in graph order."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and node in in_weights and node in in_inputs and not _is_cheap(node)
+    ]
+
+
+def _subgraph(
+    backward: fx.GraphModule, inputs: list[fx.Node], nodes: set[fx.Node], outputs: list[fx.Node | None]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in backward.graph.nodes:
+        if node.op in ("call_function", "get_attr") and node in nodes and node not in copies:
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(tuple(None if node is None else copies[node] for node in outputs))
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(backward, graph)

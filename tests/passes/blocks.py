@@ -1,0 +1,230 @@
+"""Models that the fusion passes are tried on, and how a graph and its rewritten form are compared.
+
+Suffixes: B sequences, S positions, T tokens, K slots of a token, E experts, R rows (T * K), D hidden,
+F expert width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphmoe.ops.grouped_mm import grouped_mm
+from passes.base import Rewrites
+from runtime.tracing import fakes_of, trace_forward
+from tests.tolerances import TOLERANCES, relative_error
+
+T, K, E, D, WIDTH = 18, 2, 4, 16, 8
+R = T * K
+DTYPES = (torch.float32, torch.bfloat16)
+
+Pass = Callable[[fx.Graph], Rewrites]
+
+
+class Traced(NamedTuple):
+    """A graph and tensors to run it with."""
+
+    graph: fx.GraphModule
+    inputs: list[Tensor]
+
+
+def traced(run: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> Traced:
+    """The forward of a function or module; a module's parameters and buffers become inputs.
+
+    The graph of another device than the CPU can be looked at but not run.
+    """
+    state = dict(run.state_dict(keep_vars=True)) if isinstance(run, nn.Module) else {}
+    if isinstance(run, nn.Module):
+        state |= dict(run.named_buffers())
+    names, values = list(state), [*state.values(), *inputs]
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given, rest = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
+        output = torch.func.functional_call(run, given, rest) if names else run(*rest)
+        return tuple(output) if isinstance(output, tuple) else (output,)
+
+    fakes = fakes_of(values)
+    if device != "cpu":
+        with fakes[0].fake_mode:
+            fakes = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in values]
+        fakes = [fake.requires_grad_(x.requires_grad) for fake, x in zip(fakes, values, strict=True)]
+    return Traced(trace_forward(function, fakes), values)
+
+
+def rewritten(plain: Traced, *passes: Pass) -> tuple[Traced, list[Rewrites]]:
+    """A copy of the graph after some passes."""
+    module = copy.deepcopy(plain.graph)
+    for node in module.graph.nodes:
+        node.meta["custom"] = {"segment": "here"}
+    results = []
+    for each in passes:
+        results.append(each(module.graph))
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+    module.recompile()
+    for node in module.graph.nodes:
+        assert node.meta["custom"] == {"segment": "here"}, node
+        assert node.op == "output" or "val" in node.meta, node
+    return Traced(module, plain.inputs), results
+
+
+def assert_left(plain: Traced, reason: str, *passes: Pass) -> None:
+    """The last of the passes changes nothing and says why."""
+    before, _ = rewritten(plain, *passes[:-1])
+    after, results = rewritten(plain, *passes)
+    assert operations(after) == operations(before)
+    assert results[-1].matches == 0
+    assert any(reason in line for line in results[-1].kept), results[-1].kept
+
+
+def operations(traced: Traced) -> Counter[str]:
+    """How often each operation is called, by its short name."""
+    calls = [node.target for node in traced.graph.graph.nodes if node.op == "call_function"]
+    return Counter(getattr(target, "_opname", target.__name__) for target in calls)
+
+
+def row_sized(traced: Traced, rows: int) -> list[str]:
+    """The index, silu and mul nodes over all routed rows."""
+    found = []
+    for node in traced.graph.graph.nodes:
+        sizes = getattr(node.meta.get("val"), "shape", ())
+        name = getattr(node.target, "_opname", "")
+        per_slot = len(sizes) > 2 and sizes[:2].numel() == rows  # [T, K, ...]
+        if name in ("index", "silu", "mul") and (per_slot or sizes[:1] == (rows,)):
+            found.append(node.name)
+    return found
+
+
+class Results(NamedTuple):
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+
+
+def run(traced: Traced) -> Results:
+    """Outputs, and the gradients of a random combination of them in all inputs that want one."""
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in traced.inputs]
+    outputs = traced.graph(*inputs)
+    wanted = [x for x in inputs if x.requires_grad]
+    roots = [y for y in outputs if y.requires_grad]
+    generator = torch.Generator().manual_seed(7)
+    seeds = [torch.randn(y.shape, generator=generator).to(y) for y in roots]
+    if not roots:
+        return Results(list(outputs), [])
+    return Results(list(outputs), list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True)))
+
+
+def assert_same_numbers(fused: Traced, plain: Traced) -> None:
+    """Outputs and gradients agree: both are within the table's tolerance of exact numbers, so twice that."""
+    results, expected = run(fused), run(plain)
+    assert len(results.outputs) == len(expected.outputs)
+    assert len(results.gradients) == len(expected.gradients)
+    for kind, ours, theirs in (
+        ("forward", results.outputs, expected.outputs),
+        ("gradient", results.gradients, expected.gradients),
+    ):
+        for i, (actual, wanted) in enumerate(zip(ours, theirs, strict=True)):
+            if wanted is None or actual is None:
+                assert actual is wanted is None, (kind, i)
+                continue
+            assert actual.dtype == wanted.dtype and actual.shape == wanted.shape, (kind, i)
+            if not wanted.is_floating_point():
+                assert torch.equal(actual, wanted), (kind, i)
+                continue
+            limit = 2 * getattr(TOLERANCES[_coarsest(plain)], kind)
+            error = relative_error(actual, wanted)
+            assert error <= limit, f"{kind} {i}: relative L2 error {error:.1e} is over {limit:.1e}"
+
+
+def _coarsest(traced: Traced) -> torch.dtype:
+    return max((x.dtype for x in traced.inputs if x.is_floating_point()), key=lambda d: torch.finfo(d).eps)
+
+
+def random(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers with a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*sizes, generator=generator).to(dtype).requires_grad_()
+
+
+ROUTINGS = ("natural", "one_expert", "empty_experts")
+
+
+def experts_of(routing: str, tokens: int = T, k: int = K, num_experts: int = E, seed: int = 3) -> Tensor:
+    """Ids int64 [T, K]: random, all slots of a rank at one expert, or without the first and last expert."""
+    generator = torch.Generator().manual_seed(seed)
+    if routing == "one_expert":
+        return torch.arange(k).expand(tokens, k).clone()
+    scores = torch.rand(tokens, num_experts, generator=generator)
+    if routing == "empty_experts":
+        scores[:, [0, -1]] = -1.0
+    return scores.topk(k).indices
+
+
+class Weights(NamedTuple):
+    """What the experts' functions below compute with."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+def expert_weights(dtype: torch.dtype) -> Weights:
+    gate_up = random(E, 2 * WIDTH, D, seed=1, dtype=dtype).detach() / D**0.5
+    down = random(E, D, WIDTH, seed=2, dtype=dtype).detach() / WIDTH**0.5
+    return Weights(gate_up.requires_grad_(), down.requires_grad_())
+
+
+@contextlib.contextmanager
+def our_grouped_mm() -> Iterator[None]:
+    """Let the experts of transformers call our grouped product in place of torch's."""
+    from transformers.integrations import moe
+
+    def product(rows: Tensor, weight_EKN: Tensor, offs: Tensor) -> Tensor:
+        return grouped_mm(rows.to(weight_EKN.dtype), weight_EKN.mT, offs)
+
+    with mock.patch.object(moe, "_grouped_mm", product):
+        yield
+
+
+def transformers_block(family: str, dtype: torch.dtype, device: str = "cpu", **changes: Any) -> Traced:
+    """A traced MoE block of transformers, its experts in their grouped_mm form."""
+    from transformers.models import deepseek_v2, deepseek_v3, mixtral, qwen3_moe
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    grouped = {
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+        "num_attention_heads": 2,
+    }
+    shape = {"hidden_size": D, "num_experts_per_tok": K, "moe_intermediate_size": WIDTH}
+    config, block = {
+        "mixtral": (mixtral.MixtralConfig, MixtralSparseMoeBlock),
+        "qwen3_moe": (qwen3_moe.Qwen3MoeConfig, Qwen3MoeSparseMoeBlock),
+        "deepseek_v2": (deepseek_v2.DeepseekV2Config, DeepseekV2Moe),
+        "deepseek_v3": (deepseek_v3.DeepseekV3Config, DeepseekV3MoE),
+    }[family]
+    if family == "mixtral":
+        shape |= {"intermediate_size": WIDTH, "num_local_experts": E}
+    elif family == "qwen3_moe":
+        shape |= {"num_experts": E}
+    else:
+        shape |= {"n_routed_experts": 2 * E} | grouped
+    made = config(**(shape | changes))
+    made._experts_implementation = "grouped_mm"
+    module = block(made)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.normal_(0.0, 0.5, generator=generator)
+    with our_grouped_mm():
+        return traced(module.to(dtype), random(2, T // 2, D, dtype=dtype), device=device)

@@ -1,0 +1,126 @@
+"""All fusion passes after another, on MoE blocks of transformers, layers of the model and a whole model."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from graphmoe.model import build_model
+from graphmoe.torch_compat import joint_graph
+from passes.fuse_activation import fuse_activation
+from passes.fuse_experts import fuse_experts
+from passes.fuse_loss import fuse_loss
+from passes.fuse_permutation import fuse_permutation
+from passes.fuse_router import fuse_router
+from runtime.tracing import fakes_of
+from tests.passes.blocks import (
+    DTYPES,
+    D,
+    R,
+    T,
+    Traced,
+    assert_same_numbers,
+    operations,
+    random,
+    rewritten,
+    row_sized,
+    traced,
+    transformers_block,
+)
+from tests.runs import config
+
+PASSES = (fuse_router, fuse_permutation, fuse_activation, fuse_experts)
+FAMILIES = [
+    ("mixtral", {}),
+    ("qwen3_moe", {"norm_topk_prob": False}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
+    ("deepseek_v3", {"norm_topk_prob": True}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, dtype):
+    plain = transformers_block(family, dtype, **changes)
+    fused, results = rewritten(plain, *PASSES)
+    assert [result.matches for result in results] == [1, 4, 1, 1]
+    assert not any(result.kept for result in results)
+    assert len(row_sized(plain, R)) >= 6 and row_sized(fused, R) == []
+    calls = operations(fused)
+    assert calls["router"] == calls["routing_plan"] == calls["grouped_mlp"] == 1
+    assert not {"permute", "unpermute", "swiglu", "grouped_mm", "sort", "topk", "histc", "transpose"} & set(
+        calls
+    )
+    assert_same_numbers(fused, plain)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built for GPUs, but no GPU")
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+def test_blocks_traced_for_a_gpu_keep_nothing_of_row_size(family, changes):
+    plain = transformers_block(family, torch.bfloat16, device="cuda", **changes)
+    fused, results = rewritten(plain, *PASSES)
+    assert [result.matches for result in results] == [1, 4, 1, 1]
+    assert row_sized(plain, R) and row_sized(fused, R) == []
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(PASSES[:3])], ids=lambda o: o[0].__name__)
+def test_the_order_of_the_passes_before_the_last_does_not_matter(order):
+    plain = transformers_block("mixtral", torch.float32)
+    fused, _ = rewritten(plain, *order, fuse_experts)
+    assert operations(fused) == operations(rewritten(plain, *PASSES)[0])
+    assert_same_numbers(fused, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layer_and_loss_of_a_whole_model_matches(dtype):
+    run_config = config("model.num_layers=3", "model.mtp_depth=1")
+    options = {"dtype": dtype, "seed": 0, "execution": run_config.moe}
+    model = build_model(run_config.model, device=torch.device("cpu"), **options)
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(5))
+
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens_BS, labels_BS):
+            return tuple(self.model.loss(tokens_BS, labels_BS))
+
+    plain = traced(Loss(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    fused, results = rewritten(plain, *PASSES, fuse_loss)
+    assert [result.matches for result in results] == [3, 12, 3, 3, 2]
+    assert not any(result.kept for result in results)
+    assert_same_numbers(fused, plain)
+
+
+def layer(dtype: torch.dtype, shared_ffn_size: int = 8) -> Traced:
+    """A MoE layer of the model, attention included."""
+    run_config = config("model.aux_loss_coef=0.1", f"model.shared_ffn_size={shared_ffn_size}")
+    options = {"dtype": dtype, "seed": 0, "execution": run_config.moe}
+    model = build_model(run_config.model, device=torch.device("cpu"), **options)
+    return traced(
+        model.layers[1], random(2, T // 2, D, dtype=dtype), *model.rope(T // 2, torch.device("cpu"))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared_ffn_size", [0, 8])
+def test_a_layer_of_the_model_keeps_nothing_of_row_size(shared_ffn_size, dtype):
+    plain = layer(dtype, shared_ffn_size)
+    fused, results = rewritten(plain, *PASSES)
+    assert [result.matches for result in results] == [1, 4, 1, 1]
+    assert len(row_sized(plain, R)) == 6 and row_sized(fused, R) == []
+    assert operations(fused)["silu"] == (shared_ffn_size > 0)
+    assert_same_numbers(fused, plain)
+
+
+def test_forward_and_backward_are_traced_from_the_rewritten_layer():
+    fused, _ = rewritten(layer(torch.bfloat16), *PASSES)
+    joint = Traced(joint_graph(fused.graph, fakes_of(fused.inputs)), [])
+    calls = operations(joint)
+    for name in ("router", "router_backward", "grouped_mlp", "grouped_mlp_dgrad", "grouped_mlp_wgrad"):
+        assert calls[name] == 1, calls
+    assert row_sized(joint, R) == []

@@ -1,0 +1,163 @@
+"""fuse_activation: every spelling of silu(gate) * up * weight; what it leaves, and the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphmoe.ops.grouped_mm import grouped_mm
+from passes.fuse_activation import fuse_activation
+from tests.passes.blocks import (
+    DTYPES,
+    WIDTH,
+    D,
+    E,
+    R,
+    Traced,
+    assert_left,
+    assert_same_numbers,
+    expert_weights,
+    operations,
+    random,
+    rewritten,
+    traced,
+)
+
+HALVES = {
+    "chunk": lambda h: h.chunk(2, dim=-1),
+    "split": lambda h: h.split([WIDTH, WIDTH], dim=1),
+    "slice": lambda h: (h[:, :WIDTH], h[:, WIDTH:]),
+    "slice_from_the_end": lambda h: (h[:, :-WIDTH], h[:, -WIDTH:]),
+}
+PRODUCTS = {
+    "plain": lambda gate, up, w: F.silu(gate) * up,
+    "up_first": lambda gate, up, w: up * F.silu(gate),
+    "weight_last": lambda gate, up, w: F.silu(gate) * up * w,
+    "weight_first": lambda gate, up, w: (w * F.silu(gate)) * up,
+    "weight_on_up": lambda gate, up, w: F.silu(gate) * (up * w),
+    "in_fp32": lambda gate, up, w: F.silu(gate.float()) * up.float() * w,
+    "rounded_between": lambda gate, up, w: (F.silu(gate.float()).to(gate.dtype) * up).float() * w,
+    "weight_in_the_dtype_of_rows": lambda gate, up, w: F.silu(gate) * up * w.to(gate.dtype),
+}
+ENDS = {"natural": [7, 20, 21, R], "one_expert": [0, R, R, R], "empty_experts": [0, 15, R, R]}
+
+
+def experts(halves, product):
+    """Two grouped products with an activation between them."""
+
+    def run(x, gate_up, down, weight, ends):
+        gate, up = halves(grouped_mm(x, gate_up, ends))
+        return grouped_mm(product(gate, up, weight).to(x.dtype), down, ends)
+
+    return run
+
+
+def inputs(dtype=torch.float32, routing="natural"):
+    ends = torch.tensor(ENDS[routing], dtype=torch.int32)
+    weight = random(R, 1, seed=5).detach().sigmoid().requires_grad_()
+    return [random(R, D, dtype=dtype), *expert_weights(dtype), weight, ends]
+
+
+@pytest.mark.parametrize(
+    ("halves", "product"),
+    [(halves, "weight_last") for halves in HALVES] + [("chunk", product) for product in PRODUCTS],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_spelling_becomes_one_operation_with_the_same_numbers(halves, product, dtype):
+    plain = traced(experts(HALVES[halves], PRODUCTS[product]), *inputs(dtype))
+    fused, (result,) = rewritten(plain, fuse_activation)
+    calls = operations(fused)
+    assert result.matches == calls["swiglu"] == 1 and result.kept == ()
+    assert not {"silu", "mul", "split", "split_with_sizes", "slice"} & set(calls), calls
+    assert operations(plain)["silu"] == 1 and calls["grouped_mm"] == 2
+    for routing in ENDS:
+        given = inputs(dtype, routing)
+        assert_same_numbers(Traced(fused.graph, given), Traced(plain.graph, given))
+
+
+def chained(product):
+    """The rows behind the activation, so that a look-alike may read whatever it likes."""
+
+    def run(x, gate_up, down, weight, ends):
+        h = grouped_mm(x, gate_up, ends)
+        return product(h, *h.chunk(2, dim=-1), weight, lambda a: grouped_mm(a, down, ends))
+
+    return run
+
+
+LOOK_ALIKES = {
+    "halves swapped": (lambda h, g, u, w, down: down(F.silu(u) * g), "the halves are swapped"),
+    "half by itself": (lambda h, g, u, w, down: down(F.silu(g) * g), "not multiplied with the other half"),
+    "no product": (lambda h, g, u, w, down: down(F.silu(g)), "not multiplied with the other half"),
+    "silu with another reader": (
+        lambda h, g, u, w, down: (down((a := F.silu(g)) * u), a),
+        "silu (aten.silu.default) has 2 users",
+    ),
+    "product with another reader": (
+        lambda h, g, u, w, down: (down(a := F.silu(g) * u), a),
+        "has 2 users",
+    ),
+    "two weights": (
+        lambda h, g, u, w, down: down(F.silu(g) * u * w * (w + 1)),
+        "not one weight for each row",
+    ),
+    "a weight for each column": (
+        lambda h, g, u, w, down: down(F.silu(g) * u * w[:WIDTH, 0]),
+        "not one weight for each row",
+    ),
+    "a scale": (lambda h, g, u, w, down: down(F.silu(g) * u * 2.0 + 1), "reads the product"),
+    "rows joined in pairs": (
+        lambda h, g, u, w, down: down((F.silu(g) * u).view(R // 2, 2 * WIDTH)),
+        "the product is torch.float32 [18, 16], not torch.float32 [36, 8]",
+    ),
+    "interleaved": (
+        lambda h, g, u, w, down: down(F.silu(h[:, ::2]) * h[:, 1::2]),
+        "1 silu, none of a half of a grouped product",
+    ),
+    "no grouped product behind": (lambda h, g, u, w, down: (F.silu(g) * u).sum(0), "reads the product"),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alikes_stay_with_a_reason(name):
+    product, reason = LOOK_ALIKES[name]
+    assert_left(traced(chained(product), *inputs()), reason, fuse_activation)
+
+
+def test_a_product_in_another_dtype_than_the_rows_is_left():
+    def run(x, gate_up, down, weight, ends):
+        gate, up = grouped_mm(x, gate_up, ends).chunk(2, dim=-1)
+        return grouped_mm(F.silu(gate) * up * weight, down, ends)
+
+    x, gate_up, down, weight, ends = inputs(torch.bfloat16)
+    plain = traced(run, x, gate_up, down.detach().float(), weight, ends)
+    assert_left(plain, "the product is torch.float32 [36, 8], not torch.bfloat16 [36, 8]", fuse_activation)
+
+
+def test_a_dense_mlp_is_left_to_the_compiler():
+    def run(x, gate_up, down):
+        for _ in range(3):
+            gate, up = (x @ gate_up.T).chunk(2, dim=-1)
+            x = (F.silu(gate) * up) @ down.T
+        return x
+
+    plain = traced(run, random(R, D), random(2 * WIDTH, D, seed=1), random(D, WIDTH, seed=2))
+    assert_left(plain, "3 silu, none of a half of a grouped product", fuse_activation)
+
+
+def test_dense_silu_beside_experts_are_not_reported():
+    def run(x, gate_up, down, weight, ends):
+        y = experts(HALVES["chunk"], PRODUCTS["plain"])(x, gate_up, down, weight, ends)
+        return y, F.silu(x) * x
+
+    fused, (result,) = rewritten(traced(run, *inputs()), fuse_activation)
+    assert result == (1, ()) and operations(fused)["silu"] == 1
+
+
+def test_the_offsets_are_those_of_the_product_that_reads_it():
+    fused, _ = rewritten(traced(experts(HALVES["chunk"], PRODUCTS["plain"]), *inputs()), fuse_activation)
+    (swiglu,) = [n for n in fused.graph.graph.nodes if "swiglu" in str(n.target)]
+    (reader,) = swiglu.users
+    assert swiglu.args[1] is None and swiglu.args[2] is reader.args[2]
+    assert swiglu.meta["val"].shape == (R, WIDTH) and reader.args[1].meta["val"].shape == (E, D, WIDTH)

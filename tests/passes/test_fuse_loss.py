@@ -1,0 +1,160 @@
+"""fuse_loss: the model's loss segment and that of transformers; what it leaves, and the numbers."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphmoe.config import ModelConfig
+from graphmoe.model.transformer import LossHead
+from passes.fuse_loss import fuse_loss
+from tests.passes.blocks import (
+    DTYPES,
+    D,
+    Traced,
+    assert_left,
+    assert_same_numbers,
+    operations,
+    random,
+    rewritten,
+    traced,
+)
+
+B, S, V = 2, 9, 20
+IGNORED = -100
+HEAD = {"mm", "t", "_log_softmax", "nll_loss_forward", "_unsafe_view"}
+
+
+def labels(ignored: str = "some") -> torch.Tensor:
+    """Labels [B, S] of which none, some or all are ignored."""
+    values = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
+    if ignored == "some":
+        values[0, 2:5] = IGNORED
+    return values if ignored != "all" else torch.full_like(values, IGNORED)
+
+
+def head(dtype=torch.float32):
+    return (random(V, D, seed=1, dtype=dtype).detach() / D**0.5).requires_grad_()
+
+
+def assert_fused(plain: Traced, losses: int = 1) -> Traced:
+    fused, (result,) = rewritten(plain, fuse_loss)
+    assert result == (losses, ()) and operations(fused)["linear_cross_entropy"] == losses
+    assert not HEAD & set(operations(fused)) and operations(plain)["nll_loss_forward"] == losses
+    return fused
+
+
+def with_labels(traced_: Traced, values: torch.Tensor) -> Traced:
+    """The same graph with other labels."""
+    inputs = [x if x.is_floating_point() else values for x in traced_.inputs]
+    return Traced(traced_.graph, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loss_segment_of_the_model_matches(dtype):
+    module = LossHead(ModelConfig(hidden_size=D, vocab_size=V)).to(dtype)
+    plain = traced(module, random(B, S, D, dtype=dtype), labels())
+    fused = assert_fused(plain)
+    for ignored in ("none", "some", "all"):
+        assert_same_numbers(with_labels(fused, labels(ignored)), with_labels(plain, labels(ignored)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_items", [None, 7])
+def test_the_loss_of_causal_models_of_transformers_matches(dtype, num_items):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def run(h_BSD, w_VD, labels_BS):
+        return ForCausalLMLoss(F.linear(h_BSD, w_VD), labels_BS, V, num_items)
+
+    plain = traced(run, random(B, S, D, dtype=dtype), head(dtype), labels())
+    fused = assert_fused(plain)
+    for ignored in ("none", "some"):
+        assert_same_numbers(with_labels(fused, labels(ignored)), with_labels(plain, labels(ignored)))
+
+
+def test_a_mean_over_no_labels_is_nan_as_before():
+    plain = traced(cross_entropy, random(B * S, D), head(), labels("all").flatten())
+    fused = assert_fused(plain)
+    assert bool(plain.graph(*plain.inputs)[0].isnan()) and bool(fused.graph(*fused.inputs)[0].isnan())
+
+
+def test_each_use_of_a_head_is_a_match():
+    def run(h, w, target):
+        return cross_entropy(h, w, target) + 0.3 * cross_entropy(h * 2, w, target, reduction="sum")
+
+    plain = traced(run, random(B * S, D), head(), labels().flatten())
+    assert_same_numbers(assert_fused(plain, losses=2), plain)
+
+
+def test_the_knob_makes_no_gradients_where_none_are_wanted():
+    inputs = [x.detach() for x in (random(B * S, D), head(), labels().flatten())]
+    plain = traced(cross_entropy, *inputs)
+    fused, (result,) = rewritten(plain, functools.partial(fuse_loss, needs_grad=False))
+    (call,) = [node for node in fused.graph.graph.nodes if "linear_cross_entropy" in str(node.target)]
+    assert result.matches == 1 and call.args[-1] is False
+    assert [tuple(v.shape) for v in call.meta["val"][4:]] == [(0,), (0,)]
+    assert_same_numbers(fused, plain)
+
+
+def cross_entropy(h, w, target, **named):
+    return F.cross_entropy(F.linear(h, w).float(), target, **named)
+
+
+def with_logits(h, w, target):
+    logits = F.linear(h, w).float()
+    return F.cross_entropy(logits, target), logits
+
+
+def with_z_loss(h, w, target):
+    logits = F.linear(h, w)
+    return F.cross_entropy(logits.float(), target) + logits.logsumexp(-1).square().mean()
+
+
+def with_bias(h, w, target):
+    return F.cross_entropy(F.linear(h, w, w[:, 0]).float(), target)
+
+
+def capped(h, w, target):
+    return F.cross_entropy(30 * torch.tanh(F.linear(h, w) / 30), target)
+
+
+def low_precision(h, w, target):
+    return F.cross_entropy(F.linear(h.bfloat16(), w.bfloat16()), target)
+
+
+def stored_otherwise(h, w, target):
+    return F.cross_entropy(h @ w.view(D, V), target)
+
+
+def weighted_classes(h, w, target):
+    return cross_entropy(h, w, target, weight=w[:, 0])
+
+
+LOOK_ALIKES = {
+    with_logits: "the logits are also read by",
+    with_z_loss: "the logits are also read by logsumexp",
+    with_bias: "the head has a bias",
+    capped: "not straight from a head",
+    low_precision: "the loss is taken in torch.bfloat16",
+    stored_otherwise: "is stored as [D, V]",
+    weighted_classes: "classes are weighted",
+    functools.partial(cross_entropy, reduction="none"): "losses are not reduced",
+    functools.partial(cross_entropy, label_smoothing=0.1): "the logits are also read by",
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"), LOOK_ALIKES.items(), ids=lambda each: getattr(each, "__name__", "")
+)
+def test_look_alikes_stay_with_a_reason(run, reason):
+    inputs = random(B * S, D), head().detach(), labels().flatten()
+    assert_left(traced(run, *inputs), reason, fuse_loss)
+
+
+def test_a_log_softmax_without_a_loss_is_counted():
+    plain = traced(lambda h, w: F.linear(h, w).log_softmax(-1), random(B * S, D), head())
+    assert_left(plain, "1 log_softmax, and no nll_loss behind one", fuse_loss)

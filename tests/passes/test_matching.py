@@ -1,0 +1,125 @@
+"""The words that the fusion passes are written in."""
+
+from __future__ import annotations
+
+import torch
+
+from passes.matching import Op, Var, aten, calls, constant, depends_on, escape, half, match, origin
+from passes.replacing import cast, put, put_parts, restore_order, viewed
+from tests.passes.blocks import Traced, random, traced
+
+
+def graph_of(run, *inputs) -> torch.fx.Graph:
+    return traced(run, *inputs).graph.graph
+
+
+def results(graph):
+    return next(node for node in graph.nodes if node.op == "output").args[0]
+
+
+def test_origin_looks_through_views_and_lossless_casts_only():
+    def run(x):
+        return x.view(6, 1).double(), x.bfloat16().float(), x.detach().clone(), x.t(), x.long().int()
+
+    wider, rounded, detached, transposed, integer = results(graph := graph_of(run, random(2, 3)))
+    x = next(iter(graph.nodes))
+    assert origin(wider) is x
+    assert origin(rounded) is calls(graph, aten._to_copy)[1] and origin(rounded, casts=True) is x
+    assert origin(detached) is calls(graph, aten.detach)[0] and origin(detached, detached=True) is x
+    assert origin(transposed) is transposed
+    assert origin(integer).target is aten._to_copy.default and origin(integer) is not x
+
+
+def test_escape_names_what_still_reads_a_value():
+    def run(x):
+        y = x.exp()
+        total = y.sin().sum()
+        return total, y.cos() + total
+
+    total, other = results(graph := graph_of(run, random(4)))
+    (y,) = calls(graph, aten.exp)
+    assert escape(y, [total]) is calls(graph, aten.cos)[0]
+    assert escape(y, [total, other]) is None
+    assert escape(calls(graph, aten.sin)[0], [total]) is None
+
+
+def test_patterns_match_in_either_order_and_hold_a_name_to_one_node():
+    def run(x, y):
+        return x * (y * y).sum(1), (y * y).sum(1) * x, x * (x * y[:, 0]).sum(0)
+
+    first, second, third = results(graph_of(run, random(3), random(3, 2, seed=1)))
+    square = Op(aten.sum, (Op(aten.mul, (Var("y"), Var("y"))),), where=lambda node: node.args[1] == [1])
+    pattern = Op(aten.mul, (Var("x"), square))
+    assert match(pattern, first) == match(pattern, second) != None  # noqa: E711
+    assert {name: node.op for name, node in match(pattern, first).items()} == {
+        "x": "placeholder",
+        "y": "placeholder",
+    }
+    assert match(pattern, third) is None
+    assert match(Op(aten.sum, (Op(aten.mul, (Var("y"), 2)),)), first) is None
+
+
+def test_halves_are_known_by_any_name():
+    def run(h):
+        one, two = h.chunk(2, dim=-1)
+        three, middle, five = h.split([1, 2, 1], dim=-1)
+        return one, two, h[:, :2], h[:, 2:], h[:, -2:], h[:, 1:3], h[::2], middle, h[:2]
+
+    nodes = results(graph := graph_of(run, random(4, 4)))
+    h = next(iter(graph.nodes))
+    assert [half(node) for node in nodes[:5]] == [(h, 0), (h, 1), (h, 0), (h, 1), (h, 1)]
+    assert [half(node) for node in nodes[5:]] == [None] * 4
+
+
+def test_constants_are_what_depends_on_no_input_and_no_chance():
+    def run(x):
+        rows = torch.arange(6).view(2, 3) * 2 + 1
+        return rows, torch.ones_like(x).long(), x.new_zeros(2), x + 1, torch.rand(2), torch.empty_like(x) * 0
+
+    nodes = results(graph_of(run, random(3)))
+    values = [constant(node) for node in nodes]
+    assert values[0].tolist() == [[1, 3, 5], [7, 9, 11]]
+    assert values[1].tolist() == [1, 1, 1] and values[2].tolist() == [0, 0]
+    assert values[3:] == [None, None, None] and constant(3) is None
+    with nodes[0].meta["val"].fake_mode:
+        assert constant(nodes[0]) is None
+
+
+def test_dependence_can_be_asked_for_by_way_of_integers():
+    def run(x, i):
+        return x[i // 2].sum().long() + 1
+
+    (total,) = results(graph := graph_of(run, random(4), torch.tensor([1, 2])))
+    x, i = list(graph.nodes)[:2]
+    assert depends_on(total, i) and depends_on(total, x) and not depends_on(i, total)
+    assert not depends_on(total, i, integers=True)
+    assert depends_on(calls(graph, aten.index)[0].args[1][0], i, integers=True)
+
+
+def test_new_nodes_carry_values_and_the_segment_of_what_they_stand_for():
+    plain = traced(lambda x: x.view(3, 2).exp(), random(2, 3))
+    graph = plain.graph.graph
+    view, exp = calls(graph, aten.view)[0], calls(graph, aten.exp)[0]
+    exp.meta["custom"] = {"segment": "mlp"}
+    assert viewed(exp, view, 2, 3) is view.args[0] and cast(exp, view, torch.float32) is view
+    flat = viewed(exp, view, 6)
+    values, indices = put_parts(exp, aten.topk.default, flat, 2)
+    lowered = put(exp, aten.mul.Tensor, cast(exp, values, torch.bfloat16), 2.0)
+    assert indices.meta["val"].dtype == torch.int64 and lowered.meta["val"].shape == (2,)
+    assert lowered.meta["val"].dtype == torch.bfloat16 and lowered.meta["custom"] == {"segment": "mlp"}
+    assert lowered.meta["val"].fake_mode is view.meta["val"].fake_mode
+
+
+def test_order_is_restored_with_the_fewest_moves():
+    plain = traced(lambda x, y: (x.exp() + 1, y.sin().cos()), random(3), random(3, seed=1))
+    graph = plain.graph.graph
+    exp, cos = calls(graph, aten.exp)[0], calls(graph, aten.cos)[0]
+    add = calls(graph, aten.add)[0]
+    add.args = (cos, 1)  # reads what stands behind it
+    restore_order(graph)
+    graph.lint()
+    names = [node.name for node in graph.nodes]
+    assert names.index(exp.name) < names.index("sin") < names.index("cos") < names.index(add.name)
+    plain.graph.recompile()
+    x, y = plain.inputs
+    assert torch.equal(Traced(plain.graph, [x, y]).graph(x, y)[0], y.sin().cos() + 1)

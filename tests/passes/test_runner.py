@@ -1,0 +1,175 @@
+"""PassRunner: order, counts, reasons, hash, dump; and the choice of passes by configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from graphmoe.config import ConfigError, PassesConfig
+from passes import PASSES, PassRunner, PassSpec, Rewrites, select_passes
+from runtime.tracing import fakes_of, trace_forward
+from tests.runs import ROOT
+
+
+def swap_sin(graph: fx.Graph, *, times: int = 1) -> Rewrites:
+    """sin -> cos, for as many as ``times``."""
+    found = [node for node in graph.nodes if node.target is torch.sin]
+    for node in found[:times]:
+        node.target = torch.cos
+    return Rewrites(min(len(found), times), tuple(f"{node.name} is one too many" for node in found[times:]))
+
+
+def drop_neg(graph: fx.Graph) -> int:
+    found = [node for node in graph.nodes if node.target is torch.neg]
+    for node in found:
+        node.replace_all_uses_with(node.args[0])
+    return len(found)
+
+
+def cos(x):
+    return torch.cos(x)
+
+
+def fails(graph: fx.Graph) -> None:
+    return None
+
+
+SIN = PassSpec("swap_sin", swap_sin, "forward", "bitwise", ("mlp",), {"times": 1})
+NEG = PassSpec("drop_neg", drop_neg, "forward", "bitwise")
+
+
+def module(function) -> fx.GraphModule:
+    return fx.symbolic_trace(function)
+
+
+def test_passes_run_in_order_and_say_what_they_did():
+    graph = module(lambda x: torch.neg(torch.sin(torch.sin(x))))
+    sizes = iter([100, 100, 40])
+    reports = PassRunner([SIN, NEG]).run("forward", graph, "mlp", ("mlp",), lambda _: next(sizes))
+    assert [(r.name, r.matches, r.nodes_before, r.nodes_after) for r in reports] == [
+        ("swap_sin", 1, 3, 3),
+        ("drop_neg", 1, 3, 2),
+    ]
+    assert [(r.saved_bytes_before, r.saved_bytes_after) for r in reports] == [(100, 100), (100, 40)]
+    assert reports[0].kept == ("sin_1 is one too many",)
+    x = torch.randn(3)
+    assert graph(x).equal(x.cos().sin())
+
+
+def test_only_the_passes_of_the_stage_run():
+    graph = module(lambda x: torch.sin(x))
+    assert PassRunner([replace(SIN, stage="joint")]).run("forward", graph, "mlp") == []
+
+
+def test_an_expected_pass_that_changes_nothing_says_why(caplog):
+    PassRunner([replace(SIN, knobs={"times": 0})]).run(
+        "forward", module(lambda x: torch.sin(x)), "unit", ("attn", "mlp")
+    )
+    assert "pass swap_sin changed nothing in unit: sin is one too many" in caplog.text
+    caplog.clear()
+    PassRunner([SIN]).run("forward", module(cos), "unit", ("mlp",))
+    assert "nothing that looks like its pattern" in caplog.text
+    caplog.clear()
+    PassRunner([SIN]).run("forward", module(cos), "unit", ("attn",))
+    assert not caplog.text
+
+
+def test_a_pass_that_returns_no_number_is_an_error():
+    with pytest.raises(TypeError, match="fails returned None"):
+        PassRunner([PassSpec("fails", fails, "forward", "bitwise")]).run(
+            "forward", module(lambda x: torch.sin(x)), "unit"
+        )
+
+
+def test_the_hash_follows_order_parameters_and_selection():
+    hashes = [
+        PassRunner(specs).uuid()
+        for specs in ([SIN, NEG], [NEG, SIN], [SIN], [replace(SIN, knobs={"times": 2}), NEG])
+    ]
+    assert len(set(hashes)) == 4
+    assert PassRunner([SIN, NEG]).uuid() == hashes[0]
+    with pytest.raises(TypeError, match="swap_sin: parameters must be plain"):
+        PassRunner([replace(SIN, knobs={"times": torch.zeros(1)})]).uuid()
+
+
+def test_the_hash_follows_the_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "a_users_pass.py"
+    hashes = []
+    for body in ("return 0", "return 1"):
+        source.write_text(f"def own(graph):\n    {body}\n")
+        sys.modules.pop("a_users_pass", None)
+        specs = select_passes(PassesConfig(enabled=[], extra=["a_users_pass:own"]), {})
+        hashes.append(PassRunner(specs).uuid())
+    assert hashes[0] != hashes[1]
+
+
+def test_the_hash_is_the_same_in_another_process():
+    line = "from passes import PASSES, PassRunner; print(PassRunner(PASSES).uuid())"
+    run = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == PassRunner(PASSES).uuid()
+
+
+def test_a_dump_shows_the_graph_before_and_after_each_change(tmp_path):
+    graph = module(lambda x: torch.neg(torch.sin(x)))
+    PassRunner([SIN, replace(NEG, name="other"), NEG], tmp_path / "graphs").run("forward", graph, "a..b")
+    names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
+    assert names == [
+        "a..b.01_swap_sin.after.py",
+        "a..b.01_swap_sin.before.py",
+        "a..b.02_other.after.py",
+        "a..b.02_other.before.py",
+    ]
+    before, after = (tmp_path / "graphs" / names[1]).read_text(), (tmp_path / "graphs" / names[0]).read_text()
+    assert "torch.sin(" in before and "torch.cos(" in after and "torch.sin(" not in after
+
+
+def test_every_pass_runs_unless_it_is_named_otherwise():
+    names = [spec.name for spec in PASSES]
+    assert [spec.name for spec in select_passes(PassesConfig(), {})] == names
+    assert select_passes(PassesConfig(enabled=[]), {}) == []
+    only = PassesConfig(enabled=[names[2], names[0]])
+    assert [spec.name for spec in select_passes(only, {})] == [names[0], names[2]]
+    without = PassesConfig(disabled=[names[1]])
+    assert [spec.name for spec in select_passes(without, {})] == [n for n in names if n != names[1]]
+
+
+def test_parameters_reach_the_pass_that_has_them():
+    specs = {s.name: s for s in select_passes(PassesConfig(), {"fuse_experts": {"backend": "triton"}})}
+    assert specs["fuse_experts"].knobs["backend"] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            PassesConfig(enabled=["fuse_rooter"]),
+            "enabled=.*no pass fuse_rooter; there are .*fuse_router",
+        ),
+        (PassesConfig(disabled=["x", "fuse_loss"]), "passes.disabled=.*no pass x;"),
+        (PassesConfig(extra=["nowhere.at_all:f"]), "passes.extra=nowhere.at_all:f cannot be imported"),
+        (PassesConfig(extra=["math:no_such"]), "passes.extra=math:no_such cannot be imported"),
+        (PassesConfig(extra=["math:pi"]), "passes.extra=math:pi is a float"),
+        (PassesConfig(extra=["math"]), "write package.module:function"),
+    ],
+)
+def test_what_cannot_be_a_pass_is_a_configuration_error(config, words):
+    with pytest.raises(ConfigError, match=words):
+        select_passes(config, {})
+
+
+def test_the_example_of_the_documentation_is_a_pass(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "passes.md").read_text()
+    (tmp_path / "my_passes.py").write_text(page.split("```python\n# my_passes.py\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    (spec,) = select_passes(PassesConfig(enabled=[], extra=["my_passes:square_as_product"]), {})
+    norm = torch.nn.RMSNorm(4, elementwise_affine=False)
+    graph = trace_forward(lambda x: (norm(x),), fakes_of([torch.randn(2, 4)]))
+    (report,) = PassRunner([spec]).run("forward", graph, "mlp")
+    assert (report.name, report.matches) == ("square_as_product", 1)
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.pow.Tensor_Scalar)

@@ -1,0 +1,132 @@
+"""split_backward: I and W together are the backward, and each weight gradient is computed once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.model import build_model
+from passes.runner import PassRunner
+from passes.split_backward import split_backward
+from runtime.tracing import fakes_of
+from runtime.unit_graphs import UnitGraphs, unit_graphs
+from runtime.units import BoundUnit, units_of
+from tests.runs import config
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.bmm.default, torch.ops.graphmoe.grouped_mm_wgrad.default}
+
+
+def graphs_of(layer: int, *specs, dtype=torch.float32) -> tuple[UnitGraphs, list[torch.Tensor]]:
+    """Graphs of a tiny layer, and tensors to run them with."""
+    run = config("model.aux_loss=sequence", "model.aux_loss_coef=0.1")
+    model = build_model(run.model, device=torch.device("cpu"), dtype=dtype, seed=0, execution=run.moe)
+    segments = model.layers[layer].segments()
+    keep = ("x", "loss") if layer else ("x",)
+    (unit,) = units_of(segments, keep)
+    bound = BoundUnit.of(unit)
+    x = torch.randn(2, 16, 16, dtype=dtype, requires_grad=True)
+    values = dict(zip(("x", "cos", "sin"), (x, *model.rope(16, torch.device("cpu"))), strict=True))
+    tensors = [*bound.tensors, *(values[name] for name in unit.reads)]
+    made = unit_graphs(
+        bound.run,
+        fakes_of(tensors),
+        num_weights=bound.num_parameters,
+        trains=True,
+        runner=PassRunner(specs),
+        name=unit.name,
+    )
+    return made, tensors
+
+
+def split_spec():
+    from passes import PASSES
+
+    return next(spec for spec in PASSES if spec.name == "split_backward")
+
+
+def kept(graphs: UnitGraphs, tensors: list[torch.Tensor]):
+    with torch.no_grad():
+        results = graphs.forward(*tensors)
+    outputs, rest = results[: graphs.num_outputs], results[graphs.num_outputs :]
+    gradients = [torch.randn_like(o) for o, d in zip(outputs, graphs.differentiable, strict=True) if d]
+    return [*(tensors[i] for i in graphs.kept_inputs), *rest, *gradients]
+
+
+def run_both(graphs: UnitGraphs, read: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Gradients by the input's position."""
+    split = graphs.backward
+    assert split is not None
+    first = split.inputs(*(read[i] for i in split.inputs_read))
+    count = len(graphs.input_gradients)
+    second = split.weights(*first[count:], *(read[i] for i in split.weights_read))
+    assert len(first) == count + split.num_handed
+    positions = (*graphs.input_gradients, *graphs.weight_gradients)
+    return dict(zip(positions, [*first[:count], *second], strict=True))
+
+
+def products(module: torch.fx.GraphModule) -> int:
+    return sum(node.target in PRODUCTS for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_then_weights_give_bitwise_the_gradients_of_the_whole_backward(layer, dtype):
+    torch.manual_seed(1)
+    whole, tensors = graphs_of(layer, dtype=dtype)
+    cut, _ = graphs_of(layer, split_spec(), dtype=dtype)
+    read = kept(whole, tensors)
+    expected, got = run_both(whole, read), run_both(cut, read)
+    assert not whole.weight_gradients and cut.weight_gradients
+    assert got.keys() == expected.keys() and len(got) > 8
+    for position, gradient in got.items():
+        assert gradient.equal(expected[position]), position
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_each_weight_gradient_is_one_product_and_runs_in_w(layer):
+    whole, tensors = graphs_of(layer)
+    cut, _ = graphs_of(layer, split_spec())
+    assert whole.backward is not None and cut.backward is not None
+    matrices = [tensors[i] for i in cut.weight_gradients if tensors[i].dim() > 1]
+    assert products(cut.backward.weights) == len(matrices) > 4
+    assert products(cut.backward.inputs) + products(cut.backward.weights) == products(whole.backward.inputs)
+
+
+def test_no_view_or_cast_is_handed_from_i_to_w():
+    cut, _ = graphs_of(1, split_spec())
+    assert cut.backward is not None
+    outputs = next(n for n in reversed(cut.backward.inputs.graph.nodes) if n.op == "output").args[0]
+    handed = outputs[len(cut.input_gradients) :]  # type: ignore[index]
+    assert handed and not [n for n in handed if n.target in (aten.view.default, aten.permute.default)]
+
+
+def test_what_only_w_reads_is_not_read_by_i():
+    cut, _ = graphs_of(1, split_spec())
+    assert cut.backward is not None
+    for half in (cut.backward.inputs, cut.backward.weights):
+        assert all(node.users for node in half.graph.nodes if node.op == "placeholder")
+
+
+def test_a_backward_without_weights_is_left_whole():
+    def run(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x.sin(),)
+
+    made = unit_graphs(
+        run,
+        fakes_of([torch.randn(3, requires_grad=True)]),
+        num_weights=0,
+        trains=True,
+        runner=PassRunner([split_spec()]),
+        name="sin",
+    )
+    assert made.backward is not None and not made.weight_gradients and made.input_gradients == (0,)
+
+
+def test_the_input_graph_is_not_changed():
+    graph = torch.fx.symbolic_trace(lambda a, b: (a * b, a + b))
+    text = graph.code
+    split = split_backward(graph, [1])
+    assert graph.code == text
+    a, b = torch.randn(3), torch.randn(3)
+    assert split.inputs(a, b)[0].equal(a * b) and split.weights(a, b)[0].equal(a + b)

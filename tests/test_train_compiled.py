@@ -1,0 +1,84 @@
+"""Compiled training: every pass alone and all of them give the losses of the plain model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from passes import PASSES
+from runtime.compile_report import REPORT_FILE
+from tests.runs import TINY, command, metrics, train_in
+
+FUSIONS = [spec.name for spec in PASSES if spec.stage == "forward"]
+STEPS = (
+    "train.steps=50",
+    "train.val_interval=25",
+    "checkpoint.interval=0",
+    "model.aux_loss=sequence",
+    "model.aux_loss_coef=0.01",
+    "model.mtp_depth=1",
+    "optim.lr=3e-3",
+)
+COMPILED = ("compile.enabled=true",)
+
+
+def losses(folder, *overrides: str) -> list[float]:
+    train_in(folder, *STEPS, *overrides)
+    return [row.get("loss", row.get("val_loss")) for row in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> list[float]:
+    return losses(tmp_path_factory.mktemp("plain") / "run")
+
+
+def assert_within(one: list[float], other: list[float], limit: float) -> None:
+    assert len(one) == len(other) == 53
+    worst = max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+    assert worst <= limit, worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("enabled", [[], *([name] for name in FUSIONS), None])
+def test_fifty_steps_with_any_passes_have_the_losses_of_the_plain_model(tmp_path, plain, enabled):
+    names = "null" if enabled is None else f"[{','.join(enabled)}]"
+    assert_within(losses(tmp_path / "run", *COMPILED, f"passes.enabled={names}"), plain, 1e-3)
+
+
+@pytest.mark.slow
+def test_bf16_training_with_all_passes_learns_as_without(tmp_path):
+    one = losses(tmp_path / "on", *COMPILED, "precision.compute=bf16")
+    other = losses(tmp_path / "off", *COMPILED, "precision.compute=bf16", "passes.enabled=[]")
+    assert_within(one, other, 5e-2)  # bf16 rounds at other places; both fall alike
+
+
+def test_the_report_of_a_run_counts_graphs_caches_and_matches(tmp_path):
+    train_in(tmp_path / "run", *COMPILED, "train.steps=2", "passes.dump=true")
+    report = json.loads((tmp_path / "run" / REPORT_FILE).read_text())
+    assert report["breaks"] == report["recompiled"] == 0
+    assert report["cache"]["fx_bypasses"] == report["cache"]["aot_bypasses"] == 0
+    assert report["graphs"] == sum(unit["graphs"] for unit in report["units"]) > 8
+    for name in FUSIONS:
+        row = report["passes"][name]
+        assert row["matches"] > 0 and row["nodes_after"] < row["nodes_before"] and row["ms"] > 0, name
+        assert row["saved_bytes_after"] is not None, name
+    experts = report["passes"]["fuse_experts"]
+    assert experts["saved_bytes_after"] < experts["saved_bytes_before"]
+    dumped = {path.name.split(".")[-3] for path in (tmp_path / "run" / "graphs").iterdir()}
+    assert {name.split("_", 1)[1] for name in dumped} >= set(FUSIONS)
+
+
+def test_the_default_command_compiles_and_prints_what_it_did(tmp_path):
+    run = command(tmp_path, *TINY, *COMPILED, "train.steps=1", "hydra.run.dir=run")
+    assert run.wait() == 0, run.err.read_text()
+    text = run.err.read_text()
+    for name in ("compiled units", "attn..moe_combine", "kept for backward", *FUSIONS):
+        assert name in text, name
+
+
+def test_a_pass_that_does_not_exist_stops_the_run_with_one_line(tmp_path):
+    run = command(tmp_path, *TINY, *COMPILED, "passes.disabled=[fuse_rooter]", "hydra.run.dir=run")
+    assert run.wait() == 2
+    assert "there is no pass fuse_rooter; there are fuse_permutation" in run.err.read_text()
+    assert "Traceback" not in run.err.read_text()

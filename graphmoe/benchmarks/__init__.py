@@ -1,0 +1,1 @@
+"""What `graphmoe.bench` measures, and how it takes time and memory."""

@@ -1,0 +1,101 @@
+"""Times alternatives against each other: in turns, with cold caches, by the device's own clock.
+
+A GPU's time is that between two events around a call. Before each call a buffer larger than any last-level
+cache is cleared, so that no call finds its inputs there. That work also keeps the device busy while the host
+queues the call, so that what is timed is kernels and not launches. Calls that wait for the device show the
+wait.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+FLUSH_BYTES = 512 * 2**20
+"""Twice the last-level cache of an MI300X; that of an H200 is 60 MB."""
+WARM_UP_CALLS = 3
+"""Of which the first compiles."""
+MAX_CASE_S = 1.5
+"""Fewer rounds are timed where all of them would take longer; at least `MIN_ROUNDS`."""
+MIN_ROUNDS = 3
+MAX_FLUSHES = 32
+"""Before one call; a call that takes the host longer to queue waits for the device."""
+
+Call = Callable[[], object]
+
+
+def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round, in the order of the rounds. The calls must be warm.
+
+    Every round runs each call once and starts with another one.
+    """
+    if device.type != "cuda":
+        return _times_of_host(calls, rounds)
+    return _times_of_device(calls, rounds, device)
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The 10th percentile, the median and the 90th percentile, interpolated."""
+    values = torch.tensor(samples, dtype=torch.float64)
+    low, median, high = values.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return low, median, high
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+    """The order of each round, whose first is the second of the round before."""
+    for number in range(rounds):
+        start = number % len(names)
+        yield [*names[start:], *names[:start]]
+
+
+def affordable(rounds: int, round_s: float) -> int:
+    """As many of the rounds as fit into `MAX_CASE_S`, but `MIN_ROUNDS` if so many are asked for."""
+    return min(rounds, max(MIN_ROUNDS, int(MAX_CASE_S / max(round_s, 1e-9))))
+
+
+def _times_of_host(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in turns(list(calls), rounds):
+        for name in turn:
+            started = time.perf_counter()
+            calls[name]()
+            samples[name].append((time.perf_counter() - started) * 1e3)
+    return samples
+
+
+def _times_of_device(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    cache = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    flush_s = _seconds(cache.zero_, device)[1]
+    flushes: dict[str, int] = {}
+    round_s = 0.0
+    for name, call in calls.items():
+        host_s, device_s = _seconds(call, device)
+        flushes[name] = min(1 + math.ceil(1.5 * host_s / flush_s), MAX_FLUSHES)
+        round_s += device_s + flushes[name] * flush_s
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for turn in turns(list(calls), affordable(rounds, round_s)):
+        for name in turn:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(flushes[name]):
+                cache.zero_()
+            start.record()
+            calls[name]()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize(device)
+    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+
+def _seconds(call: Call, device: torch.device) -> tuple[float, float]:
+    """How long the host takes to queue a call, and how long until it is done; the second of two calls."""
+    for _ in range(2):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        call()
+        queued = time.perf_counter()
+        torch.cuda.synchronize(device)
+        done = time.perf_counter()
+    return queued - started, done - started

@@ -28,6 +28,7 @@ TOOLS = {
     "convert": "ConvertArgs",
     "generate": "GenerateArgs",
     "doctor": "DoctorArgs",
+    "bench": "BenchArgs",
 }
 
 INTRODUCTION = """\

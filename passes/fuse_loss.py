@@ -27,6 +27,7 @@ from passes.matching import (
     operand,
     operands,
     origin,
+    over_last,
     part,
     shape,
 )
@@ -67,8 +68,8 @@ def _loss(nll: Node) -> _Loss | str:
     if weight is not None or reduction not in (MEAN, SUM):
         return "classes are weighted" if weight is not None else "losses are not reduced"
     log_softmax = origin(log_probs)
-    if not is_op(log_softmax, aten._log_softmax) or len(shape(log_softmax)) != 2:
-        return f"{name_of(log_softmax)} is no log_softmax of [T, V]"
+    if not is_op(log_softmax, aten._log_softmax) or not over_last(log_softmax):
+        return f"{name_of(log_softmax)} is no log_softmax over the vocabulary"
     if dtype(log_softmax) != torch.float32:
         return f"the loss is taken in {dtype(log_softmax)}, not torch.float32"
     logits = origin(operand(log_softmax))
@@ -82,8 +83,8 @@ def _loss(nll: Node) -> _Loss | str:
     transposed = operand(logits, 1)
     if not is_op(transposed, aten.t, aten.transpose, aten.permute):
         return f"the head {name_of(transposed)} is stored as [D, V]"
-    if shape(logits) != shape(log_softmax):
-        return f"{list(shape(logits))} logits become {list(shape(log_softmax))}"
+    if not shape(logits)[-1] == shape(log_softmax)[-1] == shape(log_probs)[-1]:
+        return f"{list(shape(logits))} logits become {list(shape(log_softmax))}, {list(shape(log_probs))}"
     return _Loss(operand(logits), operand(transposed), labels)
 
 

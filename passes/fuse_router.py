@@ -79,10 +79,10 @@ def _emit(
 ) -> None:
     first, like = first_of(roots), weights.node
     f32 = torch.float32
-    logits = cast(first, choice.logits, f32)
+    logits = cast(first, viewed(first, choice.logits, choice.num_tokens, choice.num_experts), f32)
     bias = choice.bias
     if bias is not None:
-        bias = cast(first, viewed(first, bias, shape(choice.scores)[-1]), f32)
+        bias = cast(first, viewed(first, bias, choice.num_experts), f32)
     chosen = None if choice.ranking else cast(first, choice.expert, torch.int32)
     options = (
         *(num_sequences, shape(choice.expert)[1], choice.score or "softmax", *choice.groups),

@@ -250,14 +250,13 @@ def _evaluate(node: Node, value_of: Callable[[Node], Tensor | None]) -> Tensor |
     target: Any = node.target
     if not hasattr(target, "overloadpacket") or dtype(node) is None:
         return None
-    if value(node).numel() > CONSTANT_LIMIT or torch.Tag.nondeterministic_seeded in target.tags:
+    if is_op(node, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided):
         return None
     if target.overloadpacket in FILLED:
         return torch.full(shape(node), FILLED[target.overloadpacket], dtype=dtype(node))
-    if is_op(node, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided):
-        return None
     values = {each: value_of(each) for each in node.all_input_nodes}
-    if any(each is None for each in values.values()):
+    by_chance = torch.Tag.nondeterministic_seeded in target.tags
+    if by_chance or any(each is None for each in values.values()) or value(node).numel() > CONSTANT_LIMIT:
         return None
     arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
     return target(*arguments, **(named | {"device": "cpu"} if "device" in named else named))

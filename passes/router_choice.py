@@ -15,7 +15,6 @@ from torch import fx
 from torch.fx import Node
 
 from passes.matching import (
-    SAME_ELEMENTS,
     argument,
     aten,
     calls,
@@ -31,7 +30,9 @@ from passes.matching import (
     over_last,
     part,
     shape,
+    value,
 )
+from passes.routing import counts_of
 
 SCORES = {aten._softmax: "softmax", aten.sigmoid: "sigmoid"}
 LARGEST_EPS = 1e-12
@@ -59,6 +60,14 @@ class Choice:
         return next((name for packet, name in SCORES.items() if is_op(self.scores, packet)), None)
 
     @property
+    def num_tokens(self) -> int:
+        return shape(self.expert)[0]
+
+    @property
+    def num_experts(self) -> int:
+        return value(self.scores).numel() // self.num_tokens
+
+    @property
     def logits(self) -> Node:
         return self.scores if self.score is None else operand(self.scores)
 
@@ -78,18 +87,30 @@ class Weights:
 
 def choices(graph: fx.Graph) -> Iterator[Choice | str]:
     """Every choice of experts by a ranking of [T, E], or of scores by given ids; or why it is another one."""
-    scores = _scores(graph)
     for node in graph.nodes:
         top = top_of(node)
-        if top is not None and len(shape(node)) == 2:
-            choice = _choice_by(node, top[0])
-            if choice is not None:
-                yield choice
-        if is_op(node, aten.gather) and operand(node, 1) == 1 and len(shape(node)) == 2:
-            source, ids = origin(operand(node)), operand(node, 2)
+        choice = _choice_by(node, top[0]) if top is not None and len(shape(node)) == 2 else None
+        if choice is not None:
+            yield choice
+    scores, seen = _scores(graph), set()
+    for node in calls(graph, aten.gather):
+        ids, source = operand(node, 2), origin(operand(node))
+        of_tokens = (
+            len(shape(node)) == 2 and operand(node, 1) == 1 and shape(node)[0] == shape(operand(node))[0]
+        )
+        if of_tokens and _routes(ids) and not depends_on(ids, source):
             of_source = [each for each in scores if source in (each, origin(operand(each)))]
-            if not depends_on(ids, source):
-                yield Choice(_as_given(ids), of_source[0] if of_source else source)
+            found = of_source[0] if of_source else source
+            if (found, origin(ids)) not in seen and (of_source or not is_op(source, *SCORES)):
+                seen.add((found, origin(ids)))
+                yield Choice(_as_given(ids), found)
+
+
+def _routes(ids: Node) -> bool:
+    """Whether ids that are given are those of experts, not labels: constant, or the beginning of a plan."""
+    plans = calls(ids.graph, torch.ops.graphmoe.routing_plan)
+    planned = any(origin(operand(plan)) is origin(ids) for plan in plans)
+    return planned or constant(ids) is not None or bool(counts_of(origin(ids)))
 
 
 def _scores(graph: fx.Graph) -> list[Node]:
@@ -222,8 +243,7 @@ def _gathers(node: Any, choice: Choice, source: Node) -> bool:
 def _renormalised(weights: Weights) -> Weights:
     """With the division by the sum over k, if one follows."""
     for user in weights.node.users:
-        divides = is_op(user, aten.div) and not user.kwargs and operand(user) is weights.node
-        if divides and _is_sum(operand(user, 1), weights.node):
+        if is_op(user, aten.div) and not user.kwargs and _is_sum(operand(user, 1), weights.node):
             return replace(weights, node=user, renormalise=True)
     return weights
 
@@ -242,9 +262,6 @@ def _scaled(weights: Weights) -> Weights:
         user = next(iter(weights.node.users))
         factor = operand(user, 1) if is_op(user, aten.mul) else None
         if not isinstance(factor, (int, float)) or dtype(user) != torch.float32:
-            if is_op(user, *SAME_ELEMENTS) and shape(user) == shape(weights.node):
-                weights = replace(weights, node=user)
-                continue
             break
         weights = replace(weights, node=user, scale=weights.scale * factor)
     return weights

@@ -80,7 +80,7 @@ def _counted_sequences(node: Node, choice: Choice) -> int | None:
     """B where this counts the slots of B sequences, one flat axis of B * E bins."""
     if len(shape(node)) != 1 or not is_op(origin(operand(node, 2)), aten.add) or not adds_ones(node):
         return None
-    num_experts = shape(choice.scores)[-1]
+    num_experts = choice.num_experts
     sequences = shape(node)[0] // num_experts
     for ids, offsets in operand_pairs(origin(operand(node, 2))):
         first = constant(offsets)
@@ -95,7 +95,7 @@ def _is_share(node: Any, choice: Choice) -> bool:
     """Whether a node holds the scores of each token divided by their sum; softmax scores are that."""
     found = match(SHARE, node)
     if found is not None:
-        return found["scores"] is choice.scores
+        return found["scores"] is choice.scores and shape(origin(node))[-1] == choice.num_experts
     return choice.score == "softmax" and origin(node) is choice.scores
 
 
@@ -103,24 +103,24 @@ def _share(node: Node, choice: Choice) -> Sum | None:
     sizes, over = shape(operand(node)), axes(node)
     per_sequence = len(sizes) == 3 and over == (1,)
     over_tokens = per_sequence or over == tuple(range(len(sizes) - 1))
-    if not over_tokens or sizes[-1:] != shape(choice.scores)[-1:] or not _is_share(operand(node), choice):
+    if not over_tokens or sizes[-1:] != (choice.num_experts,) or not _is_share(operand(node), choice):
         return None
     factor = math.prod(shape(node)) / math.prod(sizes) if is_op(node, aten.mean) else 1.0
     return Sum(node, "share", factor, sizes[0] if per_sequence else None)
 
 
 def _squares(node: Node, choice: Choice) -> Sum | None:
-    if shape(node) != ():
+    if shape(node) != () or math.prod(shape(operand(node))) != choice.num_tokens:
         return None
     for pattern in SQUARES:
         found = match(pattern, operand(node))
         if found is not None and found["logits"] is origin(choice.logits):
-            return Sum(node, "z", _mean_factor(node), None)
+            return Sum(node, "z", _mean_factor(node, choice), None)
     return None
 
 
 def _entropy(node: Node, choice: Choice) -> Sum | None:
-    if shape(node) != ():
+    if shape(node) != () or math.prod(shape(operand(node))) != choice.num_tokens:
         return None
     total, sign = origin(operand(node)), -1.0
     if is_op(total, aten.neg):
@@ -128,11 +128,11 @@ def _entropy(node: Node, choice: Choice) -> Sum | None:
     for pattern in ENTROPIES:
         found = match(pattern, total)
         if found is not None and _is_share(found["share"], choice):
-            factor, user = sign * _mean_factor(node), only_user(node)
+            factor, user = sign * _mean_factor(node, choice), only_user(node)
             negated = user is not None and is_op(user, aten.neg)
             return Sum(user if negated and user else node, "entropy", -factor if negated else factor, None)
     return None
 
 
-def _mean_factor(node: Node) -> float:
-    return 1 / math.prod(shape(operand(node))) if is_op(node, aten.mean) else 1.0
+def _mean_factor(node: Node, choice: Choice) -> float:
+    return 1 / choice.num_tokens if is_op(node, aten.mean) else 1.0

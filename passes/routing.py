@@ -70,10 +70,10 @@ def plan_of(call: Node) -> Plan:
 
 
 def plan_of_inputs(graph: fx.Graph) -> Plan | None:
-    """The plan among the inputs of a graph, where each of its parts is used once as what it is.
+    """The plan among the inputs of a graph, where there is one candidate for each of its parts.
 
-    Slots divide into tokens that rows are gathered by, rows [T, K] are gathered back, ends bound the groups
-    of grouped products. That the three belong together cannot be read from the graph.
+    Rows are gathered by the slots over k and brought back by rows [T, K]; ends bound the groups of grouped
+    products. That the three belong together cannot be read from the graph.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder" and dtype(node) == torch.int32]
     indices = [by[1] for node in calls(graph, *GATHERS) if is_float(node) and (by := rows_by(node))]

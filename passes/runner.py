@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from passes import base
 from passes.base import PassSpec, Rewrites, Stage
 from passes.split_backward import SplitBackward
 
@@ -49,9 +48,10 @@ class PassRunner:
         self._dump_folder = dump_folder
 
     def uuid(self) -> str:
-        """Hash of the passes' source files, their parameters and their order."""
-        digest = hashlib.sha256(Path(base.__file__).read_bytes())
-        digest.update(Path(__file__).read_bytes())
+        """Hash of this folder's sources, those of passes from elsewhere, parameters and order."""
+        digest = hashlib.sha256()
+        for source in sorted(Path(__file__).parent.glob("*.py")):  # passes share their vocabulary
+            digest.update(source.read_bytes())
         for spec in self.specs:
             try:
                 knobs = json.dumps(spec.knobs, sort_keys=True)

@@ -96,9 +96,9 @@ def test_every_layer_and_loss_of_a_whole_model_matches(dtype):
     assert_same_numbers(fused, plain)
 
 
-def layer(dtype: torch.dtype, shared_ffn_size: int = 8) -> Traced:
+def layer(dtype: torch.dtype, *words: str) -> Traced:
     """A MoE layer of the model, attention included."""
-    run_config = config("model.aux_loss_coef=0.1", f"model.shared_ffn_size={shared_ffn_size}")
+    run_config = config("model.aux_loss_coef=0.1", *words)
     options = {"dtype": dtype, "seed": 0, "execution": run_config.moe}
     model = build_model(run_config.model, device=torch.device("cpu"), **options)
     return traced(
@@ -107,13 +107,15 @@ def layer(dtype: torch.dtype, shared_ffn_size: int = 8) -> Traced:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shared_ffn_size", [0, 8])
-def test_a_layer_of_the_model_keeps_nothing_of_row_size(shared_ffn_size, dtype):
-    plain = layer(dtype, shared_ffn_size)
+@pytest.mark.parametrize(
+    "words", ["model.shared_ffn_size=8", "model.shared_ffn_size=0", "moe.force_balance=true"]
+)
+def test_a_layer_of_the_model_keeps_nothing_of_row_size(words, dtype):
+    plain = layer(dtype, words)
     fused, results = rewritten(plain, *PASSES)
     assert [result.matches for result in results] == [1, 4, 1, 1]
     assert len(row_sized(plain, R)) == 6 and row_sized(fused, R) == []
-    assert operations(fused)["silu"] == (shared_ffn_size > 0)
+    assert operations(fused)["silu"] == ("ffn_size=0" not in words)
     assert_same_numbers(fused, plain)
 
 

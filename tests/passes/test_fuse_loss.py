@@ -76,6 +76,15 @@ def test_the_loss_of_causal_models_of_transformers_matches(dtype, num_items):
         assert_same_numbers(with_labels(fused, labels(ignored)), with_labels(plain, labels(ignored)))
 
 
+def test_a_log_softmax_of_sequences_matches():
+    def run(h_BSD, w_VD, labels_BS):
+        log_probs = F.linear(h_BSD, w_VD).float().log_softmax(-1)
+        return F.nll_loss(log_probs.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+
+    plain = traced(run, random(B, S, D), head(), labels())
+    assert_same_numbers(assert_fused(plain), plain)
+
+
 def test_a_mean_over_no_labels_is_nan_as_before():
     plain = traced(cross_entropy, random(B * S, D), head(), labels("all").flatten())
     fused = assert_fused(plain)
@@ -134,7 +143,27 @@ def weighted_classes(h, w, target):
     return cross_entropy(h, w, target, weight=w[:, 0])
 
 
+def no_log_softmax(h, w, target):
+    return F.nll_loss(F.linear(h, w), target)
+
+
+def over_tokens(h, w, target):
+    return F.nll_loss(F.linear(h, w).log_softmax(0), target)
+
+
+def smaller_vocabulary(h, w, target):
+    return F.cross_entropy(F.linear(h, w).view(-1, V // 2), target.repeat(2))
+
+
+def smaller_after_softmax(h, w, target):
+    return F.nll_loss(F.linear(h, w).log_softmax(-1).view(-1, V // 2), target.repeat(2))
+
+
 LOOK_ALIKES = {
+    no_log_softmax: "is no log_softmax over the vocabulary",
+    over_tokens: "is no log_softmax over the vocabulary",
+    smaller_vocabulary: "[18, 20] logits become [36, 10], [36, 10]",
+    smaller_after_softmax: "[18, 20] logits become [18, 20], [36, 10]",
     with_logits: "the logits are also read by",
     with_z_loss: "the logits are also read by logsumexp",
     with_bias: "the head has a bias",

@@ -158,4 +158,5 @@ def test_the_bytes_that_the_report_counts_are_those_that_the_forward_keeps(compi
             for t in results[code.graphs.num_outputs :]
         }
         measured = sum(size for pointer, size in kept.items() if pointer not in held)
-        assert measured == fusions[-1].saved_bytes_after > 0, report.unit
+        assert measured == fusions[-1].saved_bytes_after, report.unit
+        assert measured > 0 or report.unit == "embed"

@@ -54,6 +54,8 @@ def test_values_and_gradients_match_fp64(case, dtype):
         {"descriptors": "both", "flatten": True, "subtiles": 2},
         {"subtiles": 2, "block_n": 64, "group": 1},
         {"per_unit": 0},
+        {"subtiles": 4, "block_n": 64, "ahead": 2},
+        {"subtiles": 2, "ahead": 2},
         {"per_unit": 1, "block_m": 32, "block_k": 32},
     ],
     ids=str,

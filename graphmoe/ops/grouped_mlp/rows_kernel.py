@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphmoe.ops.grouped_mlp.epilogues import load_h, store, swiglu, swiglu_grad
+
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiles_kernel(
@@ -90,6 +92,7 @@ def rows_kernel(
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
     SUBTILES: tl.constexpr,
+    AHEAD: tl.constexpr,
     FLATTEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -104,7 +107,8 @@ def rows_kernel(
       silu(gate) * up * weight. A tile has BLOCK_N / 2 columns of each half.
     - "swiglu_grad": the product is the gradient of silu(gate) * up * weight, with h and a as above.
       ``out`` [R, 2N] is the gradient of h, ``a`` is written again, and ``partial`` [column tiles, R] is
-      what the columns of a tile contribute to the gradient of the weight.
+      what the columns of a tile contribute to the gradient of the weight. AHEAD of the SUBTILES parts of
+      h are loaded before the product.
     """
     PAIR: tl.constexpr = EPILOGUE == "swiglu"
     COLUMNS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
@@ -132,6 +136,10 @@ def rows_kernel(
             x_from = x_ptr + near.to(tl.int64)[:, None] * C + c_range[None, :]
         if not W_DESCRIPTOR:
             w_from = _weight_pointers(w_ptr, expert, column, C, N, PAIR, CONTRACT_LAST, BLOCK_N, BLOCK_C)
+        base = row.to(tl.int64) * N
+        if EPILOGUE == "swiglu_grad":
+            WIDTH: tl.constexpr = BLOCK_N // SUBTILES
+            loaded = load_h((), live, column, h_ptr + 2 * base, N, BLOCK_M, WIDTH, 0, AHEAD)
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for c in range(0, C, BLOCK_C):
             x = _load_x(x_from, row, c, C, X_DESCRIPTOR, BLOCK_C)
@@ -139,18 +147,17 @@ def rows_kernel(
             if UPCAST:  # the interpreter multiplies bf16 wrongly
                 x, w = x.to(tl.float32), w.to(tl.float32)
             product = tl.dot(x, w, product, input_precision="ieee")
-        base = row.to(tl.int64) * N
         if EPILOGUE == "swiglu":
-            _swiglu(product, live, column, weight, h_ptr + 2 * base, a_ptr + base, N, BLOCK_M, COLUMNS)
+            swiglu(product, live, column, weight, h_ptr + 2 * base, a_ptr + base, N, BLOCK_M, COLUMNS)
         elif EPILOGUE == "swiglu_grad":
-            dweight = _swiglu_grad(
-                product, live, column, weight, h_ptr + 2 * base, out_ptr + 2 * base, a_ptr + base,
-                N, BLOCK_M, BLOCK_N, SUBTILES,
+            dweight = swiglu_grad(
+                product, loaded, live, column, weight, h_ptr + 2 * base, out_ptr + 2 * base, a_ptr + base,
+                N, BLOCK_M, BLOCK_N, SUBTILES, AHEAD,
             )  # fmt: skip
             partials = partial_ptr + (column // COLUMNS).to(tl.int64) * num_rows + row
             tl.store(partials + m_range, dweight, mask=live)
         else:
-            _store(product, live, column, out_ptr + base, N, BLOCK_M, BLOCK_N, SUBTILES)
+            store(product, live, column, out_ptr + base, N, BLOCK_M, BLOCK_N, SUBTILES)
 
 
 @triton.jit
@@ -222,84 +229,3 @@ def _load_w(
     else:
         mask = (c + tl.arange(0, BLOCK_C) < C)[:, None] & (column + tl.arange(0, BLOCK_N) < N)[None, :]
         return tl.load(w_from + c * N, mask=mask, other=0)
-
-
-@triton.jit
-def _halves(x, M: tl.constexpr, N: tl.constexpr):
-    """The left and the right half of the columns of [M, N]; moves nothing between threads."""
-    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _store(
-    y, live, column, out_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr
-):
-    """Store [M, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory on the way."""
-    if SUBTILES == 1:
-        columns = column + tl.arange(0, COLUMNS)
-        mask = live[:, None] & (columns < N)[None, :]
-        offsets = tl.arange(0, M)[:, None] * N + columns[None, :]
-        tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        left, right = _halves(y, M, COLUMNS)
-        _store(left, live, column, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
-        _store(right, live, column + COLUMNS // 2, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
-
-
-@triton.jit
-def _swiglu(
-    product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Store gate, up and the weighted activation of the rounded two, as the backward computes it again."""
-    gate, up = _halves(product, M, 2 * COLUMNS)
-    gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
-    columns = column + tl.arange(0, COLUMNS)
-    mask = live[:, None] & (columns < N)[None, :]
-    h_ptrs = h_ptr + tl.arange(0, M)[:, None] * (2 * N) + columns[None, :]
-    tl.store(h_ptrs, gate, mask=mask)
-    tl.store(h_ptrs + N, up, mask=mask)
-    gate = gate.to(tl.float32)
-    a = gate * tl.sigmoid(gate) * up.to(tl.float32) * weight[:, None]
-    a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
-    tl.store(a_ptrs, a.to(a_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _swiglu_grad(
-    da,
-    live,
-    column,
-    weight,
-    h_ptr,
-    dh_ptr,
-    a_ptr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUBTILES: tl.constexpr,
-):
-    """Store the gradient of h and the weighted activation; return these columns' part of dweight [M]."""
-    if SUBTILES == 1:
-        columns = column + tl.arange(0, COLUMNS)
-        mask = live[:, None] & (columns < N)[None, :]
-        offsets = tl.arange(0, M)[:, None] * (2 * N) + columns[None, :]
-        gate = tl.load(h_ptr + offsets, mask=mask, other=0).to(tl.float32)
-        up = tl.load(h_ptr + N + offsets, mask=mask, other=0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        a = silu * up
-        dweight = tl.sum(da * a, 1)
-        a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]
-        tl.store(a_ptrs, (a * weight[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
-        da = da * weight[:, None]
-        dgate = da * up * (sigmoid + silu * (1 - sigmoid))
-        tl.store(dh_ptr + offsets, dgate.to(dh_ptr.dtype.element_ty), mask=mask)
-        tl.store(dh_ptr + N + offsets, (da * silu).to(dh_ptr.dtype.element_ty), mask=mask)
-        return dweight
-    else:
-        left, right = _halves(da, M, COLUMNS)
-        half: tl.constexpr = COLUMNS // 2
-        parts: tl.constexpr = SUBTILES // 2
-        one = _swiglu_grad(left, live, column, weight, h_ptr, dh_ptr, a_ptr, N, M, half, parts)
-        other = _swiglu_grad(right, live, column + half, weight, h_ptr, dh_ptr, a_ptr, N, M, half, parts)
-        return one + other

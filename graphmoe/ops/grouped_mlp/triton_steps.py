@@ -254,6 +254,7 @@ def rows_constants(step: str, config: Config, sizes: tuple[int, int], load_w: bo
         "BLOCK_C": config.block_k,
         "GROUP": config.group,
         "SUBTILES": config.subtiles,
+        "AHEAD": min(config.ahead, config.subtiles),
         # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it
         # would load element by element.
         "FLATTEN": config.flatten and (contract_last or load_w or N % config.block_n == 0),

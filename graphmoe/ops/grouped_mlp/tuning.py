@@ -30,6 +30,8 @@ class Config:
     """Row tiles that take turns on one column tile."""
     subtiles: int = 1
     """Parts in which a tile is stored; more take less shared memory and fewer registers."""
+    ahead: int = 0
+    """Parts of h that ``down_dgrad`` loads before they are needed, beginning before the product."""
     flatten: bool = False
     """Load the next tile during the epilogue. Weight gradients always do."""
     descriptors: str = "none"
@@ -39,13 +41,13 @@ class Config:
     """Programs for each multiprocessor or compute unit; 0 launches one for each tile that there may be."""
 
 
-_HOPPER = {  # 227 KiB of shared memory; wgmma wants 128 rows for two warp groups
-    "up": Config(128, 256, 64, 256, 4, descriptors="weights"),
-    "down": Config(128, 256, 64, 256, 4, subtiles=2, flatten=True, descriptors="both"),
-    "down_dgrad": Config(128, 128, 64, 256, 4, subtiles=4, flatten=True, descriptors="weights"),
-    "up_dgrad": Config(128, 256, 64, 256, 4, subtiles=2, flatten=True, descriptors="both"),
-    "up_wgrad": Config(128, 256, 64, 256, 4, subtiles=2),
-    "down_wgrad": Config(256, 128, 64, 256, 4, subtiles=2),
+_HOPPER = {  # measured on an H200; 227 KiB of shared memory; wgmma wants 128 rows for two warp groups
+    "up": Config(128, 256, 64, 256, 3, subtiles=2, flatten=True, descriptors="weights"),
+    "down": Config(128, 256, 64, 256, 3, subtiles=2, flatten=True, descriptors="both"),
+    "down_dgrad": Config(128, 256, 64, 256, 4, subtiles=8, ahead=2, descriptors="weights"),
+    "up_dgrad": Config(128, 256, 64, 256, 4, group=4, subtiles=2, flatten=True, descriptors="both"),
+    "up_wgrad": Config(128, 128, 64, 128, 3, per_unit=2),
+    "down_wgrad": Config(256, 128, 64, 256, 3, subtiles=2),
 }
 _INSTINCT = {  # 64 KiB of LDS on gfx942; a stage more than two would not fit
     "up": Config(128, 256, 64, 512, 2),
@@ -83,7 +85,7 @@ def with_height(config: Config, rows_per_expert: int) -> Config:
         block_m=height,
         block_n=min(config.block_n, 128) if few else config.block_n,
         threads=config.threads // 2,
-        subtiles=max(config.subtiles, 2),
+        subtiles=2 if few else max(config.subtiles, 2),
         flatten=config.flatten and not few,
         descriptors="none" if few else config.descriptors,
     )
@@ -94,7 +96,11 @@ def alternatives(step: str, kind: str) -> list[Config]:
     if kind == "hopper":
         found = _hopper_alternatives(step)
     elif kind == "instinct":
-        found = [replace(_INSTINCT[step], block_n=n, group=g) for n in (256, 128) for g in (8, 4)]
+        found = [
+            replace(_INSTINCT[step], block_n=n, group=g, subtiles=n // 64 if step == "down_dgrad" else 1)
+            for n in (256, 128)
+            for g in (8, 4)
+        ]
     else:
         found = [replace(_SMALL, block_k=k, stages=s) for k, s in ((32, 4), (64, 2), (64, 3))]
     first = default(step, kind, torch.bfloat16, 1 << 20)
@@ -103,36 +109,26 @@ def alternatives(step: str, kind: str) -> list[Config]:
 
 def _hopper_alternatives(step: str) -> list[Config]:
     wide = Config(128, 256, 64, 256, 4, subtiles=2)
+    loaded = replace(wide, descriptors="weights")
     square = replace(wide, block_n=128, stages=3, threads=128, per_unit=2)
-    loaded = [replace(wide, descriptors=d) for d in ("both", "weights", "none")]
-    flat = [replace(c, flatten=True) for c in loaded]
-    if step in ("down", "up_dgrad"):
-        short = [replace(c, stages=3) for c in flat]
-        grouped = [replace(flat[0], group=g) for g in (4, 16)]
-        return [*flat, *loaded, *short, *grouped, replace(square, descriptors="both", flatten=True)]
     if step == "up":
-        short = [replace(c, stages=3) for c in flat[1:]]
-        grouped = [replace(flat[1], group=g) for g in (4, 16)]
-        return [*loaded[1:], *flat[1:], *short, *grouped, replace(square, descriptors="weights")]
+        flat = replace(loaded, stages=3, flatten=True)
+        return [loaded, flat, replace(loaded, stages=3), *(replace(flat, group=g) for g in (4, 16))]
+    if step in ("down", "up_dgrad"):
+        both = replace(wide, descriptors="both", flatten=True)
+        return [replace(both, stages=s, group=g) for s in (3, 4) for g in (4, 8, 16)]
     if step == "down_dgrad":
-        narrow = Config(128, 128, 64, 256, 4, subtiles=4, descriptors="weights")
-        twice = [replace(narrow, stages=3, threads=t, subtiles=8, per_unit=2) for t in (128, 256)]
+        parts = replace(loaded, subtiles=8)
         return [
-            *(replace(c, subtiles=8) for c in (*loaded[1:], replace(flat[1], stages=3))),
-            narrow,
-            replace(narrow, flatten=True),
-            replace(narrow, descriptors="none"),
-            *twice,
-            *(replace(c, flatten=True) for c in twice),
+            *(replace(parts, ahead=n) for n in (0, 1, 2)),
+            replace(parts, stages=3, ahead=1),
+            replace(parts, subtiles=16, ahead=4),
+            replace(parts, block_n=128, subtiles=4, ahead=2),
+            replace(square, descriptors="weights", subtiles=8, ahead=1),
         ]
-    tiles = [wide, replace(wide, block_m=256, block_n=128)]
-    return [
-        *tiles,
-        *(replace(c, descriptors="both") for c in tiles),
-        *(replace(c, stages=3) for c in tiles),
-        *(replace(c, group=g) for c in tiles for g in (4, 16)),
-        replace(square, subtiles=1),
-    ]
+    tiles = [replace(wide, stages=3), replace(wide, stages=3, block_m=256, block_n=128), square]
+    by_descriptor = [replace(c, descriptors="both") for c in tiles]
+    return [*tiles, *by_descriptor, *(replace(c, stages=4) for c in by_descriptor[:2])]
 
 
 def kind_of(device: torch.device) -> str:

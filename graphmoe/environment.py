@@ -47,13 +47,16 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def seed_everything(seed: int, precision: PrecisionConfig) -> None:
-    """Seed Python and torch, and choose deterministic kernels where they are asked for."""
+def seed_everything(seed: int, precision: PrecisionConfig, device: torch.device) -> None:
+    """Seed Python and torch, and choose deterministic kernels: on a CPU always, else where asked for."""
     random.seed(seed)
     torch.manual_seed(seed)
     if precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(precision.deterministic)
+    # On a CPU compiled code would else add gradients of indexing by several threads at once.
+    torch.use_deterministic_algorithms(precision.deterministic or device.type == "cpu")
+    # What is not written is never read, which tests prove; filling it would cost a pass each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def random_state() -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,15 +47,24 @@ class Execution:
         cannot run.
         """
         if self._compiled is None:
+            self.experts = experts  # for a later start that compiles
             return run_segments
+        if self.device.type == "cpu":
+            _need_compiler()
         self._dump = folder / "graphs" if self.config.passes.dump else None
         self.experts = self._choose(experts)
+        log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         return self._compiled
+
+    def write_report(self, folder: Path) -> None:
+        """Write compile_report.json."""
+        if self._compiled is not None:
+            write_report(folder / REPORT_FILE, self._compiled)
 
     def report(self, folder: Path) -> None:
         """Log the compile summary and write compile_report.json."""
+        self.write_report(folder)
         if self._compiled is not None:
-            write_report(folder / REPORT_FILE, self._compiled)
             for line in to_text(self._compiled.reports).splitlines():
                 log.info(line)
 
@@ -74,7 +86,7 @@ class Execution:
             model.top_k,
             self.dtype,
         )
-        folder = cache_folder(None)
+        folder = cache_folder(self.config.data.cache_dir) if self.device.type == "cuda" else None
         if requested is ExpertsBackend.auto and remembered:
             try:
                 return choose_backends(remembered, shape, self.device, folder, sync_free=False)
@@ -83,3 +95,13 @@ class Execution:
         # fp32 on a GPU has no products that never wait for the host but those of triton.
         waits = self.dtype != torch.bfloat16 and requested is ExpertsBackend.torch
         return choose_backends(requested.value, shape, self.device, folder, sync_free=not waits)
+
+
+def _need_compiler() -> None:
+    """Raise ConfigError where Inductor has no C++ compiler for the CPU's code."""
+    words = shlex.split(os.environ.get("CXX", "g++"))
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"compile.enabled=true needs a C++ compiler on a CPU, and {' '.join(words) or 'CXX'} is not "
+            f"found; install g++, set CXX, or use compile.enabled=false"
+        )

@@ -70,13 +70,12 @@ def partition(
 
 
 def compile_inference(
-    graph: fx.GraphModule, fakes: Sequence[Tensor], options: dict[str, Any]
+    graph: fx.GraphModule, fakes: Sequence[Tensor], mode: FakeTensorMode, options: dict[str, Any]
 ) -> Callable[..., Any]:
     """Compile a graph without gradients by Inductor, through torch's FX and AOTAutograd caches.
 
     (torch/_inductor/compile_fx.py: what ``torch._inductor.compile`` calls.)
     """
-    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
         return compile_fx(graph, list(fakes), config_patches=options)  # type: ignore[return-value]
 

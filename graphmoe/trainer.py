@@ -57,7 +57,7 @@ class Trainer:
         assert config.data.seq_len is not None
         self.config, self.folder, self.progress = config, folder, progress
         self.device = open_device(config.run.device)
-        seed_everything(config.train.seed, config.precision)
+        seed_everything(config.train.seed, config.precision, self.device)
         self.corpus: Corpus = open_data(
             config.data, seq_len=config.data.seq_len, vocab_size=config.model.vocab_size
         )
@@ -116,6 +116,7 @@ class Trainer:
             if self.step not in self.store.latest():
                 self._save(wait=True)
             self.store.wait()
+        self.execution.write_report(self.folder)  # validation may have compiled after the first step
         if stop.received and not finished:
             self.stopped_by = stop.received
             log.warning(
@@ -253,6 +254,7 @@ class Trainer:
         store, state = self.store, self._state()
         if not store.latest() and self.config.checkpoint.resume_from:
             store = CheckpointStore.open_any(self.config.checkpoint.resume_from)
+        del state["experts"]  # absent before a checkpoint kept it; what only the checkpoint has is added
         with explained_mismatch(store.folder, self.config.model):
             found = store.load(state)
         if found is None:
@@ -272,7 +274,7 @@ class Trainer:
         log.info(
             "continuing after step %d of %s (%d later metrics rows cut)", self.step, store.folder, dropped
         )
-        return state["experts"]
+        return state.get("experts", "")
 
     def _import_weights(self) -> None:
         """Start from the weights of checkpoint.init_from, if it names any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ PASSES = (
     PassSpec("fuse_router", fuse_router, "forward", "allclose", ROUTER),
     PassSpec("fuse_loss", fuse_loss, "forward", "allclose", ("loss",)),
     PassSpec("fuse_experts", fuse_experts, "forward", "allclose", EXPERTS),
-    PassSpec("split_backward", split_backward, "backward", "bitwise"),
+    PassSpec("split_backward", split_backward, "backward", "allclose"),
 )
 """fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
 
@@ -63,8 +64,10 @@ def _extra(path: str) -> PassSpec:
             f"package on PYTHONPATH"
         ) from error
     if isinstance(found, PassSpec):
+        if found.stage not in ("forward", "joint"):
+            raise ConfigError(f"passes.extra={path} has the stage {found.stage!r}; use 'forward' or 'joint'")
         return found
-    if not callable(found):
+    if not inspect.isfunction(found):
         raise ConfigError(
             f"passes.extra={path} is a {type(found).__name__}, neither a function nor a PassSpec"
         )

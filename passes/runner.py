@@ -30,7 +30,7 @@ class PassReport:
     nodes_before: int
     nodes_after: int
     saved_bytes_before: int | None
-    """Bytes kept for the backward without this pass; None where it changed nothing."""
+    """Bytes kept for the backward without this pass; None where they are not measured."""
     saved_bytes_after: int | None
     ms: float
     kept: tuple[str, ...]
@@ -119,10 +119,9 @@ class PassRunner:
         if self._dump_folder is None:
             return
         self._dump_folder.mkdir(parents=True, exist_ok=True)
-        number = 1 + [spec.name for spec in self.specs].index(name)
+        number = 1 + len(list(self._dump_folder.glob("*.before.py")))
         for when, text in (("before", before), ("after", after)):
-            path = self._dump_folder / f"{unit.replace('/', '_')}.{number:02d}_{name}.{when}.py"
-            path.write_text(text)
+            (self._dump_folder / f"{number:03d}.{unit}.{name}.{when}.py").write_text(text)
 
 
 def _run(spec: PassSpec, module: fx.GraphModule) -> Rewrites:

@@ -1,1 +1,1 @@
-"""How a run is executed: host tuning here; segments are run by the model's own plain forward."""
+"""How a run is executed: compile units, their graphs and code, the report, host tuning."""

@@ -113,7 +113,7 @@ def _purpose(report: UnitReport) -> str:
 
 
 def _source(report: UnitReport) -> str:
-    return "compiled" if report.cache.get("fx_misses") or report.cache.get("fx_bypasses") else "cache"
+    return "cache" if report.cache["fx_hits"] == report.graphs else "compiled"
 
 
 def _mib(size: int) -> str:

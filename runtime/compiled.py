@@ -165,7 +165,10 @@ def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:
     lines = []
     for name, (shape, dtype, requires_grad), tensor in zip(unit.reads, shapes, read, strict=True):
         if (shape, dtype, requires_grad) != (tensor.shape, tensor.dtype, tensor.requires_grad):
-            lines.append(f"{name} was {dtype} {list(shape)} and is {tensor.dtype} {list(tensor.shape)}")
+            before, now = (f"{dtype} {list(shape)}", f"{tensor.dtype} {list(tensor.shape)}")
+            if before == now:
+                before, now = (f"requires_grad={flag}" for flag in (requires_grad, tensor.requires_grad))
+            lines.append(f"{name} was {before} and is {now}")
     return ", ".join(lines) or "the layout of a tensor changed"
 
 

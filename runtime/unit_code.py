@@ -84,7 +84,7 @@ class UnitCode:
                 torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
                 for v in (node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
             ]
-        return compile_inference(graph, fakes, inductor_options())
+        return compile_inference(graph, fakes, mode, inductor_options())
 
 
 class _UnitFunction(torch.autograd.Function):
@@ -99,9 +99,12 @@ class _UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("compiled segments have no gradients of gradients; use compile.enabled=false")
         code: UnitCode = ctx.code
         graphs = code.graphs
-        wanted = [g.contiguous() for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
+        wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
+        wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
         of_inputs, handed = code.backward_inputs(ctx.saved_tensors, wanted)
         of_weights = code.backward_weights(handed, ctx.buffers)
         result: list[Tensor | None] = [None] * ctx.num_inputs
@@ -110,6 +113,12 @@ class _UnitFunction(torch.autograd.Function):
         for i, gradient in zip(graphs.weight_gradients, of_weights, strict=True):
             result[i] = gradient
         return None, None, *result
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _mode_of(graph: fx.GraphModule) -> FakeTensorMode:

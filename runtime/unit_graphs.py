@@ -27,6 +27,8 @@ class UnitGraphs:
     num_outputs: int
     differentiable: tuple[bool, ...]
     """Which outputs require a gradient."""
+    gradient_strides: tuple[tuple[int, ...], ...] = ()
+    """Strides in which the backward reads the gradients of the differentiable outputs."""
     kept_inputs: tuple[int, ...] = ()
     """Inputs that the backward reads."""
     backward: SplitBackward | None = None
@@ -86,10 +88,7 @@ def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
 
 def _root(node: fx.Node) -> fx.Node:
     """The node whose memory a view shows."""
-    while (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.name.removeprefix("aten::") in VIEWS
-    ):
+    while node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
@@ -118,6 +117,7 @@ def _joined(
     kept_inputs = [node for node in kept if node in inputs]
     kept_results = [node for node in kept if node not in inputs]
     _reorder_placeholders(backward, [node.name for node in (*kept_inputs, *kept_results)])
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
     _set_outputs(forward, [*results, *kept_results])
     # A parameter that the unit's module holds and the unit does not use has no gradient.
     gradients = _outputs(backward)
@@ -130,6 +130,7 @@ def _joined(
         forward,
         count,
         differentiable,
+        tuple(node.meta["val"].stride() for node in placeholders[len(kept) :]),
         tuple(inputs[node] for node in kept_inputs),
         split_backward(backward, as_weights),
         tuple(needed[len(of_weights) if splits else 0 :]),

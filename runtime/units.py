@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,29 +65,29 @@ class BoundUnit:
     unit: Unit
     owners: tuple[nn.Module | None, ...]
     """The module behind each segment; None for a plain function."""
-    names: tuple[tuple[int, str], ...]
-    """(segment, name) of each parameter and buffer, parameters first."""
+    names: tuple[tuple[int, str, int], ...]
+    """(segment, name, position among ``tensors``) of each parameter and buffer."""
     tensors: tuple[Tensor, ...]
+    """Parameters, then buffers; one that several segments hold is there once."""
     num_parameters: int
 
     @classmethod
     def of(cls, unit: Unit) -> BoundUnit:
         owners = tuple(_owner(segment.run) for segment in unit.segments)
-        found: dict[str, dict[tuple[int, str], Tensor]] = {"parameters": {}, "buffers": {}}
-        for i, owner in enumerate(owners):
-            if owner is not None:
-                found["parameters"].update({(i, name): p for name, p in owner.named_parameters()})
-                found["buffers"].update({(i, name): b for name, b in owner.named_buffers()})
-        names = (*found["parameters"], *found["buffers"])
-        tensors = (*found["parameters"].values(), *found["buffers"].values())
-        return cls(unit, owners, names, tensors, len(found["parameters"]))
+        held = [(i, owner) for i, owner in enumerate(owners) if owner is not None]
+        parameters = [(i, n, p) for i, o in held for n, p in o.named_parameters(remove_duplicate=False)]
+        buffers = [(i, n, b) for i, o in held for n, b in o.named_buffers(remove_duplicate=False)]
+        unique = {id(tensor): tensor for _, _, tensor in (*parameters, *buffers)}
+        position = {key: index for index, key in enumerate(unique)}
+        names = tuple((i, name, position[id(t)]) for i, name, t in (*parameters, *buffers))
+        return cls(unit, owners, names, tuple(unique.values()), len({id(p) for _, _, p in parameters}))
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The unit as a pure function of (parameters, buffers, what it reads)."""
-        held, read = tensors[: len(self.names)], tensors[len(self.names) :]
+        held, read = tensors[: len(self.tensors)], tensors[len(self.tensors) :]
         values = dict(zip(self.unit.reads, read, strict=True))
         for i, (segment, owner) in enumerate(zip(self.unit.segments, self.owners, strict=True)):
-            own = {name: t for (j, name), t in zip(self.names, held, strict=True) if j == i}
+            own = {name: held[position] for j, name, position in self.names if j == i}
             with torch.fx.traceback.annotate({"segment": segment.name}):
                 results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
             if isinstance(results, Tensor):
@@ -98,7 +97,7 @@ class BoundUnit:
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two units that compute the same function of their tensors."""
-        segments = tuple((s.name, s.reads, s.writes, _name_of(s.run)) for s in self.unit.segments)
+        segments = tuple((s.name, s.reads, s.writes, _function_of(s.run)) for s in self.unit.segments)
         return segments, self.unit.reads, self.unit.writes, tuple(map(_description, self.owners)), self.names
 
 
@@ -110,11 +109,9 @@ def _owner(run: Callable[..., Any]) -> nn.Module | None:
     return owner
 
 
-def _name_of(run: Callable[..., Any]) -> str:
-    if isinstance(run, nn.Module):
-        return "forward"
-    assert isinstance(run, types.FunctionType | types.MethodType), run
-    return f"{run.__module__}.{run.__qualname__}"
+def _function_of(run: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What tells two segments apart beside their modules."""
+    return None if isinstance(run, nn.Module) else getattr(run, "__func__", run)
 
 
 class _Method(nn.Module):
@@ -144,19 +141,19 @@ def _description(module: nn.Module | None) -> tuple[Any, ...]:
     """What a module computes with, apart from its tensors; an attribute not understood makes it unique."""
     if module is None:
         return ()
-    skipped = set(nn.Module().__dict__)  # tensors, submodules and hooks
+    skipped = set(nn.Module().__dict__) - {"training"}  # tensors, submodules and hooks
     attributes = tuple(
         (name, _plain(value, module))
         for name, value in sorted(module.__dict__.items())
         if name not in skipped
     )
     children = tuple((name, _description(child)) for name, child in module.named_children())
-    return type(module).__module__, type(module).__qualname__, attributes, children
+    return type(module), attributes, children
 
 
 def _plain(value: Any, module: nn.Module) -> Any:
     if value is None or isinstance(value, bool | int | float | str | enum.Enum | torch.dtype):
-        return value
+        return type(value), value  # 1, 1.0 and True are equal
     if isinstance(value, tuple | list):
         return tuple(_plain(item, module) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

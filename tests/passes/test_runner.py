@@ -120,10 +120,10 @@ def test_a_dump_shows_the_graph_before_and_after_each_change(tmp_path):
     PassRunner([SIN, replace(NEG, name="other"), NEG], tmp_path / "graphs").run("forward", graph, "a..b")
     names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
     assert names == [
-        "a..b.01_swap_sin.after.py",
-        "a..b.01_swap_sin.before.py",
-        "a..b.02_other.after.py",
-        "a..b.02_other.before.py",
+        "001.a..b.swap_sin.after.py",
+        "001.a..b.swap_sin.before.py",
+        "002.a..b.other.after.py",
+        "002.a..b.other.before.py",
     ]
     before, after = (tmp_path / "graphs" / names[1]).read_text(), (tmp_path / "graphs" / names[0]).read_text()
     assert "torch.sin(" in before and "torch.cos(" in after and "torch.sin(" not in after

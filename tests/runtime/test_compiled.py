@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from graphmoe.model import build_model
-from passes import PassRunner, select_passes
+from graphmoe.segments import Segment, run_segments
+from passes import PASSES, PassRunner, select_passes
 from runtime.compiled import CompiledSegments
 from tests.runs import ROOT, config
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -160,3 +161,42 @@ def test_the_bytes_that_the_report_counts_are_those_that_the_forward_keeps(compi
         measured = sum(size for pointer, size in kept.items() if pointer not in held)
         assert measured == fusions[-1].saved_bytes_after, report.unit
         assert measured > 0 or report.unit == "embed"
+
+
+class Scale(nn.Module):
+    """x times its weight, turned: an output that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.transpose(0, 1) * self.weight).sin()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_weight_of_two_segments_gets_both_gradients(accumulates):
+    scale = Scale()
+    segments = [Segment("attn", scale, ("x",), ("x",)), Segment("mlp", scale, ("x",), ("x",))]
+    buffer = torch.zeros(4)
+    split = [spec for spec in PASSES if spec.name == "split_backward"]
+    made = CompiledSegments(lambda trains: PassRunner(split), (lambda p: buffer) if accumulates else None)
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    (expected,) = run_segments(segments, {"x": x}, ("x",))
+    of_weight, of_x = torch.autograd.grad(expected.square().sum(), (scale.weight, x))
+    for _ in range(2):
+        (y,) = made(segments, {"x": x}, ("x",))
+        x.grad = scale.weight.grad = None
+        y.square().sum().backward()
+    assert_forward_close(y, expected)
+    assert_gradient_close(x.grad, of_x)
+    assert (scale.weight.grad is None) == accumulates
+    assert_gradient_close(buffer / 2 if accumulates else scale.weight.grad, of_weight)
+
+
+def test_gradients_of_gradients_are_refused():
+    made = CompiledSegments(lambda trains: PassRunner([]))
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    (y,) = made([Segment("mlp", Scale(), ("x",), ("x",))], {"x": x}, ("x",))
+    with pytest.raises(RuntimeError, match="no gradients of gradients; use compile.enabled=false"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)

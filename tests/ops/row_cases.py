@@ -103,12 +103,14 @@ def rows_with_nan(plan, columns, dtype, device, seed=1):
 @contextmanager
 def fresh_memory_is_nan():
     """New memory holds NaN inside the context, so that what a kernel leaves unwritten can be told."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def assert_rounded_alike(actual, expected):

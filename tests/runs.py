@@ -168,10 +168,10 @@ class Command:
             time.sleep(0.001)
 
 
-def command(folder: Path, *words: str, module: str = "graphmoe.train") -> Command:
+def command(folder: Path, *words: str, module: str = "graphmoe.train", seconds: float = 60) -> Command:
     """Run a command to its end."""
     started = Command(folder, words, module)
-    started.wait()
+    started.wait(seconds)
     return started
 
 

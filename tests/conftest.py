@@ -1,4 +1,4 @@
-"""What all tests share: one thread, a cache of the session's own, and a small corpus of text."""
+"""What all tests share: torch's switches, a cache of the session's own, and a small corpus of text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Empty folders for tokenised corpora and compiled code, instead of the user's own."""
-    import torch
-
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -26,6 +23,32 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("GRAPHMOE_CACHE", str(folder))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
         yield folder
+
+
+def _set_switches() -> None:
+    """Torch's settings of the whole process as a new process has them, on one thread.
+
+    They are part of the keys of its caches too, so what one test sets decides what another finds there.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def switches_of_module() -> None:
+    """What a module's own fixtures start from."""
+    _set_switches()
+
+
+@pytest.fixture(autouse=True)
+def switches() -> Iterator[None]:
+    """What every test starts from, whatever the last one or a fixture that trains has set."""
+    _set_switches()
+    yield
+    _set_switches()
 
 
 @pytest.fixture(scope="session")

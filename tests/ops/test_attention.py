@@ -255,8 +255,6 @@ def test_an_adapter_without_its_package_names_the_install_command(backend, packa
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def test_adapters_pass_on_that_determinism_is_asked_for(turbo, te, deterministic):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphmoe.config import ConfigError, ExpertsBackend, RunConfig
 from graphmoe.data.cache import cache_folder
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
+from graphmoe.optim import Optimizer
 from graphmoe.segments import Executor, run_segments
 from passes import PassRunner, select_passes
 from runtime.compile_report import REPORT_FILE, to_text, write_report
@@ -32,16 +32,17 @@ class Execution:
         config: RunConfig,
         dtype: torch.dtype,
         device: torch.device,
-        gradient_of: Callable[[Tensor], Tensor],
+        optimizer: Optimizer,
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device, self.optimizer = config, dtype, device, optimizer
         self.experts = ""
         """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
-        self._compiled = CompiledSegments(self._runner, gradient_of) if config.compile.enabled else None
+        enabled = config.compile.enabled
+        self._compiled = CompiledSegments(self._runner, optimizer.gradient_of) if enabled else None
         self._dump: Path | None = None
 
     def start(self, folder: Path, experts: str) -> Executor:
-        """The executor; ``experts`` is what a checkpoint remembers, or empty.
+        """The executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
 
         On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
         cannot run.
@@ -54,6 +55,7 @@ class Execution:
         self._dump = folder / "graphs" if self.config.passes.dump else None
         self.experts = self._choose(experts)
         log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
+        self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
         return self._compiled
 
     def write_report(self, folder: Path) -> None:

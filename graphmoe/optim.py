@@ -1,11 +1,15 @@
-"""AdamW over fp32 main weights, with clipping, skipping and the schedule on the device.
+"""AdamW over fp32 main weights in one pass, with clipping, skipping and the schedule on the device.
 
-Gradients are accumulated in fp32 into one flat buffer at a fixed address. Nothing here waits for the
-device: a non-finite step is skipped by AdamW's own predicate, and counters live on the device.
+Weights, gradients and moments lie in flat buffers at fixed addresses, which the update walks once.
+Nothing here waits for the device: a step that is not finite writes back what was there, and counters
+live on the device.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +17,13 @@ from torch import Tensor, nn
 
 from graphmoe.config import OptimConfig, TrainConfig
 from graphmoe.schedule import learning_rate
+
+ALIGNMENT = 64
+"""Elements; every parameter starts at a multiple, 128 bytes in bf16, and zeros fill the gaps."""
+CHUNK = 2**26
+"""Elements that an uncompiled update takes at a time, so that its temporaries stay small."""
+
+Function = Callable[..., Sequence[Tensor]]
 
 
 class StepResult(NamedTuple):
@@ -25,56 +36,51 @@ class StepResult(NamedTuple):
 
 
 class Optimizer:
-    """Holds main weights, gradients, moments and counters of a model, and applies steps."""
+    """Holds main weights, gradients, moments and counters of a model, and applies steps.
+
+    The model's parameters become views of one buffer of their dtype: bf16, rounded from the fp32 main
+    weights, or those main weights themselves.
+    """
 
     def __init__(self, model: nn.Module, optim: OptimConfig, train: TrainConfig) -> None:
         self.config, self.train = optim, train
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = list(model.parameters())
-        device = self.weights[0].device
-        self.main = [w if w.dtype == torch.float32 else w.detach().float() for w in self.weights]
-        self.flat_grad = torch.zeros(sum(w.numel() for w in self.weights), device=device)
-        self.grads = self._views()
-        for main, grad in zip(self.main, self.grads, strict=True):
-            main.grad = grad
+        dtype, device = self.weights[0].dtype, self.weights[0].device
+        assert all(w.dtype == dtype for w in self.weights), {w.dtype for w in self.weights}
+        self._place_parameters()
+        self._flat_weight = torch.zeros(self._size, dtype=dtype, device=device)
+        self._adopt_weights()
+        in_fp32 = dtype == torch.float32
+        self._flat_main = self._flat_weight if in_fp32 else self._flat_weight.float()
+        self.flat_grad, self._exp_avg, self._exp_avg_sq = (
+            torch.zeros(self._size, device=device) for _ in range(3)
+        )
+        self.main, self.grads = self._views(self._flat_main), self._views(self.flat_grad)
         self._grad_by_weight = {id(w): grad for w, grad in zip(self.weights, self.grads, strict=True)}
-        self._collect_low_precision_gradients()
-        self.adamw = self._adamw(optim, device)
-        self.applied = torch.zeros((), device=device)
-        self.skipped = torch.zeros((), device=device)
-        self.skipped_in_row = torch.zeros((), device=device)
-        self.longest_skip = torch.zeros((), device=device)
+        self._collect_gradients()
+        self.applied, self.skipped, self.skipped_in_row, self.longest_skip = (
+            torch.zeros((), device=device) for _ in range(4)
+        )
+        self._update: Function = self._update_in_place
+
+    def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
+        """Let ``compiler(function, arguments)`` compile the update, a function that changes its arguments."""
+        whole = functools.partial(self._update_in_place, chunk=self._size)
+        self._update = compiler(whole, self._arguments(self.applied))
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
         """Apply the accumulated gradients and clear them; a no-op where loss or norm is not finite."""
-        norm = torch.linalg.vector_norm(self.flat_grad)
-        finite = (torch.isfinite(norm) & torch.isfinite(loss)).float()
-        lr = learning_rate(self.config, self.train.steps, self.applied)
-        for group in self.adamw.param_groups:
-            group["lr"].copy_(lr)
-        # AdamW's kernel divides gradients by grad_scale and does nothing where found_inf is 1.0.
-        clip = self.train.clip_grad_norm
-        scale = ((norm + 1e-6) / clip).clamp_min(1.0) if clip > 0 else torch.ones_like(norm)
-        self.adamw.grad_scale = scale  # type: ignore[attr-defined]
-        self.adamw.found_inf = 1.0 - finite  # type: ignore[attr-defined]
-        self.adamw.step()
-        self.publish()
-        self._count(finite)
-        self.flat_grad.zero_()
-        return StepResult(norm, lr, finite)
+        return StepResult(*self._update(*self._arguments(loss.detach().float())))
 
     def state_dict(self) -> dict[str, Any]:
         """Main weights and moments by parameter name, and the counters; tensors are not copied."""
-        moments = [self.adamw.state[main] for main in self.main]
-        state: dict[str, Any] = {
-            "exp_avg": {name: m["exp_avg"] for name, m in zip(self.names, moments, strict=True)},
-            "exp_avg_sq": {name: m["exp_avg_sq"] for name, m in zip(self.names, moments, strict=True)},
-            "main": {
-                name: main.detach()
-                for name, main, weight in zip(self.names, self.main, self.weights, strict=True)
-                if main is not weight
-            },
+        rounded = self._flat_main is not self._flat_weight
+        return {
+            "exp_avg": self._by_name(self._exp_avg),
+            "exp_avg_sq": self._by_name(self._exp_avg_sq),
+            "main": self._by_name(self._flat_main) if rounded else {},
             "counters": {
                 "applied": self.applied,
                 "skipped": self.skipped,
@@ -82,12 +88,9 @@ class Optimizer:
                 "longest_skip": self.longest_skip,
             },
         }
-        return state
 
     def restored(self) -> None:
         """Take over what was loaded in place into the tensors of ``state_dict``."""
-        for main in self.main:
-            self.adamw.state[main]["step"].copy_(self.applied)
         self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
         self.publish()
 
@@ -97,56 +100,140 @@ class Optimizer:
 
     def main_weights(self) -> dict[str, Tensor]:
         """The fp32 weights by parameter name; after a change of their values call ``publish``."""
-        return {name: main.detach() for name, main in zip(self.names, self.main, strict=True)}
+        return self._by_name(self._flat_main)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the main weights into the model's weights."""
-        pairs = [(w, m) for w, m in zip(self.weights, self.main, strict=True) if w is not m]
-        if pairs:
-            weights, mains = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(weights), list(mains))
+        if self._flat_main is not self._flat_weight:
+            self._flat_weight.copy_(self._flat_main)
 
-    def _views(self) -> list[Tensor]:
-        """A view of the flat buffer for each parameter."""
-        parts = self.flat_grad.split([w.numel() for w in self.weights])
-        return [part.view_as(weight) for part, weight in zip(parts, self.weights, strict=True)]
+    def _place_parameters(self) -> None:
+        """Give each parameter its place in the flat buffers: those that decay, then the others."""
+        self._starts, end = [0] * len(self.weights), 0
+        for decays in (True, False):
+            for i, weight in enumerate(self.weights):
+                if _decays(weight) is decays:
+                    self._starts[i] = end
+                    end += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
+            if decays:
+                self._decayed = end
+        self._size = end
 
-    def _collect_low_precision_gradients(self) -> None:
-        """Add each bf16 gradient to its fp32 buffer as soon as autograd has made it."""
-        for weight, main, grad in zip(self.weights, self.main, self.grads, strict=True):
-            if main is not weight:
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """A view of a flat buffer for each parameter."""
+        places = zip(self._starts, self.weights, strict=True)
+        return [flat[start : start + w.numel()].view(w.shape) for start, w in places]
+
+    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.names, self._views(flat), strict=True))
+
+    @torch.no_grad()
+    def _adopt_weights(self) -> None:
+        """Move the parameters into their flat buffer."""
+        for weight, view in zip(self.weights, self._views(self._flat_weight), strict=True):
+            view.copy_(weight)
+            weight.data = view
+
+    def _collect_gradients(self) -> None:
+        """Have autograd add fp32 gradients to the flat buffer, and bf16 ones as soon as they are made."""
+        for weight, grad in zip(self.weights, self.grads, strict=True):
+            if weight.dtype == torch.float32:
+                weight.grad = grad
+            else:
                 weight.register_post_accumulate_grad_hook(_add_into(grad))
 
-    def _adamw(self, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-        decayed = [main for main in self.main if main.dim() > 1]
-        plain = [main for main in self.main if main.dim() <= 1]
-        groups = [
-            {"params": params, "weight_decay": decay, "lr": torch.tensor(config.lr, device=device)}
-            for params, decay in ((decayed, config.weight_decay), (plain, 0.0))
-            if params
-        ]
-        adamw = torch.optim.AdamW(
-            groups,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-            capturable=True,
-        )
-        for main in self.main:
-            adamw.state[main] = {
-                "step": torch.zeros((), device=device),
-                "exp_avg": torch.zeros_like(main, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(main, requires_grad=False),
-            }
-        return adamw
+    def _arguments(self, loss: Tensor) -> list[Tensor]:
+        """Loss, counters, and the regions of the flat buffers: those that decay, then the others."""
+        flats = [self._flat_main, self.flat_grad, self._exp_avg, self._exp_avg_sq]
+        if self._flat_weight is not self._flat_main:
+            flats.append(self._flat_weight)
+        regions = [flat[part] for part in self._parts() for flat in flats]
+        return [loss, self.applied, self.skipped, self.skipped_in_row, self.longest_skip, *regions]
 
-    def _count(self, finite: Tensor) -> None:
-        skipped = 1.0 - finite
-        self.applied += finite
-        self.skipped += skipped
-        self.skipped_in_row.add_(1.0).mul_(skipped)
-        torch.maximum(self.longest_skip, self.skipped_in_row, out=self.longest_skip)
+    def _parts(self) -> list[slice]:
+        """Bounds of the regions that hold any parameter."""
+        parts = (slice(0, self._decayed), slice(self._decayed, self._size))
+        return [part for part in parts if part.stop > part.start]
+
+    def _update_in_place(
+        self,
+        loss: Tensor,
+        applied: Tensor,
+        skipped: Tensor,
+        skipped_in_row: Tensor,
+        longest_skip: Tensor,
+        *flats: Tensor,
+        chunk: int = CHUNK,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The update of ``_arguments`` in place -> the values of a StepResult."""
+        width = len(flats) // len(self._parts())
+        regions = [flats[i : i + width] for i in range(0, len(flats), width)]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(r[1]) for r in regions]))
+        ok = torch.isfinite(norm) & torch.isfinite(loss)
+        finite, lr = ok.float(), learning_rate(self.config, self.train.steps, applied)
+        clip = self.train.clip_grad_norm
+        shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clip > 0 else torch.ones_like(norm)
+        for part, region in zip(self._parts(), regions, strict=True):
+            decay = self.config.weight_decay if part.start < self._decayed else 0.0
+            for pieces in zip(*(flat.split(chunk) for flat in region), strict=True):
+                adamw_(
+                    *pieces,
+                    config=self.config,
+                    weight_decay=decay,
+                    lr=lr,
+                    shrink=shrink,
+                    done=applied,
+                    ok=ok,
+                )
+        applied += finite
+        skipped += 1.0 - finite
+        skipped_in_row.add_(1.0).mul_(1.0 - finite)
+        longest_skip.copy_(torch.maximum(longest_skip, skipped_in_row))
+        return norm, lr, finite
+
+
+def adamw_(
+    main: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor | None = None,
+    *,
+    config: OptimConfig,
+    weight_decay: float,
+    lr: Tensor,
+    shrink: Tensor,
+    done: Tensor,
+    ok: Tensor,
+) -> None:
+    """One step of AdamW in place; clears ``grad``, and rounds ``main`` into ``weight`` where given.
+
+    fp32 tensors of one shape; ``lr``, ``shrink`` (divides the gradient), ``done`` (steps before this
+    one) and ``ok`` (bool: False leaves weights and moments as they are) are scalars on the device.
+    (Decoupled Weight Decay Regularization, arXiv 1711.05101, algorithm 2.)
+    """
+    g = grad / shrink
+    m = exp_avg + (g - exp_avg) * (1 - config.beta1)
+    v = exp_avg_sq * config.beta2 + g * g * (1 - config.beta2)
+    bias1, bias2 = (_bias_correction(beta, done + 1) for beta in (config.beta1, config.beta2))
+    decayed = main * (1 - lr * weight_decay)
+    moved = decayed - lr / bias1 * m / ((v / bias2).sqrt() + config.eps)
+    for old, new in ((main, moved), (exp_avg, m), (exp_avg_sq, v)):
+        old.copy_(torch.where(ok, new, old))
+    grad.zero_()
+    if weight is not None:
+        weight.copy_(main)
+
+
+def _bias_correction(beta: float, step: Tensor) -> Tensor:
+    """1 - beta^step, without cancellation."""
+    return -torch.expm1(step * (math.log(beta) if beta > 0 else -math.inf))
+
+
+def _decays(weight: Tensor) -> bool:
+    """Matrices and experts decay, norms and biases do not."""
+    return weight.dim() > 1
 
 
 def _add_into(grad: Tensor) -> Any:

@@ -71,7 +71,7 @@ class Trainer:
         self.routers = self.model.routers()
         self.optimizer = Optimizer(self.model, config.optim, config.train)
         dtype = DTYPES[config.precision.compute]
-        self.execution = Execution(config, dtype, self.device, self.optimizer.gradient_of)
+        self.execution = Execution(config, dtype, self.device, self.optimizer)
         self.loader = Loader(
             self.corpus.train,
             micro_batch_size=config.train.micro_batch_size,

@@ -14,8 +14,8 @@ from torch import Tensor
 from graphmoe.segments import Segment
 from graphmoe.torch_compat import cache_counts
 from passes import PassReport, PassRunner
-from runtime.tracing import fakes_of
-from runtime.unit_code import UnitCode
+from runtime.tracing import fakes_of, trace_in_place
+from runtime.unit_code import UnitCode, compile_graph
 from runtime.unit_graphs import unit_graphs
 from runtime.units import BoundUnit, Unit, units_of
 
@@ -86,6 +86,20 @@ class CompiledSegments:
             values.update(zip(place.bound.unit.writes, results, strict=True))
         return tuple(values[name] for name in keep)
 
+    def in_place(
+        self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> Callable[..., Sequence[Tensor]]:
+        """``run(*tensors)``, which changes some of its arguments, as one graph without gradients.
+
+        The tensors given here say what shapes it is for. No passes run.
+        """
+        started = time.perf_counter()
+        with cache_counts() as cache:
+            fakes = fakes_of([tensor.detach() for tensor in tensors])
+            code = compile_graph(trace_in_place(run, fakes))
+        self._add(UnitReport(name, True, 1, time.perf_counter() - started, cache, []))
+        return code
+
     def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place]:
         key = (*(_identity(segment) for segment in segments), keep)
         if key not in self._places:
@@ -121,7 +135,6 @@ class CompiledSegments:
                 break
         code, report = self._compile(bound, tensors, trains)
         self._codes[key] = code, report
-        self.reports.append(report)
         return code
 
     def _compile(self, bound: BoundUnit, tensors: list[Tensor], trains: bool) -> tuple[UnitCode, UnitReport]:
@@ -140,14 +153,18 @@ class CompiledSegments:
             code = UnitCode(graphs, accumulates=self._gradient_of is not None)
         seconds = time.perf_counter() - started
         report = UnitReport(unit.name, trains, code.num_graphs, seconds, cache, graphs.reports)
+        self._add(report)
+        return code, report
+
+    def _add(self, report: UnitReport) -> None:
+        self.reports.append(report)
         log.info(
             "compiled %s for %s: %d graphs in %.1f s",
-            unit.name,
-            "training" if trains else "inference",
-            code.num_graphs,
-            seconds,
+            report.unit,
+            "training" if report.trains else "inference",
+            report.graphs,
+            report.seconds,
         )
-        return code, report
 
 
 def _identity(segment: Segment) -> tuple[Any, ...]:

@@ -26,6 +26,13 @@ def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         ]
 
 
+def trace_in_place(run: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor]) -> fx.GraphModule:
+    """The ATen graph of ``run(*tensors)`` without gradients; it ends in copies into what ``run`` changes."""
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    with mode, torch.no_grad():
+        return make_fx(torch.func.functionalize(run, remove="mutations"))(*fakes)
+
+
 def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor]) -> fx.GraphModule:
     """The functional ATen graph of ``run(*tensors)``: no mutation, no autograd, one output tuple.
 

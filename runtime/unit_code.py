@@ -16,6 +16,15 @@ from runtime.unit_graphs import UnitGraphs
 Compiled = Callable[..., Sequence[Tensor]]
 
 
+def compile_graph(graph: fx.GraphModule) -> Compiled:
+    """Compile a graph without gradients for tensors with the shapes and strides that it was traced with."""
+    values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    mode: FakeTensorMode = values[0].fake_mode
+    with mode:
+        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+    return compile_inference(graph, fakes, mode, inductor_options())
+
+
 class UnitCode:
     """The three compiled callables of a unit, shared by every unit that computes the same.
 
@@ -25,16 +34,15 @@ class UnitCode:
     def __init__(self, graphs: UnitGraphs, *, accumulates: bool) -> None:
         self.graphs, self.accumulates = graphs, accumulates
         self.num_graphs = 0
-        mode = _mode_of(graphs.forward)
-        self._forward = self._compile(graphs.forward, mode)
+        self._forward = self._compile(graphs.forward)
         self._inputs: Compiled | None = None
         self._weights: Compiled | None = None
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
-                self._inputs = self._compile(graphs.backward.inputs, mode)
+                self._inputs = self._compile(graphs.backward.inputs)
             if graphs.weight_gradients:
                 weights = graphs.backward.weights
-                self._weights = self._compile(accumulate_outputs(weights) if accumulates else weights, mode)
+                self._weights = self._compile(accumulate_outputs(weights) if accumulates else weights)
 
     def __call__(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The unit's outputs from (parameters, buffers, inputs); differentiable if it was compiled so.
@@ -77,14 +85,9 @@ class UnitCode:
         self._weights(*handed, *(buffers[i] for i in self.graphs.weight_gradients))
         return [None] * len(self.graphs.weight_gradients)
 
-    def _compile(self, graph: fx.GraphModule, mode: FakeTensorMode) -> Compiled:
+    def _compile(self, graph: fx.GraphModule) -> Compiled:
         self.num_graphs += 1
-        with mode:
-            fakes = [
-                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                for v in (node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder")
-            ]
-        return compile_inference(graph, fakes, mode, inductor_options())
+        return compile_graph(graph)
 
 
 class _UnitFunction(torch.autograd.Function):
@@ -119,8 +122,3 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _mode_of(graph: fx.GraphModule) -> FakeTensorMode:
-    first = next(node for node in graph.graph.nodes if node.op == "placeholder")
-    return first.meta["val"].fake_mode

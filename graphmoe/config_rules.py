@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from graphmoe.config import (
+    AttentionBackend,
     AttentionKind,
     CheckpointConfig,
     ComputeDtype,
@@ -44,6 +45,7 @@ def violations(config: RunConfig) -> list[str]:
         *_data_rules(config.data, config.model),
         *_checkpoint_rules(config.checkpoint),
         *_batch_rules(config.train.global_batch_size, config.train.micro_batch_size),
+        *_compile_rules(config.model.attention_backend, config.compile.enabled),
     ]
 
 
@@ -216,6 +218,14 @@ def _batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
             f"train.global_batch_size={global_batch} is not a multiple of "
             f"train.micro_batch_size={micro_batch}; use e.g. micro_batch_size={below[-1]} "
             f"or global_batch_size={math.ceil(global_batch / micro_batch) * micro_batch}"
+        )
+
+
+def _compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:
+    if compiles and backend in (AttentionBackend.turbo, AttentionBackend.te):
+        yield (
+            f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
+            f"sdpa or padded_flash, or compile.enabled=false"
         )
 
 

@@ -7,12 +7,13 @@ import logging
 import os
 import shlex
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphmoe.config import ConfigError, ExpertsBackend, RunConfig
+from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
 from graphmoe.data.cache import cache_folder
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.optim import Optimizer
@@ -48,13 +49,18 @@ class Execution:
         cannot run.
         """
         if self._compiled is None:
+            self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
             self.experts = experts  # for a later start that compiles
             return run_segments
         if self.device.type == "cpu":
             _need_compiler()
         self._dump = folder / "graphs" if self.config.passes.dump else None
-        self.experts = self._choose(experts)
-        log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
+        if "fuse_experts" not in [spec.name for spec in select_passes(self.config.passes, {})]:
+            self._warn("the pass fuse_experts off", self._experts_set())
+            self.experts = experts
+        elif self.config.model.num_layers > self.config.model.num_dense_layers:
+            self.experts = self._choose(experts)
+            log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
         return self._compiled
 
@@ -77,6 +83,19 @@ class Execution:
         }
         return PassRunner(select_passes(self.config.passes, knobs), self._dump)
 
+    def _passes_set(self) -> dict[str, Any]:
+        """Keys of the passes that are not as they are by default."""
+        default, passes = asdict(PassesConfig()), asdict(self.config.passes)
+        return {f"passes.{name}": value for name, value in passes.items() if value != default[name]}
+
+    def _experts_set(self) -> dict[str, Any]:
+        requested = self.config.moe.experts
+        return {} if requested is ExpertsBackend.auto else {"moe.experts": requested.value}
+
+    def _warn(self, because: str, unused: dict[str, Any]) -> None:
+        for key, value in unused.items():
+            log.warning("%s=%s has no effect with %s", key, value, because)
+
     def _choose(self, remembered: str) -> str:
         model, requested = self.config.model, self.config.moe.experts
         assert self.config.data.seq_len is not None
@@ -94,8 +113,8 @@ class Execution:
                 return choose_backends(remembered, shape, self.device, folder, sync_free=False)
             except ConfigError as error:
                 log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
-        # fp32 on a GPU has no products that never wait for the host but those of triton.
-        waits = self.dtype != torch.bfloat16 and requested is ExpertsBackend.torch
+        # torch's products wait for the host in fp32 and on some GPUs: then only who names them gets them.
+        waits = requested is ExpertsBackend.torch
         return choose_backends(requested.value, shape, self.device, folder, sync_free=not waits)
 
 

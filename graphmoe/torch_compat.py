@@ -19,16 +19,23 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "FakeTensorMode",
     "cache_counts",
     "compile_inference",
+    "custom_function_of",
     "fake_mode",
     "joint_graph",
     "make_fx",
     "partition",
+    "set_grad_enabled",
+    "tree_map_only",
 ]
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""What ``torch.no_grad`` and its like call, as a TorchFunctionMode sees it."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -70,14 +77,25 @@ def partition(
 
 
 def compile_inference(
-    graph: fx.GraphModule, fakes: Sequence[Tensor], mode: FakeTensorMode, options: dict[str, Any]
+    graph: fx.GraphModule, fakes: Sequence[Tensor], mode: FakeTensorMode
 ) -> Callable[..., Any]:
     """Compile a graph without gradients by Inductor, through torch's FX and AOTAutograd caches.
 
     (torch/_inductor/compile_fx.py: what ``torch._inductor.compile`` calls.)
     """
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
-        return compile_fx(graph, list(fakes), config_patches=options)  # type: ignore[return-value]
+        return compile_fx(graph, list(fakes))  # type: ignore[return-value]
+
+
+def custom_function_of(node: Any) -> type | None:
+    """The custom ``torch.autograd.Function`` behind a node of autograd's graph, if one is.
+
+    None for torch's own nodes and for those that ``torch.library`` makes of register_autograd.
+    (torch/autograd/function.py, torch/_library/autograd.py.)
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    generated = function is not None and function.__name__.startswith("GeneratedBackwardFor_")
+    return None if generated else function
 
 
 @contextmanager

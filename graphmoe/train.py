@@ -26,6 +26,7 @@ from graphmoe.environment import check_memory, describe, open_device
 from graphmoe.generate import TOKENIZER_FILE, generate
 from graphmoe.logs import start_logging
 from graphmoe.metrics import METRICS_FILE, summarise
+from graphmoe.model.attention import check_backend
 from graphmoe.progress import Progress
 from graphmoe.run_folder import SUMMARY_FILE, RunFolder, claim, passed_over
 from graphmoe.trainer import Trainer, TrainingStopped
@@ -64,15 +65,18 @@ def train(config: RunConfig, swept: list[dict[str, Any]]) -> float | None:
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this version trains on one device; start it with "
             f"python -m graphmoe.train, without torchrun"
         )
-    check_memory(config, open_device(config.run.device))
+    device = open_device(config.run.device)
+    check_memory(config, device)
+    check_backend(config.model, device.type)
     select_passes(config.passes, {})  # its errors come before a folder is made
     console = Console(stderr=True)
     run_folder = _claim(config, console)
     folder = run_folder.path
     if config.moe.force_balance:
         log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
-    if config.run.device is DeviceChoice.cuda and config.precision.compute is ComputeDtype.fp32:
-        log.warning("precision.compute=fp32 on a GPU: expert products wait for the host; bf16 does not")
+    on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
+    if on_gpu and in_fp32 and not config.compile.enabled:
+        log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
     with Progress(console, config.train.steps, wanted=config.log.progress) as progress:
         try:
             trainer = Trainer(config, folder, progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def to_json(reports: Sequence[UnitReport], recompiled: int, uuid: str) -> dict[s
                 "source": _source(report),
                 "used": report.shared_by,
                 "cache": report.cache,
-                "passes": [row.to_json() for row in report.passes],
+                "passes": [asdict(row) for row in report.passes],
             }
             for report in reports
         ],
@@ -57,7 +58,7 @@ def to_json(reports: Sequence[UnitReport], recompiled: int, uuid: str) -> dict[s
 
 
 def to_text(reports: Sequence[UnitReport]) -> str:
-    """Two tables: the compiled units, and what each pass did to those that are trained."""
+    """The compiled units; then what each pass did to those that are trained, and what it left and why."""
     units = Table(title="compiled units", title_justify="left")
     for column in ("unit", "for", "used", "graphs", "seconds", "from"):
         units.add_column(column, justify="left" if column in ("unit", "for", "from") else "right")
@@ -74,16 +75,20 @@ def to_text(reports: Sequence[UnitReport]) -> str:
     for column in ("pass", "matches", "operations", "kept for backward", "ms"):
         passes.add_column(column, justify="left" if column == "pass" else "right")
     trained = [report for report in reports if report.trains]
+    reasons: list[str] = []
     for name, rows in _by_pass(trained).items():
         total = _total(rows)
         kept = "-"
         if total["saved_bytes_before"] is not None:
             kept = f"{_mib(total['saved_bytes_before'])} -> {_mib(total['saved_bytes_after'])}"
         operations = f"{total['nodes_before']} -> {total['nodes_after']}"
-        passes.add_row(name, str(total["matches"]), operations, kept, f"{total['ms']:.1f}")
+        left = [f"left by {name} in {row.unit}: {reason}\n" for row in rows for reason in row.left]
+        matches = f"{total['matches']} of {total['matches'] + len(left)}" if left else str(total["matches"])
+        passes.add_row(name, matches, operations, kept, f"{total['ms']:.1f}")
+        reasons += left
     console = Console(file=io.StringIO(), width=110)
     console.print(units, passes)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue() + "".join(reasons)  # type: ignore[attr-defined]
 
 
 def _by_pass(reports: Sequence[UnitReport]) -> dict[str, list[PassReport]]:

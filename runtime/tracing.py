@@ -7,11 +7,20 @@ place of a pattern there need not find the pattern's backward. The joint graph i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 
-from graphmoe.torch_compat import FakeTensorMode, fake_mode, make_fx
+from graphmoe.torch_compat import (
+    FakeTensorMode,
+    custom_function_of,
+    fake_mode,
+    make_fx,
+    set_grad_enabled,
+    tree_map_only,
+)
 
 
 def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -38,11 +47,17 @@ def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor
 
     Composite operations appear as what they consist of, our operations and the attention kernels as
     themselves, a custom autograd function as its forward. ``node.meta["val"]`` holds each fake value,
-    ``node.meta["custom"]`` what ``torch.fx.traceback.annotate`` said.
+    ``node.meta["custom"]`` what ``torch.fx.traceback.annotate`` said. What runs under ``torch.no_grad()``
+    is detached.
     """
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+
+    def detaching(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with _DetachWithoutGradients():
+            return run(*tensors)
+
     with mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
-        traced = make_fx(run)(*fakes)  # with gradients: attention keeps what its backward will need
+        traced = make_fx(detaching)(*fakes)  # with gradients: attention keeps what its backward will need
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
         return fx.Interpreter(traced).run(*tensors)
@@ -52,3 +67,47 @@ def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor
     functional.graph.eliminate_dead_code()
     functional.recompile()
     return functional
+
+
+class _DetachWithoutGradients(TorchFunctionMode):
+    """Detaches what is computed under ``torch.no_grad()``: a graph knows no gradient mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is set_grad_enabled:
+            self.stopped = not args[0]
+        elif self.stopped:
+            result = tree_map_only(Tensor, torch.detach, result)
+        return result
+
+
+def refuse_custom_gradients(outputs: Sequence[Tensor]) -> None:
+    """Raise TypeError for a custom function behind the outputs whose backward is not known to be replaceable.
+
+    A trace takes the gradient of its forward instead, which ``gradient_of_forward = True`` allows.
+    """
+    todo, seen = [output.grad_fn for output in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [earlier for earlier, _ in node.next_functions]
+        function = custom_function_of(node)
+        if function is not None and not getattr(function, "gradient_of_forward", False):
+            name = function.__name__
+            raise TypeError(
+                f"the backward of the torch.autograd.Function {name} cannot be compiled; make it a "
+                f"torch.library operation with register_autograd, or set {name}.gradient_of_forward = True "
+                f"if it is just the gradient of the forward"
+            )

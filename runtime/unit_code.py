@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphmoe.compile import inductor_options
 from graphmoe.torch_compat import FakeTensorMode, compile_inference
 from runtime.accumulation import accumulate_outputs
 from runtime.unit_graphs import UnitGraphs
@@ -22,7 +21,7 @@ def compile_graph(graph: fx.GraphModule) -> Compiled:
     mode: FakeTensorMode = values[0].fake_mode
     with mode:
         fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-    return compile_inference(graph, fakes, mode, inductor_options())
+    return compile_inference(graph, fakes, mode)
 
 
 class UnitCode:
@@ -34,7 +33,7 @@ class UnitCode:
     def __init__(self, graphs: UnitGraphs, *, accumulates: bool) -> None:
         self.graphs, self.accumulates = graphs, accumulates
         self.num_graphs = 0
-        self._forward = self._compile(graphs.forward)
+        self._forward = self._compile(graphs.forward) if graphs.num_outputs else _no_results
         self._inputs: Compiled | None = None
         self._weights: Compiled | None = None
         if graphs.backward is not None:
@@ -51,11 +50,13 @@ class UnitCode:
         ``buffers``, and autograd gets none.
         """
         if self.graphs.backward is None:
-            return tuple(self._forward(*tensors))
-        return _UnitFunction.apply(self, buffers, *tensors)
+            results = tuple(self._forward(*tensors))
+        else:
+            results = _UnitFunction.apply(self, buffers, *tensors)
+        return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """F: the outputs, and what the backward reads."""
+        """F: what ``graphs.views`` makes the outputs of, and what the backward reads."""
         results = self._forward(*tensors)
         count = self.graphs.num_outputs
         return tuple(results[:count]), [*(tensors[i] for i in self.graphs.kept_inputs), *results[count:]]
@@ -116,6 +117,10 @@ class _UnitFunction(torch.autograd.Function):
         for i, gradient in zip(graphs.weight_gradients, of_weights, strict=True):
             result[i] = gradient
         return None, None, *result
+
+
+def _no_results(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return ()
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

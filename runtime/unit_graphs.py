@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from graphmoe.torch_compat import FakeTensorMode, joint_graph, partition
 from passes import PassReport, PassRunner
-from passes.split_backward import VIEWS, SplitBackward, split_backward
+from passes.split_backward import SplitBackward, split_backward
+from runtime.output_views import OutputViews, root_of, take_off_views
 from runtime.tracing import trace_forward
 
 
@@ -37,6 +38,8 @@ class UnitGraphs:
     """Inputs whose gradients I returns, in its order."""
     weight_gradients: tuple[int, ...] = ()
     """Inputs whose gradients W returns."""
+    views: OutputViews | None = None
+    """Makes the unit's outputs of the results, where some are inputs or share memory."""
     reports: list[PassReport] = field(default_factory=list)
 
 
@@ -52,12 +55,12 @@ def unit_graphs(
 ) -> UnitGraphs:
     """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters."""
     forward = trace_forward(run, fakes)
+    views = take_off_views(forward)
     differentiable = _differentiable(forward, fakes) if trains else ()
     if not any(differentiable):
         reports = runner.run("forward", forward, name, segments)
-        return UnitGraphs(
-            forward, len(_outputs(forward)), tuple(False for _ in _outputs(forward)), reports=reports
-        )
+        count = len(_outputs(forward))
+        return UnitGraphs(forward, count, (False,) * count, views=views, reports=reports)
     static = range(num_weights)
 
     def saved_bytes(module: fx.GraphModule) -> int:
@@ -70,6 +73,7 @@ def unit_graphs(
     cut_forward, cut_backward = partition(joint, len(differentiable), static)
     graphs = _joined(cut_forward, cut_backward, differentiable, fakes, num_weights, runner)
     assert graphs.backward is not None
+    graphs.views = views
     graphs.reports = [*reports, *runner.split_report(cut_backward, graphs.backward, name)]
     return graphs
 
@@ -80,17 +84,10 @@ def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
     for node in _outputs(forward)[num_outputs:]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(value, Tensor) and node.op != "placeholder":
-            root = _root(node)
+            root = root_of(node)
             if root.op != "placeholder":
                 storages[id(root)] = max(storages.get(id(root), 0), value.untyped_storage().nbytes())
     return sum(storages.values())
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:

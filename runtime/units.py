@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.segments import Segment
+from runtime.tracing import refuse_custom_gradients
+
+
+class UntraceableSegment(RuntimeError):
+    """A segment that cannot become a graph."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +89,30 @@ class BoundUnit:
         return cls(unit, owners, names, tuple(unique.values()), len({id(p) for _, _, p in parameters}))
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The unit as a pure function of (parameters, buffers, what it reads)."""
+        """The unit as a pure function of (parameters, buffers, what it reads). Raises UntraceableSegment."""
         held, read = tensors[: len(self.tensors)], tensors[len(self.tensors) :]
         values = dict(zip(self.unit.reads, read, strict=True))
         for i, (segment, owner) in enumerate(zip(self.unit.segments, self.owners, strict=True)):
             own = {name: held[position] for j, name, position in self.names if j == i}
-            with torch.fx.traceback.annotate({"segment": segment.name}):
+            with torch.fx.traceback.annotate({"segment": segment.name}), self._named(segment):
                 results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
-            if isinstance(results, Tensor):
-                results = (results,)
+                if isinstance(results, Tensor):
+                    results = (results,)
+                refuse_custom_gradients(results)
             values.update(zip(segment.writes, results, strict=True))
         return tuple(values[name] for name in self.unit.writes)
+
+    @contextmanager
+    def _named(self, segment: Segment) -> Iterator[None]:
+        """Raises what goes wrong inside as an error that names the segment."""
+        try:
+            yield
+        except Exception as error:
+            raise UntraceableSegment(
+                f"segment {segment.name} of {self.unit.name} cannot be compiled: {error}; "
+                f"a compiled segment is a function of tensors that neither reads their values on the host "
+                f"nor changes them; compile.enabled=false runs it as it is"
+            ) from error
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two units that compute the same function of their tensors."""

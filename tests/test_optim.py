@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from graphmoe.config import LrSchedule, OptimConfig, TrainConfig
 from graphmoe.optim import Optimizer, update_selection_bias
+from passes import PassRunner
+from runtime.compiled import CompiledSegments
 from tests.tolerances import TOLERANCES, relative_error
 
 LOSS = torch.tensor(1.0)
@@ -77,6 +80,40 @@ def test_steps_equal_those_of_torch_adamw_and_clip_grad_norm_in_fp64(clip):
         # an update is about 1e-2 of the weight that it is rounded into
         assert relative_error(actual.detach() - start, wanted.detach() - start) < 1e-4
     assert optimizer.applied.item() == STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_or_in_pieces_the_update_is_the_same(dtype):
+    nets = [Net(dtype) for _ in range(3)]
+    plain, pieces, compiled = (optimizer_of(net, 0.5, lr=1e-2, beta1=0.0, warmup_steps=2) for net in nets)
+    pieces.compile(lambda update, arguments: functools.partial(update, chunk=7))
+    made = CompiledSegments(lambda trains: PassRunner([]))
+    compiled.compile(functools.partial(made.in_place, "optimizer"))
+    for step in range(STEPS):
+        loss = torch.tensor(math.nan) if step == 1 else LOSS
+        results = []
+        for net, optimizer in zip(nets, (plain, pieces, compiled), strict=True):
+            backward(net, gradients(net, step))
+            results.append(optimizer.step(loss))
+            assert optimizer.flat_grad.count_nonzero() == 0
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0])
+    for a, b, c in zip(*(tensors_of(snapshot(o)) for o in (plain, pieces, compiled)), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, a, rtol=1e-6 if a.dtype == torch.float32 else 2**-7, atol=1e-9)
+    assert [(r.unit, r.graphs) for r in made.reports] == [("optimizer", 1)]
+
+
+def test_parameters_lie_in_one_aligned_buffer_each_with_its_gradient():
+    net = Net(torch.bfloat16)
+    before = copy.deepcopy(net)
+    optimizer = optimizer_of(net)
+    assert len({p.untyped_storage().data_ptr() for p in net.parameters()}) == 1
+    for weight, old in zip(net.parameters(), before.parameters(), strict=True):
+        assert torch.equal(weight, old) and weight.requires_grad
+        grad = optimizer.gradient_of(weight)
+        assert weight.storage_offset() * 2 % 128 == grad.storage_offset() * 4 % 128 == 0
+        assert grad.shape == weight.shape
 
 
 def test_only_matrices_decay():

@@ -125,6 +125,23 @@ def test_the_real_command_killed_during_a_save_goes_on_in_the_same_folder(tmp_pa
     assert numbers(tmp_path / "run") == numbers(undisturbed)
 
 
+@pytest.mark.slow
+def test_a_compiled_run_that_is_killed_is_bitwise_the_whole_one(tmp_path):
+    overrides = ("compile.enabled=true", "train.steps=12")
+    whole = command(tmp_path, *words("whole", *overrides), seconds=600)
+    assert whole.wait() == 0, whole.err.read_text()
+    killed = Command(tmp_path, words("run", *overrides), slow={STEP: 0.1})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    killed.wait_until(lambda: len(list(checkpoints.glob("step_*[0-9]"))) > 1, seconds=600)
+    killed.kill(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    again = command(tmp_path, *words("run", *overrides), seconds=600)
+    assert again.wait() == 0 and "continuing after step" in again.err.read_text()
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    states = [final_state(tmp_path / n, tmp_path / f"{n}_state", *LONG) for n in ("run", "whole")]
+    assert_same_state(*states)
+
+
 def test_a_run_on_text_that_is_killed_sees_the_same_tokens(tmp_path, text_words):
     overrides = (*text_words, "train.steps=12", "checkpoint.interval=4", "log.sample_tokens=4")
     whole = command(tmp_path, *words("whole", *overrides))

@@ -13,6 +13,7 @@ from runtime.compile_report import REPORT_FILE
 from tests.runs import TINY, command, metrics, train_in, trainer_in
 
 FUSIONS = [spec.name for spec in PASSES if spec.stage == "forward"]
+EXPERTS = ["fuse_permutation", "fuse_activation", "fuse_experts"]  # the last joins what the others made
 STEPS = (
     "train.steps=50",
     "train.val_interval=25",
@@ -42,7 +43,7 @@ def assert_within(one: list[float], other: list[float], limit: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("enabled", [[], *([name] for name in FUSIONS), None])
+@pytest.mark.parametrize("enabled", [[], *([n] for n in FUSIONS if n not in EXPERTS[2:]), EXPERTS, None])
 def test_fifty_steps_with_any_passes_have_the_losses_of_the_plain_model(tmp_path, plain, enabled):
     names = "null" if enabled is None else f"[{','.join(enabled)}]"
     assert_within(losses(tmp_path / "run", *COMPILED, f"passes.enabled={names}"), plain, 1e-3)
@@ -85,6 +86,23 @@ def test_a_pass_that_does_not_exist_stops_the_run_with_one_line(tmp_path):
     assert run.wait() == 2
     assert "there is no pass fuse_rooter; there are fuse_permutation" in run.err.read_text()
     assert "Traceback" not in run.err.read_text()
+
+
+def test_keys_that_do_nothing_are_named(tmp_path, caplog):
+    trainer_in(tmp_path / "eager", "moe.experts=triton", "passes.dump=true", "passes.disabled=[fuse_loss]")
+    trainer_in(tmp_path / "unfused", *COMPILED, "moe.experts=triton", "passes.disabled=[fuse_experts]")
+    warned = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
+    assert sorted(warned) == [
+        "moe.experts=triton has no effect with compile.enabled=false",
+        "moe.experts=triton has no effect with the pass fuse_experts off",
+        "passes.disabled=['fuse_loss'] has no effect with compile.enabled=false",
+        "passes.dump=True has no effect with compile.enabled=false",
+    ]
+
+
+def test_a_model_without_experts_chooses_no_kernels_for_them(tmp_path):
+    trainer = trainer_in(tmp_path / "run", *COMPILED, "model.num_dense_layers=2")
+    assert trainer.execution.experts == ""
 
 
 def test_a_checkpoint_from_before_it_kept_the_experts_backend_is_read(tmp_path):

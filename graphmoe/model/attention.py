@@ -28,16 +28,31 @@ def rotary_dim(config: ModelConfig) -> int:
     return config.qk_rope_head_dim if config.attention is AttentionKind.mla else config.head_dim
 
 
+def check_backend(config: ModelConfig, device_type: str) -> None:
+    """Raise ConfigError where the requested attention backend cannot run the model's heads on the device."""
+    if config.attention is AttentionKind.mla:
+        head_dim, v_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    else:
+        head_dim = v_head_dim = config.head_dim
+    _backend(config.attention_backend, device_type, head_dim, v_head_dim)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, requested: AttentionBackend) -> Tensor:
     """Causal attention by the requested backend, or the one that suits device and head sizes."""
-    backend = choose_backend(
-        requested,
-        device_type=q.device.type,
-        is_rocm=torch.version.hip is not None,
-        head_dim=q.shape[-1],
-        v_head_dim=v.shape[-1],
-    )
+    backend = _backend(requested, q.device.type, q.shape[-1], v.shape[-1])
     return causal_attention(q, k, v, scale=scale, backend=backend)
+
+
+def _backend(
+    requested: AttentionBackend, device_type: str, head_dim: int, v_head_dim: int
+) -> AttentionBackend:
+    return choose_backend(
+        requested,
+        device_type=device_type,
+        is_rocm=torch.version.hip is not None,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+    )
 
 
 class LatentAttention(nn.Module):

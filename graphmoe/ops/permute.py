@@ -63,6 +63,8 @@ def unpermute(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
+    gradient_of_forward = True
+
     @staticmethod
     def forward(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
         return x_TD[slot_R // row_TK.shape[1]]
@@ -77,6 +79,8 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
+    gradient_of_forward = True
+
     @staticmethod
     def forward(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
         return y_RD[row_TK].sum(dim=1)

@@ -29,6 +29,9 @@ GPU = (
     "model.context_length=256",
     "optim.lr=1e-3",
 )
+COMPILED = pytest.mark.parametrize(
+    "compiled", ["compile.enabled=true", "compile.enabled=false"], ids=["compiled", "eager"]
+)
 UNREAD = ("train.steps=1000", "train.log_interval=1000", "train.val_batches=0", "checkpoint.interval=0")
 
 
@@ -74,9 +77,10 @@ def test_five_steps_in_bf16_keep_fp32_main_weights(tmp_path):
     assert torch.equal(model.embed.weight.bfloat16(), trainer.model.embed.weight.cpu())
 
 
+@COMPILED
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, deterministic_words, compute):
-    words = (*GPU, *deterministic_words, f"precision.compute={compute}", "train.steps=8")
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, deterministic_words, compute, compiled):
+    words = (*GPU, *deterministic_words, compiled, f"precision.compute={compute}", "train.steps=8")
     whole = train_in(tmp_path / "whole", *words)
     broken = trainer_in(tmp_path / "run", *words)
     step = broken._train_step
@@ -96,13 +100,14 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, deterministic_
         assert torch.equal(one, other)
 
 
+@COMPILED
 @pytest.mark.parametrize(
     "overrides",
     [(), ("model.mtp_depth=1",), ("model.aux_loss=global_batch",)],
     ids=["plain", "mtp", "global_batch"],
 )
-def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides):
-    trainer = warm(*overrides)
+def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides, compiled):
+    trainer = warm(*overrides, compiled)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
@@ -114,14 +119,16 @@ def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides):
     assert all(math.isfinite(row.values["loss"]) and row.seconds > 0 for row in read)
 
 
-def test_the_host_is_back_from_a_step_while_the_device_is_still_asleep(warm):
+@COMPILED
+def test_the_host_is_back_from_a_step_while_the_device_is_still_asleep(warm, compiled):
     # One layer and one micro-batch: eager launches of more would take the host longer than the limit.
-    trainer = warm("model.num_layers=1", "model.num_dense_layers=0", "train.micro_batch_size=4")
+    trainer = warm("model.num_layers=1", "model.num_dense_layers=0", "train.micro_batch_size=4", compiled)
     assert_host_is_back_while_the_device_sleeps(trainer._train_step)
 
 
-def test_a_skipped_step_leaves_weights_and_moments_as_they_were(warm):
-    trainer = warm()
+@COMPILED
+def test_a_skipped_step_leaves_weights_and_moments_as_they_were(warm, compiled):
+    trainer = warm(compiled)
     optimizer = trainer.optimizer
     with torch.no_grad():
         optimizer.flat_grad[7] = math.inf  # the step adds its own gradients to it

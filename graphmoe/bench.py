@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, DeviceChoice, OutputFormat
 from graphmoe.environment import describe
 
+log = logging.getLogger(__name__)
 CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show that every case runs"
 
 
@@ -74,6 +76,7 @@ class BenchArgs:
 
 def main(argv: list[str]) -> None:
     args = parse_args(BenchArgs, argv, prog="graphmoe.bench")
+    logging.basicConfig(format="%(message)s", level=logging.INFO)  # on stderr
     document = bench(args, argv)
     if args.out is not None:
         try:
@@ -86,20 +89,20 @@ def main(argv: list[str]) -> None:
 
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the suite and return the JSON document; progress goes to stderr. *Raises* ConfigError."""
+    """Run the suite and return the JSON document; progress goes to the log. *Raises* ConfigError."""
     device, full = _check(args)
     started = time.monotonic()
     cases, left_out = ops_suite(FULL if full else TINY, device, args.peers)
     cases = _chosen(cases, args.only)
     for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
+        log.info("left out: %s", line)
     rows: list[Row] = []
     for number, case in enumerate(cases, start=1):
         case_started = time.monotonic()
         found = run_case(case, device, args.repeats)
         free_memory(device, after_error=any(row.error for row in found))
         seconds = time.monotonic() - case_started
-        print(f"[{number}/{len(cases)}] {case.name}: {_brief(found)} ({seconds:.1f} s)", file=sys.stderr)
+        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, _brief(found), seconds)
         rows += found
     return {
         "suite": args.suite.name,

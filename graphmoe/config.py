@@ -1,93 +1,33 @@
 """The typed schema of a run: every key that a YAML file or an override can set.
 
-One dataclass per section, choices are enums, defaults stand here and YAML states deltas. The string
-under a field is its documentation: ``docs/configuration.md`` and error messages are made from it.
-``graphmoe.config_rules`` holds the rules that join several fields.
+One dataclass per section; choices are the enums of ``graphmoe.choices``, which can be imported from here.
+Defaults stand here and YAML states deltas. The string under a field is its documentation:
+``docs/configuration.md`` and error messages are made from it. ``graphmoe.config_rules`` holds the rules
+that join several fields.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
+
+from graphmoe.choices import (
+    AttentionBackend,
+    AttentionKind,
+    AuxLoss,
+    ComputeDtype,
+    DataSource,
+    DeviceChoice,
+    ExpertsBackend,
+    GroupScore,
+    LrSchedule,
+    OutputFormat,
+    RopeScaling,
+    ScoreFunction,
+)
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message says what to type instead."""
-
-
-class AttentionKind(enum.Enum):
-    mla = "mla"
-    gqa = "gqa"
-
-
-class AttentionBackend(enum.Enum):
-    auto = "auto"
-    sdpa = "sdpa"
-    padded_flash = "padded_flash"
-    turbo = "turbo"
-    te = "te"
-
-
-class RopeScaling(enum.Enum):
-    none = "none"
-    yarn = "yarn"
-
-
-class ScoreFunction(enum.Enum):
-    softmax = "softmax"
-    sigmoid = "sigmoid"
-
-
-class GroupScore(enum.Enum):
-    max = "max"
-    topk_sum = "topk_sum"
-    top2_sum = "top2_sum"
-
-
-class AuxLoss(enum.Enum):
-    none = "none"
-    sequence = "sequence"
-    micro_batch = "micro_batch"
-    global_batch = "global_batch"
-
-
-class ExpertsBackend(enum.Enum):
-    auto = "auto"
-    torch = "torch"
-    triton = "triton"
-    turbo = "turbo"
-    te = "te"
-
-
-class DataSource(enum.Enum):
-    stdlib = "stdlib"
-    files = "files"
-    hf = "hf"
-    memmap = "memmap"
-    synthetic = "synthetic"
-
-
-class LrSchedule(enum.Enum):
-    cosine = "cosine"
-    wsd = "wsd"
-    constant = "constant"
-
-
-class ComputeDtype(enum.Enum):
-    auto = "auto"
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
-class DeviceChoice(enum.Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class OutputFormat(enum.Enum):
-    text = "text"
-    json = "json"
 
 
 @dataclass
@@ -244,7 +184,7 @@ class OptimConfig:
     schedule: LrSchedule = LrSchedule.cosine
     """After warm-up: cosine, wsd (stable, then a decay at the end) or constant."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from zero, >= 0; a run that is shorter ends during its warm-up."""
+    """Steps of linear warm-up from lr / warmup_steps, >= 0; a run that is shorter ends during it."""
     wsd_decay_fraction: float = 0.2
     """wsd: share of train.steps that decays (1 - sqrt form), 0 < share <= 1."""
     beta1: float = 0.9

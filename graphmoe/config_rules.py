@@ -50,7 +50,7 @@ def violations(config: RunConfig) -> list[str]:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """A copy in which every ``auto`` and ``null`` that depends on model or machine has its value."""
+    """A copy in which ``auto`` and ``null`` have their values; backends of kernels are chosen later."""
     config = dataclasses.replace(
         config,
         run=dataclasses.replace(config.run),

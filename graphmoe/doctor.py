@@ -32,9 +32,9 @@ from rich.text import Text
 
 import graphmoe
 from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import AttentionBackend, OutputFormat
+from graphmoe.config import OutputFormat
 from graphmoe.flops import peak_tflops
-from graphmoe.ops.attention import INSTALL
+from graphmoe.ops.vendors import INSTALL
 
 VERSIONED = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "rich")
 PROBE_TIMEOUT_S = 60
@@ -71,19 +71,25 @@ class Library:
 
 
 LIBRARIES = (
-    Library("triton", "triton", NOT_USED, "pip install triton", is_native=True),
+    Library(
+        "triton",
+        "triton",
+        "compile.enabled=true on a GPU, moe.experts=triton",
+        "pip install triton",
+        is_native=True,
+    ),
     Library(
         "transformer_engine",
         "transformer-engine",
-        "model.attention_backend=te",
-        INSTALL[AttentionBackend.te],
+        "model.attention_backend=te, moe.experts=te",
+        INSTALL["te"],
         is_native=True,
     ),
     Library(
         "primus_turbo",
         "primus-turbo",
-        "model.attention_backend=turbo",
-        INSTALL[AttentionBackend.turbo],
+        "model.attention_backend=turbo, moe.experts=turbo",
+        INSTALL["turbo"],
         is_native=True,
     ),
     Library("deep_ep", "deep_ep", NOT_USED, "build https://github.com/deepseek-ai/DeepEP", is_native=True),

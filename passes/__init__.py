@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ PASSES = (
     PassSpec("fuse_router", fuse_router, "forward", "allclose", ROUTER),
     PassSpec("fuse_loss", fuse_loss, "forward", "allclose", ("loss",)),
     PassSpec("fuse_experts", fuse_experts, "forward", "allclose", EXPERTS),
-    PassSpec("split_backward", split_backward, "backward", "allclose"),
+    PassSpec("split_backward", split_backward, "backward", "bitwise"),
 )
 """fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
 
@@ -37,7 +36,7 @@ __all__ = ["PASSES", "PassReport", "PassRunner", "PassSpec", "Rewrites", "Stage"
 def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:
     """The passes that a configuration asks for, in order, with their parameters by name.
 
-    Raises ConfigError for a name that no pass has, and for an extra pass that cannot be imported.
+    Raises ConfigError for a name that no pass has, and for an extra one that is no pass.
     """
     names = [spec.name for spec in PASSES]
     for key, given in (("passes.enabled", config.enabled or []), ("passes.disabled", config.disabled)):
@@ -47,8 +46,8 @@ def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) 
                 f"{key}={given}: there is no pass {', '.join(unknown)}; there are {', '.join(names)}"
             )
     wanted = names if config.enabled is None else config.enabled
-    kept = [spec for spec in PASSES if spec.name in wanted and spec.name not in config.disabled]
-    return [replace(spec, knobs={**spec.knobs, **knobs.get(spec.name, {})}) for spec in kept] + [
+    chosen = [spec for spec in PASSES if spec.name in wanted and spec.name not in config.disabled]
+    return [replace(spec, knobs={**spec.knobs, **knobs.get(spec.name, {})}) for spec in chosen] + [
         _extra(path) for path in config.extra
     ]
 
@@ -63,12 +62,14 @@ def _extra(path: str) -> PassSpec:
             f"passes.extra={path} cannot be imported ({error}); write package.module:function, with the "
             f"package on PYTHONPATH"
         ) from error
-    if isinstance(found, PassSpec):
-        if found.stage not in ("forward", "joint"):
-            raise ConfigError(f"passes.extra={path} has the stage {found.stage!r}; use 'forward' or 'joint'")
-        return found
-    if not inspect.isfunction(found):
+    spec = found if isinstance(found, PassSpec) else PassSpec(name, found, "forward", "allclose")
+    if spec.stage not in ("forward", "joint"):
+        raise ConfigError(f"passes.extra={path} has the stage {spec.stage!r}; use 'forward' or 'joint'")
+    try:
+        spec.fingerprint()
+    except TypeError as error:
         raise ConfigError(
-            f"passes.extra={path} is a {type(found).__name__}, neither a function nor a PassSpec"
-        )
-    return PassSpec(name, found, "forward", "allclose")
+            f"passes.extra={path}: {error}; write def f(graph) in a module and name it, or a passes.PassSpec "
+            f"of it, whose knobs are numbers, strings, and lists and dicts of them"
+        ) from error
+    return spec

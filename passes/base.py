@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Stage = Literal["forward", "joint", "backward"]
@@ -16,8 +19,10 @@ class Rewrites(NamedTuple):
 
     matches: int
     """Places that were rewritten."""
-    kept: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     """Why each candidate that looks alike was left as it is, one line each."""
+    absent: str = ""
+    """The reason where there is no candidate: what is in the graph instead."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class PassSpec:
     """
     stage: Stage
     numerics: Literal["bitwise", "allclose"]
+    """Whether results keep their bits, or sums are taken in another order or rounded at another place."""
     segments: tuple[str, ...] = ()
     """Segments that have the pattern: a unit with all of them is expected to match."""
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -39,3 +45,18 @@ class PassSpec:
     def expects(self, segments: tuple[str, ...]) -> bool:
         """Whether a graph of these segments should match."""
         return bool(self.segments) and set(self.segments) <= set(segments)
+
+    def fingerprint(self) -> bytes:
+        """Name, stage, parameters and source: what a hash of passes follows.
+
+        Raises TypeError for what is no plain function in a source file, or parameters of no plain value.
+        """
+        plain = inspect.isfunction(self.run)
+        source = Path(plain and inspect.getsourcefile(inspect.unwrap(self.run)) or "")
+        if not source.is_file():
+            raise TypeError(f"{self.run!r} is no plain function in a source file")
+        try:
+            knobs = json.dumps(self.knobs, sort_keys=True)
+        except TypeError as error:
+            raise TypeError(f"pass {self.name}: parameters must be plain values: {error}") from error
+        return f"{self.name} {self.stage} {knobs}".encode() + source.read_bytes()

@@ -49,7 +49,7 @@ class _Product:
 
 def fuse_activation(graph: fx.Graph) -> Rewrites:
     """Put `swiglu` in place of silu(gate) * up [* weight] between grouped products."""
-    matches, kept = 0, []
+    matches, left = 0, []
     activations = calls(graph, aten.silu)
     for silu in activations:
         gate = half(origin(operand(silu)))
@@ -58,10 +58,8 @@ def fuse_activation(graph: fx.Graph) -> Rewrites:
         reason = _replace(silu, origin(gate[0]), gate[1])
         matches += reason is None
         if reason is not None:
-            kept.append(f"{name_of(silu)}: {reason}")
-    if not matches and not kept:
-        kept.append(f"{len(activations)} silu, none of a half of a grouped product")
-    return Rewrites(matches, tuple(kept))
+            left.append(f"{name_of(silu)}: {reason}")
+    return Rewrites(matches, tuple(left), f"{len(activations)} silu, none of a half of a grouped product")
 
 
 def _replace(silu: Node, h: Node, which: int) -> str | None:

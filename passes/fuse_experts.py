@@ -46,12 +46,11 @@ class _Experts(NamedTuple):
 
 def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
     """Put `grouped_mlp`, run by a backend, in place of the chain from `permute` to `unpermute`."""
-    matches, kept = 0, []
-    returns = calls(graph, ops.unpermute)
-    for unpermute in returns:
+    matches, left = 0, []
+    for unpermute in calls(graph, ops.unpermute):
         found = _experts(unpermute)
         if isinstance(found, str):
-            kept.append(f"{name_of(unpermute)}: {found}")
+            left.append(f"{name_of(unpermute)}: {found}")
             continue
         weight = viewed(unpermute, found.weight, *shape(found.plan[1]))
         weight = cast(unpermute, weight, torch.promote_types(value(found.x).dtype, torch.float32))
@@ -60,10 +59,8 @@ def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
         y, _ = put_parts(unpermute, call, found.x, *weights, *found.plan, backend, like=unpermute)
         unpermute.replace_all_uses_with(y)
         matches += 1
-    if not returns:
-        products = len(calls(graph, ops.grouped_mm))
-        kept.append(f"{products} grouped products, and no unpermute behind one")
-    return Rewrites(matches, tuple(kept))
+    products = len(calls(graph, ops.grouped_mm))
+    return Rewrites(matches, tuple(left), f"{products} grouped products, and no unpermute behind one")
 
 
 def _experts(unpermute: Node) -> _Experts | str:

@@ -48,18 +48,16 @@ class _Loss(NamedTuple):
 
 def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
     """Put `linear_cross_entropy` in place of head, log-softmax and nll_loss."""
-    matches, kept = 0, []
-    losses = calls(graph, aten.nll_loss_forward)
-    for nll in losses:
+    matches, left = 0, []
+    for nll in calls(graph, aten.nll_loss_forward):
         found = _loss(nll)
         if isinstance(found, str):
-            kept.append(f"{name_of(nll)}: {found}")
+            left.append(f"{name_of(nll)}: {found}")
             continue
         _replace(nll, found, needs_grad)
         matches += 1
-    if not losses:
-        kept.append(f"{len(calls(graph, aten._log_softmax))} log_softmax, and no nll_loss behind one")
-    return Rewrites(matches, tuple(kept))
+    log_softmax = len(calls(graph, aten._log_softmax))
+    return Rewrites(matches, tuple(left), f"{log_softmax} log_softmax, and no nll_loss behind one")
 
 
 def _loss(nll: Node) -> _Loss | str:

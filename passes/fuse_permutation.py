@@ -45,7 +45,6 @@ from passes.matching import (
 )
 from passes.replacing import cast, first_of, put, put_parts, viewed
 from passes.routing import (
-    GATHERS,
     Plan,
     counts_of,
     divisor,
@@ -54,42 +53,32 @@ from passes.routing import (
     num_bins,
     ops,
     plan_of,
-    plan_of_inputs,
     rows_by,
     slots_of_token,
 )
 
+GATHERS = (aten.index, aten.index_select, aten.gather)
 ADDITIONS = (aten.index_add, aten.scatter_add)
 
 
-def fuse_permutation(graph: fx.Graph, *, plan_inputs: bool = False) -> Rewrites:
-    """Put `routing_plan`, `permute` and `unpermute` in place of what they do.
-
-    ``plan_inputs``: inputs that are used as a plan are one, made by `routing_plan` in another graph.
-    """
-    kept: list[str] = []
+def fuse_permutation(graph: fx.Graph) -> Rewrites:
+    """Put `routing_plan`, `permute` and `unpermute` in place of what they do."""
+    left: list[str] = []
     sorts = calls(graph, aten.sort)
-    matches = sum([_plan(sort, kept) for sort in sorts])
+    matches = sum([_plan(sort, left) for sort in sorts])
     plans = [plan_of(call) for call in calls(graph, ops.routing_plan)]
-    given = plan_of_inputs(graph)
-    if given is not None and plan_inputs:
-        plans.append(given)
     candidates = [(node, plan) for node in calls(graph, *GATHERS) for plan in plans]
-    matches += sum([_gather(node, plan, kept) for node, plan in candidates])
+    matches += sum([_gather(node, plan, left) for node, plan in candidates])
     candidates = [(node, plan) for node in calls(graph, *GATHERS, *ADDITIONS) for plan in plans]
-    matches += sum([_return(node, plan, kept) for node, plan in candidates])
+    matches += sum([_return(node, plan, left) for node, plan in candidates])
     for sort in sorts:
         reader = escape(sort, [])
         if reader is not None and matches and part(reader, aten.sort) == 0 and not is_float(operand(sort)):
-            kept.append(f"{name_of(sort)}: stays beside the plan, its sorted ids are read")
-    if given is not None and not plan_inputs:
-        kept.append(f"{name_of(given.slot)}: a plan among the inputs is not looked for without plan_inputs")
-    elif not matches and not kept:
-        kept.append(f"{len(sorts)} sorts, none of a flat list of expert ids")
-    return Rewrites(matches, tuple(kept))
+            left.append(f"{name_of(sort)}: stays beside the plan, its sorted ids are read")
+    return Rewrites(matches, tuple(left), f"{len(sorts)} sorts, none of a flat list of expert ids")
 
 
-def _plan(sort: Node, kept: list[str]) -> bool:
+def _plan(sort: Node, left: list[str]) -> bool:
     """Replace the plan that begins with this sort of expert ids."""
     ids = operand(sort)
     inverse = part(origin(ids), aten.sort) == 1 or not any(result.users for result in sort.users)
@@ -98,7 +87,7 @@ def _plan(sort: Node, kept: list[str]) -> bool:
     counts = counts_of(ids)
     if is_descending(sort) or not counts:
         why = "the ids are in descending order" if counts else "nothing counts the ids: how many experts?"
-        kept.append(f"{name_of(sort)}: {why}")
+        left.append(f"{name_of(sort)}: {why}")
         return False
     ends = [node for node in calls(sort.graph, aten.cumsum) if origin(operand(node)) in counts]
     slots = [user for user in sort.users if part(user, aten.sort) == 1]
@@ -114,17 +103,17 @@ def _plan(sort: Node, kept: list[str]) -> bool:
     return True
 
 
-def _gather(node: Node, plan: Plan, kept: list[str]) -> bool:
+def _gather(node: Node, plan: Plan, left: list[str]) -> bool:
     """Replace x[slot // k] by `permute`."""
     rows = rows_by(node)
     if rows is None or not is_float(node) or not depends_on(rows[1], plan.slot, integers=True):
         return False
     x, k, size = rows[0], divisor(rows[1], [plan.slot]), plan.rows
     if k is None:
-        kept.append(f"{name_of(node)}: the index is not slot // k")
+        left.append(f"{name_of(node)}: the index is not slot // k")
         return False
     if shape(x)[0] * k != size or shape(node) != (size, *shape(x)[1:]) or len(shape(x)) > 2:
-        kept.append(f"{name_of(node)}: {list(shape(x))} to {list(shape(node))} is not [R / {k}, D] to [R, D]")
+        left.append(f"{name_of(node)}: {list(shape(x))} to {list(shape(node))} is not [R / {k}, D] to [R, D]")
         return False
     flat = viewed(node, x, size // k, 1) if len(shape(x)) == 1 else x
     new = put(node, ops.permute.default, flat, plan.slot, plan.row_of(node, k), plan.ends)
@@ -142,13 +131,13 @@ class _Returned:
     weight: Node | None
 
 
-def _return(node: Node, plan: Plan, kept: list[str]) -> bool:
+def _return(node: Node, plan: Plan, left: list[str]) -> bool:
     """Replace a sum over the rows of each token by `unpermute`."""
     found = _summed_by_token(node, plan) if is_op(node, *ADDITIONS) else _summed_over_k(node, plan)
     if found is None:
         return False
     if isinstance(found, str):
-        kept.append(f"{name_of(node)}: {found}")
+        left.append(f"{name_of(node)}: {found}")
         return False
     weight, before, rows = found.weight, found.node, found.rows
     if weight is not None:

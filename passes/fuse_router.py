@@ -26,18 +26,16 @@ ops = torch.ops.graphmoe
 
 def fuse_router(graph: fx.Graph) -> Rewrites:
     """Put `router` in place of what it does."""
-    matches, kept = 0, []
+    matches, left = 0, []
     for choice in list(choices(graph)):
         reason = choice if isinstance(choice, str) else _replace(graph, choice)
         matches += reason is None
         if reason:
-            kept.append(reason)
+            left.append(reason)
     if matches:
         restore_order(graph)
-    elif not kept:
-        scores = len(calls(graph, *SCORES))
-        kept.append(f"{scores} softmax or sigmoid, none that experts are chosen and weighted by")
-    return Rewrites(matches, tuple(kept))
+    absent = f"{len(calls(graph, *SCORES))} softmax or sigmoid, none that experts are chosen and weighted by"
+    return Rewrites(matches, tuple(left), absent)
 
 
 def _replace(graph: fx.Graph, choice: Choice) -> str | None:

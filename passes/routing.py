@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Node
 
-import graphmoe.ops.grouped_mm
 import graphmoe.ops.permute  # noqa: F401  # registers the operations
 from passes.matching import (
     SAME_ELEMENTS,
@@ -21,22 +19,18 @@ from passes.matching import (
     aten,
     calls,
     constant,
-    dtype,
     is_cast,
     is_descending,
-    is_float,
     is_op,
     operand,
     origin,
     part,
     shape,
-    value,
 )
 from passes.replacing import put, viewed
 
 ops = torch.ops.graphmoe
 COUNTS = (aten.scatter_add, aten.histc, aten.bincount)
-GATHERS = (aten.index, aten.index_select, aten.gather)
 
 
 @dataclass(frozen=True)
@@ -67,22 +61,6 @@ def plan_of(call: Node) -> Plan:
     read = {part(user, ops.routing_plan): user for user in call.users}
     ends, row, slot = (read.get(i) or put(call.next, operator.getitem, call, i, like=call) for i in (1, 2, 3))
     return Plan(ends, row, slot)
-
-
-def plan_of_inputs(graph: fx.Graph) -> Plan | None:
-    """The plan among the inputs of a graph, where there is one candidate for each of its parts.
-
-    Rows are gathered by the slots over k and brought back by rows [T, K]; ends bound the groups of grouped
-    products. That the three belong together cannot be read from the graph.
-    """
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and dtype(node) == torch.int32]
-    indices = [by[1] for node in calls(graph, *GATHERS) if is_float(node) and (by := rows_by(node))]
-    slots = [node for node in inputs if len(shape(node)) == 1 and any(divisor(i, [node]) for i in indices)]
-    rows = [node for node in inputs if len(shape(node)) == 2 and any(origin(i) is node for i in indices)]
-    ends = [node for node in inputs if any(node is operand(p, 2) for p in calls(graph, ops.grouped_mm))]
-    if not len(slots) == len(rows) == len(ends) == 1 or value(rows[0]).numel() != shape(slots[0])[0]:
-        return None
-    return Plan(ends[0], rows[0], slots[0])
 
 
 def counts_of(ids: Node) -> list[Node]:

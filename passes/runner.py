@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import fx
 
@@ -33,11 +30,8 @@ class PassReport:
     """Bytes kept for the backward without this pass; None where they are not measured."""
     saved_bytes_after: int | None
     ms: float
-    kept: tuple[str, ...]
-    """Why candidates were left as they are."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    left: tuple[str, ...]
+    """Why each candidate was left as it is; why there is none where the unit should have one."""
 
 
 class PassRunner:
@@ -53,12 +47,7 @@ class PassRunner:
         for source in sorted(Path(__file__).parent.glob("*.py")):  # passes share their vocabulary
             digest.update(source.read_bytes())
         for spec in self.specs:
-            try:
-                knobs = json.dumps(spec.knobs, sort_keys=True)
-            except TypeError as error:
-                raise TypeError(f"pass {spec.name}: parameters must be plain values: {error}") from error
-            digest.update(f"{spec.name} {spec.stage} {knobs}".encode())
-            digest.update(Path(inspect.getsourcefile(inspect.unwrap(spec.run)) or "").read_bytes())
+            digest.update(spec.fingerprint())
         return digest.hexdigest()
 
     def run(
@@ -89,13 +78,15 @@ class PassRunner:
             if rewrites.matches:
                 self._dump(spec.name, unit, before_text, self._text(module))
             after = _num_operations(module.graph)
-            report = PassReport(
-                spec.name, unit, rewrites.matches, before, after, bytes_before, bytes_after, ms, rewrites.kept
-            )
+            left = rewrites.left
             if not rewrites.matches and spec.expects(segments):
-                reasons = "; ".join(rewrites.kept) or "the graph has nothing that looks like its pattern"
-                log.warning("pass %s changed nothing in %s: %s", spec.name, unit, reasons)
-            reports.append(report)
+                left = left or (rewrites.absent or "the graph has nothing that looks like its pattern",)
+                log.warning("pass %s changed nothing in %s: %s", spec.name, unit, "; ".join(left))
+            reports.append(
+                PassReport(
+                    spec.name, unit, rewrites.matches, before, after, bytes_before, bytes_after, ms, left
+                )
+            )
         return reports
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,8 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
     weights = [outputs[i] for i in sorted(weight_outputs)]
     others = [node for i, node in enumerate(outputs) if i not in set(weight_outputs)]
     in_inputs = _with_pieces(_ancestors(others))
-    in_weights = _weight_nodes(weights, in_inputs)
+    # What W runs or reads: back to placeholders and to what I computes and W does not compute again.
+    in_weights = _ancestors(weights, lambda node: node not in in_inputs or _is_cheap(node))
     handed = _handed(graph, in_weights, in_inputs)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs_read = [p for p in placeholders if p in in_inputs]
@@ -88,35 +89,23 @@ def _output(graph: fx.Graph) -> fx.Node:
     return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
-def _ancestors(roots: Iterable[fx.Node | None]) -> set[fx.Node]:
-    """The nodes that the roots are made from, themselves included."""
+def _ancestors(
+    roots: Iterable[fx.Node | None], goes_on: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
+    """The nodes that the roots are made from, themselves included; none behind one that ends the search."""
     found: set[fx.Node] = set()
     todo = [root for root in roots if root is not None]
     while todo:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo.extend(node.all_input_nodes)
+            todo.extend(node.all_input_nodes if goes_on(node) else ())
     return found
 
 
 def _with_pieces(nodes: set[fx.Node]) -> set[fx.Node]:
     """The nodes and each piece of those that make several tensors: what is handed over is a tensor."""
     return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
-
-
-def _weight_nodes(weights: list[fx.Node | None], in_inputs: set[fx.Node]) -> set[fx.Node]:
-    """What W runs or reads: back from its outputs to placeholders and to what I computes."""
-    found: set[fx.Node] = set()
-    todo = [node for node in weights if node is not None]
-    while todo:
-        node = todo.pop()
-        if node in found:
-            continue
-        found.add(node)
-        if node.op == "call_function" and (node not in in_inputs or _is_cheap(node)):
-            todo.extend(node.all_input_nodes)
-    return found
 
 
 def _is_cheap(node: fx.Node) -> bool:
@@ -129,9 +118,8 @@ def _is_cheap(node: fx.Node) -> bool:
 
 def _is_cheap_pointwise(node: fx.Node) -> bool:
     """Pointwise on values that are in memory in any case: products, or inputs of the backward."""
-    if not (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags):
-        return False
-    return all(_is_materialised(source) for source in node.all_input_nodes)
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise and all(_is_materialised(source) for source in node.all_input_nodes)
 
 
 def _is_materialised(node: fx.Node) -> bool:
@@ -139,12 +127,8 @@ def _is_materialised(node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
     if node.op == "placeholder":
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target.namespace not in ("aten", "prims") or node.target in (
-        aten.mm.default,
-        aten.bmm.default,
-    )
+    own_kernel = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
+    return own_kernel or node.target in (aten.mm.default, aten.bmm.default)
 
 
 def _handed(graph: fx.Graph, in_weights: set[fx.Node], in_inputs: set[fx.Node]) -> list[fx.Node]:

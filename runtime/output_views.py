@@ -1,7 +1,7 @@
 """Outputs of a unit that are inputs, or views of inputs or results: a compiled graph has none.
 
-They are made outside it. A router that hands its normalised input on in another shape is such a unit, or a dispatch that hands on
-what it was given.
+They are made outside it. A router that hands its normalised input on in another shape is such a unit, or
+a dispatch that hands on what it was given.
 """
 
 from __future__ import annotations

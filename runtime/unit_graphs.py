@@ -63,14 +63,20 @@ def unit_graphs(
         return UnitGraphs(forward, count, (False,) * count, views=views, reports=reports)
     static = range(num_weights)
 
+    last: dict[str, tuple[fx.GraphModule, fx.GraphModule]] = {}  # the graph measured last, cut
+
     def saved_bytes(module: fx.GraphModule) -> int:
-        cut, _ = partition(joint_graph(module, fakes), len(differentiable), static)
-        return bytes_kept(cut, len(differentiable))
+        last.clear()
+        cut = last[str(module.graph)] = partition(joint_graph(module, fakes), len(differentiable), static)
+        return bytes_kept(cut[0], len(differentiable))
 
     reports = runner.run("forward", forward, name, segments, saved_bytes)
-    joint = joint_graph(forward, fakes)
-    reports += runner.run("joint", joint, name, segments)
-    cut_forward, cut_backward = partition(joint, len(differentiable), static)
+    cut = last.get(str(forward.graph))
+    if cut is None or any(spec.stage == "joint" for spec in runner.specs):
+        joint = joint_graph(forward, fakes)
+        reports += runner.run("joint", joint, name, segments)
+        cut = partition(joint, len(differentiable), static)
+    cut_forward, cut_backward = cut
     graphs = _joined(cut_forward, cut_backward, differentiable, fakes, num_weights, runner)
     assert graphs.backward is not None
     graphs.views = views

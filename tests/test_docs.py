@@ -185,7 +185,9 @@ def test_links_and_paths_of_a_page_lead_somewhere(page):
         if not path.exists() or (anchor and anchor not in anchors(path)):
             missing.append(target)
     for code in inline(text):
-        if re.fullmatch(r"(conf|docs|graphmoe|runtime|tests)/[\w./*-]*", code) and not any(ROOT.glob(code)):
+        if re.fullmatch(r"(conf|docs|graphmoe|passes|runtime|tests)/[\w./*-]*", code) and not any(
+            ROOT.glob(code)
+        ):
             missing.append(code)
     assert missing == []
 

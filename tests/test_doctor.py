@@ -13,6 +13,7 @@ from rich.console import Console
 
 from graphmoe import doctor
 from graphmoe.cli import run_tool
+from graphmoe.config import AttentionBackend, ExpertsBackend
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,11 +121,11 @@ def test_a_cpu_machine_is_told_that_runs_use_the_cpu(report):
     assert "No usable GPU" in shown(report)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_captures_and_replays_a_graph():
-    assert doctor.probe_graphs().ok
-    assert len(doctor.devices()) == torch.cuda.device_count() > 0
+def test_every_backend_that_is_not_our_own_stands_beside_its_package():
+    own = ("auto", "sdpa", "padded_flash", "torch")
+    keys = {"model.attention_backend": AttentionBackend, "moe.experts": ExpertsBackend}
+    wanted = {f"{key}={choice.name}" for key, cls in keys.items() for choice in cls if choice.name not in own}
+    assert wanted <= {word for library in doctor.LIBRARIES for word in library.enables.split(", ")}
 
 
 def test_extras_that_the_report_names_exist():

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from graphmoe.benchmarks import peers
 from graphmoe.benchmarks.cases import Alternative, Case, Floor, Results, Run
-from graphmoe.benchmarks.grouped_mlp_cases import OWN_BACKENDS, VENDORS, MlpShape, grouped_mlp_cases
+from graphmoe.benchmarks.grouped_mlp_cases import OWN_BACKENDS, MlpShape, grouped_mlp_cases
 from graphmoe.benchmarks.routing import route
-from graphmoe.ops.attention import is_installed
+from graphmoe.ops.vendors import PACKAGES, is_installed
 
 OWN = "graphmoe"
 BF16, F32, I32 = 2, 4, 4
@@ -127,9 +127,9 @@ def _backends(device: torch.device) -> tuple[list[str], list[str]]:
     """Backends of the routed experts that can run here, and one line for each other."""
     if device.type != "cuda":
         return ["torch"], ["triton, turbo, te: a CPU has the torch backend only"]
-    there = [backend for backend, package in VENDORS.items() if is_installed(package)]
+    there = [backend for backend, package in PACKAGES.items() if is_installed(package)]
     missing = [
-        f"{backend}: {VENDORS[backend]} is not installed" for backend in VENDORS if backend not in there
+        f"{name}: {package} is not installed" for name, package in PACKAGES.items() if name not in there
     ]
     return [*OWN_BACKENDS, *there], missing
 

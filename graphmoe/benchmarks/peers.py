@@ -110,7 +110,7 @@ class BoundMlp:
 
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, Tensor, Tensor, Tensor]
-    """x, the routing weights, and the weights of gate and up and of down."""
+    """x, the weights of gate and up and of down, and the routing weights."""
     comparable: tuple[bool, bool, bool, bool] = (True, True, True, True)
     """Whether a leaf has our layout, so that its gradient can be compared."""
 
@@ -128,7 +128,7 @@ def why_unusable(package: str) -> str | None:
 
 
 def sonicmoe(
-    x_TD: Tensor, weight_TK: Tensor, w_gate_up: Tensor, w_down: Tensor, expert_TK: Tensor
+    x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, expert_TK: Tensor
 ) -> BoundMlp:
     """SonicMoE's experts for any routing; each call makes its plan. Gate and up rows alternate there."""
     layer = SONIC.load()
@@ -146,11 +146,11 @@ def sonicmoe(
             x_TD, weight_TK.flatten(), token_R, experts, w1, None, w2, None, E, stream, swiglu, False
         )[0]
 
-    return BoundMlp(forward, (x_TD, weight_TK, paired, w_down), (True, True, False, True))
+    return BoundMlp(forward, (x_TD, paired, w_down, weight_TK), (True, False, True, True))
 
 
 def scattermoe(
-    x_TD: Tensor, weight_TK: Tensor, w_gate_up: Tensor, w_down: Tensor, expert_TK: Tensor
+    x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, expert_TK: Tensor
 ) -> BoundMlp:
     """ScatterMoE's grouped products around a SwiGLU in plain PyTorch; the routing plan is made beforehand."""
     linear = SCATTER_LINEAR.load()
@@ -164,11 +164,11 @@ def scattermoe(
         weights = weight_TK.to(x_TD.dtype)
         return linear(a_RF, w_down.mT, 1, *order, grouped_in=True, gates=weights)
 
-    return BoundMlp(forward, (x_TD, weight_TK, w_gate_up, w_down))
+    return BoundMlp(forward, (x_TD, w_gate_up, w_down, weight_TK))
 
 
 def liger_mlp(
-    x_TD: Tensor, weight_TK: Tensor, w_gate_up: Tensor, w_down: Tensor, expert_TK: Tensor
+    x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, expert_TK: Tensor
 ) -> BoundMlp:
     """Liger-Kernel's experts; each call makes its routing plan, and waits for the device to size it."""
     layer = LIGER_MOE.load()
@@ -176,7 +176,7 @@ def liger_mlp(
     def forward() -> Tensor:
         return layer.apply(x_TD, w_gate_up, w_down, expert_TK, weight_TK)
 
-    return BoundMlp(forward, (x_TD, weight_TK, w_gate_up, w_down))
+    return BoundMlp(forward, (x_TD, w_gate_up, w_down, weight_TK))
 
 
 def liger_loss(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor) -> Callable[[], Tensor]:

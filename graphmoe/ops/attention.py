@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +17,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphmoe.config import AttentionBackend, ConfigError
+from graphmoe.ops.vendors import HALF_DTYPES, is_installed, require_half, require_package
 
+log = logging.getLogger(__name__)
 KEY = "model.attention_backend"
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels whose backward is deterministic when torch asks for that; the last takes any input."""
 FLASH_MAX_HEAD_DIM = 256
 """Largest head that the flash kernels of torch take."""
-PACKAGES = {AttentionBackend.turbo: "primus_turbo", AttentionBackend.te: "transformer_engine"}
-"""Import name of the package behind a backend."""
-INSTALL = {
-    AttentionBackend.turbo: "pip install --no-build-isolation 'primus-turbo[pytorch]' (from AMD's index)",
-    AttentionBackend.te: "pip install --no-build-isolation 'transformer-engine[pytorch]'",
-}
 
 
 def causal_attention(
@@ -52,11 +47,6 @@ def causal_attention(
     return _RUN[backend](q_BSHE, k_BSGE, v_BSGV, scale)
 
 
-def is_installed(package: str) -> bool:
-    """Return whether a top-level package can be imported, without importing it."""
-    return importlib.util.find_spec(package) is not None
-
-
 def choose_backend(
     requested: AttentionBackend,
     *,
@@ -68,22 +58,29 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the backend to run: ``auto`` resolved, any other checked.
 
-    Reads nothing but its arguments; ``installed`` answers whether a package is there.
-    Raises ConfigError naming the key, the value and what would work.
+    Reads nothing but its arguments; ``installed`` answers whether a package is there. Heads that leave a GPU
+    slow kernels only are logged, once. Raises ConfigError naming the key, the value and what would work.
     """
+    largest = max(head_dim, v_head_dim)
+    fits = largest <= FLASH_MAX_HEAD_DIM
+    if not fits and device_type == "cuda" and requested in (AttentionBackend.auto, AttentionBackend.sdpa):
+        _warn_of_slow_heads(largest)
     if requested is AttentionBackend.auto:
         # Flash on ROCm takes equal head sizes only, and there is no cuDNN to take the others.
         pads = device_type == "cuda" and is_rocm and head_dim != v_head_dim
-        fits = max(head_dim, v_head_dim) <= FLASH_MAX_HEAD_DIM
         return AttentionBackend.padded_flash if pads and fits else AttentionBackend.sdpa
-    largest = max(head_dim, v_head_dim)
     reason = _reason_against(requested, device_type, is_rocm, largest)
     if reason:
         valid = [b.value for b in AttentionBackend if not _reason_against(b, device_type, is_rocm, largest)]
         raise ConfigError(f"{KEY}={requested.value} {reason}; use one of: {', '.join(valid)}")
-    if requested in PACKAGES and not installed(PACKAGES[requested]):
-        raise _missing_package(requested)
+    require_package(KEY, requested.value, installed)
     return requested
+
+
+@functools.cache
+def _warn_of_slow_heads(size: int) -> None:
+    limit = FLASH_MAX_HEAD_DIM
+    log.warning("attention heads of %d run slower kernels: flash attention takes %d at most", size, limit)
 
 
 def _reason_against(
@@ -99,13 +96,6 @@ def _reason_against(
     if backend is AttentionBackend.padded_flash and largest_head_dim > FLASH_MAX_HEAD_DIM:
         return f"has no kernel for heads of {largest_head_dim} (at most {FLASH_MAX_HEAD_DIM})"
     return None
-
-
-def _missing_package(backend: AttentionBackend) -> ConfigError:
-    return ConfigError(
-        f"{KEY}={backend.value} needs the package {PACKAGES[backend]}, which is not installed; "
-        f"install it with: {INSTALL[backend]}, or use {KEY}=auto"
-    )
 
 
 def kernel_order(*, head_dim: int, v_head_dim: int, deterministic: bool) -> list[SDPBackend]:
@@ -188,17 +178,10 @@ def _groups_natively(q_BSHE: torch.Tensor, v_BSGV: torch.Tensor) -> bool:
 
 def _turbo(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float) -> torch.Tensor:
     """Run Primus-Turbo's flash attention, which takes our layout and unequal head sizes."""
-    try:
-        from primus_turbo.pytorch.ops import flash_attn_func  # type: ignore[import-not-found]
-    except ModuleNotFoundError as error:
-        if error.name != PACKAGES[AttentionBackend.turbo]:
-            raise
-        raise _missing_package(AttentionBackend.turbo) from error
-    if q_BSHE.dtype not in HALF_DTYPES:
-        raise ConfigError(
-            f"{KEY}=turbo has bf16 and fp16 kernels only and the activations are {q_BSHE.dtype}; "
-            f"use precision.compute=bf16, or {KEY}=sdpa"
-        )
+    require_half(KEY, "turbo", q_BSHE.dtype)
+    require_package(KEY, "turbo")
+    from primus_turbo.pytorch.ops import flash_attn_func  # type: ignore[import-not-found]
+
     return flash_attn_func(
         *(_in_bshd_memory(x) for x in (q_BSHE, k_BSGE, v_BSGV)),
         dropout_p=0.0,
@@ -232,12 +215,9 @@ def _te_module(H: int, G: int, E: int, V: int, scale: float, deterministic: bool
 
     ``deterministic`` is part of the key only: the module reads torch's switch when it is built.
     """
-    try:
-        from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
-    except ModuleNotFoundError as error:
-        if error.name != PACKAGES[AttentionBackend.te]:
-            raise
-        raise _missing_package(AttentionBackend.te) from error
+    require_package(KEY, "te")
+    from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
+
     return DotProductAttention(
         num_attention_heads=H,
         kv_channels=E if E == V else (E, V),

@@ -19,8 +19,9 @@ from torch import Tensor
 def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply each group of rows by its own matrix: ``y[r] = w[e(r)] @ x[r]``.
 
-    ``ends_E`` (int32) holds the end row of each group. -> y_RN in the dtype of x. No device sync for
-    bf16 on a GPU; other dtypes there read the offsets on the host. Differentiable in x and w.
+    ``ends_E`` (int32) holds the end row of each group. -> y_RN in the dtype of x. No device sync for bf16 on
+    NVIDIA GPUs of compute capability 9 and 10; elsewhere the ends are read on the host. Differentiable in x
+    and w.
     """
     return torch.ops.graphmoe.grouped_mm(x_RK, w_ENK, ends_E)
 

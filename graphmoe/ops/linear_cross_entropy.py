@@ -18,7 +18,8 @@ LOGITS_BYTES = 1_160_000_000
 ROWS_MULTIPLE = 128
 
 
-def linear_cross_entropy(
+@torch.library.custom_op("graphmoe::linear_cross_entropy", mutates_args=())
+def _forward(
     h_TD: Tensor,
     w_VD: Tensor,
     labels_T: Tensor,
@@ -41,22 +42,6 @@ def linear_cross_entropy(
 
     Logits are in the dtype of h, from fp32 sums; softmax and losses are fp32, so are the sums of dw.
     """
-    return torch.ops.graphmoe.linear_cross_entropy(
-        h_TD, w_VD, labels_T, ignore_index, z_loss_coef, seq_len, label_shift, needs_grad
-    )
-
-
-@torch.library.custom_op("graphmoe::linear_cross_entropy", mutates_args=())
-def _forward(
-    h_TD: Tensor,
-    w_VD: Tensor,
-    labels_T: Tensor,
-    ignore_index: int,
-    z_loss_coef: float,
-    seq_len: int,
-    label_shift: int,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert h_TD.dtype == w_VD.dtype, (h_TD.dtype, w_VD.dtype)
     assert label_shift == 0 or labels_T.shape[0] % seq_len == 0, (labels_T.shape, seq_len)
     rows = rows_per_chunk(h_TD.shape[0], w_VD.shape[0], h_TD.element_size())
@@ -70,16 +55,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    h_TD: Tensor,
-    w_VD: Tensor,
-    labels_T: Tensor,
-    ignore_index: int,
-    z_loss_coef: float,
-    seq_len: int,
-    label_shift: int,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(h_TD: Tensor, w_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    needs_grad = rest[-1]
     total, cross_entropy, z_sum = (h_TD.new_empty((), dtype=torch.float32) for _ in range(3))
     count = h_TD.new_empty((), dtype=torch.int64)
     dh_TD = h_TD.new_empty(h_TD.shape if needs_grad else 0)

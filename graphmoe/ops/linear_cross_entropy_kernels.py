@@ -14,7 +14,7 @@ that it starts with what is still in the cache.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import logging
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from graphmoe.ops.threads import num_warps
 
+log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float32)
 THREADS, BLOCK, STAGES = 512, 8192, 3
 """Threads of a program, logits that it holds at a time, and blocks that it has asked for."""
@@ -118,12 +119,15 @@ def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> 
 
 @functools.cache
 def _has_fp32_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch adds bf16 products to an fp32 matrix; ROCm builds may refuse."""
+    """Whether this build of PyTorch adds bf16 products to an fp32 matrix. Where not (ROCm), it is logged."""
     a, total = (torch.zeros(16, 16, dtype=d, device=device_type) for d in (dtype, torch.float32))
     try:
         torch.mm(a, a, out_dtype=torch.float32, out=total)
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except RuntimeError:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        log.warning("the head's weight gradient is rounded to %s once for each chunk: %s", dtype, error)
         return False
     return True
 
@@ -218,42 +222,3 @@ def _total_kernel(rows, total, cross_entropy, z_sum, count, T, z_loss_coef, BLOC
     tl.store(z_sum, square_sum)
     tl.store(total, loss_sum + z_loss_coef * square_sum)
     tl.store(count, tl.sum(kept, 0))
-
-
-def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """Representative cases for compilation without a GPU."""
-    outputs = dict.fromkeys(("rows", "total", "cross_entropy", "z_sum"), "*fp32:16")
-    cases: list[dict[str, Any]] = [
-        {
-            "kernel": _total_kernel,
-            "signature": {**outputs, "count": "*i64:16", "T": "i32:16", "z_loss_coef": "fp32"},
-            "constexprs": {"BLOCK": TOTAL_BLOCK},
-        }
-    ]
-    integers = {
-        **dict.fromkeys(("start", "V", "stride", "T", "seq_len"), "i32:16"),
-        **dict.fromkeys(("ignore_index", "label_shift"), "i32"),
-    }
-    pointers = {"rows": "*fp32:16", "labels": "*i64:16"}
-    vendors = {64: ("gfx942", "gfx950"), 32: ("sm_90", "sm_100")}  # by the threads of a warp
-    for dtype, group, gradient in (("bf16", 8, True), ("bf16", 8, False), ("fp32", 4, True)):
-        sizes = {"BLOCK": BLOCK, "GROUP": group, "STAGES": STAGES}
-        for warp, targets in vendors.items():
-            cases.append(
-                {
-                    "name": f"{dtype}{', gradient' if gradient else ''}, warps of {warp}",
-                    "kernel": _rows_kernel,
-                    "signature": {"logits": f"*{dtype}:16", **pointers, **integers, "z_loss_coef": "fp32"},
-                    "constexprs": {"WITH_GRADIENT": gradient, **sizes},
-                    "num_warps": THREADS // warp,
-                    "only": targets,
-                }
-            )
-    ones = dict.fromkeys(("V", "T", "seq_len", "label_shift"), 1)  # Triton makes constants of them
-    for case in cases[1:3]:
-        rest = {name: kind for name, kind in case["signature"].items() if name not in ones}
-        constexprs = {**case["constexprs"], **ones, "BLOCK": 256}
-        cases.append(
-            {**case, "name": "sizes of 1", "signature": rest, "constexprs": constexprs, "num_warps": 1}
-        )
-    return cases

@@ -128,11 +128,11 @@ def _unpermute_op(
     y_RD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
 ) -> Tensor:
     """Sum over k, in order, of weight[t, k] * y[row[t, k]] -> [T, D] in the dtype of y, added in fp32."""
-    if _has_kernel(y_RD):
+    if has_kernel(y_RD):
         from graphmoe.ops import permute_kernels
 
         return permute_kernels.sum_rows(y_RD, row_TK, weight_TK)
-    sum_TD = y_RD.new_zeros(len(row_TK), y_RD.shape[1], dtype=_accumulator(y_RD))
+    sum_TD = y_RD.new_zeros(len(row_TK), y_RD.shape[1], dtype=accumulator(y_RD))
     for k, row_T in enumerate(row_TK.unbind(1)):
         term_TD = y_RD[row_T.clamp(min=0)].to(sum_TD.dtype)
         if weight_TK is not None:
@@ -152,11 +152,11 @@ def _unpermute_dgrad_op(
 @torch.library.custom_op("graphmoe::unpermute_weight_grad", mutates_args=())
 def _unpermute_weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
     """<dx[t], y[row[t, k]]> -> [T, K] fp32 (fp64 for fp64); 0 where a slot has no row here."""
-    if _has_kernel(y_RD) and dx_TD.dtype == y_RD.dtype:
+    if has_kernel(y_RD) and dx_TD.dtype == y_RD.dtype:
         from graphmoe.ops import permute_kernels
 
         return permute_kernels.dot_rows(dx_TD, y_RD, row_TK)
-    dx_TD = dx_TD.to(_accumulator(y_RD))
+    dx_TD = dx_TD.to(accumulator(y_RD))
     products_T = [(dx_TD * y_RD[row_T.clamp(min=0)]).sum(1) for row_T in row_TK.unbind(1)]
     return torch.stack(products_T, 1).masked_fill(row_TK < 0, 0)
 
@@ -165,7 +165,7 @@ def _rows_of_tokens(
     x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
 ) -> Tensor:
     """Each live row's token (times its weight) -> [R, D]; dead rows are NaN here, unwritten by the kernel."""
-    if _has_kernel(x_TD):
+    if has_kernel(x_TD):
         from graphmoe.ops import permute_kernels
 
         return permute_kernels.spread_rows(x_TD, row_TK, weight_TK, len(slot_R))
@@ -174,16 +174,18 @@ def _rows_of_tokens(
     slot_R = slot_R.long().clamp(0, row_TK.numel() - 1)  # anything may stand in dead rows
     y_RD = x_TD[slot_R // row_TK.shape[1]]
     if weight_TK is not None:
-        y_RD = (y_RD * weight_TK.reshape(-1, 1)[slot_R].to(_accumulator(y_RD))).to(y_RD.dtype)
+        y_RD = (y_RD * weight_TK.reshape(-1, 1)[slot_R].to(accumulator(y_RD))).to(y_RD.dtype)
     dead_R = torch.arange(len(slot_R), device=slot_R.device) >= ends_E[-1]
     return y_RD.masked_fill_(dead_R.unsqueeze(1), float("nan"))  # so that a reader of dead rows is seen
 
 
-def _has_kernel(x: Tensor) -> bool:
+def has_kernel(x: Tensor) -> bool:
+    """Whether row kernels run on it."""
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
+def accumulator(x: Tensor) -> torch.dtype:
+    """The dtype that sums of it have."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -212,7 +214,7 @@ def _(dx_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: 
 
 @_unpermute_weight_grad_op.register_fake
 def _(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    return y_RD.new_empty(row_TK.shape, dtype=_accumulator(y_RD))
+    return y_RD.new_empty(row_TK.shape, dtype=accumulator(y_RD))
 
 
 def _save_plan(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -22,6 +22,7 @@ from graphmoe.ops.threads import num_warps
 THREADS, TILE = 256, 2048
 """Threads of a program, and elements of its tile: 16 bytes of bf16 for each thread."""
 MAX_TOKENS = 256
+AT_ONCE = tl.constexpr(16)  # slots in one round; registers hold a piece of each slot's row
 DOT_TILE = 4096
 """Elements of the tile [tokens, slots, columns] of dot products: 16 fp32 sums in each thread."""
 
@@ -111,17 +112,20 @@ def _spread_kernel(
     at = x_TD + token.to(tl.int64)[:, None] * columns + column[None, :]
     x = tl.load(at, is_token[:, None] & is_column[None, :], other=0.0)
     slot = token.to(tl.int64) * K
-    rows, weights = (), ()
-    for k in tl.static_range(K):  # all of them before the first store, which no load may overtake
-        rows = rows + (tl.load(row_TK + slot + k, is_token, other=-1).to(tl.int64),)
-        if weight_TK is not None:
-            weights = weights + (tl.load(weight_TK + slot + k, is_token, other=0.0).to(tl.float32),)
-    for k in tl.static_range(K):
-        y = x
-        if weight_TK is not None:
-            y = (x.to(tl.float32) * weights[k][:, None]).to(x.dtype)
-        to = y_RD + rows[k][:, None] * columns + column[None, :]
-        tl.store(to, y, (rows[k] >= 0)[:, None] & is_column[None, :])
+    for first in range(0, K, AT_ONCE):
+        rows, weights = (), ()
+        for k in tl.static_range(min(K, AT_ONCE)):  # before the first store, which no load may overtake
+            is_slot = is_token & (first + k < K)
+            rows = rows + (tl.load(row_TK + slot + first + k, is_slot, other=-1).to(tl.int64),)
+            if weight_TK is not None:
+                weight = tl.load(weight_TK + slot + first + k, is_slot, other=0.0)
+                weights = weights + (weight.to(tl.float32),)
+        for k in tl.static_range(len(rows)):
+            y = x
+            if weight_TK is not None:
+                y = (x.to(tl.float32) * weights[k][:, None]).to(x.dtype)
+            to = y_RD + rows[k][:, None] * columns + column[None, :]
+            tl.store(to, y, (rows[k] >= 0)[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -138,18 +142,21 @@ def _sum_kernel(
 ):
     token, column, is_token, is_column = _tile(tokens, columns, TOKENS, COLUMNS)
     slot = token.to(tl.int64) * K
-    rows, terms = (), ()
-    for k in tl.static_range(K):
-        rows = rows + (tl.load(row_TK + slot + k, is_token, other=-1).to(tl.int64),)
-    for k in tl.static_range(K):  # all loads are under way before the first addition waits
-        at = y_RD + rows[k][:, None] * columns + column[None, :]
-        terms = terms + (tl.load(at, (rows[k] >= 0)[:, None] & is_column[None, :], other=0.0),)
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for k in tl.static_range(K):
-        term = terms[k].to(tl.float32)
-        if weight_TK is not None:
-            term *= tl.load(weight_TK + slot + k, is_token, other=0.0).to(tl.float32)[:, None]
-        total += term
+    for first in range(0, K, AT_ONCE):
+        rows, terms = (), ()
+        for k in tl.static_range(min(K, AT_ONCE)):
+            is_slot = is_token & (first + k < K)
+            rows = rows + (tl.load(row_TK + slot + first + k, is_slot, other=-1).to(tl.int64),)
+        for k in tl.static_range(len(rows)):  # all loads are under way before the first addition waits
+            at = y_RD + rows[k][:, None] * columns + column[None, :]
+            terms = terms + (tl.load(at, (rows[k] >= 0)[:, None] & is_column[None, :], other=0.0),)
+        for k in tl.static_range(len(rows)):
+            term = terms[k].to(tl.float32)
+            if weight_TK is not None:
+                is_slot = is_token & (first + k < K)
+                term *= tl.load(weight_TK + slot + first + k, is_slot, other=0.0).to(tl.float32)[:, None]
+            total += term
     to = x_TD + token.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(to, total.to(x_TD.dtype.element_ty), is_token[:, None] & is_column[None, :])
 
@@ -180,28 +187,3 @@ def _dot_kernel(
         dx = tl.load(dx_at + column, is_value, other=0.0).to(tl.float32)
         total += dx * tl.load(y_at + column, is_value, other=0.0).to(tl.float32)
     tl.store(dot_TK + token * K + k, tl.sum(total, 1), is_slot)
-
-
-def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """Rows of bf16 for 6 and 16 slots, and weights (rows of one column), which tests compile with no GPU."""
-    rows = {"row_TK": "*i32:16", "tokens": "i32"}
-    cases: list[dict[str, Any]] = []
-    for name, kernel in (("spread", _spread_kernel), ("sum", _sum_kernel)):
-        wide = {"x_TD": "*bf16:16", "y_RD": "*bf16:16", "columns": "i32:16", **rows}
-        single = {"x_TD": "*fp32:16", "y_RD": "*fp32:16", **rows}
-        tile, column = {"TOKENS": 1, "COLUMNS": TILE}, {"TOKENS": MAX_TOKENS, "COLUMNS": 1, "columns": 1}
-        shapes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-            ("6", wide, {"K": 6, "weight_TK": None, **tile}),
-            ("16 weighted", wide | {"weight_TK": "*fp32:16"}, {"K": 16, **tile}),
-            ("weights", single, {"K": 1, "weight_TK": None, **column}),
-        ]
-        cases += [
-            {"name": f"{name} {n}", "kernel": kernel, "signature": s, "constexprs": c, "threads": THREADS}
-            for n, s, c in shapes
-        ]
-    dot = {"dx_TD": "*bf16:16", "y_RD": "*bf16:16", "dot_TK": "*fp32:16", "columns": "i32:16", **rows}
-    tile = {"K": 6, "SLOTS": 8, "TOKENS": 1, "COLUMNS": 512}
-    return [
-        *cases,
-        {"name": "dot 6", "kernel": _dot_kernel, "signature": dot, "constexprs": tile, "threads": THREADS},
-    ]

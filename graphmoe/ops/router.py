@@ -11,6 +11,9 @@ from torch import Tensor
 
 from graphmoe.config import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 
+LOG_FLOOR = 1e-30
+"""Smallest share whose logarithm the entropy takes."""
+
 
 def scores_of(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
     """Softmax or sigmoid of the logits -> fp32 [T, E]."""
@@ -32,13 +35,8 @@ def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
 
 def slot_weights(config: ModelConfig, logits_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Weight of each chosen expert: gathered, renormalised and scaled -> fp32 [T, K]."""
-    if config.softmax_after_topk:
-        weight_TK = logits_TE.float().gather(1, expert_TK.long()).softmax(dim=-1)
-    else:
-        weight_TK = scores_TE.gather(1, expert_TK.long())
-        if config.renormalise:
-            weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
-    return weight_TK * config.routed_scale
+    how = (config.renormalise, config.softmax_after_topk, config.routed_scale)
+    return weights_of(logits_TE, scores_TE, expert_TK, *how)
 
 
 def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
@@ -85,7 +83,25 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 def entropy(scores_TE: Tensor) -> Tensor:
     """Mean entropy in nats of the normalised scores -> fp32 scalar."""
     share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
-    return -(share_TE * share_TE.clamp_min(1e-30).log()).sum(dim=-1).mean()
+    return -(share_TE * share_TE.clamp_min(LOG_FLOOR).log()).sum(dim=-1).mean()
+
+
+def weights_of(
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    expert_TK: Tensor,
+    renormalise: bool,
+    softmax_after_topk: bool,
+    scale: float,
+) -> Tensor:
+    """`slot_weights` without a configuration."""
+    if softmax_after_topk:
+        weight_TK = logits_TE.float().gather(1, expert_TK.long()).softmax(dim=-1)
+    else:
+        weight_TK = scores_TE.gather(1, expert_TK.long())
+        if renormalise:
+            weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weight_TK * scale
 
 
 def _keep_best_groups(config: ModelConfig, choice_TE: Tensor) -> Tensor:

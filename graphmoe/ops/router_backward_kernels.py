@@ -9,8 +9,6 @@ and WIDTH columns, the experts padded to a power of two.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -121,32 +119,3 @@ def _backward_kernel(
     if dz_sum is not None:
         dx += tl.load(dz_sum) * 2 * lse[:, None] * softmax
     tl.store(dlogits + token[:, None] * E + column, dx, mask=mask)
-
-
-def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """Representative cases for compilation without a GPU."""
-    floats = ("dweight", "dshare_sum", "dz_sum", "dentropy_sum", "logits", "dlogits")
-    signature = {
-        **dict.fromkeys(floats, "*fp32:16"),
-        "expert": "*i32:16",
-        **dict.fromkeys(("T", "S"), "i32:16"),
-        "scale": "fp32",
-    }
-    cases: list[dict[str, Any]] = []
-    for E, K, sigmoid, after in ((64, 6, False, False), (60, 4, False, True), (512, 16, True, False)):
-        width = triton.next_power_of_2(E)
-        sizes = {"E": E, "K": K, "WIDTH": width, "TOKENS": tokens_of_block(width, 4096)}
-        switches = {"SIGMOID": sigmoid, "RENORMALISE": sigmoid, "AFTER_TOPK": after}
-        cases.append(
-            {
-                "name": f"{E} experts",
-                "kernel": _backward_kernel,
-                "signature": signature,
-                "constexprs": {**sizes, **switches},
-            }
-        )
-    ones = {"T": 1, "S": 1}  # Triton makes a constant of an argument that is 1
-    rest = {name: kind for name, kind in signature.items() if name not in ones}
-    constexprs = {**cases[0]["constexprs"], **ones}
-    cases.append({**cases[0], "name": "one token", "signature": rest, "constexprs": constexprs})
-    return cases

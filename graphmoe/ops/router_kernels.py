@@ -10,8 +10,6 @@ groups, and the experts of each).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +43,7 @@ def forward(
     softmax_after_topk: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `router_op.router` returns."""
+    """What ``graphmoe::router`` returns."""
     (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
     weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=device)
@@ -322,55 +320,3 @@ def _sum_kernel(
         total = _sum_rows(partial, 0, all_programs, 2 * E + column, 2 * E + 2, ROWS)
         tl.store(z_sum + column, total, mask=column == 0)
         tl.store(entropy_sum + column - 1, total, mask=column == 1)
-
-
-def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """Representative cases for compilation without a GPU."""
-    f32, i32 = "*fp32:16", "*i32:16"
-    signature = {
-        **dict.fromkeys(("logits", "bias", "weight", "partial"), f32),
-        **dict.fromkeys(("S", "programs"), "i32:16"),
-        "expert": i32,
-        "steps": "i32",
-        "scale": "fp32",
-    }
-    cases: list[dict[str, Any]] = []
-    for E, K, sigmoid, groups, limit, best in (
-        (64, 6, False, 1, 1, 1),
-        (256, 8, True, 8, 4, 2),
-        (160, 6, False, 8, 3, 1),
-        (512, 16, True, 1, 1, 1),
-    ):
-        sizes = (triton.next_power_of_2(groups), triton.next_power_of_2(E // groups))
-        experts = {"E": E, "K": K, "SLOTS": triton.next_power_of_2(K)}
-        switches = {"SIGMOID": sigmoid, "RENORMALISE": sigmoid, "AFTER_TOPK": False, "chosen": None}
-        limits = {"GROUPS": groups, "TOPK_GROUPS": limit, "GROUP_TOP": best}
-        padded = {"PADDED_GROUPS": sizes[0], "PADDED_SIZE": sizes[1]}
-        tokens = tokens_of_block(sizes[0] * sizes[1], 4096)
-        cases.append(
-            {
-                "name": f"{E} experts, {groups} groups",
-                "kernel": _forward_kernel,
-                "signature": signature,
-                "constexprs": {**experts, **switches, **limits, **padded, "TOKENS": tokens},
-            }
-        )
-    after = {**cases[0]["constexprs"], "AFTER_TOPK": True, "bias": None}
-    unbiased = {name: kind for name, kind in signature.items() if name != "bias"}
-    cases.append({**cases[0], "name": "after top-k", "signature": unbiased, "constexprs": after})
-    given = {name: value for name, value in cases[0]["constexprs"].items() if name != "chosen"}
-    with_chosen = {**signature, "chosen": i32}
-    cases.append({**cases[0], "name": "given", "signature": with_chosen, "constexprs": given})
-    ones = dict.fromkeys(("S", "programs", "steps"), 1)  # Triton makes a constant of an argument that is 1
-    rest = {name: kind for name, kind in cases[0]["signature"].items() if name not in ones}
-    constexprs = {**cases[0]["constexprs"], **ones}
-    cases.append({**cases[0], "name": "one token", "signature": rest, "constexprs": constexprs})
-    outputs = dict.fromkeys(("partial", "counts", "share", "z_sum", "entropy_sum"), f32)
-    cases.append(
-        {
-            "kernel": _sum_kernel,
-            "signature": {**outputs, **dict.fromkeys(("programs", "all_programs"), "i32:16")},
-            "constexprs": {"E": 64, "ROWS": SUMMED_ROWS, "COLUMNS": SUMMED_COLUMNS},
-        }
-    )
-    return cases

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config import ScoreFunction
 from graphmoe.ops import router as plain
 
-LOG_FLOOR = 1e-30
-"""Smallest share whose logarithm the entropy takes, as in `plain.entropy`."""
 
-
-def router(
+@torch.library.custom_op("graphmoe::router", mutates_args=())
+def _forward(
     logits_TE: Tensor,
     bias_E: Tensor | None,
     chosen_TK: Tensor | None,
@@ -47,62 +46,20 @@ def router(
     over each sequence. ``z_sum``: squared logsumexp, ``entropy_sum``: entropy in nats of the normalised
     scores, both summed over all tokens. Differentiable in the logits, but for experts and counts.
     """
-    return torch.ops.graphmoe.router(
-        logits_TE,
-        bias_E,
-        chosen_TK,
-        num_sequences,
-        top_k,
-        score,
-        num_groups,
-        topk_groups,
-        group_top,
-        renormalise,
-        softmax_after_topk,
-        scale,
-    )
-
-
-@torch.library.custom_op("graphmoe::router", mutates_args=())
-def _forward(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    chosen_TK: Tensor | None,
-    num_sequences: int,
-    top_k: int,
-    score: str,
-    num_groups: int,
-    topk_groups: int,
-    group_top: int,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert logits_TE.dtype == torch.float32, logits_TE.dtype
+    weighting = (renormalise, softmax_after_topk, scale)
     if logits_TE.is_cuda:
         from graphmoe.ops import router_kernels
 
-        return router_kernels.forward(
-            logits_TE,
-            bias_E,
-            chosen_TK,
-            num_sequences,
-            top_k,
-            score,
-            num_groups,
-            topk_groups,
-            group_top,
-            renormalise,
-            softmax_after_topk,
-            scale,
-        )
-    scores_TE = _scores(logits_TE, score)
+        sizes = (num_sequences, top_k, score, num_groups, topk_groups, group_top)
+        return router_kernels.forward(logits_TE, bias_E, chosen_TK, *sizes, *weighting)
+    scores_TE = plain.scores_of(logits_TE, ScoreFunction(score))
     if chosen_TK is None:
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         expert_TK = choose(choice_TE, top_k, num_groups, topk_groups, group_top)
     else:
         expert_TK = chosen_TK.to(torch.int32, copy=True).contiguous()
-    weight_TK = _weights(logits_TE, scores_TE, expert_TK, renormalise, softmax_after_topk, scale)
+    weight_TK = plain.weights_of(logits_TE, scores_TE, expert_TK, *weighting)
     counts_BE = plain.count_per_sequence(expert_TK, num_sequences, logits_TE.shape[1])
     return weight_TK, expert_TK, counts_BE, *_sums(logits_TE, scores_TE, num_sequences)
 
@@ -124,20 +81,11 @@ def _backward_op(
     if logits_TE.is_cuda:
         from graphmoe.ops import router_backward_kernels
 
+        settings = (num_sequences, score, renormalise, softmax_after_topk, scale)
         return router_backward_kernels.backward(
-            dweight_TK,
-            dshare_sum_BE,
-            dz_sum,
-            dentropy_sum,
-            logits_TE,
-            expert_TK,
-            num_sequences,
-            score,
-            renormalise,
-            softmax_after_topk,
-            scale,
+            dweight_TK, dshare_sum_BE, dz_sum, dentropy_sum, logits_TE, expert_TK, *settings
         )
-    scores_TE = _scores(logits_TE, score)
+    scores_TE = plain.scores_of(logits_TE, ScoreFunction(score))
     dscores_TE, dlogits_TE = torch.zeros_like(scores_TE), torch.zeros_like(scores_TE)
     if dweight_TK is not None:
         from_TE, into_TE = (logits_TE, dlogits_TE) if softmax_after_topk else (scores_TE, dscores_TE)
@@ -151,7 +99,7 @@ def _backward_op(
         dshare_TE += dshare_sum_BE.repeat_interleave(len(logits_TE) // num_sequences, dim=0)
     if dentropy_sum is not None:
         # Without the 1 of (s log s)': a term that all shares have in common drops out below.
-        dshare_TE -= dentropy_sum * share_TE.clamp_min(LOG_FLOOR).log()
+        dshare_TE -= dentropy_sum * share_TE.clamp_min(plain.LOG_FLOOR).log()
     dscores_TE += (dshare_TE - (dshare_TE * share_TE).sum(dim=-1, keepdim=True)) / norm_T1
     if score == "sigmoid":
         dlogits_TE += dscores_TE * scores_TE * (1 - scores_TE)
@@ -163,20 +111,7 @@ def _backward_op(
 
 
 @_forward.register_fake
-def _(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    chosen_TK: Tensor | None,
-    num_sequences: int,
-    top_k: int,
-    score: str,
-    num_groups: int,
-    topk_groups: int,
-    group_top: int,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(logits_TE: Tensor, bias_E: Any, chosen_TK: Any, num_sequences: int, top_k: int, *_: Any) -> Any:
     T, E = logits_TE.shape
     f32, i32 = torch.float32, torch.int32
     return (
@@ -190,19 +125,8 @@ def _(
 
 
 @_backward_op.register_fake
-def _(
-    dweight_TK: Tensor | None,
-    dshare_sum_BE: Tensor | None,
-    dz_sum: Tensor | None,
-    dentropy_sum: Tensor | None,
-    logits_TE: Tensor,
-    expert_TK: Tensor,
-    num_sequences: int,
-    score: str,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-) -> Tensor:
+def _(*arguments: Any) -> Tensor:
+    logits_TE = arguments[4]
     return logits_TE.new_empty(logits_TE.shape)
 
 
@@ -234,27 +158,6 @@ def choose(choice_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, gro
     return plain.top_indices(choice_TE, top_k).int().contiguous()
 
 
-def _scores(logits_TE: Tensor, score: str) -> Tensor:
-    return logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(dim=-1)
-
-
-def _weights(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    expert_TK: Tensor,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-) -> Tensor:
-    if softmax_after_topk:
-        weight_TK = logits_TE.gather(1, expert_TK.long()).softmax(dim=-1)
-    else:
-        weight_TK = scores_TE.gather(1, expert_TK.long())
-        if renormalise:
-            weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
-    return weight_TK * scale
-
-
 def _value_gradient(
     dweight_TK: Tensor, value_TK: Tensor, renormalise: bool, softmax_after_topk: bool
 ) -> Tensor:
@@ -273,5 +176,5 @@ def _sums(logits_TE: Tensor, scores_TE: Tensor, num_sequences: int) -> tuple[Ten
     share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
     share_sum_BE = share_TE.view(num_sequences, -1, scores_TE.shape[1]).sum(dim=1)
     z_sum = logits_TE.logsumexp(dim=-1).square().sum()
-    entropy_sum = -(share_TE * share_TE.clamp_min(LOG_FLOOR).log()).sum()
+    entropy_sum = -(share_TE * share_TE.clamp_min(plain.LOG_FLOOR).log()).sum()
     return share_sum_BE, z_sum, entropy_sum

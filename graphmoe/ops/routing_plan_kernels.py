@@ -14,8 +14,6 @@ expert, and the last for slots that are not routed here. Only integers are added
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -143,40 +141,3 @@ def _rank_kernel(
     row = first + before + rank
     tl.store(row_N + slot, tl.where(dead == 1, -1, row), inside)
     tl.store(slot_N + row, slot, inside)
-
-
-def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """64 experts and 512, which tests compile with no GPU."""
-    cases: list[dict[str, Any]] = [
-        {
-            "kernel": _offset_kernel,
-            "signature": {
-                "counts_CB": "*i32:16",
-                "counts_E": "*i32:16",
-                "chunks": "i32",
-                "num_experts": "i32:16",
-            },
-            "constexprs": {"ROWS": SCAN_CHUNKS, "COLUMNS": SCAN_BUCKETS},
-            "threads": THREADS,
-        }
-    ]
-    numbers = {"slots": "i32", "num_experts": "i32:16"}
-    for buckets in (128, 1024):
-        constexprs = {"BLOCK": BLOCK, "BUCKETS": buckets}
-        cases += [
-            {
-                "name": f"count {buckets}",
-                "kernel": _count_kernel,
-                "signature": {"expert_N": "*i32:16", "counts_CB": "*i32:16", **numbers},
-                "constexprs": constexprs,
-                "threads": THREADS,
-            },
-            {
-                "name": f"rank {buckets}",
-                "kernel": _rank_kernel,
-                "signature": dict.fromkeys(_rank_kernel.arg_names[:6], "*i32:16") | numbers,
-                "constexprs": constexprs | {"STEP": STEP},
-                "threads": THREADS,
-            },
-        ]
-    return cases

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.ops.permute import accumulator, has_kernel
+
 
 @torch.library.custom_op("graphmoe::swiglu", mutates_args=())
 def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
@@ -20,11 +22,11 @@ def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
 
     ``weight_R`` is [R] or [R, 1], or None for all ones.
     """
-    if _has_kernel(h_RH):
+    if has_kernel(h_RH):
         from graphmoe.ops import swiglu_kernels
 
         return swiglu_kernels.forward(h_RH, weight_R, ends_E)
-    gate_RF, up_RF = h_RH.to(_accumulator(h_RH)).chunk(2, dim=-1)
+    gate_RF, up_RF = h_RH.to(accumulator(h_RH)).chunk(2, dim=-1)
     a_RF = gate_RF * gate_RF.sigmoid() * up_RF
     if weight_R is not None:
         a_RF = a_RF * weight_R.reshape(-1, 1)
@@ -34,11 +36,11 @@ def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
 @torch.library.custom_op("graphmoe::swiglu_backward", mutates_args=())
 def _gradients(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     """dh [R, H] in the dtype of h, and dweight in the shape and dtype of the weight (else [0] fp32)."""
-    if _has_kernel(h_RH) and da_RF.dtype == h_RH.dtype:
+    if has_kernel(h_RH) and da_RF.dtype == h_RH.dtype:
         from graphmoe.ops import swiglu_kernels
 
         return swiglu_kernels.backward(da_RF, h_RH, weight_R, ends_E)
-    gate_RF, up_RF = h_RH.to(_accumulator(h_RH)).chunk(2, dim=-1)
+    gate_RF, up_RF = h_RH.to(accumulator(h_RH)).chunk(2, dim=-1)
     da_RF = da_RF.to(gate_RF.dtype)
     sigmoid_RF = gate_RF.sigmoid()
     silu_RF = gate_RF * sigmoid_RF
@@ -76,11 +78,3 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 def _no_weight_grad(h_RH: Tensor) -> Tensor:
     return h_RH.new_empty(0, dtype=torch.float32)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -9,8 +9,6 @@ rows; programs of dead rows read the live count and end.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -142,15 +140,3 @@ def _backward_kernel(
             tl.store(dh_RH + wide_at + width + column, (da * silu).to(dtype), inside)
         if weight_R is not None:
             tl.store(dweight_R + row, tl.sum(dweight, 1).to(dweight_R.dtype.element_ty), is_row)
-
-
-def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """bf16 rows whose width is a multiple of 16, which tests compile with no GPU."""
-    numbers = {"ends_E": "*i32:16", "experts": "i32:16", "rows": "i32", "width": "i32:16"}
-    rows = {"h_RH": "*bf16:16", "weight_R": "*fp32:16", **numbers}
-    common = {"constexprs": {"ROWS": TILE // WIDTH, "COLUMNS": WIDTH}, "threads": THREADS}
-    gradients = {"da_RF": "*bf16:16", "dh_RH": "*bf16:16", "dweight_R": "*fp32:16"}
-    return [
-        {"kernel": _forward_kernel, "signature": rows | {"a_RF": "*bf16:16"}, **common},
-        {"kernel": _backward_kernel, "signature": rows | gradients, **common},
-    ]

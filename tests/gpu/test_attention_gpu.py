@@ -9,14 +9,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from graphmoe.config import AttentionBackend
-from graphmoe.ops.attention import PACKAGES, causal_attention, choose_backend, is_installed
-from tests.ops.attention_fakes import reference_attention
+from graphmoe.ops.attention import causal_attention, choose_backend
+from graphmoe.ops.vendors import PACKAGES, is_installed
+from tests.ops import attention_cases as cases
+from tests.ops.attention_cases import assert_matches_reference, forward_and_gradients, reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 IS_ROCM = torch.version.hip is not None
 needs_cuda = pytest.mark.skipif(IS_ROCM, reason="names NVIDIA kernels")
 MLA = (2, 512, 4, 4, 192, 128)
@@ -35,24 +33,11 @@ SHAPES = {  # name: (B, S, H, G, E, V)
     "heads too large for flash": (1, 64, 2, 1, 320, 320),
 }
 SCALE = 0.1
-
-
-def make_inputs(shape, dtype=torch.bfloat16):
-    """Return q, k, v that require gradients, and the gradient of the output."""
-    B, S, H, G, E, V = shape
-    generator = torch.Generator("cuda").manual_seed(0)
-    sizes = ((B, S, H, E), (B, S, G, E), (B, S, G, V), (B, S, H, V))
-    q, k, v, grad = (torch.randn(size, generator=generator, device="cuda").to(dtype) for size in sizes)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
+make_inputs = functools.partial(cases.make_inputs, device="cuda")
 
 
 def runner(backend):
     return functools.partial(causal_attention, scale=SCALE, backend=backend)
-
-
-def forward_and_gradients(run, qkv, grad):
-    out = run(*qkv)
-    return [out, *torch.autograd.grad(out, qkv, grad)]
 
 
 def kernels_of(run, qkv, grad):
@@ -66,27 +51,14 @@ def kernels_of(run, qkv, grad):
     return " ".join(sorted(names)).lower()
 
 
-def assert_matches_reference(backend, shape, dtype):
-    *qkv, grad = make_inputs(shape, dtype)
-    out, *gradients = forward_and_gradients(runner(backend), qkv, grad)
-    exact = [x.detach().double().requires_grad_() for x in qkv]
-    expected, *expected_gradients = forward_and_gradients(
-        functools.partial(reference_attention, scale=SCALE), exact, grad.double()
-    )
-    assert out.dtype == dtype
-    assert_forward_close(out, expected)
-    for actual, wanted in zip(gradients, expected_gradients, strict=True):
-        assert actual.dtype == dtype
-        assert_gradient_close(actual, wanted, terms=float(grad.norm()))  # one token: dq = dk = 0
-
-
 @pytest.mark.parametrize("backend", [b for b in AttentionBackend if b is not AttentionBackend.auto])
 def test_every_backend_matches_the_fp64_reference_at_mla_heads(backend):
-    if backend in PACKAGES and not is_installed(PACKAGES[backend]):
-        pytest.skip(f"{PACKAGES[backend]} is not installed")
+    package = PACKAGES.get(backend.value)
+    if package and not is_installed(package):
+        pytest.skip(f"{package} is not installed")
     if backend is AttentionBackend.turbo and not IS_ROCM:
         pytest.skip("Primus-Turbo needs ROCm")
-    assert_matches_reference(backend, MLA, torch.bfloat16)
+    assert_matches_reference(runner(backend), MLA, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -98,7 +70,7 @@ def test_torch_backends_run_any_shape_and_dtype(backend, shape, dtype):
     chosen = choose_backend(
         backend, device_type="cuda", is_rocm=IS_ROCM, head_dim=shape[-2], v_head_dim=shape[-1]
     )
-    assert_matches_reference(chosen, shape, dtype)
+    assert_matches_reference(runner(chosen), shape, dtype, "cuda")
 
 
 @needs_cuda

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from graphmoe.ops import linear_cross_entropy as module
-from graphmoe.ops.linear_cross_entropy import linear_cross_entropy
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
 from tests.ops.loss_cases import (
     CASES,
@@ -23,10 +22,7 @@ from tests.ops.loss_cases import (
 )
 from tests.tolerances import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+ops = torch.ops.graphmoe
 DTYPES = (torch.float32, torch.bfloat16)
 MIB = 1 << 20
 
@@ -39,7 +35,7 @@ def by_kernels(*args):
 
 def mean_loss_and_gradients(h, w, labels, settings, needs_grad=True):
     """Mean loss, sums and gradients as a trainer takes them."""
-    outputs = linear_cross_entropy(h, w, labels, *settings, needs_grad)
+    outputs = ops.linear_cross_entropy(h, w, labels, *settings, needs_grad)
     if not needs_grad:
         return outputs[:4]
     return *outputs[:4], *torch.autograd.grad(outputs[0] / outputs[3].clamp_min(1), (h, w))
@@ -100,7 +96,7 @@ def test_chunks_do_not_cost_the_weight_gradient_its_fp32_sums():
 def test_an_impossible_label_makes_the_loss_nan(label):
     h, w, labels = leaves(Case(6, 50, ignored="none"))
     labels[3] = label
-    total, _, z_sum, *_ = linear_cross_entropy(h, w, labels, IGNORED, 0.0, 6, 0, True)
+    total, _, z_sum, *_ = ops.linear_cross_entropy(h, w, labels, IGNORED, 0.0, 6, 0, True)
     assert bool(total.isnan()) and bool(z_sum.isfinite())
 
 
@@ -110,11 +106,11 @@ def test_the_peak_of_memory_is_one_buffer_of_logits_above_the_results(needs_grad
     buffer = 64 * MIB
     monkeypatch.setattr(module, "LOGITS_BYTES", buffer)
     h, w, labels = leaves(case)
-    linear_cross_entropy(h, w, labels, *case.settings(), needs_grad)  # the library's own workspace
+    ops.linear_cross_entropy(h, w, labels, *case.settings(), needs_grad)  # the library's own workspace
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    outputs = linear_cross_entropy(h, w, labels, *case.settings(), needs_grad)
+    outputs = ops.linear_cross_entropy(h, w, labels, *case.settings(), needs_grad)
     above = torch.cuda.max_memory_allocated() - before
     results = sum(o.numel() * o.element_size() for o in outputs)
     logits = case.T * case.V * 2

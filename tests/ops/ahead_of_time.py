@@ -1,6 +1,6 @@
 """Compiles Triton kernels for four GPUs on a machine that has none, and reports what came out.
 
-A kernel module lists a few representative cases in a plain function, which imports nothing but itself::
+A file ``compiled_*.py`` lists a few representative launches in a plain function::
 
     def ahead_of_time_cases():
         return [
@@ -17,7 +17,7 @@ out, and "options" of one vendor's compiler), and its test asserts on the facts:
 
     @pytest.mark.parametrize("target", TARGETS)
     def test_the_kernels_compile_ahead_of_time(target):
-        facts = compiled("graphmoe.ops.scale_kernels", target)
+        facts = compiled("tests.ops.compiled_scale", target)
         assert_sound(facts)                                  # no error, no spill, fits into shared memory
         assert facts["_scale_kernel"].wide_loads             # reads 16 bytes at a time
 
@@ -78,7 +78,7 @@ class Facts:
 
 
 def compiled(module: str, target: str) -> dict[str, Facts]:
-    """Facts about each case of a kernel module on one target, by the name of the case."""
+    """Facts about each case of a module on one target, by the name of the case."""
     facts = {fact.case: fact for fact in _compile_elsewhere(module) if fact.target == target}
     assert facts, f"{module} lists no case for {target}"
     return facts

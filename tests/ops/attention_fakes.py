@@ -1,4 +1,4 @@
-"""The fp64 reference of causal attention, and vendor attention with recorded signatures over it.
+"""Vendor attention with recorded signatures over the fp64 reference.
 
 A fake takes exactly the calls that the recorded signature takes, in the vendor's own layout and with
 the vendor's own defaults, and refuses dtypes, layouts and sizes that the vendor refuses.
@@ -10,28 +10,13 @@ from typing import Any
 
 import torch
 
+from tests.ops.attention_cases import reference_attention
 from tests.vendor_api import bind, recorded_signature
 
 FLASH_ATTN_FUNC = recorded_signature("primus_turbo", "primus_turbo.pytorch.ops.flash_attn_func")
 TE_CLASS = "transformer_engine.pytorch.DotProductAttention"
 TE_INIT = recorded_signature("transformer_engine", TE_CLASS, "__init__")
 TE_FORWARD = recorded_signature("transformer_engine", TE_CLASS, "forward")
-
-
-def reference_attention(
-    q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, *, scale: float, causal: bool = True
-) -> torch.Tensor:
-    """Return attention [B, S, H, V] in fp64, with the softmax written out."""
-    q, k, v = (x.double() for x in (q_BSHE, k_BSGE, v_BSGV))
-    group_of_head = torch.arange(q.shape[2], device=q.device) // (q.shape[2] // k.shape[2])
-    k, v = k[:, :, group_of_head], v[:, :, group_of_head]
-    logits_BHST = scale * torch.einsum("bshe,bthe->bhst", q, k)
-    if causal:
-        future_ST = torch.ones(logits_BHST.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        logits_BHST = logits_BHST.masked_fill(future_ST, float("-inf"))
-    weights_BHST = (logits_BHST - logits_BHST.amax(-1, keepdim=True)).exp()
-    weights_BHST = weights_BHST / weights_BHST.sum(-1, keepdim=True)
-    return torch.einsum("bhst,bthv->bshv", weights_BHST, v)
 
 
 class FakeTurbo:

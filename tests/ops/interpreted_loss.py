@@ -78,3 +78,30 @@ def test_loss_kernels_take_views_and_int32_labels():
     views = (h.t().contiguous().t(), w.t().contiguous().t(), labels.int().repeat_interleave(2)[::2])
     for actual, wanted in zip(kernels.forward(*views, *case.settings(), True, 4), expected, strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+def refuse(error):
+    def product(*args, **kwargs):
+        raise error
+
+    return product
+
+
+def test_the_loss_says_once_that_weight_gradients_are_rounded_where_fp32_products_are_refused(
+    monkeypatch, caplog
+):
+    kernels._has_fp32_products.cache_clear()
+    monkeypatch.setattr(torch, "addmm", refuse(RuntimeError("no such kernel")))
+    for _ in range(2):
+        assert_matches_fp64(kernels.forward, CASES["odd sizes, three chunks"], torch.bfloat16)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "rounded to torch.bfloat16" in record.message
+    kernels._has_fp32_products.cache_clear()
+
+
+def test_the_loss_does_not_take_a_lack_of_memory_for_a_lack_of_products(monkeypatch):
+    kernels._has_fp32_products.cache_clear()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "mm", refuse(torch.OutOfMemoryError("full")))
+        kernels._has_fp32_products("cpu", torch.bfloat16)
+    assert kernels._has_fp32_products.cache_info().currsize == 0

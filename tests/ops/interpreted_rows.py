@@ -18,8 +18,8 @@ from tests.ops.row_cases import (
     brute_force_plan,
     experts_of,
     pattern_of_experts,
+    sizes,
 )
-from tests.ops.test_permute import sizes
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTHS = {"wide": 2100, "odd": 37, "even": 64, "single": 1}

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from tests.ops.test_permute import choose
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 NAN = float("nan")
@@ -28,6 +27,7 @@ ROUTINGS = {  # name: (pattern, T, K, E)
     "one slot": ("random", 53, 1, 2),
     "16 slots of 512 experts": ("random", 35, 16, 512),
     "every expert": ("random", 31, 8, 8),
+    "slots of two rounds": ("unrouted", 11, 20, 33),
 }
 
 
@@ -48,6 +48,29 @@ def pattern_of_experts(pattern, T, K, E):
         hole_TK = torch.rand(T, K, generator=torch.Generator().manual_seed(T)) < 0.4
         return expert_TK.masked_fill(hole_TK, -3)
     return choose(pattern, T, K, E)
+
+
+def choose(pattern, T, K, E, seed=0):
+    """K distinct experts of each token -> int32 [T, K]."""
+    draw = random.Random(f"{pattern} {T} {K} {E} {seed}")
+    pool = range(max(K, E // 2)) if pattern == "half of the experts" else range(E)
+    rows = []
+    for _ in range(T):
+        if pattern == "same experts":
+            rows.append(list(range(E - K, E)))
+        elif pattern == "skewed":
+            rows.append(sorted(pool, key=lambda e: draw.random() * (e + 1))[:K])
+        else:
+            rows.append(draw.sample(pool, K))
+    return torch.tensor(rows, dtype=torch.int32).view(T, K)
+
+
+def sizes():
+    """(T, K, E): each K up to 16 and some more, experts up to 512, token counts that divide nothing."""
+    draw = random.Random(0)
+    for K in range(1, 17):
+        yield draw.choice([1, 7, 37, 61]), K, draw.randint(max(K, 2), 512)
+    yield from [(67, 16, 512), (31, 8, 8), (1, 2, 2), (53, 1, 2), (5, 3, 512), (5, 64, 100)]
 
 
 class Plan(NamedTuple):
@@ -86,6 +109,20 @@ def assert_plan_matches_brute_force(run, expert_TK, num_experts, device="cpu"):
         assert actual.dtype == torch.int32 and actual.is_contiguous(), name
         assert actual.shape == wanted.shape, (name, actual.shape, wanted.shape)
         assert torch.equal(actual.cpu(), wanted), f"{name}: {actual.cpu()} is not {wanted}"
+
+
+def spread(x_TD, plan, weight_TK):
+    if weight_TK is None:
+        return torch.ops.graphmoe.permute(x_TD, plan.slot_R, plan.row_TK, plan.ends_E)
+    return torch.ops.graphmoe.unpermute_dgrad(x_TD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
+
+
+def summed(y_RD, plan, weight_TK):
+    return torch.ops.graphmoe.unpermute(y_RD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
+
+
+def dotted(dx_TD, y_RD, plan):
+    return torch.ops.graphmoe.unpermute_weight_grad(dx_TD, y_RD, plan.row_TK)
 
 
 def values(*shape, dtype=torch.float32, device="cpu", seed=0):

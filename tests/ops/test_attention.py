@@ -12,8 +12,10 @@ from torch.nn.attention import SDPBackend
 from graphmoe.config import AttentionBackend, ConfigError
 from graphmoe.ops import attention
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
-from tests.ops.attention_fakes import FakeDotProductAttention, FakeTurbo, reference_attention
-from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
+from graphmoe.ops.vendors import INSTALL, PACKAGES, is_installed
+from tests.ops.attention_cases import assert_matches_reference, make_inputs, reference_attention
+from tests.ops.attention_fakes import FakeDotProductAttention, FakeTurbo
+from tests.tolerances import assert_forward_close, relative_error
 from tests.vendor_api import install_module
 
 SHAPES = {  # name: (B, S, H, G, E, V)
@@ -31,30 +33,6 @@ SHAPES = {  # name: (B, S, H, G, E, V)
 SCALE = 0.21  # not 1/sqrt(E) of any shape: YaRN changes it, so a backend that ignores it must fail
 TORCH_BACKENDS = (AttentionBackend.sdpa, AttentionBackend.padded_flash)
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def make_inputs(shape, dtype, seed=0):
-    """Return q, k, v that require gradients, and the gradient of the output."""
-    B, S, H, G, E, V = shape
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((B, S, H, E), (B, S, G, E), (B, S, G, V), (B, S, H, V))
-    q, k, v, grad = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
-
-
-def assert_matches_reference(run, shape, dtype):
-    """Compare the output and the gradients of q, k and v with the fp64 reference."""
-    *qkv, grad = make_inputs(shape, dtype)
-    out = run(*qkv)
-    expected = reference_attention(*qkv, scale=SCALE)
-    assert out.dtype == dtype
-    assert_forward_close(out, expected)
-    gradients = torch.autograd.grad(out, qkv, grad)
-    exact = [x.detach().double().requires_grad_() for x in qkv]
-    expected_gradients = torch.autograd.grad(reference_attention(*exact, scale=SCALE), exact, grad.double())
-    for actual, wanted in zip(gradients, expected_gradients, strict=True):
-        assert actual.dtype == dtype
-        assert_gradient_close(actual, wanted, terms=float(grad.norm()))  # one token: dq = dk = 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -183,6 +161,16 @@ def test_choose_backend_refuses_what_cannot_work_and_lists_what_can(requested, m
     assert str(error.value).endswith(f"use one of: {valid}")
 
 
+@pytest.mark.parametrize("requested", [AUTO, SDPA])
+def test_heads_too_large_for_flash_are_logged_once(requested, caplog):
+    attention._warn_of_slow_heads.cache_clear()
+    for machine, sizes in [(CPU, (320, 320)), (CUDA, (256, 256))] + 3 * [(CUDA, (320, 128))]:
+        assert choose(requested, machine, sizes) is SDPA
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "heads of 320 run slower kernels" in record.message
+    attention._warn_of_slow_heads.cache_clear()
+
+
 @pytest.mark.parametrize("requested, machine", [(TURBO, ROCM), (TE, CUDA)])
 def test_a_missing_package_is_an_error_that_names_the_install_command(requested, machine):
     with pytest.raises(ConfigError, match="model.attention_backend=.* pip install"):
@@ -190,8 +178,8 @@ def test_a_missing_package_is_an_error_that_names_the_install_command(requested,
 
 
 def test_installed_packages_are_found_without_importing_them():
-    assert attention.is_installed("torch")
-    assert not attention.is_installed("graphmoe_no_such_package")
+    assert is_installed("torch")
+    assert not is_installed("graphmoe_no_such_package")
 
 
 @pytest.fixture
@@ -241,11 +229,11 @@ def test_turbo_refuses_fp32_by_key_and_value(turbo):
         causal_attention(q, k, v, scale=SCALE, backend=TURBO)
 
 
-@pytest.mark.parametrize("backend, package", [(TURBO, "primus_turbo"), (TE, "transformer_engine")])
-def test_an_adapter_without_its_package_names_the_install_command(backend, package, monkeypatch):
-    monkeypatch.setitem(attention.PACKAGES, backend, package)
+@pytest.mark.parametrize("backend", [TURBO, TE])
+def test_an_adapter_without_its_package_names_the_install_command(backend):
     attention._te_module.cache_clear()
-    if attention.is_installed(package):
+    package = PACKAGES[backend.value]
+    if is_installed(package):
         pytest.skip(f"{package} is installed here")
     q, k, v, _ = make_inputs(SHAPES["single token"], torch.bfloat16)
     with pytest.raises(ConfigError, match=f"{package}, which is not installed; .*pip install"):
@@ -349,5 +337,5 @@ def test_a_te_module_with_a_wrong_setting_is_far_from_the_reference(change):
 
 
 def test_the_install_commands_name_the_packages_that_are_imported():
-    for backend, package in attention.PACKAGES.items():
-        assert re.search(package.replace("_", "-"), attention.INSTALL[backend])
+    for backend, package in PACKAGES.items():
+        assert re.search(package.replace("_", "-"), INSTALL[backend])

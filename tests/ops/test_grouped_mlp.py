@@ -11,7 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from graphmoe.ops.grouped_mlp import BACKENDS, backend_of, grouped_mlp
+from graphmoe.config import ModelConfig
+from graphmoe.model.moe import Experts
+from graphmoe.ops.grouped_mlp import BACKENDS, backend_of
 from tests.ops.ahead_of_time import ROOT
 from tests.ops.mlp_cases import (
     CASES,
@@ -22,7 +24,7 @@ from tests.ops.mlp_cases import (
     make_problem,
     ops_of,
 )
-from tests.ops.test_grouped_mm import SeenOps
+from tests.ops.seen_ops import SeenOps
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -47,7 +49,7 @@ def test_each_direction_matches_fp64_with_nan_in_dead_rows(case, dtype):
 def test_autograd_gives_the_gradients_of_all_four_inputs(case, dtype):
     p = make_problem(case, dtype)
     leaves = leaves_of(p)
-    y_TD = grouped_mlp(*leaves, *p.plan)
+    y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
     gradients = torch.autograd.grad(y_TD, leaves, p.dy_TD)
     for leaf, gradient in zip(leaves, gradients, strict=True):
         assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype)
@@ -58,8 +60,8 @@ def test_triton_means_torch_on_a_cpu_bitwise():
     p = make_problem("skewed, dead rows", torch.bfloat16)
     for backend in ("triton", "triton,torch,triton"):
         leaves = leaves_of(p)
-        y_TD = grouped_mlp(*leaves, *p.plan, backend)
-        expected = grouped_mlp(*leaves, *p.plan)
+        y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, backend)
+        expected, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
         assert torch.equal(y_TD, expected)
         for actual, wanted in zip(
             torch.autograd.grad(y_TD, leaves, p.dy_TD),
@@ -87,7 +89,7 @@ def test_weight_gradients_are_computed_only_where_wanted(wanted):
     p = make_problem("random", torch.float32)
     leaves = leaves_of(p, wanted)
     with SeenOps() as seen:
-        y_TD = grouped_mlp(*leaves, *p.plan)
+        y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
         assert y_TD.requires_grad == any(wanted)
         if any(wanted):
             y_TD.backward(p.dy_TD)
@@ -101,7 +103,7 @@ def test_nothing_of_row_size_is_kept_but_h():
     p = make_problem("skewed, dead rows", torch.float32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y_TD = grouped_mlp(*leaves_of(p), *p.plan)
+        y_TD, _ = ops.grouped_mlp(*leaves_of(p), *p.plan, "torch")
     given = {t.data_ptr() for t in (*p.inputs, *p.plan)}
     extra = [t for t in kept if t.data_ptr() not in given]
     assert [t.shape for t in extra] == [(len(p.plan[0]), p.w_gate_up.shape[1])]
@@ -144,7 +146,6 @@ def test_torch_accepts_the_three_ops(dtype):
     _, h, _, _, dh, a, *_ = directions_on(p, *p.inputs, p.dy_TD, *p.plan)
     for buffer in (h, dh, a):
         buffer[p.live :] = 0  # opcheck compares all elements
-    opcheck(ops.grouped_mlp.default, (*leaves_of(p), *p.plan, "torch"), test_utils="test_schema")
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(ops.grouped_mlp.default, (*leaves_of(p), *p.plan, "torch"), test_utils=utils)
     opcheck(ops.grouped_mlp_dgrad.default, (p.dy_TD, h, *p.inputs[1:], *p.plan, "torch"), test_utils=utils)
@@ -154,7 +155,7 @@ def test_torch_accepts_the_three_ops(dtype):
 @pytest.mark.slow
 def test_a_compiled_graph_without_breaks_gives_the_eager_values_and_gradients():
     def layer(x, w_gate_up, w_down, weight, *plan):
-        return torch.sin(grouped_mlp(x * 2, w_gate_up, w_down, weight, *plan))
+        return torch.sin(ops.grouped_mlp(x * 2, w_gate_up, w_down, weight, *plan, "torch")[0])
 
     p = make_problem("empty experts", torch.float32)
     eager_leaves, leaves = leaves_of(p), leaves_of(p)
@@ -169,16 +170,12 @@ def test_a_compiled_graph_without_breaks_gives_the_eager_values_and_gradients():
 
 
 def test_the_reference_here_is_that_of_the_model():
-    """The fp64 sum over experts is what the layer of the model computes."""
-    from graphmoe.ops.permute import permute, routing_plan, unpermute
-
     p = make_problem("random", torch.float64)
-    plan = routing_plan(p.expert_TK, len(p.w_down))
-    h_RD = permute(p.x_TD, plan.slot_R, plan.row_TK)
-    gate, up = ops.grouped_mm(h_RD, p.w_gate_up, plan.ends_E).chunk(2, dim=-1)
-    weight_R1 = permute(p.weight_TK.reshape(-1, 1), plan.slot_R, plan.row_TK.reshape(-1, 1))
-    rows = ops.grouped_mm(torch.nn.functional.silu(gate) * up * weight_R1, p.w_down, plan.ends_E)
-    assert_forward_close(exact_result(p)[0], unpermute(rows, plan.slot_R, plan.row_TK))
+    (E, D, F), (slot_R, row_TK, ends_E) = p.w_down.shape, p.plan
+    model = Experts(ModelConfig(hidden_size=D, num_experts=E, expert_ffn_size=F)).double()
+    model.load_state_dict({"w_gate_up": p.w_gate_up, "w_down": p.w_down})
+    expected = model(p.x_TD, p.weight_TK.double(), ends_E, row_TK, slot_R)
+    assert_forward_close(exact_result(p)[0], expected)
 
 
 def test_importing_and_running_on_a_cpu_needs_no_triton():
@@ -186,8 +183,9 @@ def test_importing_and_running_on_a_cpu_needs_no_triton():
         "import sys; sys.modules['triton'] = None\n"
         "from tests.ops.mlp_cases import *\n"
         "p = make_problem('random', torch.float32)\n"
-        "from graphmoe.ops.grouped_mlp import grouped_mlp\n"
-        "assert_results_match(p, grouped_mlp(*p.inputs, *p.plan, 'triton'), exact_result(p)[1])\n"
+        "import graphmoe.ops.grouped_mlp\n"
+        "y, _ = torch.ops.graphmoe.grouped_mlp(*p.inputs, *p.plan, 'triton')\n"
+        "assert_results_match(p, y, exact_result(p)[1])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -13,7 +13,7 @@ from graphmoe.config import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from graphmoe.ops.grouped_mlp.choice import FILE, MlpShape, choose_backends, milliseconds
 
-SHAPE = MlpShape(tokens=32, hidden=16, width=8, experts=4, top_k=2, dtype=torch.bfloat16)
+SHAPE = MlpShape(T=32, D=16, F=8, E=4, K=2)
 FP32 = dataclasses.replace(SHAPE, dtype=torch.float32)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TIMES = {  # as if measured: each direction has another winner
@@ -39,15 +39,16 @@ class Clock:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU as far as the choice can tell: (is ROCm) -> None."""
+    """A GPU as far as the choice can tell: (is ROCm, compute capability) -> None."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def set_rocm(is_rocm):
+    def make(is_rocm, capability=(9, 0)):
         monkeypatch.setattr(torch.version, "hip", "7.0" if is_rocm else None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
-    set_rocm(False)
-    return set_rocm
+    make(False)
+    return make
 
 
 def everything(package):
@@ -74,6 +75,19 @@ def test_auto_takes_the_fastest_of_each_direction(gpu):
     gpu(True)  # torch waits for the host there, and Transformer Engine needs CUDA
     assert choose(measure=Clock()) == "triton,triton,triton"
     assert choose(measure=Clock(), sync_free=False) == "triton,triton,torch"
+
+
+@pytest.mark.parametrize(
+    ("capability", "waits"),
+    [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 3), False), ((12, 0), True)],
+)
+def test_torch_waits_for_the_host_where_aten_has_no_grouped_kernel(capability, waits, gpu):
+    gpu(False, capability)
+    assert choose(measure=Clock()) == ("triton,te,triton" if waits else "triton,te,torch")
+    assert choose("torch", sync_free=False) == "torch,torch,torch"
+    if waits:
+        with pytest.raises(ConfigError, match="torch waits for the host in torch.bfloat16 on this device"):
+            choose("torch")
 
 
 def test_only_what_can_run_is_measured(gpu):
@@ -161,9 +175,9 @@ def test_a_request_is_taken_as_it_is_without_measuring(gpu):
 
 
 REFUSED = {  # request: (shape, device, is ROCm, what the error says)
-    "fast": (SHAPE, GPU, False, "moe.experts=fast is not auto, one of torch, triton, turbo, te, or three"),
-    "triton,torch": (SHAPE, GPU, False, "is not auto"),
-    "triton,auto,torch": (SHAPE, GPU, False, "is not auto"),
+    "fast": (SHAPE, GPU, False, "moe.experts=fast is not known; use one of: auto, torch, triton, te$"),
+    "triton,torch": (SHAPE, GPU, False, "is not known"),
+    "triton,auto,torch": (SHAPE, GPU, False, "is not known"),
     "triton": (SHAPE, CPU, False, "triton needs a GPU and the device is cpu; use one of: torch"),
     "turbo": (
         SHAPE,
@@ -195,15 +209,15 @@ def test_a_missing_package_is_named(gpu):
 
 @pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
 def test_measuring_runs_the_op_on_a_routing_over_all_experts(direction, monkeypatch):
-    seen, call = [], choice._call
-    monkeypatch.setattr(choice, "_call", lambda *given: seen.append(given) or call(*given))
+    seen, call = [], choice.call_op
+    monkeypatch.setattr(choice, "call_op", lambda *given: seen.append(given) or call(*given))
     assert milliseconds("torch", direction, SHAPE, CPU) > 0
     assert len(seen) == choice.WARM_UPS + choice.REPEATS
-    backend, asked, *arguments = seen[0]
-    counts_E = torch.diff(arguments[-1], prepend=torch.zeros(1, dtype=torch.int32))
+    asked, *_, ends_E, backend = seen[0]
+    counts_E = torch.diff(ends_E, prepend=torch.zeros(1, dtype=torch.int32))
     assert (backend, asked) == ("torch", direction)
     assert int(counts_E.min()) > 0 and int(counts_E.max()) > int(counts_E.min())
-    assert int(counts_E.sum()) == SHAPE.tokens * SHAPE.top_k
+    assert int(counts_E.sum()) == SHAPE.T * SHAPE.K
 
 
 def test_the_real_clock_on_a_cpu_gives_an_answer(monkeypatch, tmp_path):

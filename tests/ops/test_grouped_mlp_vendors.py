@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from graphmoe.config import ConfigError
-from graphmoe.ops.grouped_mlp import grouped_mlp, te
+from graphmoe.ops.grouped_mlp import te
 from tests.ops import grouped_mlp_fakes as fakes
 from tests.ops.mlp_cases import CASES, assert_directions_match, assert_results_match, make_problem, ops_of
+
+ops = torch.ops.graphmoe
 
 
 @pytest.fixture(params=["turbo", "te"])
@@ -29,7 +31,7 @@ def test_each_direction_matches_fp64_with_nan_in_dead_rows(case, vendor):
 def test_autograd_gives_the_gradients_of_all_four_inputs(case, vendor):
     p = make_problem(case, torch.bfloat16)
     leaves = [t.detach().requires_grad_() for t in p.inputs]
-    y_TD = grouped_mlp(*leaves, *p.plan, vendor)
+    y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, vendor)
     assert_results_match(p, y_TD, torch.autograd.grad(y_TD, leaves, p.dy_TD))
 
 
@@ -41,7 +43,7 @@ def test_a_vendor_may_run_one_direction_alone(mixed, vendor):
 def test_fp32_is_refused_with_what_to_set_instead(vendor):
     p = make_problem("random", torch.float32)
     with pytest.raises(ConfigError, match=f"moe.experts={vendor} has bf16 .* use precision.compute=bf16"):
-        grouped_mlp(*p.inputs, *p.plan, vendor)
+        ops.grouped_mlp(*p.inputs, *p.plan, vendor)
 
 
 @pytest.mark.parametrize(("backend", "package"), [("turbo", "primus_turbo"), ("te", "transformer_engine")])
@@ -64,7 +66,7 @@ def test_te_without_the_product_that_takes_device_counts_is_refused(monkeypatch)
     fakes.install_te(monkeypatch, supported=False)
     p = make_problem("random", torch.bfloat16)
     with pytest.raises(ConfigError, match="moe.experts=te needs the grouped products of cuBLASLt"):
-        grouped_mlp(*p.inputs, *p.plan, "te")
+        ops.grouped_mlp(*p.inputs, *p.plan, "te")
 
 
 def test_te_builds_one_module_without_memory_for_each_shape(monkeypatch):
@@ -72,7 +74,7 @@ def test_te_builds_one_module_without_memory_for_each_shape(monkeypatch):
     fakes.install_te(monkeypatch)
     p = make_problem("random", torch.bfloat16)
     for _ in range(2):
-        grouped_mlp(*p.inputs, *p.plan, "te")
+        ops.grouped_mlp(*p.inputs, *p.plan, "te")
     assert [b["device"] for b in fakes.FakeGroupedLinear.built] == ["meta", "meta"]
     te._module.cache_clear()
 
@@ -98,7 +100,7 @@ WRONG_CALLS = {
 def test_the_fake_of_turbo_refuses_what_the_package_would(wrong, monkeypatch):
     fake = fakes.install_turbo(monkeypatch)
     p = make_problem("random", torch.bfloat16)
-    grouped_mlp(*p.inputs, *p.plan, "turbo")
+    ops.grouped_mlp(*p.inputs, *p.plan, "turbo")
     call = dict(fake.calls[0])
     fake.grouped_gemm(**call)
     with pytest.raises((AssertionError, TypeError)):

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from graphmoe.ops import linear_cross_entropy as module
-from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, linear_cross_entropy, plain, rows_per_chunk
+from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, plain, rows_per_chunk
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
 from tests.ops.interpreted import assert_passed, names_of
 from tests.ops.loss_cases import (
@@ -20,7 +20,7 @@ from tests.ops.loss_cases import (
     inputs_of,
     written_out,
 )
-from tests.ops.test_grouped_mm import SeenOps
+from tests.ops.seen_ops import SeenOps
 
 ops = torch.ops.graphmoe
 DTYPES = (torch.float32, torch.bfloat16)
@@ -40,7 +40,7 @@ def test_the_mean_loss_and_its_gradients_match_fp64_autograd(name, dtype, monkey
     monkeypatch.setattr(module, "ROWS_MULTIPLE", 1)
     monkeypatch.setattr(module, "LOGITS_BYTES", 5 * case.V * dtype.itemsize)
     h, w, labels = (x.requires_grad_(x.is_floating_point()) for x in inputs_of(case, dtype))
-    total, cross_entropy, z_sum, count, _, _ = linear_cross_entropy(h, w, labels, *case.settings(), True)
+    total, cross_entropy, z_sum, count, _, _ = ops.linear_cross_entropy(h, w, labels, *case.settings(), True)
     (total / count.clamp_min(1)).backward()
     expected = written_out(case, h, w, labels)
     kind = torch.float32 if dtype == torch.float64 else dtype
@@ -61,13 +61,13 @@ def test_an_impossible_label_raises_on_the_cpu():
     h, w, labels = inputs_of(CASES["one chunk"])
     labels[2] = 64
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        linear_cross_entropy(h, w, labels, *CASES["one chunk"].settings(), True)
+        ops.linear_cross_entropy(h, w, labels, *CASES["one chunk"].settings(), True)
 
 
 def test_the_gradients_are_scaled_in_fp32():
     case, factor = CASES["one chunk"], torch.tensor(1 / 12345)
     h, w, labels = inputs_of(case, torch.bfloat16)
-    total, *_, dh, dw = linear_cross_entropy(
+    total, *_, dh, dw = ops.linear_cross_entropy(
         h.requires_grad_(), w.requires_grad_(), labels, *case.settings(), True
     )
     total.backward(factor)
@@ -77,13 +77,13 @@ def test_the_gradients_are_scaled_in_fp32():
 
 def test_only_the_total_has_a_gradient():
     h, w, labels = inputs_of(CASES["one chunk"])
-    outputs = linear_cross_entropy(h.requires_grad_(), w, labels, *CASES["one chunk"].settings(), True)
+    outputs = ops.linear_cross_entropy(h.requires_grad_(), w, labels, *CASES["one chunk"].settings(), True)
     assert [o.requires_grad for o in outputs] == [True] + [False] * 5
 
 
 def test_without_gradients_made_the_backward_says_so():
     h, w, labels = inputs_of(CASES["one chunk"])
-    outputs = linear_cross_entropy(h.requires_grad_(), w, labels, *CASES["one chunk"].settings(), False)
+    outputs = ops.linear_cross_entropy(h.requires_grad_(), w, labels, *CASES["one chunk"].settings(), False)
     with pytest.raises(AssertionError, match="needs_grad was false"):
         outputs[0].backward()
 
@@ -93,7 +93,7 @@ def test_only_the_gradients_that_are_wanted_are_there(wanted):
     h, w, labels = inputs_of(CASES["one chunk"])
     h.requires_grad_(wanted != "w"), w.requires_grad_(wanted != "h")
     with SeenOps() as seen:
-        linear_cross_entropy(h, w, labels, *CASES["one chunk"].settings(), True)[0].backward()
+        ops.linear_cross_entropy(h, w, labels, *CASES["one chunk"].settings(), True)[0].backward()
     assert seen.names == ["graphmoe::linear_cross_entropy"]
     assert ((h.grad is not None), (w.grad is not None)) == (wanted != "w", wanted != "h")
 
@@ -116,7 +116,7 @@ def test_chunks_are_few_and_equal_and_their_logits_fit_into_the_buffer():
 def test_tokens_must_be_whole_sequences_where_labels_are_shifted():
     h, w, labels = inputs_of(CASES["one chunk"])
     with pytest.raises(AssertionError, match="5"):
-        linear_cross_entropy(h, w, labels, IGNORED, 0.0, 5, 1, True)
+        ops.linear_cross_entropy(h, w, labels, IGNORED, 0.0, 5, 1, True)
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
@@ -125,7 +125,7 @@ def test_fake_tensors_have_the_shape_and_strides_of_real_ones(dtype, needs_grad)
     case = CASES["odd sizes, three chunks"]
 
     def results(h, w, labels):
-        outputs = linear_cross_entropy(
+        outputs = ops.linear_cross_entropy(
             h.requires_grad_(), w.requires_grad_(), labels, *case.settings(), needs_grad
         )
         return *outputs, *(torch.autograd.grad(outputs[0], (h, w)) if needs_grad else ())
@@ -153,7 +153,7 @@ def test_in_the_interpreter(name):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_ahead_of_time(target):
-    facts = compiled("graphmoe.ops.linear_cross_entropy_kernels", target)
+    facts = compiled("tests.ops.compiled_loss", target)
     assert_sound(facts)
     rows = {name: fact for name, fact in facts.items() if "warps" in name}
     assert len(rows) == 3

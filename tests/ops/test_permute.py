@@ -2,64 +2,23 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from graphmoe.ops.permute import permute, routing_plan, unpermute
+from tests.ops.row_cases import assert_plan_matches_brute_force, choose, sizes
 from tests.tolerances import assert_forward_close
 
 PATTERNS = ("random", "skewed", "same experts", "half of the experts")
-
-
-def choose(pattern, T, K, E, seed=0):
-    """K distinct experts of each token -> int32 [T, K]."""
-    draw = random.Random(f"{pattern} {T} {K} {E} {seed}")
-    pool = range(max(K, E // 2)) if pattern == "half of the experts" else range(E)
-    rows = []
-    for _ in range(T):
-        if pattern == "same experts":
-            rows.append(list(range(E - K, E)))
-        elif pattern == "skewed":
-            rows.append(sorted(pool, key=lambda e: draw.random() * (e + 1))[:K])
-        else:
-            rows.append(draw.sample(pool, K))
-    return torch.tensor(rows, dtype=torch.int32).view(T, K)
-
-
-def sizes():
-    """(T, K, E): each K up to 16, experts up to 512, token counts that divide nothing."""
-    draw = random.Random(0)
-    for K in range(1, 17):
-        yield draw.choice([1, 7, 37, 61]), K, draw.randint(max(K, 2), 512)
-    yield from [(67, 16, 512), (31, 8, 8), (1, 2, 2), (53, 1, 2), (5, 3, 512)]
-
-
-def brute_force_plan(expert_TK, num_experts):
-    """counts, ends, row of each (token, slot), (token, slot) of each row; plain lists."""
-    pairs = [(e, t, k) for t, row in enumerate(expert_TK.tolist()) for k, e in enumerate(row)]
-    ordered = sorted(pairs)  # by expert, then token, then slot
-    counts = [sum(e == expert for e, _, _ in pairs) for expert in range(num_experts)]
-    ends = [sum(counts[: e + 1]) for e in range(num_experts)]
-    rows = {(t, k): r for r, (_, t, k) in enumerate(ordered)}
-    K = expert_TK.shape[1]
-    row_TK = [[rows[t, k] for k in range(K)] for t in range(len(expert_TK))]
-    return counts, ends, row_TK, [t * K + k for _, t, k in ordered]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_plan_matches_brute_force(pattern):
     for T, K, E in sizes():
         expert_TK = choose(pattern, T, K, E)
+        assert_plan_matches_brute_force(lambda *given: routing_plan(*given)[1:5], expert_TK, E)
         plan = routing_plan(expert_TK, E)
-        counts, ends, row_TK, slot_R = brute_force_plan(expert_TK, E)
-        assert plan.expert_TK.tolist() == expert_TK.tolist()
-        assert plan.counts_E.tolist() == counts
-        assert plan.ends_E.tolist() == ends
-        assert plan.row_TK.tolist() == row_TK
-        assert plan.slot_R.tolist() == slot_R
-        assert plan.live_rows.tolist() == [T * K]
+        assert torch.equal(plan.expert_TK, expert_TK) and plan.live_rows.tolist() == [T * K]
 
 
 def test_every_tensor_of_the_plan_is_int32():

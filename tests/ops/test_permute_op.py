@@ -23,31 +23,20 @@ from tests.ops.row_cases import (
     assert_rows_are_spread,
     assert_rows_are_summed,
     brute_force_plan,
+    dotted,
     experts_of,
     pattern_of_experts,
+    sizes,
+    spread,
+    summed,
     values,
 )
-from tests.ops.test_grouped_mm import SeenOps
-from tests.ops.test_permute import sizes
+from tests.ops.seen_ops import SeenOps
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 ops = torch.ops.graphmoe
 DTYPES = (torch.float32, torch.bfloat16)
 INTERPRETED = "tests/ops/interpreted_rows.py"
-
-
-def spread(x_TD, plan, weight_TK):
-    if weight_TK is None:
-        return ops.permute(x_TD, plan.slot_R, plan.row_TK, plan.ends_E)
-    return ops.unpermute_dgrad(x_TD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
-
-
-def summed(y_RD, plan, weight_TK):
-    return ops.unpermute(y_RD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
-
-
-def dotted(dx_TD, y_RD, plan):
-    return ops.unpermute_weight_grad(dx_TD, y_RD, plan.row_TK)
 
 
 def with_dead_rows(y_LD, plan):
@@ -241,19 +230,13 @@ def test_in_the_interpreter(name):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_kernels_of_row_movement_compile_ahead_of_time(target):
-    facts = compiled("graphmoe.ops.permute_kernels", target)
+def test_the_kernels_compile_ahead_of_time(target):
+    facts = compiled("tests.ops.compiled_rows", target)
     assert_sound(facts)
     assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}
-    for slots, case in ((6, "6"), (16, "16 weighted")):  # 16 bytes at a time, and each row once
+    # 16 bytes at a time, and each row once; 64 slots in rounds of 16.
+    for slots, case in ((6, "6"), (16, "16 weighted"), (16, "64 weighted")):
         spreading, summing = facts[f"spread {case}"], facts[f"sum {case}"]
         assert (spreading.wide_loads, spreading.wide_stores) == (1, slots)
         assert (summing.wide_loads, summing.wide_stores) == (slots, 1)
     assert facts["dot 6"].wide_loads >= 2
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_kernels_of_the_plan_compile_ahead_of_time(target):
-    facts = compiled("graphmoe.ops.routing_plan_kernels", target)
-    assert_sound(facts)
-    assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}

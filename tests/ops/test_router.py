@@ -11,24 +11,15 @@ import torch
 
 from graphmoe.config import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 from graphmoe.ops import router
+from tests.ops.router_cases import best, coarse_choices
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 SCORES = tuple(ScoreFunction)
 
 
-def coarse_choices(T, E, seed):
-    """Choices on a grid of eighths, some negative: many ties, and sums are exact in fp32."""
-    return torch.randint(-4, 12, (T, E), generator=torch.Generator().manual_seed(seed)) / 8
-
-
 def random_logits(T, E, seed=0, scale=2.0):
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(seed)) * scale
     return logits.requires_grad_()
-
-
-def best(values, k):
-    """Ids of the k largest values, best first, the lower id first among equals."""
-    return sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
 
 
 def brute_force_selection(config, choice_TE):

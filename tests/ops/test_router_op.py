@@ -9,7 +9,6 @@ from torch.library import opcheck
 
 from graphmoe.config import GroupScore, ModelConfig, ScoreFunction
 from graphmoe.ops import router as plain
-from graphmoe.ops import router_op
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
 from tests.ops.interpreted import assert_passed, names_of
 from tests.ops.router_cases import (
@@ -22,7 +21,7 @@ from tests.ops.router_cases import (
     differentiable,
     inputs_of,
 )
-from tests.ops.test_grouped_mm import SeenOps
+from tests.ops.seen_ops import SeenOps
 
 ops = torch.ops.graphmoe
 INTERPRETED = "tests/ops/interpreted_router.py"
@@ -57,7 +56,7 @@ def test_choice_and_weights_are_those_of_the_plain_functions(function, group_sco
     per_group = {GroupScore.max: 1, GroupScore.top2_sum: 2, GroupScore.topk_sum: 3}[group_score]
     case = Case(3, 7, 24, 6, function.value, (6, 2, per_group), True, False, 2.5, True)
     logits, bias, _ = inputs_of(case)
-    outputs = router_op.router(logits, bias, None, *case.settings())
+    outputs = ops.router(logits, bias, None, *case.settings())
     scores = plain.scores_of(logits, function)
     expert_TK = plain.select_experts(config, scores + bias)
     assert torch.equal(outputs[1], expert_TK)
@@ -79,13 +78,13 @@ def test_a_router_that_has_decided_has_finite_entropy_and_gradients():
 def test_given_experts_are_copied():
     case = CASES["given"]
     logits, bias, chosen = inputs_of(case)
-    expert_TK = router_op.router(logits, bias, chosen, *case.settings())[1]
+    expert_TK = ops.router(logits, bias, chosen, *case.settings())[1]
     assert torch.equal(expert_TK, chosen) and expert_TK.data_ptr() != chosen.data_ptr()
 
 
 def test_experts_and_counts_have_no_gradient_and_the_rest_has():
     logits, bias, _ = inputs_of(CASES["DeepSeek-V3"])
-    outputs = router_op.router(logits.requires_grad_(), bias, None, *CASES["DeepSeek-V3"].settings())
+    outputs = ops.router(logits.requires_grad_(), bias, None, *CASES["DeepSeek-V3"].settings())
     assert [o.requires_grad for o in outputs] == [True, False, False, True, True, True]
 
 
@@ -93,8 +92,8 @@ def test_the_backward_runs_once_and_only_where_the_logits_want_it():
     case = CASES["DeepSeek-V2-Lite"]
     logits, bias, _ = inputs_of(case)
     with SeenOps() as seen:
-        router_op.router(logits, bias, None, *case.settings())
-        outputs = router_op.router(logits.requires_grad_(), bias, None, *case.settings())
+        ops.router(logits, bias, None, *case.settings())
+        outputs = ops.router(logits.requires_grad_(), bias, None, *case.settings())
         (outputs[0].sum() + outputs[3].sum() + outputs[4] + outputs[5]).backward()
     assert seen.names == ["graphmoe::router", "graphmoe::router", "graphmoe::router_backward"]
 
@@ -106,7 +105,7 @@ def test_expanded_gradients_and_strided_logits_are_accepted():
     gradients = []
     for x in (logits, strided):
         x.requires_grad_()
-        weight_TK = router_op.router(x, None, None, *case.settings())[0]
+        weight_TK = ops.router(x, None, None, *case.settings())[0]
         gradients.append(torch.autograd.grad(weight_TK.sum(), x)[0])
     torch.testing.assert_close(*gradients)
 
@@ -116,7 +115,7 @@ def test_fake_tensors_have_the_shape_and_strides_of_real_ones(name):
     case = CASES[name]
 
     def results(logits, bias, chosen):
-        outputs = router_op.router(logits.requires_grad_(), bias, chosen, *case.settings())
+        outputs = ops.router(logits.requires_grad_(), bias, chosen, *case.settings())
         loss = outputs[0].square().sum() + outputs[3].square().sum() + outputs[4] * outputs[5]
         return *outputs, *torch.autograd.grad(loss, logits)
 
@@ -131,7 +130,7 @@ def test_fake_tensors_have_the_shape_and_strides_of_real_ones(name):
 def test_torch_accepts_the_ops(name):
     case = CASES[name]
     logits, bias, chosen = inputs_of(case)
-    outputs = router_op.router(logits, bias, chosen, *case.settings())
+    outputs = ops.router(logits, bias, chosen, *case.settings())
     opcheck(ops.router.default, (logits.clone().requires_grad_(), bias, chosen, *case.settings()))
     incoming = [None, *(torch.ones_like(o) for o in differentiable(outputs)[1:])]
     opcheck(ops.router_backward.default, (*incoming, logits, outputs[1], *case.backward_settings()))
@@ -139,7 +138,7 @@ def test_torch_accepts_the_ops(name):
 
 def test_logits_of_another_dtype_are_refused():
     with pytest.raises(AssertionError, match=r"torch\.bfloat16"):
-        router_op.router(torch.zeros(4, 8).bfloat16(), None, None, *Case(1, 4, 8, 2).settings())
+        ops.router(torch.zeros(4, 8).bfloat16(), None, None, *Case(1, 4, 8, 2).settings())
 
 
 @pytest.mark.parametrize("name", names_of(INTERPRETED))
@@ -149,9 +148,7 @@ def test_in_the_interpreter(name):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_ahead_of_time(target):
-    forward = compiled("graphmoe.ops.router_kernels", target)
-    backward = compiled("graphmoe.ops.router_backward_kernels", target)
-    assert_sound(forward)
-    assert_sound(backward)
-    assert forward["64 experts, 1 groups"].wide_loads and backward["64 experts"].wide_stores
-    assert not [fact.case for fact in (*forward.values(), *backward.values()) if fact.atomics]
+    facts = compiled("tests.ops.compiled_router", target)
+    assert_sound(facts)
+    assert facts["64 experts, 1 groups"].wide_loads and facts["gradient of 64 experts"].wide_stores
+    assert not [fact.case for fact in facts.values() if fact.atomics]

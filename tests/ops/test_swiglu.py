@@ -7,6 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
+from graphmoe.config import ModelConfig
+from graphmoe.model.moe import Experts
 from graphmoe.ops import swiglu as _registers_the_ops  # noqa: F401
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
 from tests.ops.interpreted import assert_passed, names_of
@@ -63,11 +65,13 @@ def test_the_gradients_match_finite_differences():
 
 
 def test_it_is_the_activation_of_the_model():
-    """In fp32 the plain form of the model rounds nothing away, so both agree."""
+    """One expert whose projections are identities, in fp32: they round nothing away."""
     h, weight = values(ROWS, 24), values(ROWS, 1, seed=1)
-    gate, up = h.chunk(2, dim=-1)
-    ends = torch.tensor([ROWS], dtype=torch.int32)
-    assert_forward_close(ops.swiglu(h, weight, ends), torch.nn.functional.silu(gate) * up * weight)
+    model = Experts(ModelConfig(hidden_size=24, num_experts=1, expert_ffn_size=12))
+    model.load_state_dict({"w_gate_up": torch.eye(24)[None], "w_down": torch.eye(24, 12)[None]})
+    ends, row = torch.tensor([ROWS], dtype=torch.int32), torch.arange(ROWS, dtype=torch.int32)
+    expected = model(h, weight, ends, row.view(-1, 1), row)[:, :12]
+    assert_forward_close(ops.swiglu(h, weight, ends), expected)
 
 
 def test_large_gates_keep_values_and_gradients_finite():
@@ -107,7 +111,7 @@ def test_in_the_interpreter(name):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_ahead_of_time(target):
-    facts = compiled("graphmoe.ops.swiglu_kernels", target)
+    facts = compiled("tests.ops.compiled_swiglu", target)
     assert_sound(facts)
     assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}
     forward, backward = facts["_forward_kernel"], facts["_backward_kernel"]

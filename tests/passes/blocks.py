@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphmoe.ops.grouped_mm import grouped_mm
-from passes.base import Rewrites
+from passes import PASSES, Rewrites
 from runtime.tracing import fakes_of, trace_forward
 from tests.tolerances import TOLERANCES, relative_error
 
 T, K, E, D, WIDTH = 18, 2, 4, 16, 8
 R = T * K
 DTYPES = (torch.float32, torch.bfloat16)
+NUMERICS = {spec.run: spec.numerics for spec in PASSES}
 
 Pass = Callable[[fx.Graph], Rewrites]
 
@@ -59,7 +60,7 @@ def traced(run: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> Tra
 
 
 def rewritten(plain: Traced, *passes: Pass) -> tuple[Traced, list[Rewrites]]:
-    """A copy of the graph after some passes."""
+    """A copy of the graph after some passes, with what they promise about numbers."""
     module = copy.deepcopy(plain.graph)
     for node in module.graph.nodes:
         node.meta["custom"] = {"segment": "here"}
@@ -69,6 +70,8 @@ def rewritten(plain: Traced, *passes: Pass) -> tuple[Traced, list[Rewrites]]:
         module.graph.eliminate_dead_code()
         module.graph.lint()
     module.recompile()
+    promises = {NUMERICS[getattr(each, "func", each)] for each in passes}
+    module.meta["numerics"] = "allclose" if "allclose" in promises else "bitwise"
     for node in module.graph.nodes:
         assert node.meta["custom"] == {"segment": "here"}, node
         assert node.op == "output" or "val" in node.meta, node
@@ -81,7 +84,8 @@ def assert_left(plain: Traced, reason: str, *passes: Pass) -> None:
     after, results = rewritten(plain, *passes)
     assert operations(after) == operations(before)
     assert results[-1].matches == 0
-    assert any(reason in line for line in results[-1].kept), results[-1].kept
+    reasons = results[-1].left or (results[-1].absent,)
+    assert any(reason in line for line in reasons), reasons
 
 
 def operations(traced: Traced) -> Counter[str]:
@@ -121,7 +125,7 @@ def run(traced: Traced) -> Results:
 
 
 def assert_same_numbers(fused: Traced, plain: Traced) -> None:
-    """Outputs and gradients agree: both are within the table's tolerance of exact numbers, so twice that."""
+    """Outputs and gradients agree as the passes promise."""
     results, expected = run(fused), run(plain)
     assert len(results.outputs) == len(expected.outputs)
     assert len(results.gradients) == len(expected.gradients)
@@ -133,13 +137,18 @@ def assert_same_numbers(fused: Traced, plain: Traced) -> None:
             if wanted is None or actual is None:
                 assert actual is wanted is None, (kind, i)
                 continue
-            assert actual.dtype == wanted.dtype and actual.shape == wanted.shape, (kind, i)
-            if not wanted.is_floating_point():
-                assert torch.equal(actual, wanted), (kind, i)
-                continue
-            limit = 2 * getattr(TOLERANCES[_coarsest(plain)], kind)
-            error = relative_error(actual, wanted)
-            assert error <= limit, f"{kind} {i}: relative L2 error {error:.1e} is over {limit:.1e}"
+            limit = getattr(TOLERANCES[_coarsest(plain)], kind)
+            assert_agrees(actual, wanted, fused.graph.meta["numerics"], limit, f"{kind} {i}")
+
+
+def assert_agrees(actual: Tensor, wanted: Tensor, numerics: str, limit: float, name: str) -> None:
+    """Equal bits for "bitwise"; else both within ``limit`` of exact numbers, so within twice that."""
+    assert actual.dtype == wanted.dtype and actual.shape == wanted.shape, name
+    if numerics == "bitwise" or not wanted.is_floating_point():
+        assert torch.equal(actual, wanted), name
+    else:
+        error = relative_error(actual, wanted)
+        assert error <= 2 * limit, f"{name}: relative L2 error {error:.1e} is over {2 * limit:.1e}"
 
 
 def _coarsest(traced: Traced) -> torch.dtype:

@@ -47,7 +47,7 @@ def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, dtype)
     plain = transformers_block(family, dtype, **changes)
     fused, results = rewritten(plain, *PASSES)
     assert [result.matches for result in results] == [1, 4, 1, 1]
-    assert not any(result.kept for result in results)
+    assert not any(result.left for result in results)
     assert len(row_sized(plain, R)) >= 6 and row_sized(fused, R) == []
     calls = operations(fused)
     assert calls["router"] == calls["routing_plan"] == calls["grouped_mlp"] == 1
@@ -92,7 +92,7 @@ def test_every_layer_and_loss_of_a_whole_model_matches(dtype):
     plain = traced(Loss(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     fused, results = rewritten(plain, *PASSES, fuse_loss)
     assert [result.matches for result in results] == [3, 12, 3, 3, 2]
-    assert not any(result.kept for result in results)
+    assert not any(result.left for result in results)
     assert_same_numbers(fused, plain)
 
 

@@ -197,7 +197,7 @@ def test_a_part_of_another_plan_anywhere_is_left(place, part):
 
 def test_the_operations_of_one_plan_match_without_the_other_passes():
     fused, (result,) = rewritten(of_two_plans("gather", "counts"), fuse_experts)
-    assert result == (1, ()) and operations(fused)["grouped_mlp"] == 1
+    assert result[:2] == (1, ()) and operations(fused)["grouped_mlp"] == 1
 
 
 def test_products_without_a_return_are_counted():

@@ -109,7 +109,7 @@ def test_ids_from_elsewhere_are_given_experts_where_a_plan_begins_with_them(plan
         plain, _ = rewritten(plain, fuse_permutation)
         assert operations(plain)["routing_plan"] == 1 and operations(plain)["scatter_add"] == 0
     fused, (result,) = rewritten(plain, fuse_router)
-    assert result == (1, ()) and router_call(fused).args[2] is not None
+    assert result[:2] == (1, ()) and router_call(fused).args[2] is not None
     assert_same_numbers(fused, plain)
 
 
@@ -151,7 +151,7 @@ def test_only_ones_for_each_chosen_expert_are_counts_of_slots(name):
         return weights, experts, torch.zeros(16).scatter_add(0, bins.flatten(), torch.full((36,), step))
 
     fused, (result,) = rewritten(plain := traced(run, random(18, 8)), fuse_router)
-    assert result == (1, ()) and operations(fused)["scatter_add"] == (name != "slots")
+    assert result[:2] == (1, ()) and operations(fused)["scatter_add"] == (name != "slots")
     assert_same_numbers(fused, plain)
 
 

@@ -35,7 +35,7 @@ def test_divisions_that_do_not_renormalise_stay_outside(name):
 
     plain = traced(run, random(18, 8))
     fused, (result,) = rewritten(plain, fuse_router)
-    assert result == (1, ()) and router_call(fused).args[-3] is False
+    assert result[:2] == (1, ()) and router_call(fused).args[-3] is False
     assert operations(fused)["div"] == 1
     assert_same_numbers(fused, plain)
 
@@ -46,7 +46,7 @@ def test_the_z_loss_of_other_groups_of_logits_stays_outside():
 
     plain = traced(run, random(18, 8))
     fused, (result,) = rewritten(plain, fuse_router)
-    assert result == (1, ()) and operations(fused)["logsumexp"] == 1
+    assert result[:2] == (1, ()) and operations(fused)["logsumexp"] == 1
     assert_same_numbers(fused, plain)
 
 
@@ -66,7 +66,7 @@ def test_two_routers_of_one_graph_both_match():
 
     plain = traced(run, random(18, 8), random(18, 8, seed=1))
     fused, (result,) = rewritten(plain, fuse_router)
-    assert result == (2, ())
+    assert result[:2] == (2, ())
     assert_same_numbers(fused, plain)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from dataclasses import replace
@@ -41,6 +42,9 @@ def fails(graph: fx.Graph) -> None:
 
 SIN = PassSpec("swap_sin", swap_sin, "forward", "bitwise", ("mlp",), {"times": 1})
 NEG = PassSpec("drop_neg", drop_neg, "forward", "bitwise")
+HALF = functools.partial(swap_sin, times=2)
+OF_HALF, NOWHERE = replace(SIN, run=HALF), replace(SIN, run=eval("lambda graph: 0"))
+NOT_PLAIN, LATE = replace(SIN, knobs={"times": torch.ones(1)}), replace(SIN, stage="backward")
 
 
 def module(function) -> fx.GraphModule:
@@ -56,7 +60,7 @@ def test_passes_run_in_order_and_say_what_they_did():
         ("drop_neg", 1, 3, 2),
     ]
     assert [(r.saved_bytes_before, r.saved_bytes_after) for r in reports] == [(100, 100), (100, 40)]
-    assert reports[0].kept == ("sin_1 is one too many",)
+    assert reports[0].left == ("sin_1 is one too many",)
     x = torch.randn(3)
     assert graph(x).equal(x.cos().sin())
 
@@ -66,7 +70,7 @@ def test_only_the_passes_of_the_stage_run():
     assert PassRunner([replace(SIN, stage="joint")]).run("forward", graph, "mlp") == []
 
 
-def test_an_expected_pass_that_changes_nothing_says_why(caplog):
+def test_an_expected_pass_that_changes_nothing_says_why(caplog, passes_may_miss):
     PassRunner([replace(SIN, knobs={"times": 0})]).run(
         "forward", module(lambda x: torch.sin(x)), "unit", ("attn", "mlp")
     )
@@ -154,8 +158,19 @@ def test_parameters_reach_the_pass_that_has_them():
         (PassesConfig(disabled=["x", "fuse_loss"]), "passes.disabled=.*no pass x;"),
         (PassesConfig(extra=["nowhere.at_all:f"]), "passes.extra=nowhere.at_all:f cannot be imported"),
         (PassesConfig(extra=["math:no_such"]), "passes.extra=math:no_such cannot be imported"),
-        (PassesConfig(extra=["math:pi"]), "passes.extra=math:pi is a float"),
+        (
+            PassesConfig(extra=["math:pi"]),
+            "passes.extra=math:pi: 3.14.* is no plain function",
+        ),
         (PassesConfig(extra=["math"]), "write package.module:function"),
+        (PassesConfig(extra=[f"{__name__}:HALF"]), "HALF: functools.partial.* is no plain function"),
+        (PassesConfig(extra=[f"{__name__}:OF_HALF"]), r"OF_HALF: functools.partial.* write def f\(graph\)"),
+        (
+            PassesConfig(extra=[f"{__name__}:NOWHERE"]),
+            "NOWHERE: <function .* in a source file",
+        ),
+        (PassesConfig(extra=[f"{__name__}:NOT_PLAIN"]), "swap_sin: parameters must be plain values"),
+        (PassesConfig(extra=[f"{__name__}:LATE"]), "LATE has the stage 'backward'; use 'forward' or 'joint'"),
     ],
 )
 def test_what_cannot_be_a_pass_is_a_configuration_error(config, words):

@@ -4,52 +4,31 @@ Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows
 H = 2 * F (gate, then up).
 
 ``torch.ops.graphmoe.grouped_mlp`` takes the place of permute, two grouped products, the activation and
-unpermute in a traced graph. `reference` holds the plain form, which vendor products share
+unpermute in a traced graph. `reference` holds the plain form, around products of torch or of a vendor
 (`turbo`, `te`); `triton_backend` the fused kernels; `choice` measures which backend to take.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphmoe.ops import permute, swiglu  # noqa: F401  # registers the ops that the plain form calls
+from graphmoe.ops.grouped_mlp import reference
 
+KEY = "moe.experts"
 BACKENDS = {
     "torch": "graphmoe.ops.grouped_mlp.reference",
     "triton": "graphmoe.ops.grouped_mlp.triton_backend",
     "turbo": "graphmoe.ops.grouped_mlp.turbo",
     "te": "graphmoe.ops.grouped_mlp.te",
 }
-"""Values of ``moe.experts`` but auto, and the module with ``forward``, ``dgrad`` and ``wgrad`` of each."""
+"""Values of `KEY` but auto, and the module of each: that of triton has all of `DIRECTIONS`, the others have
+``products``, around which `reference` has them."""
 DIRECTIONS = ("forward", "dgrad", "wgrad")
-
-
-def grouped_mlp(
-    x_TD: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-    backend: str = "torch",
-) -> Tensor:
-    """Sum over a token's experts of weight * down(silu(gate) * up) -> [T, D] in the dtype of x.
-
-    ``w_gate_up`` is [E, 2F, D] and ``w_down`` [E, D, F], in the dtype of x (bf16 or fp32; fp64 with torch);
-    ``weight_TK`` is fp32. The plan is that of `graphmoe.ops.permute`: a row of -1 is a slot without a
-    row here, and rows from ``ends_E[-1]`` on are dead. ``backend`` is one of `BACKENDS`, or three of them
-    as "forward,dgrad,wgrad"; on a CPU triton means torch. No device sync with torch (bf16), triton and
-    turbo. Differentiable in x, both weights and ``weight_TK``. Kept for the backward: the inputs and h.
-    Raises ConfigError where the package of a backend is missing.
-    """
-    plan = (slot_R, row_TK, ends_E)
-    return torch.ops.graphmoe.grouped_mlp(x_TD, w_gate_up, w_down, weight_TK, *plan, backend)[0]
 
 
 def backend_of(backend: str, direction: str) -> str:
@@ -71,9 +50,16 @@ def _forward(
     ends_E: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """y_TD, and h_RH for the backward, which no gradient flows into."""
-    run = _module(backend, "forward", x_TD).forward
-    return run(x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    """Sum over a token's experts of weight * down(silu(gate) * up) -> y [T, D], and h [R, H], of no gradient.
+
+    ``w_gate_up`` is [E, 2F, D] and ``w_down`` [E, D, F], in the dtype of x (bf16 or fp32; fp64 with torch);
+    ``weight_TK`` is fp32. The plan is that of `graphmoe.ops.permute`: a row of -1 is a slot without a
+    row here, and rows from ``ends_E[-1]`` on are dead. ``backend`` is one of `BACKENDS`, or three of them
+    as "forward,dgrad,wgrad"; on a CPU triton means torch. No device sync with triton and turbo, and with
+    torch where `graphmoe.ops.grouped_mm` has none. Kept for the backward: the inputs and h.
+    Raises ConfigError where the package of a backend is missing.
+    """
+    return _run(backend, "forward", x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_dgrad", mutates_args=())
@@ -89,8 +75,7 @@ def _dgrad(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dweight_TK, and for the weight gradients dh_RH and the weighted activation a_RF."""
-    run = _module(backend, "dgrad", dy_TD).dgrad
-    return run(dy_TD, h_RH, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    return _run(backend, "dgrad", dy_TD, h_RH, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_wgrad", mutates_args=())
@@ -105,58 +90,34 @@ def _wgrad(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows."""
-    return _module(backend, "wgrad", x_TD).wgrad(dy_TD, x_TD, dh_RH, a_RF, slot_R, row_TK, ends_E)
+    return _run(backend, "wgrad", dy_TD, x_TD, dh_RH, a_RF, slot_R, row_TK, ends_E)
 
 
-def _module(backend: str, direction: str, x: Tensor) -> ModuleType:
+def _run(backend: str, direction: str, x: Tensor, *rest: Tensor) -> Any:
+    """Call one of `DIRECTIONS` of the backend that is named for it."""
     name = backend_of(backend, direction)
     if name == "triton" and not x.is_cuda:
         name = "torch"
-    return importlib.import_module(BACKENDS[name])
+    module = importlib.import_module(BACKENDS[name])
+    if name == "triton":
+        return getattr(module, direction)(x, *rest)
+    return getattr(reference, direction)(module.products(x.dtype), x, *rest)
 
 
 @_forward.register_fake
-def _(
-    x_TD: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def _(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, *_: Any) -> Any:
     return x_TD.new_empty(x_TD.shape), x_TD.new_empty(slot_R.shape[0], w_gate_up.shape[1])
 
 
 @_dgrad.register_fake
-def _(
-    dy_TD: Tensor,
-    h_RH: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, *_: Any) -> Any:
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(h_RH.shape[0], w_down.shape[2])
     return dy_TD.new_empty(dy_TD.shape), weight_TK.new_empty(weight_TK.shape), dh_RH, a_RF
 
 
 @_wgrad.register_fake
-def _(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    dh_RH: Tensor,
-    a_RF: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    E, D, F = ends_E.shape[0], x_TD.shape[1], a_RF.shape[1]
+def _(dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
+    E, D, F = plan[2].shape[0], x_TD.shape[1], a_RF.shape[1]
     return dh_RH.new_empty(E, dh_RH.shape[1], D), dh_RH.new_empty(E, D, F)
 
 

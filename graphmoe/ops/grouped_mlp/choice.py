@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from graphmoe.config import ConfigError
-from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS
-from graphmoe.ops.grouped_mlp.vendors import DTYPES, KEY, PACKAGES, is_installed, missing_package
+from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, KEY
+from graphmoe.ops.vendors import HALF_DTYPES, PACKAGES, is_installed, require_package
 
 log = logging.getLogger(__name__)
 FILE = "grouped_mlp_backends.json"
@@ -37,14 +37,17 @@ HEAT_MS = 50.0
 class MlpShape:
     """What the speed of the grouped MLP depends on."""
 
-    tokens: int
-    hidden: int
-    width: int
-    """Of one expert."""
-    experts: int
-    """On this rank."""
-    top_k: int
-    dtype: torch.dtype
+    T: int
+    """Tokens."""
+    D: int
+    """Hidden width."""
+    F: int
+    """Width of one expert."""
+    E: int
+    """Experts on this rank."""
+    K: int
+    """Experts of a token."""
+    dtype: torch.dtype = torch.bfloat16
 
 
 Measure = Callable[[str, str, MlpShape, torch.device], float]
@@ -63,9 +66,9 @@ def choose_backends(
 ) -> str:
     """The backends as "forward,dgrad,wgrad": ``auto`` resolved, anything else checked.
 
-    ``requested`` is auto, one of `BACKENDS`, or three of those. ``remembered`` is the folder of the file of
-    answers; None measures and keeps nothing. ``sync_free`` leaves out what waits for the host. Launches
-    kernels and waits for them where it measures, so never call it inside a capture.
+    ``requested`` is auto, one of `BACKENDS`, or three of those, as a checkpoint has them. ``remembered`` is
+    the folder of the file of answers; None measures and keeps nothing. ``sync_free`` leaves out what waits
+    for the host. Launches kernels and waits for them where it measures, so never call it inside a capture.
     Raises ConfigError naming the key, the value and what would work.
     """
     reasons = {name: _reason_against(name, shape, device, sync_free, installed) for name in BACKENDS}
@@ -93,21 +96,27 @@ def _reason_against(
     """Why the device or the dtype rules a backend out, or None. Packages are another question."""
     on_gpu, is_rocm = device.type == "cuda", torch.version.hip is not None
     if backend == "torch":
-        fast = shape.dtype == torch.bfloat16 and not is_rocm
-        waits = on_gpu and sync_free and not fast
+        waits = on_gpu and sync_free and not _has_grouped_kernel(shape.dtype, device)
         return f"waits for the host in {shape.dtype} on this device" if waits else None
     if not on_gpu:
         return f"needs a GPU and the device is {device.type}"
     if backend == "triton":
         if not installed("triton"):
             return "needs the package triton, which is not installed"
-        fits = shape.dtype in (*DTYPES, torch.float32)
+        fits = shape.dtype in (*HALF_DTYPES, torch.float32)
         return None if fits else f"has no kernels for {shape.dtype}"
-    if shape.dtype not in DTYPES:
+    if shape.dtype not in HALF_DTYPES:
         return f"has bf16 and fp16 kernels only and the activations are {shape.dtype}"
     if (backend == "turbo") != is_rocm:
         return "is Primus-Turbo, which needs a ROCm build of torch" if backend == "turbo" else "needs CUDA"
     return None
+
+
+def _has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ATen multiplies in one kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
+    if dtype != torch.bfloat16 or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _has_package(backend: str, installed: Callable[[str], bool]) -> bool:
@@ -118,15 +127,11 @@ def _checked(requested: str, reasons: dict[str, str | None], installed: Callable
     names = requested.split(",")
     valid = [name for name, reason in reasons.items() if reason is None]
     if len(names) not in (1, len(DIRECTIONS)) or not set(names) <= set(BACKENDS):
-        raise ConfigError(
-            f"{KEY}={requested} is not auto, one of {', '.join(BACKENDS)}, or three of them as "
-            f"{','.join(DIRECTIONS)}; use e.g. {KEY}={valid[0] if valid else 'auto'}"
-        )
+        raise ConfigError(f"{KEY}={requested} is not known; use one of: auto, {', '.join(valid)}")
     for name in names:
         if reasons[name]:
             raise ConfigError(f"{KEY}={requested}: {name} {reasons[name]}; use one of: {', '.join(valid)}")
-        if not _has_package(name, installed):
-            raise missing_package(name)
+        require_package(KEY, name, installed)
     return ",".join(names * len(DIRECTIONS) if len(names) == 1 else names)
 
 
@@ -152,7 +157,12 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device, measure: M
 
 def milliseconds(backend: str, direction: str, shape: MlpShape, device: torch.device) -> float:
     """Median time of one direction on random tokens that choose experts by a softmax of random logits."""
-    call = functools.partial(_call, backend, direction, *_inputs(direction, shape, device))
+    generator = torch.Generator(device).manual_seed(0)
+    logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=device)
+    weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
+    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
+    inputs = random_inputs(direction, shape, weight_TK.contiguous(), (slot_R, row_TK, ends_E), generator)
+    call = functools.partial(call_op, direction, *inputs, backend)
     for _ in range(WARM_UPS):
         call()
     if device.type == "cuda":
@@ -162,10 +172,11 @@ def milliseconds(backend: str, direction: str, shape: MlpShape, device: torch.de
     return sorted(times)[len(times) // 2]
 
 
-def _call(backend: str, direction: str, *arguments: torch.Tensor) -> Any:
+def call_op(direction: str, *arguments: Any) -> Any:
+    """The op of one of `DIRECTIONS`."""
     ops = torch.ops.graphmoe
     op = {"forward": ops.grouped_mlp, "dgrad": ops.grouped_mlp_dgrad, "wgrad": ops.grouped_mlp_wgrad}
-    return op[direction](*arguments, backend)
+    return op[direction](*arguments)
 
 
 def _time(call: Callable[[], Any], device: torch.device) -> float:
@@ -181,30 +192,32 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
     return start.elapsed_time(end)
 
 
-def _inputs(direction: str, shape: MlpShape, device: torch.device) -> list[torch.Tensor]:
-    """Arguments of the op of a direction, but for the backend."""
-    generator = torch.Generator(device).manual_seed(0)
+def random_inputs(
+    direction: str,
+    shape: MlpShape,
+    weight_TK: torch.Tensor,
+    plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    generator: torch.Generator,
+) -> list[torch.Tensor]:
+    """Arguments of `call_op` but for the backend: numbers of order one, for a routing."""
 
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device).mul_(scale).to(shape.dtype)
+        numbers = torch.randn(size, generator=generator, device=generator.device)
+        return numbers.mul_(scale).to(shape.dtype)
 
-    T, D, F, E = shape.tokens, shape.hidden, shape.width, shape.experts
-    logits_TE = torch.randn(T, E, generator=generator, device=device)
-    weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.top_k, E))
-    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), E)
-    plan, rows = [slot_R, row_TK, ends_E], len(slot_R)
+    T, D, F, E, R = shape.T, shape.D, shape.F, shape.E, len(plan[0])
     if direction == "wgrad":
-        return [normal(T, D), normal(T, D), normal(rows, 2 * F), normal(rows, F), *plan]
-    weights = [normal(E, 2 * F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5), weight_TK.contiguous()]
+        return [normal(T, D), normal(T, D), normal(R, 2 * F), normal(R, F), *plan]
+    weights = [normal(E, 2 * F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5), weight_TK]
     if direction == "dgrad":
-        return [normal(T, D), normal(rows, 2 * F), *weights, *plan]
+        return [normal(T, D), normal(R, 2 * F), *weights, *plan]
     return [normal(T, D), *weights, *plan]
 
 
 def _key(shape: MlpShape, device: torch.device, names: list[str]) -> str:
     """Everything that may change the answer, as the key of the file."""
     facts = {
-        "shape": [shape.tokens, shape.hidden, shape.width, shape.experts, shape.top_k, str(shape.dtype)],
+        "shape": str(shape),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "backends": names,
         "torch": torch.__version__,

@@ -29,7 +29,8 @@ class Products(NamedTuple):
     """dy_RN, x_RC -> dw_ENC: the sum of ``outer(dy[r], x[r])`` over the rows of an expert, or zeros."""
 
 
-def _torch_products() -> Products:
+def products(dtype: torch.dtype) -> Products:
+    """Torch's own, in any dtype."""
     from graphmoe.ops import grouped_mm  # noqa: F401  # registers the ops
 
     ops = torch.ops.graphmoe
@@ -37,6 +38,7 @@ def _torch_products() -> Products:
 
 
 def forward(
+    products: Products,
     x_TD: Tensor,
     w_gate_up: Tensor,
     w_down: Tensor,
@@ -44,11 +46,9 @@ def forward(
     slot_R: Tensor,
     row_TK: Tensor,
     ends_E: Tensor,
-    *,
-    products: Products | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
-    products, ops = products or _torch_products(), torch.ops.graphmoe
+    ops = torch.ops.graphmoe
     x_RD = ops.permute(x_TD, slot_R, row_TK, ends_E)
     h_RH = products.rows(x_RD, w_gate_up, ends_E)
     a_RF = ops.swiglu(h_RH, _of_rows(weight_TK, slot_R), ends_E)
@@ -57,6 +57,7 @@ def forward(
 
 
 def dgrad(
+    products: Products,
     dy_TD: Tensor,
     h_RH: Tensor,
     w_gate_up: Tensor,
@@ -65,11 +66,9 @@ def dgrad(
     slot_R: Tensor,
     row_TK: Tensor,
     ends_E: Tensor,
-    *,
-    products: Products | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dweight_TK, dh_RH, a_RF. The down product itself is not needed: dweight is <W.T dy, a>."""
-    products, ops = products or _torch_products(), torch.ops.graphmoe
+    ops = torch.ops.graphmoe
     weight_R = _of_rows(weight_TK, slot_R)
     dy_RD = ops.permute(dy_TD, slot_R, row_TK, ends_E)
     da_RF = products.rows_grad(dy_RD, w_down, ends_E)
@@ -81,6 +80,7 @@ def dgrad(
 
 
 def wgrad(
+    products: Products,
     dy_TD: Tensor,
     x_TD: Tensor,
     dh_RH: Tensor,
@@ -88,11 +88,9 @@ def wgrad(
     slot_R: Tensor,
     row_TK: Tensor,
     ends_E: Tensor,
-    *,
-    products: Products | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dw_gate_up and dw_down."""
-    products, ops = products or _torch_products(), torch.ops.graphmoe
+    ops = torch.ops.graphmoe
     x_RD = ops.permute(x_TD, slot_R, row_TK, ends_E)
     dw_gate_up = products.weight_grad(dh_RH, x_RD, ends_E)
     dy_RD = ops.permute(dy_TD, slot_R, row_TK, ends_E)

@@ -67,79 +67,47 @@ def weight_sums_kernel(
 
 @triton.jit(do_not_specialize=["max_tiles", "num_rows"])
 def rows_kernel(
-    x_ptr,
-    w_ptr,
-    out_ptr,
-    h_ptr,
-    a_ptr,
-    partial_ptr,
-    weight_ptr,
-    slot_ptr,
-    ends_ptr,
-    table_ptr,
-    max_tiles,
-    num_rows,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    GATHER: tl.constexpr,
-    CONTRACT_LAST: tl.constexpr,
-    X_DESCRIPTOR: tl.constexpr,
-    W_DESCRIPTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    x_ptr, w_ptr, out_ptr, h_ptr, a_ptr, partial_ptr, weight_ptr, slot_ptr, ends_ptr, table_ptr,
+    max_tiles, num_rows,
+    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EPILOGUE: tl.constexpr, CONTRACT_LAST: tl.constexpr,
+    X_DESCRIPTOR: tl.constexpr, W_DESCRIPTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    SUBTILES: tl.constexpr, AHEAD: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """``w[e(r)] @ x[r]`` for every live row, and what EPILOGUE makes of it.
 
-    x is [R, C], or with GATHER [T, C] and read at ``slot[r] // K``. w is [E, N, C] with CONTRACT_LAST, else
-    [E, C, N]. X_DESCRIPTOR and W_DESCRIPTOR say that they are tensor descriptors. With FLATTEN the first
-    loads of the next tile are under way during an epilogue.
+    x is [R, C] for "store", else [T, C] and read at ``slot[r] // K``. w is [E, N, C] with CONTRACT_LAST, else
+    [E, C, N]. X_DESCRIPTOR and W_DESCRIPTOR say that they are tensor descriptors.
 
     - "store": ``out`` [R, N] is the product.
     - "swiglu": w is [E, 2N, C]; ``h`` [R, 2N] is the product, gate and then up, and ``a`` [R, N] is
       silu(gate) * up * weight. A tile has BLOCK_N / 2 columns of each half.
     - "swiglu_grad": the product is the gradient of silu(gate) * up * weight, with h and a as above.
-      ``out`` [R, 2N] is the gradient of h, ``a`` is written again, and ``partial`` [column tiles, R] is
-      what the columns of a tile contribute to the gradient of the weight. AHEAD of the SUBTILES parts of
-      h are loaded before the product.
+      ``out`` [R, 2N] is the gradient of h, ``a`` is written again, and ``partial`` [column tiles, R] is what
+      the columns of a tile add to the gradient of the weight. AHEAD of SUBTILES parts of h are loaded early.
     """
     PAIR: tl.constexpr = EPILOGUE == "swiglu"
     COLUMNS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
     COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     num_tiles = tl.load(table_ptr)
-    m_range = tl.arange(0, BLOCK_M)
-    c_range = tl.arange(0, BLOCK_C)
+    m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     for tile in tl.range(tl.program_id(0), num_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
-        first = tile // (GROUP * COLUMN_TILES) * GROUP
-        turns = tl.minimum(num_tiles - first, GROUP)
-        within = tile % (GROUP * COLUMN_TILES)
-        row_tile = first + within % turns
-        column = within // turns * COLUMNS
+        row_tile, column_tile = in_turns(tile, num_tiles, COLUMN_TILES, GROUP)
+        column = column_tile * COLUMNS
         expert = tl.load(table_ptr + 1 + row_tile)
         row = tl.load(table_ptr + 1 + max_tiles + row_tile)
         live = row + m_range < tl.load(ends_ptr + expert)
         near = row + tl.where(live, m_range, 0)
-        if GATHER:
-            slot = tl.load(slot_ptr + near)
-            near = slot // K
         if EPILOGUE != "store":
-            weight = tl.load(weight_ptr + slot)
-        x_from, w_from = x_ptr, w_ptr
-        if not X_DESCRIPTOR:
-            x_from = x_ptr + near.to(tl.int64)[:, None] * C + c_range[None, :]
+            slot = tl.load(slot_ptr + near)
+            near, weight = slot // K, tl.load(weight_ptr + slot)
+        x_from = x_ptr if X_DESCRIPTOR else x_ptr + near.to(tl.int64)[:, None] * C + c_range[None, :]
+        w_from = w_ptr
         if not W_DESCRIPTOR:
             w_from = _weight_pointers(w_ptr, expert, column, C, N, PAIR, CONTRACT_LAST, BLOCK_N, BLOCK_C)
         base = row.to(tl.int64) * N
         if EPILOGUE == "swiglu_grad":
-            WIDTH: tl.constexpr = BLOCK_N // SUBTILES
-            loaded = load_h((), live, column, h_ptr + 2 * base, N, BLOCK_M, WIDTH, 0, AHEAD)
+            loaded = load_h((), live, column, h_ptr + 2 * base, N, BLOCK_M, BLOCK_N // SUBTILES, 0, AHEAD)
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for c in range(0, C, BLOCK_C):
             x = _load_x(x_from, row, c, C, X_DESCRIPTOR, BLOCK_C)
@@ -154,10 +122,19 @@ def rows_kernel(
                 product, loaded, live, column, weight, h_ptr + 2 * base, out_ptr + 2 * base, a_ptr + base,
                 N, BLOCK_M, BLOCK_N, SUBTILES, AHEAD,
             )  # fmt: skip
-            partials = partial_ptr + (column // COLUMNS).to(tl.int64) * num_rows + row
+            partials = partial_ptr + column_tile.to(tl.int64) * num_rows + row
             tl.store(partials + m_range, dweight, mask=live)
         else:
             store(product, live, column, out_ptr + base, N, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def in_turns(tile, row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """Row tile and column tile of a tile, where GROUP row tiles take turns on one column tile."""
+    first = tile // (GROUP * COLUMN_TILES) * GROUP
+    turns = tl.minimum(row_tiles - first, GROUP)
+    within = tile % (GROUP * COLUMN_TILES)
+    return first + within % turns, within // turns
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Grouped products of Transformer Engine in the steps of `reference`.
+"""Grouped products of Transformer Engine for the steps of `reference`.
 
 Suffixes: E experts, R routed rows, N and C the output and contracted width of a product.
 
@@ -19,44 +19,25 @@ import torch
 from torch import Tensor
 
 from graphmoe.config import ConfigError
-from graphmoe.ops.grouped_mlp import reference
-from graphmoe.ops.grouped_mlp.vendors import KEY, PACKAGES, check_dtype, missing_package
+from graphmoe.ops.grouped_mlp import KEY
+from graphmoe.ops.grouped_mlp.reference import Products
+from graphmoe.ops.vendors import require_half, require_package
 
 
-def forward(x_TD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    """y_TD and h_RH, with the arguments of `reference.forward`."""
-    return reference.forward(x_TD, *rest, products=_products(x_TD))
+def products(dtype: torch.dtype) -> Products:
+    """The package's. Raises ConfigError where it, or a kernel for the dtype or the GPU, is missing."""
+    require_half(KEY, "te", dtype)
+    require_package(KEY, "te")
+    from transformer_engine.pytorch.module.grouped_linear import (  # type: ignore[import-not-found]
+        is_module_grouped_tensor_path_supported,
+    )
 
-
-def dgrad(dy_TD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dweight_TK, dh_RH and a_RF, with the arguments of `reference.dgrad`."""
-    return reference.dgrad(dy_TD, *rest, products=_products(dy_TD))
-
-
-def wgrad(dy_TD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    """dw_gate_up and dw_down, with the arguments of `reference.wgrad`."""
-    return reference.wgrad(dy_TD, *rest, products=_products(dy_TD))
-
-
-def _products(x: Tensor) -> reference.Products:
-    check_dtype("te", x.dtype)
-    if not is_supported(x.dtype):
+    if not is_module_grouped_tensor_path_supported(None, dtype):
         raise ConfigError(
             f"{KEY}=te needs the grouped products of cuBLASLt (13.3, on Hopper 13.4), which this GPU or "
-            f"build of Transformer Engine lacks for {x.dtype}; use {KEY}=auto"
+            f"build of Transformer Engine lacks for {dtype}; use {KEY}=auto"
         )
-    return reference.Products(_rows, _rows_grad, _weight_grad)
-
-
-def is_supported(dtype: torch.dtype) -> bool:
-    """Whether this GPU and cuBLASLt have the product that takes counts on the device."""
-    try:
-        from transformer_engine.pytorch.module.grouped_linear import (  # type: ignore[import-not-found]
-            is_module_grouped_tensor_path_supported,
-        )
-    except ModuleNotFoundError as error:
-        raise _missing(error) from error
-    return is_module_grouped_tensor_path_supported(None, dtype)
+    return Products(_rows, _rows_grad, _weight_grad)
 
 
 def _rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
@@ -86,10 +67,8 @@ def _call(x_RC: Tensor, weights: list[Tensor], ends_E: Tensor) -> Tensor:
 
 @functools.cache
 def _module(experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> Any:
-    try:
-        from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
-    except ModuleNotFoundError as error:
-        raise _missing(error) from error
+    from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
+
     return GroupedLinear(
         num_gemms=experts,
         in_features=in_features,
@@ -99,8 +78,3 @@ def _module(experts: int, in_features: int, out_features: int, dtype: torch.dtyp
         device="meta",
         use_grouped_tensor=True,
     )
-
-
-def _missing(error: ModuleNotFoundError) -> Any:
-    """What to raise: the package is missing, or something that it needs is."""
-    return missing_package("te") if error.name == PACKAGES["te"] else error

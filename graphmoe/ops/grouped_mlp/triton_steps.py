@@ -2,8 +2,6 @@
 
 Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F; C and N are the
 contracted and the output width of a product of rows, M and N the axes of a weight.
-
-A step takes the default config of the device unless it is given one, which is what tuning does.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from torch import Tensor
 from graphmoe.ops.grouped_mlp.tuning import Config, default, kind_of, units_of
 from graphmoe.ops.threads import num_warps
 
+TABLE_BLOCK = 16
+"""Entries of the table of row tiles that a program writes."""
 Tiles = Callable[[int], Tensor]
 """Height of row tiles -> their table."""
 
@@ -36,29 +36,21 @@ def row_tiles(ends_E: Tensor, num_rows: int) -> Tiles:
 
 
 def up(
-    x_TD: Tensor,
-    w_gate_up: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    ends_E: Tensor,
-    tiles: Tiles,
-    config: Config | None = None,
+    x_TD: Tensor, w_gate_up: Tensor, weight_TK: Tensor, slot_R: Tensor, ends_E: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """h_RH and the weighted activation a_RF."""
-    E, H, D = w_gate_up.shape
+    _, H, D = w_gate_up.shape
     h_RH, a_RF = x_TD.new_empty(len(slot_R), H), x_TD.new_empty(len(slot_R), H // 2)
     routed = {"weight": weight_TK, "slot": slot_R}
-    config = config or _config("up", x_TD, len(slot_R), E)
-    _rows("up", config, tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, a=a_RF, **routed)
+    _rows("up", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, a=a_RF, **routed)
     return h_RH, a_RF
 
 
-def down(a_RF: Tensor, w_down: Tensor, ends_E: Tensor, tiles: Tiles, config: Config | None = None) -> Tensor:
+def down(a_RF: Tensor, w_down: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
     """y_RD, the rows that are to be summed."""
-    E, D, F = w_down.shape
+    _, D, F = w_down.shape
     y_RD = a_RF.new_empty(len(a_RF), D)
-    config = config or _config("down", a_RF, len(a_RF), E)
-    _rows("down", config, tiles, ends_E, a_RF, w_down, (F, D), out=y_RD)
+    _rows("down", tiles, ends_E, a_RF, w_down, (F, D), out=y_RD)
     return y_RD
 
 
@@ -70,28 +62,23 @@ def down_dgrad(
     slot_R: Tensor,
     ends_E: Tensor,
     tiles: Tiles,
-    config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh_RH, a_RF, and the gradient of the routing weights in parts [column tiles, R], fp32."""
     E, D, F = w_down.shape
-    config = config or _config("down_dgrad", dy_TD, len(slot_R), E)
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
-    parts = -(-F // config.block_n)
+    parts = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
     partial = torch.empty(parts, len(h_RH), dtype=torch.float32, device=h_RH.device)
     results = {"out": dh_RH, "h": h_RH.contiguous(), "a": a_RF, "partial": partial}
     routed = {"weight": weight_TK, "slot": slot_R}
-    _rows("down_dgrad", config, tiles, ends_E, dy_TD, w_down, (D, F), **results, **routed)
+    _rows("down_dgrad", tiles, ends_E, dy_TD, w_down, (D, F), **results, **routed)
     return dh_RH, a_RF, partial
 
 
-def up_dgrad(
-    dh_RH: Tensor, w_gate_up: Tensor, ends_E: Tensor, tiles: Tiles, config: Config | None = None
-) -> Tensor:
+def up_dgrad(dh_RH: Tensor, w_gate_up: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
     """dx_RD, the rows that are to be summed."""
-    E, H, D = w_gate_up.shape
+    _, H, D = w_gate_up.shape
     dx_RD = dh_RH.new_empty(len(dh_RH), D)
-    config = config or _config("up_dgrad", dh_RH, len(dh_RH), E)
-    _rows("up_dgrad", config, tiles, ends_E, dh_RH, w_gate_up, (H, D), out=dx_RD)
+    _rows("up_dgrad", tiles, ends_E, dh_RH, w_gate_up, (H, D), out=dx_RD)
     return dx_RD
 
 
@@ -111,26 +98,13 @@ def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
     return sums_TK
 
 
-def weight_grad(
-    step: str,
-    left: Tensor,
-    right: Tensor,
-    slot_R: Tensor,
-    ends_E: Tensor,
-    slots: int,
-    out: Tensor | None = None,
-    config: Config | None = None,
-) -> Tensor:
-    """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
-
-    With ``out`` (contiguous; fp32 where sums over micro-batches are wanted) it is added to what that holds.
-    """
+def weight_grad(step: str, left: Tensor, right: Tensor, slot_R: Tensor, ends_E: Tensor, slots: int) -> Tensor:
+    """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF."""
     from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
 
     E, M, N = len(ends_E), left.shape[1], right.shape[1]
-    config = config or _config(step, left, len(slot_R), E)
-    result = left.new_empty(E, M, N) if out is None else out
-    assert result.shape == (E, M, N) and result.is_contiguous(), (result.shape, result.stride())
+    config = _config(step, left, len(slot_R), E)
+    result = left.new_empty(E, M, N)
     tiles = E * -(-M // config.block_m) * -(-N // config.block_n)
     programs = _programs(config, tiles, left.device)
     if programs:
@@ -143,8 +117,6 @@ def weight_grad(
             *arguments,
             **constants,
             DESCRIPTOR=config.descriptors != "none" and _describable(rows),
-            ACCUMULATE=out is not None,
-            SUBTILES=config.subtiles * (2 if result.element_size() > left.element_size() else 1),
             UPCAST=not left.is_cuda,
             num_warps=num_warps(config.threads),
             num_stages=config.stages,
@@ -168,6 +140,7 @@ def weight_grad_constants(
         "BLOCK_N": config.block_n,
         "BLOCK_R": config.block_k,
         "GROUP": config.group,
+        "SUBTILES": config.subtiles,
     }
 
 
@@ -191,7 +164,6 @@ _EPILOGUES = {"up": "swiglu", "down": "store", "down_dgrad": "swiglu_grad", "up_
 
 def _rows(
     step: str,
-    config: Config,
     tiles: Tiles,
     ends_E: Tensor,
     x: Tensor,
@@ -208,7 +180,9 @@ def _rows(
     """Launch `rows_kernel` for a step; ``sizes`` are C and the columns that the tiles cover."""
     from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
 
-    table, num_rows = tiles(config.block_m), len(x if slot is None else slot)
+    num_rows = len(x if slot is None else slot)
+    config = _config(step, x, num_rows, len(ends_E))
+    table = tiles(config.block_m)
     max_tiles = len(table) // 2
     columns = config.block_n // 2 if step == "up" else config.block_n
     programs = _programs(config, max_tiles * -(-sizes[1] // columns), x.device)
@@ -232,7 +206,6 @@ def _rows(
         num_rows,
         **rows_constants(step, config, sizes, load_w),
         K=1 if weight is None else weight.shape[1],
-        GATHER=slot is not None,
         X_DESCRIPTOR=load_x,
         UPCAST=not x.is_cuda,
         num_warps=num_warps(config.threads),
@@ -275,9 +248,15 @@ def _make_table(ends_E: Tensor, num_rows: int, height: int) -> Tensor:
     max_tiles = min((num_rows + E * (height - 1)) // height, num_rows)
     table = torch.empty(1 + 2 * max_tiles, dtype=torch.int32, device=ends_E.device)
     if max_tiles:
-        sizes: dict[str, Any] = {"E": E, "BLOCK_E": triton.next_power_of_2(E), "BLOCK_M": height, "BLOCK": 64}
-        tiles_kernel[(triton.cdiv(max_tiles, 16),)](
-            ends_E, table, max_tiles, **sizes, num_warps=num_warps(256)
+        tiles_kernel[(triton.cdiv(max_tiles, TABLE_BLOCK),)](
+            ends_E,
+            table,
+            max_tiles,
+            E=E,
+            BLOCK_E=triton.next_power_of_2(E),
+            BLOCK_M=height,
+            BLOCK=TABLE_BLOCK,
+            num_warps=num_warps(256),
         )
     return table
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels: one table for each kind of device, and the alternatives worth timing.
+"""Tile sizes of the Triton kernels: one table for each kind of device.
 
 The six steps are the products of the layer: ``up`` and ``down`` in the forward, ``down_dgrad`` and
 ``up_dgrad`` for the gradients of rows, ``up_wgrad`` and ``down_wgrad`` for those of weights. Nothing is tuned
@@ -89,46 +89,6 @@ def with_height(config: Config, rows_per_expert: int) -> Config:
         flatten=config.flatten and not few,
         descriptors="none" if few else config.descriptors,
     )
-
-
-def alternatives(step: str, kind: str) -> list[Config]:
-    """Configs of a step in bf16 that are worth timing on a kind of device; the first is the default."""
-    if kind == "hopper":
-        found = _hopper_alternatives(step)
-    elif kind == "instinct":
-        found = [
-            replace(_INSTINCT[step], block_n=n, group=g, subtiles=n // 64 if step == "down_dgrad" else 1)
-            for n in (256, 128)
-            for g in (8, 4)
-        ]
-    else:
-        found = [replace(_SMALL, block_k=k, stages=s) for k, s in ((32, 4), (64, 2), (64, 3))]
-    first = default(step, kind, torch.bfloat16, 1 << 20)
-    return [first, *dict.fromkeys(config for config in found if config != first)]
-
-
-def _hopper_alternatives(step: str) -> list[Config]:
-    wide = Config(128, 256, 64, 256, 4, subtiles=2)
-    loaded = replace(wide, descriptors="weights")
-    square = replace(wide, block_n=128, stages=3, threads=128, per_unit=2)
-    if step == "up":
-        flat = replace(loaded, stages=3, flatten=True)
-        return [loaded, flat, replace(loaded, stages=3), *(replace(flat, group=g) for g in (4, 16))]
-    if step in ("down", "up_dgrad"):
-        both = replace(wide, descriptors="both", flatten=True)
-        return [replace(both, stages=s, group=g) for s in (3, 4) for g in (4, 8, 16)]
-    if step == "down_dgrad":
-        parts = replace(loaded, subtiles=8)
-        return [
-            *(replace(parts, ahead=n) for n in (0, 1, 2)),
-            replace(parts, stages=3, ahead=1),
-            replace(parts, subtiles=16, ahead=4),
-            replace(parts, block_n=128, subtiles=4, ahead=2),
-            replace(square, descriptors="weights", subtiles=8, ahead=1),
-        ]
-    tiles = [replace(wide, stages=3), replace(wide, stages=3, block_m=256, block_n=128), square]
-    by_descriptor = [replace(c, descriptors="both") for c in tiles]
-    return [*tiles, *by_descriptor, *(replace(c, stages=4) for c in by_descriptor[:2])]
 
 
 def kind_of(device: torch.device) -> str:

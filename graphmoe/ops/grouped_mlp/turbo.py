@@ -1,4 +1,4 @@
-"""Grouped products of Primus-Turbo (ROCm) in the steps of `reference`.
+"""Grouped products of Primus-Turbo (ROCm) for the steps of `reference`.
 
 Suffixes: E experts, R routed rows, N and C the output and contracted width of a product.
 
@@ -9,33 +9,19 @@ a6a16cdc, and not run with the package yet.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from graphmoe.ops.grouped_mlp import reference
-from graphmoe.ops.grouped_mlp.vendors import PACKAGES, check_dtype, missing_package
+from graphmoe.ops.grouped_mlp import KEY
+from graphmoe.ops.grouped_mlp.reference import Products
+from graphmoe.ops.vendors import require_half, require_package
 
 
-def forward(x_TD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    """y_TD and h_RH, with the arguments of `reference.forward`."""
-    return reference.forward(x_TD, *rest, products=_products(x_TD))
-
-
-def dgrad(dy_TD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dweight_TK, dh_RH and a_RF, with the arguments of `reference.dgrad`."""
-    return reference.dgrad(dy_TD, *rest, products=_products(dy_TD))
-
-
-def wgrad(dy_TD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    """dw_gate_up and dw_down, with the arguments of `reference.wgrad`."""
-    return reference.wgrad(dy_TD, *rest, products=_products(dy_TD))
-
-
-def _products(x: Tensor) -> reference.Products:
-    check_dtype("turbo", x.dtype)
-    return reference.Products(_rows, _rows_grad, _weight_grad)
+def products(dtype: torch.dtype) -> Products:
+    """The package's. Raises ConfigError where it, or a kernel for the dtype, is missing."""
+    require_half(KEY, "turbo", dtype)
+    require_package(KEY, "turbo")
+    return Products(_rows, _rows_grad, _weight_grad)
 
 
 def _rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
@@ -48,13 +34,11 @@ def _rows_grad(dy_RN: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
 
 def _weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
     """The operation behind the package's own backward; its public function would multiply forward first."""
-    try:
-        from primus_turbo.pytorch.core.backend import BackendType  # type: ignore[import-not-found]
-        from primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl import (  # type: ignore[import-not-found]
-            grouped_gemm_variable_k_impl,
-        )
-    except ModuleNotFoundError as error:
-        raise _missing(error) from error
+    from primus_turbo.pytorch.core.backend import BackendType  # type: ignore[import-not-found]
+    from primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl import (  # type: ignore[import-not-found]
+        grouped_gemm_variable_k_impl,
+    )
+
     lens_E, offsets = _offsets(ends_E)
     return grouped_gemm_variable_k_impl(
         x_RC.contiguous(),
@@ -70,10 +54,8 @@ def _weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _grouped_gemm(a: Tensor, b: Tensor, lens_E: Tensor, offsets: Tensor, *, trans_b: bool) -> Tensor:
-    try:
-        from primus_turbo.pytorch.ops import grouped_gemm  # type: ignore[import-not-found]
-    except ModuleNotFoundError as error:
-        raise _missing(error) from error
+    from primus_turbo.pytorch.ops import grouped_gemm  # type: ignore[import-not-found]
+
     return grouped_gemm(
         a.contiguous(), b.contiguous(), group_lens=lens_E, group_offs=offsets, trans_b=trans_b
     )
@@ -83,8 +65,3 @@ def _offsets(ends_E: Tensor) -> tuple[Tensor, Tensor]:
     """Counts [E] and offsets [E + 1] of experts, int64."""
     offsets = torch.nn.functional.pad(ends_E.long(), (1, 0))
     return torch.diff(offsets), offsets
-
-
-def _missing(error: ModuleNotFoundError) -> Any:
-    """What to raise: the package is missing, or something that it needs is."""
-    return missing_package("turbo") if error.name == PACKAGES["turbo"] else error

@@ -16,33 +16,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphmoe.ops.grouped_mlp.rows_kernel import in_turns
+
 
 @triton.jit
 def weight_grad_kernel(
-    left_ptr,
-    right_ptr,
-    out_ptr,
-    slot_ptr,
-    ends_ptr,
-    E: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATHER_LEFT: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    left_ptr, right_ptr, out_ptr, slot_ptr, ends_ptr,
+    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER_LEFT: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr, SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """``out[e] = sum of outer(left[r], right[r])`` over the rows of e; zeros for an expert without rows.
 
-    out is [E, M, N]; with ACCUMULATE the sum is added to what it holds. With GATHER_LEFT left is [T, M], read
-    at ``slot[r] // K``, and right is [R, N]; else left is [R, M] and right is [T, N], gathered like that.
-    With DESCRIPTOR the side that is not gathered is loaded through a tensor descriptor made here.
+    out is [E, M, N]. With GATHER_LEFT left is [T, M], read at ``slot[r] // K``, and right is [R, N]; else
+    left is [R, M] and right is [T, N], gathered like that. With DESCRIPTOR the side that is not gathered is
+    loaded through a tensor descriptor made here.
     """
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -71,11 +59,8 @@ def weight_grad_kernel(
         if row >= end:
             tile += tl.num_programs(0)
             expert = tile // TILES
-            first = tile % TILES // (GROUP * N_TILES) * GROUP
-            turns = tl.minimum(M_TILES - first, GROUP)
-            within = tile % TILES % (GROUP * N_TILES)
-            m = (first + within % turns) * BLOCK_M
-            n = within // turns * BLOCK_N
+            m_tile, n_tile = in_turns(tile % TILES, M_TILES, N_TILES, GROUP)
+            m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
             row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
             end = tl.load(ends_ptr + expert)
             next_slot = tl.load(slot_ptr + row + r_range, mask=row + r_range < end, other=0)
@@ -86,16 +71,14 @@ def weight_grad_kernel(
         next_slot = tl.load(slot_ptr + rows + BLOCK_R, mask=rows + BLOCK_R < end, other=0)
         left_row = token if GATHER_LEFT else rows
         right_row = rows if GATHER_LEFT else token
-        LEFT: tl.constexpr = DESCRIPTOR and not GATHER_LEFT
-        RIGHT: tl.constexpr = DESCRIPTOR and GATHER_LEFT
-        left = _load_left(left_from, left_row, live, row, end, m, M, LEFT, BLOCK_M)
-        right = _load_right(right_from, right_row, live, row, end, n, N, RIGHT, BLOCK_N)
+        left = _load_left(left_from, left_row, live, row, end, m, M, DESCRIPTOR and not GATHER_LEFT, BLOCK_M)
+        right = _load_right(right_from, right_row, live, row, end, n, N, DESCRIPTOR and GATHER_LEFT, BLOCK_N)
         if UPCAST:  # the interpreter multiplies bf16 wrongly
             left, right = left.to(tl.float32), right.to(tl.float32)
         total = tl.dot(left, right, total, input_precision="ieee")
         if row + BLOCK_R >= end:
             out = out_ptr + expert.to(tl.int64) * (M * N)
-            _store(total, m, n, out, M, N, BLOCK_M, BLOCK_N, ACCUMULATE, SUBTILES)
+            _store(total, m, n, out, M, N, BLOCK_M, BLOCK_N, SUBTILES)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
@@ -141,7 +124,6 @@ def _store(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     SUBTILES: tl.constexpr,
 ):
     """Store [ROWS, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory on the way."""
@@ -150,11 +132,9 @@ def _store(
         columns = n + tl.arange(0, COLUMNS)
         mask = (rows < M)[:, None] & (columns < N)[None, :]
         out_ptrs = out_ptr + rows[:, None] * N + columns[None, :]
-        if ACCUMULATE:
-            total += tl.load(out_ptrs, mask=mask, other=0).to(tl.float32)
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         half: tl.constexpr = COLUMNS // 2
         left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, half)), (0, 2, 1)))
-        _store(left, m, n, out_ptr, M, N, ROWS, half, ACCUMULATE, SUBTILES // 2)
-        _store(right, m, n + half, out_ptr, M, N, ROWS, half, ACCUMULATE, SUBTILES // 2)
+        _store(left, m, n, out_ptr, M, N, ROWS, half, SUBTILES // 2)
+        _store(right, m, n + half, out_ptr, M, N, ROWS, half, SUBTILES // 2)

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels as data, so that tests compile them for GPUs that are not there."""
+"""Launches of the grouped MLP's kernels, which are compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graphmoe.ops.grouped_mlp import rows_kernel as rows
-from graphmoe.ops.grouped_mlp.triton_steps import rows_constants, weight_grad_constants
+from graphmoe.ops.grouped_mlp.triton_steps import TABLE_BLOCK, rows_constants, weight_grad_constants
 from graphmoe.ops.grouped_mlp.tuning import STEPS, Config, default
 from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
 
@@ -23,7 +23,7 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
         {
             "kernel": rows.tiles_kernel,
             "signature": {"ends_ptr": "*i32:16", "table_ptr": "*i32:16", "max_tiles": "i32"},
-            "constexprs": {"E": 512, "BLOCK_E": 512, "BLOCK_M": 128, "BLOCK": 16},
+            "constexprs": {"E": 512, "BLOCK_E": 512, "BLOCK_M": 128, "BLOCK": TABLE_BLOCK},
             "threads": 256,
         },
         {
@@ -60,22 +60,14 @@ def _weight_grad(step: str, config: Config, shape: tuple[int, int, int, int], po
     D, F, E, K = shape
     M, N = (D, F) if step == "down_wgrad" else (2 * F, D)
     rows = F if step == "down_wgrad" else 2 * F
-    flags = {
-        "DESCRIPTOR": config.descriptors != "none" and rows % 8 == 0,
-        "UPCAST": False,
-        "ACCUMULATE": False,
-    }
+    flags = {"DESCRIPTOR": config.descriptors != "none" and rows % 8 == 0, "UPCAST": False}
     return {
         "kernel": weight_grad_kernel,
         "signature": {
             **dict.fromkeys(("left_ptr", "right_ptr", "out_ptr"), pointer),
             **dict.fromkeys(("slot_ptr", "ends_ptr"), "*i32:16"),
         },
-        "constexprs": {
-            **weight_grad_constants(step, config, (E, M, N), K),
-            **flags,
-            "SUBTILES": config.subtiles,
-        },
+        "constexprs": weight_grad_constants(step, config, (E, M, N), K) | flags,
     }
 
 
@@ -101,7 +93,7 @@ def _rows(step: str, config: Config, shape: tuple[int, int, int, int], pointer: 
         signature["partial_ptr"] = "*fp32:16"
     absent = {name: None for name in rows.rows_kernel.arg_names if name.endswith("_ptr")}
     constants = rows_constants(step, config, sizes, load_w)
-    flags = {"K": K if routed else 1, "GATHER": routed, "X_DESCRIPTOR": load_x, "UPCAST": False}
+    flags = {"K": K if routed else 1, "X_DESCRIPTOR": load_x, "UPCAST": False}
     return {
         "kernel": rows.rows_kernel,
         "signature": signature,

@@ -1,12 +1,9 @@
 """Checkpoints of tensors on a GPU."""
 
-import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config import CheckpointConfig
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_tensors_changed_after_save_returns_are_saved_as_they_were(tmp_path):

@@ -1,0 +1,80 @@
+"""What the keys of the schema choose among; each member is spelled as on the command line."""
+
+from __future__ import annotations
+
+import enum
+
+
+class AttentionKind(enum.Enum):
+    mla = "mla"
+    gqa = "gqa"
+
+
+class AttentionBackend(enum.Enum):
+    auto = "auto"
+    sdpa = "sdpa"
+    padded_flash = "padded_flash"
+    turbo = "turbo"
+    te = "te"
+
+
+class RopeScaling(enum.Enum):
+    none = "none"
+    yarn = "yarn"
+
+
+class ScoreFunction(enum.Enum):
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class GroupScore(enum.Enum):
+    max = "max"
+    topk_sum = "topk_sum"
+    top2_sum = "top2_sum"
+
+
+class AuxLoss(enum.Enum):
+    none = "none"
+    sequence = "sequence"
+    micro_batch = "micro_batch"
+    global_batch = "global_batch"
+
+
+class ExpertsBackend(enum.Enum):
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+    turbo = "turbo"
+    te = "te"
+
+
+class DataSource(enum.Enum):
+    stdlib = "stdlib"
+    files = "files"
+    hf = "hf"
+    memmap = "memmap"
+    synthetic = "synthetic"
+
+
+class LrSchedule(enum.Enum):
+    cosine = "cosine"
+    wsd = "wsd"
+    constant = "constant"
+
+
+class ComputeDtype(enum.Enum):
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class DeviceChoice(enum.Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class OutputFormat(enum.Enum):
+    text = "text"
+    json = "json"

@@ -1,0 +1,12 @@
+"""The doctor's probes of a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from graphmoe import doctor
+
+
+def test_a_gpu_captures_and_replays_a_graph():
+    assert doctor.probe_graphs().ok
+    assert len(doctor.devices()) == torch.cuda.device_count() > 0

@@ -1,0 +1,18 @@
+"""Which operations of this project run."""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class SeenOps(TorchDispatchMode):
+    """Names of the ops of this project that run inside the context."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "graphmoe":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))

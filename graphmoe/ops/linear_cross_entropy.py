@@ -74,9 +74,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dtotal: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     assert ctx.needs_grad, "linear_cross_entropy made no gradients: needs_grad was false"
     dh_TD, dw_VD = ctx.saved_tensors
+    dh = dw = None
     # Plain arithmetic: a compiler makes one pass of product and cast, and of what follows.
-    dh = (dh_TD.float() * dtotal).to(dh_TD.dtype) if ctx.needs_input_grad[0] else None
-    dw = (dw_VD * dtotal).to(ctx.w_dtype) if ctx.needs_input_grad[1] else None
+    if ctx.needs_input_grad[0]:
+        dh = (dh_TD.float() * dtotal).to(dh_TD.dtype)
+    if ctx.needs_input_grad[1]:  # rounded on the way out: the product in fp32 would be as large as dw
+        dw = torch.mul(dw_VD, dtotal, out=dw_VD.new_empty(dw_VD.shape, dtype=ctx.w_dtype))
     return dh, dw, *[None] * 6
 
 

@@ -58,7 +58,7 @@ class Execution:
         if "fuse_experts" not in [spec.name for spec in select_passes(self.config.passes, {})]:
             self._warn("the pass fuse_experts off", self._experts_set())
             self.experts = experts
-        elif self.config.model.num_layers > self.config.model.num_dense_layers:
+        elif self.config.model.mtp_depth or self.config.model.num_layers > self.config.model.num_dense_layers:
             self.experts = self._choose(experts)
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))

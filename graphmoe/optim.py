@@ -20,7 +20,7 @@ from graphmoe.schedule import learning_rate
 
 ALIGNMENT = 64
 """Elements; every parameter starts at a multiple, 128 bytes in bf16, and zeros fill the gaps."""
-CHUNK = 2**26
+CHUNK = 2**24
 """Elements that an uncompiled update takes at a time, so that its temporaries stay small."""
 
 Function = Callable[..., Sequence[Tensor]]
@@ -47,7 +47,7 @@ class Optimizer:
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = list(model.parameters())
         dtype, device = self.weights[0].dtype, self.weights[0].device
-        assert all(w.dtype == dtype for w in self.weights), {w.dtype for w in self.weights}
+        assert all(w.dtype == dtype and w.requires_grad for w in self.weights)
         self._place_parameters()
         self._flat_weight = torch.zeros(self._size, dtype=dtype, device=device)
         self._adopt_weights()
@@ -169,7 +169,10 @@ class Optimizer:
         """The update of ``_arguments`` in place -> the values of a StepResult."""
         width = len(flats) // len(self._parts())
         regions = [flats[i : i + width] for i in range(0, len(flats), width)]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(r[1]) for r in regions]))
+        # On a CPU an eager norm adds one element after the other: fp32 would lose three digits.
+        exact = torch.float64 if loss.device.type == "cpu" else None
+        norms = [torch.linalg.vector_norm(grad, dtype=exact) for _, grad, *_ in regions]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
         ok = torch.isfinite(norm) & torch.isfinite(loss)
         finite, lr = ok.float(), learning_rate(self.config, self.train.steps, applied)
         clip = self.train.clip_grad_norm

@@ -118,6 +118,8 @@ def _purpose(report: UnitReport) -> str:
 
 
 def _source(report: UnitReport) -> str:
+    if not report.graphs:
+        return "-"
     return "cache" if report.cache["fx_hits"] == report.graphs else "compiled"
 
 

@@ -55,9 +55,9 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:  # a piece of a split, not of an operation with several results
-        return node.all_input_nodes[0].target in VIEWS
-    return node.target in VIEWS
+    # a piece of a split is one, a piece of what an operation with several results made is not
+    target = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
+    return target in VIEWS or getattr(target, "is_view", False)
 
 
 def _copy(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -83,10 +83,13 @@ class _DetachWithoutGradients(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        before = [a._version if isinstance(a, Tensor) and a.requires_grad else None for a in args]
         result = func(*args, **(kwargs or {}))
         if func is set_grad_enabled:
             self.stopped = not args[0]
-        elif self.stopped:
+        elif self.stopped or torch.is_inference_mode_enabled():
+            if any(v is not None and a._version != v for a, v in zip(args, before, strict=True)):
+                raise TypeError("a tensor with a gradient is changed in place under torch.no_grad()")
             result = tree_map_only(Tensor, torch.detach, result)
         return result
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmoe.config import ConfigError
 from graphmoe.segments import Segment
 from runtime.tracing import refuse_custom_gradients
 
@@ -94,11 +95,16 @@ class BoundUnit:
         values = dict(zip(self.unit.reads, read, strict=True))
         for i, (segment, owner) in enumerate(zip(self.unit.segments, self.owners, strict=True)):
             own = {name: held[position] for j, name, position in self.names if j == i}
+            given = own | {name: values[name] for name in segment.reads}
+            versions = {name: tensor._version for name, tensor in given.items()}
             with torch.fx.traceback.annotate({"segment": segment.name}), self._named(segment):
                 results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
                 if isinstance(results, Tensor):
                     results = (results,)
                 refuse_custom_gradients(results)
+                for name, tensor in given.items():
+                    if tensor._version != versions[name]:
+                        raise TypeError(f"it changes {name} in place")
             values.update(zip(segment.writes, results, strict=True))
         return tuple(values[name] for name in self.unit.writes)
 
@@ -107,6 +113,8 @@ class BoundUnit:
         """Raises what goes wrong inside as an error that names the segment."""
         try:
             yield
+        except ConfigError:
+            raise
         except Exception as error:
             raise UntraceableSegment(
                 f"segment {segment.name} of {self.unit.name} cannot be compiled: {error}; "

@@ -162,7 +162,7 @@ RULES = [
     ("model.num_groups=2 model.topk_groups=3", "exceeds model.num_groups=2; use 1 to 2"),
     ("model.num_groups=8 model.topk_groups=1", "leaves 1 experts for model.top_k=2; use topk_groups=2"),
     ("data.bpe_vocab_size=5000", "data.bpe_vocab_size=5000 must be from 300 to model.vocab_size=4096"),
-    ("model.attention_backend=te", "use sdpa or padded_flash, or compile.enabled=false"),
+    ("model.attention_backend=te", "use auto or sdpa, or compile.enabled=false"),
     ("data.bpe_vocab_size=299", "data.bpe_vocab_size=299 must be from 300"),
     ("data.source=files data.tokenizer=t", "data.source=files needs data.paths, e.g. 'data.paths=["),
     ("data.source=memmap", "data.source=memmap needs data.paths"),

@@ -162,12 +162,17 @@ def tensors_of(node) -> list[Tensor]:
     return [t for child in (node.values() if isinstance(node, dict) else node) for t in tensors_of(child)]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", ["loss", "one gradient"])
-def test_a_step_that_is_not_finite_changes_nothing_but_its_counters(dtype, bad, place):
+def test_a_step_that_is_not_finite_changes_nothing_but_its_counters(dtype, bad, place, compiled):
     net = Net(dtype)
     optimizer = optimizer_of(net, lr=1e-2)
+    if compiled:
+        optimizer.compile(
+            functools.partial(CompiledSegments(lambda trains: PassRunner([])).in_place, "update")
+        )
     backward(net, gradients(net, 0))
     optimizer.step(LOSS)
     before = snapshot(optimizer)

@@ -249,7 +249,9 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     assert document["finished"] and document["steps"] == 4 and document["folder"] == str(folder)
     for key in ("final_loss", "final_val_loss", "median_step_s", "median_mfu", "peak_memory_gib"):
         assert document[key] > 0, key
-    assert 0 < document["time_to_first_step_s"] < lifetime_s
+    assert (
+        0 < document["time_to_first_step_s"] < lifetime_s + 1
+    )  # the start of a process is known to a second
     resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
     assert resolved["run"] == {"name": "mini", "device": "cpu"} and resolved["data"]["seq_len"] == 16
     environment = json.loads((folder / "env.json").read_text())

@@ -105,6 +105,11 @@ def test_a_model_without_experts_chooses_no_kernels_for_them(tmp_path):
     assert trainer.execution.experts == ""
 
 
+def test_the_experts_of_a_prediction_layer_are_experts(tmp_path):
+    words = ("model.num_dense_layers=2", "model.mtp_depth=1", "train.steps=1")
+    assert train_in(tmp_path / "run", *COMPILED, *words).execution.experts == "torch,torch,torch"
+
+
 def test_a_checkpoint_from_before_it_kept_the_experts_backend_is_read(tmp_path):
     short = ("train.steps=4", "train.val_interval=0", "checkpoint.interval=2")
     trainer = trainer_in(tmp_path / "run", *short)

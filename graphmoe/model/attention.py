@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphmoe.config import AttentionBackend, AttentionKind, ModelConfig
 from graphmoe.model.rope import attention_scale, rotate_halves, rotate_pairs
-from graphmoe.ops.attention import causal_attention, choose_backend
+from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
 
 LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V3, whatever norm_eps is
 
@@ -40,6 +40,7 @@ def check_backend(config: ModelConfig, device_type: str) -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, requested: AttentionBackend) -> Tensor:
     """Causal attention by the requested backend, or the one that suits device and head sizes."""
     backend = _backend(requested, q.device.type, q.shape[-1], v.shape[-1])
+    warn_of_slow_heads(backend, q.device.type, max(q.shape[-1], v.shape[-1]))
     return causal_attention(q, k, v, scale=scale, backend=backend)
 
 

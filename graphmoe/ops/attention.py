@@ -58,16 +58,14 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the backend to run: ``auto`` resolved, any other checked.
 
-    Reads nothing but its arguments; ``installed`` answers whether a package is there. Heads that leave a GPU
-    slow kernels only are logged, once. Raises ConfigError naming the key, the value and what would work.
+    Reads nothing but its arguments; ``installed`` answers whether a package is there.
+    Raises ConfigError naming the key, the value and what would work.
     """
     largest = max(head_dim, v_head_dim)
-    fits = largest <= FLASH_MAX_HEAD_DIM
-    if not fits and device_type == "cuda" and requested in (AttentionBackend.auto, AttentionBackend.sdpa):
-        _warn_of_slow_heads(largest)
     if requested is AttentionBackend.auto:
         # Flash on ROCm takes equal head sizes only, and there is no cuDNN to take the others.
         pads = device_type == "cuda" and is_rocm and head_dim != v_head_dim
+        fits = largest <= FLASH_MAX_HEAD_DIM
         return AttentionBackend.padded_flash if pads and fits else AttentionBackend.sdpa
     reason = _reason_against(requested, device_type, is_rocm, largest)
     if reason:
@@ -78,9 +76,11 @@ def choose_backend(
 
 
 @functools.cache
-def _warn_of_slow_heads(size: int) -> None:
+def warn_of_slow_heads(backend: AttentionBackend, device_type: str, size: int) -> None:
+    """Log, once, that heads of this size leave a GPU slower kernels only."""
     limit = FLASH_MAX_HEAD_DIM
-    log.warning("attention heads of %d run slower kernels: flash attention takes %d at most", size, limit)
+    if backend is AttentionBackend.sdpa and device_type == "cuda" and size > limit:
+        log.warning("attention heads of %d run slower kernels: flash attention takes %d at most", size, limit)
 
 
 def _reason_against(

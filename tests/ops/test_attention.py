@@ -161,14 +161,13 @@ def test_choose_backend_refuses_what_cannot_work_and_lists_what_can(requested, m
     assert str(error.value).endswith(f"use one of: {valid}")
 
 
-@pytest.mark.parametrize("requested", [AUTO, SDPA])
-def test_heads_too_large_for_flash_are_logged_once(requested, caplog):
-    attention._warn_of_slow_heads.cache_clear()
-    for machine, sizes in [(CPU, (320, 320)), (CUDA, (256, 256))] + 3 * [(CUDA, (320, 128))]:
-        assert choose(requested, machine, sizes) is SDPA
+def test_heads_too_large_for_flash_are_logged_once(caplog):
+    attention.warn_of_slow_heads.cache_clear()
+    for given in [(SDPA, "cpu", 320), (SDPA, "cuda", 256), (TE, "cuda", 320), *3 * [(SDPA, "cuda", 320)]]:
+        attention.warn_of_slow_heads(*given)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "heads of 320 run slower kernels" in record.message
-    attention._warn_of_slow_heads.cache_clear()
+    attention.warn_of_slow_heads.cache_clear()
 
 
 @pytest.mark.parametrize("requested, machine", [(TURBO, ROCM), (TE, CUDA)])

@@ -72,6 +72,42 @@ def test_a_region_without_gradients_gets_none_and_one_inside_it_does():
     assert_same(compiled(without_gradients))
 
 
+def inferring(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        scale = x.exp()
+    return x * scale.clone()
+
+
+def changing(x: Tensor) -> Tensor:
+    h = x * 2
+    with torch.no_grad():
+        h.mul_(3)
+    return h * h
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return x + self.seen
+
+
+def test_a_region_in_inference_mode_gets_no_gradient():
+    assert_same(compiled(inferring))
+
+
+@pytest.mark.parametrize(
+    "run, what",
+    [(changing, "tensor with a gradient"), (Counting(), "seen"), (lambda x: x.detach().add_(1), "x")],
+)
+def test_a_change_in_place_that_a_graph_would_get_wrong_is_refused(run, what):
+    with pytest.raises(UntraceableSegment, match=f"segment attn of attn .*{what}.* in place"):
+        compiled(run)
+
+
 def test_a_function_whose_backward_is_the_gradient_of_its_forward_is_compiled():
     assert_same(compiled(lambda x: Doubled.apply(x) + 1))
 
@@ -106,6 +142,7 @@ VIEWS = {
         lambda x: (x.chunk(2, dim=-1)[0], x.chunk(2, dim=-1)[1].exp()),
         ("y", "z"),
     ),
+    "other views": (lambda x: (x[None].squeeze(), x.diagonal(), x.exp().unbind(0)[1]), ("y", "z", "v")),
     "a detached view": (lambda x: (lambda h: (h, h.detach().view(-1)))(x.exp()), ("y", "z")),
 }
 

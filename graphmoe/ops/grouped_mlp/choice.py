@@ -77,7 +77,9 @@ def choose_backends(
     names = [name for name, reason in reasons.items() if reason is None and _has_package(name, installed)]
     if not names:
         raise ConfigError(
-            f"{KEY}=auto finds no backend: " + "; ".join(f"{n} {r}" for n, r in reasons.items())
+            f"{KEY}=auto finds no backend: "
+            + "; ".join(f"{n} {r}" for n, r in reasons.items())
+            + f"; use {KEY}=torch, which may wait for the host, or install triton"
         )
     if len(names) == 1:
         return ",".join(names * len(DIRECTIONS))
@@ -127,7 +129,7 @@ def _checked(requested: str, reasons: dict[str, str | None], installed: Callable
     names = requested.split(",")
     valid = [name for name, reason in reasons.items() if reason is None]
     if len(names) not in (1, len(DIRECTIONS)) or not set(names) <= set(BACKENDS):
-        raise ConfigError(f"{KEY}={requested} is not known; use one of: auto, {', '.join(valid)}")
+        raise ConfigError(f"{KEY}={requested} is not known; use one of: {', '.join(['auto', *valid])}")
     for name in names:
         if reasons[name]:
             raise ConfigError(f"{KEY}={requested}: {name} {reasons[name]}; use one of: {', '.join(valid)}")

@@ -225,7 +225,7 @@ def _compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:
     if compiles and backend in (AttentionBackend.turbo, AttentionBackend.te):
         yield (
             f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
-            f"auto or sdpa, or compile.enabled=false"
+            f"auto or sdpa, or compile.enabled=false on a GPU"
         )
 
 

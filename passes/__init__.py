@@ -18,6 +18,7 @@ from passes.runner import PassReport, PassRunner
 from passes.split_backward import split_backward
 
 EXPERTS, ROUTER = ("moe_preprocess", "moe_experts"), ("moe_router",)
+JOINED = ("fuse_permutation", "fuse_activation")
 
 PASSES = (
     # name, function, stage, numerics, segments that have its pattern
@@ -25,7 +26,7 @@ PASSES = (
     PassSpec("fuse_activation", fuse_activation, "forward", "allclose", EXPERTS),
     PassSpec("fuse_router", fuse_router, "forward", "allclose", ROUTER),
     PassSpec("fuse_loss", fuse_loss, "forward", "allclose", ("loss",)),
-    PassSpec("fuse_experts", fuse_experts, "forward", "allclose", EXPERTS),
+    PassSpec("fuse_experts", fuse_experts, "forward", "allclose", EXPERTS, needs=JOINED),
     PassSpec("split_backward", split_backward, "backward", "bitwise"),
 )
 """fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
@@ -36,7 +37,8 @@ __all__ = ["PASSES", "PassReport", "PassRunner", "PassSpec", "Rewrites", "Stage"
 def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:
     """The passes that a configuration asks for, in order, with their parameters by name.
 
-    Raises ConfigError for a name that no pass has, and for an extra one that is no pass.
+    Raises ConfigError for a name that no pass has, for a pass without those that it needs, and for an
+    extra one that is no pass.
     """
     names = [spec.name for spec in PASSES]
     for key, given in (("passes.enabled", config.enabled or []), ("passes.disabled", config.disabled)):
@@ -47,6 +49,13 @@ def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) 
             )
     wanted = names if config.enabled is None else config.enabled
     chosen = [spec for spec in PASSES if spec.name in wanted and spec.name not in config.disabled]
+    for spec in chosen:
+        lacking = [name for name in spec.needs if name not in [other.name for other in chosen]]
+        if lacking:
+            raise ConfigError(
+                f"the pass {spec.name} joins what {' and '.join(lacking)} would make; run those too, or "
+                f"leave {spec.name} out as well: passes.disabled=[{','.join([*lacking, spec.name])}]"
+            )
     return [replace(spec, knobs={**spec.knobs, **knobs.get(spec.name, {})}) for spec in chosen] + [
         _extra(path) for path in config.extra
     ]

@@ -41,6 +41,8 @@ class PassSpec:
     segments: tuple[str, ...] = ()
     """Segments that have the pattern: a unit with all of them is expected to match."""
     knobs: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    """Passes whose operations it joins."""
 
     def expects(self, segments: tuple[str, ...]) -> bool:
         """Whether a graph of these segments should match."""

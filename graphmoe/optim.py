@@ -1,8 +1,8 @@
-"""AdamW over fp32 main weights in one pass, with clipping, skipping and the schedule on the device.
+"""AdamW over fp32 main weights, with clipping, skipping and the schedule on the device.
 
-Weights, gradients and moments lie in flat buffers at fixed addresses, which the update walks once.
-Nothing here waits for the device: a step that is not finite writes back what was there, and counters
-live on the device.
+Weights, gradients and moments lie in flat buffers at fixed addresses. Compiled, the update reads the
+gradients for their norm and then walks all buffers once. Nothing here waits for the device: a step that
+is not finite writes back what was there, and counters live on the device.
 """
 
 from __future__ import annotations

@@ -95,15 +95,15 @@ class BoundUnit:
         values = dict(zip(self.unit.reads, read, strict=True))
         for i, (segment, owner) in enumerate(zip(self.unit.segments, self.owners, strict=True)):
             own = {name: held[position] for j, name, position in self.names if j == i}
-            given = own | {name: values[name] for name in segment.reads}
-            versions = {name: tensor._version for name, tensor in given.items()}
+            given = [*own.items(), *((name, values[name]) for name in segment.reads)]
+            versions = [tensor._version for _, tensor in given]
             with torch.fx.traceback.annotate({"segment": segment.name}), self._named(segment):
                 results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
                 if isinstance(results, Tensor):
                     results = (results,)
                 refuse_custom_gradients(results)
-                for name, tensor in given.items():
-                    if tensor._version != versions[name]:
+                for (name, tensor), version in zip(given, versions, strict=True):
+                    if tensor._version != version:
                         raise TypeError(f"it changes {name} in place")
             values.update(zip(segment.writes, results, strict=True))
         return tuple(values[name] for name in self.unit.writes)

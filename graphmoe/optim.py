@@ -1,8 +1,9 @@
 """AdamW over fp32 main weights, with clipping, skipping and the schedule on the device.
 
 Weights, gradients and moments lie in flat buffers at fixed addresses. Compiled, the update reads the
-gradients for their norm and then walks all buffers once. Nothing here waits for the device: a step that
-is not finite writes back what was there, and counters live on the device.
+gradients for their norm and then walks all buffers once; otherwise torch's fused AdamW walks them.
+Nothing here waits for the device: a step that is not finite leaves what was there, and counters live on
+the device.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from graphmoe.adamw import adamw_, fused_adamw_
 from graphmoe.config import OptimConfig, TrainConfig
 from graphmoe.schedule import learning_rate
 
 ALIGNMENT = 64
 """Elements; every parameter starts at a multiple, 128 bytes in bf16, and zeros fill the gaps."""
-CHUNK = 2**24
-"""Elements that an uncompiled update takes at a time, so that its temporaries stay small."""
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -66,8 +66,8 @@ class Optimizer:
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
         """Let ``compiler(function, arguments)`` compile the update, a function that changes its arguments."""
-        whole = functools.partial(self._update_in_place, chunk=self._size)
-        self._update = compiler(whole, self._arguments(self.applied))
+        update = functools.partial(self._update_in_place, rule=adamw_)
+        self._update = compiler(update, self._arguments(self.applied))
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
@@ -164,7 +164,7 @@ class Optimizer:
         skipped_in_row: Tensor,
         longest_skip: Tensor,
         *flats: Tensor,
-        chunk: int = CHUNK,
+        rule: Callable[..., None] = fused_adamw_,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The update of ``_arguments`` in place -> the values of a StepResult."""
         width = len(flats) // len(self._parts())
@@ -179,59 +179,20 @@ class Optimizer:
         shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clip > 0 else torch.ones_like(norm)
         for part, region in zip(self._parts(), regions, strict=True):
             decay = self.config.weight_decay if part.start < self._decayed else 0.0
-            for pieces in zip(*(flat.split(chunk) for flat in region), strict=True):
-                adamw_(
-                    *pieces,
-                    config=self.config,
-                    weight_decay=decay,
-                    lr=lr,
-                    shrink=shrink,
-                    done=applied,
-                    ok=ok,
-                )
+            rule(
+                *region,
+                config=self.config,
+                weight_decay=decay,
+                lr=lr,
+                shrink=shrink,
+                done=applied,
+                ok=ok,
+            )
         applied += finite
         skipped += 1.0 - finite
         skipped_in_row.add_(1.0).mul_(1.0 - finite)
         longest_skip.copy_(torch.maximum(longest_skip, skipped_in_row))
         return norm, lr, finite
-
-
-def adamw_(
-    main: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    weight: Tensor | None = None,
-    *,
-    config: OptimConfig,
-    weight_decay: float,
-    lr: Tensor,
-    shrink: Tensor,
-    done: Tensor,
-    ok: Tensor,
-) -> None:
-    """One step of AdamW in place; clears ``grad``, and rounds ``main`` into ``weight`` where given.
-
-    fp32 tensors of one shape; ``lr``, ``shrink`` (divides the gradient), ``done`` (steps before this
-    one) and ``ok`` (bool: False leaves weights and moments as they are) are scalars on the device.
-    (Decoupled Weight Decay Regularization, arXiv 1711.05101, algorithm 2.)
-    """
-    g = grad / shrink
-    m = exp_avg + (g - exp_avg) * (1 - config.beta1)
-    v = exp_avg_sq * config.beta2 + g * g * (1 - config.beta2)
-    bias1, bias2 = (_bias_correction(beta, done + 1) for beta in (config.beta1, config.beta2))
-    decayed = main * (1 - lr * weight_decay)
-    moved = decayed - lr / bias1 * m / ((v / bias2).sqrt() + config.eps)
-    for old, new in ((main, moved), (exp_avg, m), (exp_avg_sq, v)):
-        old.copy_(torch.where(ok, new, old))
-    grad.zero_()
-    if weight is not None:
-        weight.copy_(main)
-
-
-def _bias_correction(beta: float, step: Tensor) -> Tensor:
-    """1 - beta^step, without cancellation."""
-    return -torch.expm1(step * (math.log(beta) if beta > 0 else -math.inf))
 
 
 def _decays(weight: Tensor) -> bool:

@@ -81,10 +81,15 @@ def compile_inference(
 ) -> Callable[..., Any]:
     """Compile a graph without gradients by Inductor, through torch's FX and AOTAutograd caches.
 
-    (torch/_inductor/compile_fx.py: what ``torch._inductor.compile`` calls.)
+    Pointwise kernels of a graph that changes its inputs are not timed: Inductor would run the candidates
+    on copies of what they change, in host memory where the device has no room, which takes minutes for
+    an optimizer's buffers. (torch/_inductor/compile_fx.py: what ``torch._inductor.compile`` calls;
+    copy_args_to_cpu_if_needed in torch/_inductor/runtime/triton_heuristics.py.)
     """
+    changes = any(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes)
+    patches = {"triton.autotune_pointwise": False} if changes else {}
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
-        return compile_fx(graph, list(fakes))  # type: ignore[return-value]
+        return compile_fx(graph, list(fakes), config_patches=patches)  # type: ignore[return-value]
 
 
 def custom_function_of(node: Any) -> type | None:

@@ -83,24 +83,24 @@ def test_steps_equal_those_of_torch_adamw_and_clip_grad_norm_in_fp64(clip):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_or_in_pieces_the_update_is_the_same(dtype):
+def test_compiled_traceable_or_by_torch_the_update_is_the_same(dtype):
     nets = [Net(dtype) for _ in range(3)]
-    plain, pieces, compiled = (optimizer_of(net, 0.5, lr=1e-2, beta1=0.0, warmup_steps=2) for net in nets)
-    pieces.compile(lambda update, arguments: functools.partial(update, chunk=7))
+    plain, traceable, compiled = (optimizer_of(net, 0.5, lr=1e-2, beta1=0.0, warmup_steps=2) for net in nets)
+    traceable.compile(lambda update, arguments: update)
     made = CompiledSegments(lambda trains: PassRunner([]))
     compiled.compile(functools.partial(made.in_place, "optimizer"))
     for step in range(STEPS):
         loss = torch.tensor(math.nan) if step == 1 else LOSS
         results = []
-        for net, optimizer in zip(nets, (plain, pieces, compiled), strict=True):
+        for net, optimizer in zip(nets, (plain, traceable, compiled), strict=True):
             backward(net, gradients(net, step))
             results.append(optimizer.step(loss))
             assert optimizer.flat_grad.count_nonzero() == 0
         for result in results[1:]:
             torch.testing.assert_close(result, results[0])
-    for a, b, c in zip(*(tensors_of(snapshot(o)) for o in (plain, pieces, compiled)), strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(c, a, rtol=1e-6 if a.dtype == torch.float32 else 2**-7, atol=1e-9)
+    for a, b, c in zip(*(tensors_of(snapshot(o)) for o in (plain, traceable, compiled)), strict=True):
+        for other in (b, c):
+            torch.testing.assert_close(other, a, rtol=1e-6 if a.dtype == torch.float32 else 2**-7, atol=1e-9)
     assert [(r.unit, r.graphs) for r in made.reports] == [("optimizer", 1)]
 
 

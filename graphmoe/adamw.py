@@ -6,12 +6,25 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from graphmoe.config import OptimConfig
+
+
+class StepScalars(NamedTuple):
+    """What a step reads on the device."""
+
+    lr: Tensor
+    shrink: Tensor
+    """Divides the gradient."""
+    done: Tensor
+    """Steps before this one."""
+    ok: Tensor
+    """bool: False leaves weights and moments as they are."""
 
 
 def adamw_(
@@ -23,16 +36,10 @@ def adamw_(
     *,
     config: OptimConfig,
     weight_decay: float,
-    lr: Tensor,
-    shrink: Tensor,
-    done: Tensor,
-    ok: Tensor,
+    scalars: StepScalars,
 ) -> None:
-    """One step of AdamW in place; clears ``grad``, and rounds ``main`` into ``weight`` where given.
-
-    fp32 tensors of one shape; ``lr``, ``shrink`` (divides the gradient), ``done`` (steps before this
-    one) and ``ok`` (bool: False leaves weights and moments as they are) are scalars on the device.
-    """
+    """One step of AdamW in place over fp32 tensors of one shape; rounds ``main`` into ``weight`` if given."""
+    lr, shrink, done, ok = scalars
     g = grad / shrink
     m = exp_avg + (g - exp_avg) * (1 - config.beta1)
     v = exp_avg_sq * config.beta2 + g * g * (1 - config.beta2)
@@ -41,7 +48,6 @@ def adamw_(
     moved = decayed - lr / bias1 * m / ((v / bias2).sqrt() + config.eps)
     for old, new in ((main, moved), (exp_avg, m), (exp_avg_sq, v)):
         old.copy_(torch.where(ok, new, old))
-    grad.zero_()
     if weight is not None:
         weight.copy_(main)
 
@@ -55,31 +61,27 @@ def fused_adamw_(
     *,
     config: OptimConfig,
     weight_decay: float,
-    lr: Tensor,
-    shrink: Tensor,
-    done: Tensor,
-    ok: Tensor,
+    scalars: StepScalars,
 ) -> None:
-    """The same by torch's fused kernel: without a compiler it moves the fewest bytes."""
+    """The same by torch's fused kernel, which without a compiler moves the fewest bytes; scales ``grad``."""
     adamw(
         [main],
         [grad],
         [exp_avg],
         [exp_avg_sq],
         [],
-        [done.clone()],
+        [scalars.done.clone()],
         fused=True,
-        grad_scale=shrink,
-        found_inf=(~ok).float(),
+        grad_scale=scalars.shrink,
+        found_inf=(~scalars.ok).float(),
         amsgrad=False,
         beta1=config.beta1,
         beta2=config.beta2,
-        lr=lr,
+        lr=scalars.lr,
         weight_decay=weight_decay,
         eps=config.eps,
         maximize=False,
     )
-    grad.zero_()
     if weight is not None:
         weight.copy_(main)
 

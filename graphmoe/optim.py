@@ -9,15 +9,15 @@ the device.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from graphmoe.adamw import adamw_, fused_adamw_
+from graphmoe.adamw import StepScalars, adamw_, fused_adamw_
 from graphmoe.config import OptimConfig, TrainConfig
+from graphmoe.gradients import Gradient
 from graphmoe.schedule import learning_rate
 
 ALIGNMENT = 64
@@ -56,9 +56,13 @@ class Optimizer:
         self.flat_grad, self._exp_avg, self._exp_avg_sq = (
             torch.zeros(self._size, device=device) for _ in range(3)
         )
-        self.main, self.grads = self._views(self._flat_main), self._views(self.flat_grad)
-        self._grad_by_weight = {id(w): grad for w, grad in zip(self.weights, self.grads, strict=True)}
-        self._collect_gradients()
+        self.main = self._views(self._flat_main)
+        self._gradients = {
+            id(weight): Gradient(total)
+            for weight, total in zip(self.weights, self._views(self.flat_grad), strict=True)
+        }
+        for weight in self.weights:
+            weight.register_post_accumulate_grad_hook(self._collect)
         self.applied, self.skipped, self.skipped_in_row, self.longest_skip = (
             torch.zeros((), device=device) for _ in range(4)
         )
@@ -71,7 +75,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
-        """Apply the accumulated gradients and clear them; a no-op where loss or norm is not finite."""
+        """Apply the gradients since the last step; a no-op where loss or norm is not finite."""
+        for gradient in self._gradients.values():
+            gradient.finish()
         return StepResult(*self._update(*self._arguments(loss.detach().float())))
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,9 +100,9 @@ class Optimizer:
         self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
         self.publish()
 
-    def gradient_of(self, weight: Tensor) -> Tensor:
-        """The fp32 tensor, of the weight's shape, that the step's gradients are added to."""
-        return self._grad_by_weight[id(weight)]
+    def gradient_of(self, weight: Tensor) -> Gradient:
+        """Where the gradients of a step's micro-batches are summed, in the weight's shape."""
+        return self._gradients[id(weight)]
 
     def main_weights(self) -> dict[str, Tensor]:
         """The fp32 weights by parameter name; after a change of their values call ``publish``."""
@@ -135,13 +141,11 @@ class Optimizer:
             view.copy_(weight)
             weight.data = view
 
-    def _collect_gradients(self) -> None:
-        """Have autograd add fp32 gradients to the flat buffer, and bf16 ones as soon as they are made."""
-        for weight, grad in zip(self.weights, self.grads, strict=True):
-            if weight.dtype == torch.float32:
-                weight.grad = grad
-            else:
-                weight.register_post_accumulate_grad_hook(_add_into(grad))
+    def _collect(self, weight: Tensor) -> None:
+        """Take a gradient from autograd as soon as it has made it."""
+        if weight.grad is not None:  # None: whoever computed it has added it already
+            self.gradient_of(weight).add(weight.grad)
+            weight.grad = None
 
     def _arguments(self, loss: Tensor) -> list[Tensor]:
         """Loss, counters, and the regions of the flat buffers: those that decay, then the others."""
@@ -177,17 +181,10 @@ class Optimizer:
         finite, lr = ok.float(), learning_rate(self.config, self.train.steps, applied)
         clip = self.train.clip_grad_norm
         shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clip > 0 else torch.ones_like(norm)
+        scalars = StepScalars(lr, shrink, applied, ok)
         for part, region in zip(self._parts(), regions, strict=True):
             decay = self.config.weight_decay if part.start < self._decayed else 0.0
-            rule(
-                *region,
-                config=self.config,
-                weight_decay=decay,
-                lr=lr,
-                shrink=shrink,
-                done=applied,
-                ok=ok,
-            )
+            rule(*region, config=self.config, weight_decay=decay, scalars=scalars)
         applied += finite
         skipped += 1.0 - finite
         skipped_in_row.add_(1.0).mul_(1.0 - finite)
@@ -198,15 +195,6 @@ class Optimizer:
 def _decays(weight: Tensor) -> bool:
     """Matrices and experts decay, norms and biases do not."""
     return weight.dim() > 1
-
-
-def _add_into(grad: Tensor) -> Any:
-    def hook(weight: Tensor) -> None:
-        if weight.grad is not None:  # None: whoever computed it has added it already
-            grad.add_(weight.grad)
-            weight.grad = None
-
-    return hook
 
 
 @torch.no_grad()

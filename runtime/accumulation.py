@@ -1,4 +1,4 @@
-"""Weight gradients that W itself adds to the optimizer's fp32 buffers: autograd gets none."""
+"""Weight gradients that W itself sums in the optimizer's fp32 tensors: autograd gets none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import fx
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def accumulate_outputs(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with a further fp32 input for each output, which it adds the output to, in place.
+def deliver_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
+    """The same graph with a further fp32 input for each output, which it stores there or adds to it.
 
     The sum is taken in fp32 before any rounding to the weights' dtype that ends the graph, and a
     transposed product becomes the product of the transposed, so that both sides of the sum lie alike.
@@ -27,9 +27,10 @@ def accumulate_outputs(module: fx.GraphModule) -> fx.GraphModule:
         last_input = [buffer]
         fake = shape.new_empty(shape.shape, dtype=torch.float32)
         buffer.meta["val"] = fake
-        total = graph.call_function(aten.add.Tensor, (buffer, value))
-        stored = graph.call_function(aten.copy_.default, (buffer, total))
-        total.meta["val"] = stored.meta["val"] = fake
+        if add:
+            value = graph.call_function(aten.add.Tensor, (buffer, value))
+            value.meta["val"] = fake
+        graph.call_function(aten.copy_.default, (buffer, value)).meta["val"] = fake
     graph.output(())
     graph.eliminate_dead_code()
     graph.lint()

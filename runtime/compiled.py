@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from graphmoe.gradients import Gradient
 from graphmoe.segments import Segment
 from graphmoe.torch_compat import cache_counts
 from passes import PassReport, PassRunner
 from runtime.tracing import fakes_of, trace_in_place
-from runtime.unit_code import UnitCode, compile_graph
+from runtime.unit_code import Compiled, UnitCode, compile_graph
 from runtime.unit_graphs import unit_graphs
 from runtime.units import BoundUnit, Unit, units_of
 
@@ -28,14 +30,32 @@ class UnitReport:
 
     unit: str
     trains: bool
-    graphs: int
-    """Compiled graphs: forward, and for training the gradients of inputs and of weights."""
-    seconds: float
-    cache: dict[str, int]
+    graphs: int = 0
+    """Compiled graphs: forward, and for training the gradients of inputs and those of weights, which a
+    step's second micro-batch compiles once more, to add them up."""
+    seconds: float = 0.0
+    cache: dict[str, int] = field(default_factory=dict)
     """What torch's compile caches did."""
-    passes: list[PassReport]
+    passes: list[PassReport] = field(default_factory=list)
     shared_by: int = 1
     """Places in the model that run this code."""
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Adds what happens inside to seconds and cache."""
+        started = time.perf_counter()
+        with cache_counts() as counts:
+            yield
+        self.seconds += time.perf_counter() - started
+        for name, count in counts.items():
+            self.cache[name] = self.cache.get(name, 0) + count
+
+    def compile(self, graph: fx.GraphModule) -> Compiled:
+        """Compile one more graph of this unit."""
+        with self.measured():
+            code = compile_graph(graph)
+        self.graphs += 1
+        return code
 
 
 @dataclass
@@ -43,8 +63,8 @@ class _Place:
     """A unit at one place of the model."""
 
     bound: BoundUnit
-    gradients: list[Tensor]
-    """Where each parameter's gradient is added; empty where autograd gets it."""
+    gradients: list[Gradient]
+    """Where each parameter's gradient goes; empty where autograd gets it."""
     codes: dict[tuple[Any, ...], UnitCode] = field(default_factory=dict)
     """By the shapes of what it reads, and whether gradients are wanted."""
 
@@ -59,12 +79,12 @@ class CompiledSegments:
     def __init__(
         self,
         runner: Callable[[bool], PassRunner],
-        gradient_of: Callable[[Tensor], Tensor] | None = None,
+        gradient_of: Callable[[Tensor], Gradient] | None = None,
     ) -> None:
         self._runner = runner
         """Makes the passes for training (True) or inference (False)."""
         self._gradient_of = gradient_of
-        """The fp32 tensor that a parameter's gradient is added to; None leaves gradients to autograd."""
+        """Where a parameter's gradient goes; None leaves gradients to autograd."""
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self.reports: list[UnitReport] = []
@@ -93,11 +113,11 @@ class CompiledSegments:
 
         The tensors given here say what shapes it is for. No passes run.
         """
-        started = time.perf_counter()
-        with cache_counts() as cache:
-            fakes = fakes_of([tensor.detach() for tensor in tensors])
-            code = compile_graph(trace_in_place(run, fakes))
-        self._add(UnitReport(name, True, 1, time.perf_counter() - started, cache, []))
+        report = UnitReport(name, True)
+        with report.measured():
+            graph = trace_in_place(run, fakes_of([tensor.detach() for tensor in tensors]))
+        code = report.compile(graph)
+        self._add(report)
         return code
 
     def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place]:
@@ -138,9 +158,8 @@ class CompiledSegments:
         return code
 
     def _compile(self, bound: BoundUnit, tensors: list[Tensor], trains: bool) -> tuple[UnitCode, UnitReport]:
-        unit = bound.unit
-        started = time.perf_counter()
-        with cache_counts() as cache:
+        unit, report = bound.unit, UnitReport(bound.unit.name, trains)
+        with report.measured():
             graphs = unit_graphs(
                 bound.run,
                 fakes_of(tensors),
@@ -150,9 +169,8 @@ class CompiledSegments:
                 name=unit.name,
                 segments=tuple(segment.name for segment in unit.segments),
             )
-            code = UnitCode(graphs, accumulates=self._gradient_of is not None)
-        seconds = time.perf_counter() - started
-        report = UnitReport(unit.name, trains, code.num_graphs, seconds, cache, graphs.reports)
+        report.passes = graphs.reports
+        code = UnitCode(graphs, report.compile, delivers=self._gradient_of is not None)
         self._add(report)
         return code, report
 

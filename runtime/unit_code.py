@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphmoe.gradients import Gradient, begin_together
 from graphmoe.torch_compat import FakeTensorMode, compile_inference
-from runtime.accumulation import accumulate_outputs
+from runtime.accumulation import deliver_outputs
 from runtime.unit_graphs import UnitGraphs
 
 Compiled = Callable[..., Sequence[Tensor]]
@@ -25,34 +26,36 @@ def compile_graph(graph: fx.GraphModule) -> Compiled:
 
 
 class UnitCode:
-    """The three compiled callables of a unit, shared by every unit that computes the same.
+    """The compiled F, I and W of a unit, shared by every unit that computes the same.
 
     A plain backward is ``backward_inputs`` then ``backward_weights``; a schedule may call them apart.
     """
 
-    def __init__(self, graphs: UnitGraphs, *, accumulates: bool) -> None:
-        self.graphs, self.accumulates = graphs, accumulates
-        self.num_graphs = 0
-        self._forward = self._compile(graphs.forward) if graphs.num_outputs else _no_results
+    def __init__(
+        self, graphs: UnitGraphs, compiler: Callable[[fx.GraphModule], Compiled], *, delivers: bool
+    ) -> None:
+        """``delivers``: W sums weight gradients itself; else autograd gets them."""
+        self.graphs, self.delivers, self._compiler = graphs, delivers, compiler
+        self._forward = compiler(graphs.forward) if graphs.num_outputs else _no_results
         self._inputs: Compiled | None = None
-        self._weights: Compiled | None = None
+        self._weights: dict[bool, Compiled] = {}
+        """W for the first micro-batch of a step (False), and for the others, compiled at the second."""
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
-                self._inputs = self._compile(graphs.backward.inputs)
+                self._inputs = compiler(graphs.backward.inputs)
             if graphs.weight_gradients:
-                weights = graphs.backward.weights
-                self._weights = self._compile(accumulate_outputs(weights) if accumulates else weights)
+                self._weights_code(add=False)
 
-    def __call__(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(self, tensors: Sequence[Tensor], gradients: Sequence[Gradient]) -> tuple[Tensor, ...]:
         """The unit's outputs from (parameters, buffers, inputs); differentiable if it was compiled so.
 
-        Where the code accumulates, the backward adds each parameter's gradient to its fp32 tensor in
-        ``buffers``, and autograd gets none.
+        Where the code delivers, the backward adds to each parameter's gradient in ``gradients``, and
+        autograd gets none.
         """
         if self.graphs.backward is None:
             results = tuple(self._forward(*tensors))
         else:
-            results = _UnitFunction.apply(self, buffers, *tensors)
+            results = _UnitFunction.apply(self, gradients, *tensors)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -74,28 +77,38 @@ class UnitCode:
         count = len(self.graphs.input_gradients)
         return list(results[:count]), [*results[count:], *(read[i] for i in split.weights_read)]
 
-    def backward_weights(self, handed: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward_weights(
+        self, handed: Sequence[Tensor], gradients: Sequence[Gradient]
+    ) -> list[Tensor | None]:
         """W, from what I handed over: gradients of the parameters in ``graphs.weight_gradients``.
 
-        They are added to ``buffers`` instead, and None is returned, where the code accumulates.
+        They go to ``gradients`` instead, and None is returned, where the code delivers.
         """
-        if self._weights is None:
+        wanted = self.graphs.weight_gradients
+        if not wanted:
             return []
-        if not self.accumulates:
-            return list(self._weights(*handed))
-        self._weights(*handed, *(buffers[i] for i in self.graphs.weight_gradients))
-        return [None] * len(self.graphs.weight_gradients)
+        if not self.delivers:
+            return list(self._weights_code(add=False)(*handed))
+        sums = [gradients[i] for i in wanted]
+        code = self._weights_code(add=begin_together(sums))
+        code(*handed, *(gradient.total for gradient in sums))
+        return [None] * len(wanted)
 
-    def _compile(self, graph: fx.GraphModule) -> Compiled:
-        self.num_graphs += 1
-        return compile_graph(graph)
+    def _weights_code(self, *, add: bool) -> Compiled:
+        if add not in self._weights:
+            assert self.graphs.backward is not None
+            graph = self.graphs.backward.weights
+            self._weights[add] = self._compiler(deliver_outputs(graph, add=add) if self.delivers else graph)
+        return self._weights[add]
 
 
 class _UnitFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, code: UnitCode, buffers: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, code: UnitCode, gradients: Sequence[Gradient], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         outputs, kept = code.forward(tensors)
-        ctx.code, ctx.buffers, ctx.num_inputs = code, buffers, len(tensors)
+        ctx.code, ctx.gradients, ctx.num_inputs = code, gradients, len(tensors)
         ctx.save_for_backward(*kept)
         fixed = [o for o, wanted in zip(outputs, code.graphs.differentiable, strict=True) if not wanted]
         ctx.mark_non_differentiable(*fixed)
@@ -110,7 +123,7 @@ class _UnitFunction(torch.autograd.Function):
         wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
         wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
         of_inputs, handed = code.backward_inputs(ctx.saved_tensors, wanted)
-        of_weights = code.backward_weights(handed, ctx.buffers)
+        of_weights = code.backward_weights(handed, ctx.gradients)
         result: list[Tensor | None] = [None] * ctx.num_inputs
         for i, gradient in zip(graphs.input_gradients, of_inputs, strict=True):
             result[i] = gradient

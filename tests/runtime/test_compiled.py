@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphmoe.gradients import Gradient
 from graphmoe.model import build_model
 from graphmoe.segments import Segment, run_segments
 from graphmoe.torch_compat import joint_graph
@@ -80,8 +82,8 @@ def test_validation_runs_graphs_of_its_own_that_keep_nothing(compiled):
     model = model_of("model.num_layers=4")
     with torch.no_grad():
         assert_forward_close(model.loss(*batch(), compiled).total, model.loss(*batch()).total)
-    codes = [code for code, report in compiled._codes.values() if not report.trains]
-    assert {(code.num_graphs, code.graphs.backward) for code in codes} == {(1, None)}
+    found = [(code, report) for code, report in compiled._codes.values() if not report.trains]
+    assert {(report.graphs, code.graphs.backward) for code, report in found} == {(1, None)}
 
 
 def test_layers_alike_share_one_compilation(compiled):
@@ -187,24 +189,47 @@ class Scale(nn.Module):
         return (x.transpose(0, 1) * self.weight).sin()
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_a_weight_of_two_segments_gets_both_gradients(accumulates):
+SPLIT = [spec for spec in PASSES if spec.name == "split_backward"]
+
+
+@pytest.mark.parametrize("delivers", [False, True])
+def test_a_weight_of_two_segments_gets_both_gradients(delivers):
     scale = Scale()
     segments = [Segment("attn", scale, ("x",), ("x",)), Segment("mlp", scale, ("x",), ("x",))]
-    buffer = torch.zeros(4)
-    split = [spec for spec in PASSES if spec.name == "split_backward"]
-    made = CompiledSegments(lambda trains: PassRunner(split), (lambda p: buffer) if accumulates else None)
+    gradient = Gradient(torch.full((4,), math.nan))
+    made = CompiledSegments(lambda trains: PassRunner(SPLIT), (lambda p: gradient) if delivers else None)
     x = torch.randn(3, 5, 4, requires_grad=True)
     (expected,) = run_segments(segments, {"x": x}, ("x",))
     of_weight, of_x = torch.autograd.grad(expected.square().sum(), (scale.weight, x))
-    for _ in range(2):
-        (y,) = made(segments, {"x": x}, ("x",))
-        x.grad = scale.weight.grad = None
-        y.square().sum().backward()
-    assert_forward_close(y, expected)
-    assert_gradient_close(x.grad, of_x)
-    assert (scale.weight.grad is None) == accumulates
-    assert_gradient_close(buffer / 2 if accumulates else scale.weight.grad, of_weight)
+    for micro_batches in (1, 3, 2):
+        for _ in range(micro_batches):
+            (y,) = made(segments, {"x": x}, ("x",))
+            x.grad = scale.weight.grad = None
+            y.square().sum().backward()
+        assert_forward_close(y, expected)
+        assert_gradient_close(x.grad, of_x)
+        assert (scale.weight.grad is None) == delivers
+        if delivers:
+            assert_gradient_close(gradient.total / micro_batches, of_weight)
+            gradient.finish()
+    assert [report.graphs for report in made.reports] == [4 if delivers else 3]  # W again, to add
+
+
+def test_a_unit_adds_to_the_gradient_that_another_unit_began_and_begins_its_own():
+    shared, own = Scale(), Scale()
+    segments = [
+        Segment("attn", nn.Sequential(shared, own), ("x",), ("x",)),
+        Segment("mlp", shared, ("x",), ("x",), stream="comm"),
+    ]
+    gradients = {id(m.weight): Gradient(torch.full((4,), math.nan)) for m in (shared, own)}
+    made = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: gradients[id(p)])
+    x = torch.randn(3, 5, 4)
+    (expected,) = run_segments(segments, {"x": x}, ("x",))
+    wanted = torch.autograd.grad(expected.square().sum(), (shared.weight, own.weight))
+    (y,) = made(segments, {"x": x}, ("x",))
+    y.square().sum().backward()  # that of mlp comes first
+    for module, gradient in zip((shared, own), wanted, strict=True):
+        assert_gradient_close(gradients[id(module.weight)].total, gradient)
 
 
 def test_gradients_of_gradients_are_refused():

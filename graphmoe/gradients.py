@@ -1,0 +1,40 @@
+"""A step's gradients, summed over its micro-batches in fp32: the first stores, the others add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Gradient:
+    """One parameter's gradient. ``total`` keeps its address, and what it holds until the next step begins."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self.begun = False
+        """Whether ``total`` holds anything of this step; a flag of the host, so nothing waits for it."""
+
+    def add(self, value: Tensor) -> None:
+        """Add a micro-batch's gradient, of any dtype."""
+        if self.begun:
+            self.total.add_(value)
+        else:
+            self.total.copy_(value)
+        self.begun = True
+
+    def finish(self) -> None:
+        """End the step: zeros where no micro-batch gave anything; the next ``add`` begins anew."""
+        if not self.begun:
+            self.total.zero_()
+        self.begun = False
+
+
+def begin_together(gradients: Sequence[Gradient]) -> bool:
+    """Whether any has begun; then those that have not begin with zeros, so that all can be added to."""
+    begun = any(gradient.begun for gradient in gradients)
+    for gradient in gradients:
+        if begun and not gradient.begun:
+            gradient.total.zero_()
+        gradient.begun = True
+    return begun

@@ -30,11 +30,14 @@ class Clock:
     def __init__(self, failing=()):
         self.asked, self.failing = [], failing
 
-    def __call__(self, backend, direction, shape, device):
-        self.asked.append((backend, direction))
-        if backend in self.failing or (backend, direction) in self.failing:
-            raise RuntimeError("no such kernel")
-        return TIMES[backend][("forward", "dgrad", "wgrad").index(direction)]
+    def __call__(self, backends, direction, shape, device):
+        self.asked += [(backend, direction) for backend in backends]
+        number = ("forward", "dgrad", "wgrad").index(direction)
+        return {b: self.error(b, direction) or TIMES[b][number] for b in backends}
+
+    def error(self, backend, direction):
+        fails = backend in self.failing or (backend, direction) in self.failing
+        return RuntimeError("no such kernel") if fails else None
 
 
 @pytest.fixture
@@ -207,11 +210,27 @@ def test_a_missing_package_is_named(gpu):
         choose("triton", installed=lambda package: False)
 
 
+def test_backends_are_measured_in_turns_and_one_that_fails_is_told(monkeypatch):
+    asked, call = [], choice.call_op
+
+    def run(direction, *arguments):
+        asked.append(arguments[-1])
+        if arguments[-1] == "te":
+            raise RuntimeError("no such kernel")
+        return call(direction, *arguments)
+
+    monkeypatch.setattr(choice, "call_op", run)
+    found = milliseconds(["torch", "te", "triton"], "forward", SHAPE, CPU)
+    assert found["torch"] > 0 and found["triton"] > 0 and str(found["te"]) == "no such kernel"
+    assert asked[-2 * choice.REPEATS :] == ["torch", "triton"] * choice.REPEATS
+
+
 @pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
 def test_measuring_runs_the_op_on_a_routing_over_all_experts(direction, monkeypatch):
     seen, call = [], choice.call_op
     monkeypatch.setattr(choice, "call_op", lambda *given: seen.append(given) or call(*given))
-    assert milliseconds("torch", direction, SHAPE, CPU) > 0
+    found = milliseconds(["torch"], direction, SHAPE, CPU)
+    assert found.keys() == {"torch"} and found["torch"] > 0
     assert len(seen) == choice.WARM_UPS + choice.REPEATS
     asked, *_, ends_E, backend = seen[0]
     counts_E = torch.diff(ends_E, prepend=torch.zeros(1, dtype=torch.int32))

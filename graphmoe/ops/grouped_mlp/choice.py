@@ -13,8 +13,9 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from graphmoe.ops.vendors import HALF_DTYPES, PACKAGES, is_installed, require_pa
 log = logging.getLogger(__name__)
 FILE = "grouped_mlp_backends.json"
 """Name of the file of remembered answers in the folder that the caller gives."""
-WARM_UPS, REPEATS = 3, 10
-HEAT_MS = 50.0
-"""How long a GPU runs a call before it is timed: its clock falls while it idles."""
+WARM_UPS, REPEATS = 3, 20
+HEAT_MS = 100.0
+"""How long a GPU works before calls are timed: its clock rises with work, and falls with heat."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class MlpShape:
     dtype: torch.dtype = torch.bfloat16
 
 
-Measure = Callable[[str, str, MlpShape, torch.device], float]
-"""(backend, direction, shape, device) -> milliseconds; may raise what a backend raises."""
+Measure = Callable[[Sequence[str], str, MlpShape, torch.device], dict[str, float | Exception]]
+"""(backends, direction, shape, device) -> milliseconds of each backend, or what it raised."""
 
 
 def choose_backends(
@@ -142,12 +143,12 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device, measure: M
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{KEY}=auto cannot measure inside a graph capture: choose the backends before it")
     times: dict[str, dict[str, float]] = {direction: {} for direction in DIRECTIONS}
-    for name in names:
-        for direction in DIRECTIONS:
-            try:
-                times[direction][name] = measure(name, direction, shape, device)
-            except Exception as error:  # a vendor's package may fail in any way; the others still run
-                log.warning("%s=auto leaves out %s for %s: %s", KEY, name, direction, error)
+    for direction in DIRECTIONS:
+        for name, found in measure(names, direction, shape, device).items():
+            if isinstance(found, Exception):
+                log.warning("%s=auto leaves out %s for %s: %s", KEY, name, direction, found)
+            else:
+                times[direction][name] = found
     for direction, measured in times.items():
         if not measured:
             raise ConfigError(
@@ -157,21 +158,37 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device, measure: M
     return {"choice": choice, "milliseconds": times}
 
 
-def milliseconds(backend: str, direction: str, shape: MlpShape, device: torch.device) -> float:
-    """Median time of one direction on random tokens that choose experts by a softmax of random logits."""
+def milliseconds(
+    backends: Sequence[str], direction: str, shape: MlpShape, device: torch.device
+) -> dict[str, float | Exception]:
+    """Median times of one direction on random tokens that choose experts by a softmax of random logits.
+
+    The backends take turns, since a GPU's clock changes while it works.
+    """
     generator = torch.Generator(device).manual_seed(0)
     logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=device)
     weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
     _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
     inputs = random_inputs(direction, shape, weight_TK.contiguous(), (slot_R, row_TK, ends_E), generator)
-    call = functools.partial(call_op, direction, *inputs, backend)
-    for _ in range(WARM_UPS):
-        call()
-    if device.type == "cuda":
-        for _ in range(math.ceil(HEAT_MS / _time(call, device))):
-            call()
-    times = [_time(call, device) for _ in range(REPEATS)]
-    return sorted(times)[len(times) // 2]
+    found: dict[str, float | Exception] = {}
+    calls: dict[str, Callable[[], Any]] = {}
+    round_ms = 0.0
+    for name in backends:
+        call = functools.partial(call_op, direction, *inputs, name)
+        try:
+            for _ in range(WARM_UPS):
+                last_ms = _time(call, device)
+        except Exception as error:  # a vendor's package may fail in any way; the others still run
+            found[name] = error
+        else:
+            calls[name] = call
+            round_ms += last_ms
+    heating = math.ceil(HEAT_MS / round_ms) if calls and device.type == "cuda" else 0
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(heating + REPEATS):
+        for name, timed in calls.items():
+            times[name].append(_time(timed, device))
+    return found | {name: statistics.median(every[-REPEATS:]) for name, every in times.items()}
 
 
 def call_op(direction: str, *arguments: Any) -> Any:

@@ -67,14 +67,17 @@ def _(h_TD: Tensor, w_VD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, T
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     dh_TD, dw_VD = output[4:]
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # the gradients of dh and dw would be zeros as large as they are
     ctx.save_for_backward(dh_TD, dw_VD)
     ctx.w_dtype, ctx.needs_grad = inputs[1].dtype, inputs[7]
 
 
-def _backward(ctx: Any, dtotal: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     assert ctx.needs_grad, "linear_cross_entropy made no gradients: needs_grad was false"
     dh_TD, dw_VD = ctx.saved_tensors
     dh = dw = None
+    if dtotal is None:
+        return (None,) * 8
     # Plain arithmetic: a compiler makes one pass of product and cast, and of what follows.
     if ctx.needs_input_grad[0]:
         dh = (dh_TD.float() * dtotal).to(dh_TD.dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops import linear_cross_entropy as module
 from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, plain, rows_per_chunk
@@ -79,6 +80,29 @@ def test_only_the_total_has_a_gradient():
     h, w, labels = inputs_of(CASES["one chunk"])
     outputs = ops.linear_cross_entropy(h.requires_grad_(), w, labels, *CASES["one chunk"].settings(), True)
     assert [o.requires_grad for o in outputs] == [True] + [False] * 5
+
+
+class Made(TorchDispatchMode):
+    """Tensors of a shape that operations return inside the context, but for views."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.dtypes = shape, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape == self.shape and "out" not in (kwargs or {}):
+            self.dtypes.append(result.dtype)
+        return result
+
+
+def test_the_backward_makes_no_tensor_as_large_as_the_weight_but_its_gradient():
+    case = CASES["odd sizes, three chunks"]
+    h, w, labels = (x.requires_grad_(x.is_floating_point()) for x in inputs_of(case, torch.bfloat16))
+    total = ops.linear_cross_entropy(h, w, labels, *case.settings(), True)[0]
+    with Made(w.shape) as made:
+        torch.autograd.grad(total, (h, w))
+    assert made.dtypes == [torch.bfloat16]
 
 
 def test_without_gradients_made_the_backward_says_so():

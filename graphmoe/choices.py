@@ -78,3 +78,8 @@ class DeviceChoice(enum.Enum):
 class OutputFormat(enum.Enum):
     text = "text"
     json = "json"
+
+
+class GraphScope(enum.Enum):
+    none = "none"
+    full_iteration = "full_iteration"

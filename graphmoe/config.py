@@ -18,6 +18,7 @@ from graphmoe.choices import (
     DataSource,
     DeviceChoice,
     ExpertsBackend,
+    GraphScope,
     GroupScore,
     LrSchedule,
     OutputFormat,
@@ -325,6 +326,16 @@ class RunSection:
 
 
 @dataclass
+class GraphConfig:
+    """Capture into CUDA and HIP graphs, docs/capture.md."""
+
+    scope: GraphScope = GraphScope.none
+    """What replays from a graph: none, or full_iteration, the whole step."""
+    warmup_steps: int = 3
+    """Steps that run uncaptured first, while kernels are compiled and measured, > 0."""
+
+
+@dataclass
 class RunConfig:
     """The root of a run's configuration."""
 
@@ -337,6 +348,7 @@ class RunConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     passes: PassesConfig = field(default_factory=PassesConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     host: HostConfig = field(default_factory=HostConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -77,7 +77,7 @@ POSITIVE = """
     model.norm_eps model.init_std model.peak_lr model.num_experts model.top_k model.expert_ffn_size
     model.routed_scale model.num_groups model.topk_groups optim.lr optim.eps train.steps
     train.global_batch_size train.micro_batch_size train.max_nonfinite train.log_interval
-    checkpoint.keep_last host.gc_interval
+    checkpoint.keep_last host.gc_interval graph.warmup_steps
 """
 NOT_NEGATIVE = """
     model.num_dense_layers model.q_lora_rank model.yarn_mscale model.yarn_mscale_all_dim

@@ -13,6 +13,11 @@ from graphmoe.model.moe import ROUTER_STATS
 SCALARS = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", *ROUTER_STATS)
 
 
+Mark = torch.cuda.Event | float
+"""A moment: an event of the device, or the host's clock in seconds."""
+Interval = tuple[Mark, Mark]
+
+
 class StepRow(NamedTuple):
     """One step, as read by the host."""
 
@@ -22,6 +27,13 @@ class StepRow(NamedTuple):
     """By the names in ``SCALARS``."""
     load: list[float]
     """Largest over mean load of the experts, for each MoE layer."""
+
+
+@torch.no_grad()
+def device_row(scalars: dict[str, Tensor], counts_LE: Tensor) -> Tensor:
+    """A step's row: ``SCALARS``, then the largest over mean expert load of each MoE layer; fp32."""
+    load_L = counts_LE.amax(dim=1) / counts_LE.float().mean(dim=1).clamp_min(1e-9)
+    return torch.cat([torch.stack([scalars[name].float() for name in SCALARS]), load_L])
 
 
 class StepRows:
@@ -35,24 +47,43 @@ class StepRows:
     def __len__(self) -> int:
         return len(self.steps)
 
-    @torch.no_grad()
-    def append(self, step: int, scalars: dict[str, Tensor], counts_LE: Tensor) -> None:
-        """Keep the row of a finished step. No device sync."""
-        row = torch.stack([scalars[name].float() for name in SCALARS])
-        load_L = counts_LE.amax(dim=1) / counts_LE.float().mean(dim=1).clamp_min(1e-9)
-        self.buffer[len(self.steps)].copy_(torch.cat([row, load_L]))
+    def append(self, step: int, row: Tensor) -> None:
+        """Keep the row of a finished step, from ``device_row``. No device sync."""
+        self.buffer[len(self.steps)].copy_(row)
         self.steps.append(step)
         self.clock.mark()
 
-    def read(self) -> list[StepRow]:
-        """The rows since the last read; waits for the device."""
-        values = self.buffer[: len(self.steps)].tolist()
-        rows = [
-            StepRow(step, seconds, dict(zip(SCALARS, row, strict=False)), row[len(SCALARS) :])
-            for step, seconds, row in zip(self.steps, self.clock.read(), values, strict=True)
-        ]
+    def hand_over(self) -> PendingRows:
+        """The rows since the last time, on their way to the host. No device sync."""
+        rows = self.buffer[: len(self.steps)]
+        pending = PendingRows(self.steps, rows, self.clock.hand_over())
         self.steps = []
-        return rows
+        return pending
+
+    def read(self) -> list[StepRow]:
+        """The rows since the last time; waits for the device."""
+        return self.hand_over().read()
+
+
+class PendingRows:
+    """Rows on their way to the host."""
+
+    def __init__(self, steps: list[int], rows: Tensor, intervals: list[Interval]) -> None:
+        self._steps, self._intervals = steps, intervals
+        self._host = torch.empty(rows.shape, pin_memory=rows.is_cuda).copy_(rows, non_blocking=True)
+        self._arrived = torch.cuda.Event() if rows.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> list[StepRow]:
+        """The rows; waits until they are there, not for what the device was given after them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        parts = zip(self._steps, self._intervals, self._host.tolist(), strict=True)
+        return [
+            StepRow(step, seconds(*interval), dict(zip(SCALARS, row, strict=False)), row[len(SCALARS) :])
+            for step, interval, row in parts
+        ]
 
 
 class StepClock:
@@ -60,7 +91,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[torch.cuda.Event | float] = []
+        self._marks: list[Mark] = []
         self.restart()
 
     def restart(self) -> None:
@@ -71,24 +102,24 @@ class StepClock:
         """End an interval here and start the next. No device sync."""
         self._marks.append(self._now())
 
-    def read(self) -> list[float]:
-        """Seconds of each finished interval since the last read; the device must be idle."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        seconds = [self._between(start, end) for start, end in pairs]
+    def hand_over(self) -> list[Interval]:
+        """Each finished interval since the last time, for ``seconds``. No device sync."""
+        pairs = list(zip(self._marks, self._marks[1:], strict=False))
         self._marks = self._marks[-1:]
-        return seconds
+        return pairs
 
-    def _now(self) -> torch.cuda.Event | float:
+    def _now(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    @staticmethod
-    def _between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-        if isinstance(start, float):
-            assert isinstance(end, float)
-            return end - start
-        assert not isinstance(end, float)
-        return start.elapsed_time(end) / 1e3
+
+def seconds(start: Mark, end: Mark) -> float:
+    """Length of an interval that the device has finished."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    return start.elapsed_time(end) / 1e3

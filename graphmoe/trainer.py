@@ -7,7 +7,7 @@ steps, and only then learns of skipped steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.config import AuxLoss, ComputeDtype, ConfigError, RunConfig
+from graphmoe.config import ComputeDtype, ConfigError, GraphScope, RunConfig
 from graphmoe.data import Corpus, Loader, first_batches, open_data
 from graphmoe.entry import to_plain
 from graphmoe.environment import (
@@ -32,13 +32,14 @@ from graphmoe.execution import Execution
 from graphmoe.flops import flops_per_token
 from graphmoe.metrics import METRICS_FILE, MetricsWriter, Throughput, log_line, to_json
 from graphmoe.model import build_model
-from graphmoe.model.moe import ROUTER_STATS
-from graphmoe.optim import Optimizer, update_selection_bias
+from graphmoe.optim import Optimizer
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
 from graphmoe.signals import StopSignal
-from graphmoe.step_rows import StepRows
+from graphmoe.step_rows import PendingRows, StepRows
+from graphmoe.train_step import TrainStep
 from graphmoe.weights import explained_mismatch, load_weights
+from runtime.captured_step import CapturedStep, CaptureReport, write_capture_report
 from runtime.host import GarbageCollection
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,6 @@ class Trainer:
             seed=config.train.seed,
             execution=config.moe,
         )
-        self.routers = self.model.routers()
         self.optimizer = Optimizer(self.model, config.optim, config.train)
         dtype = DTYPES[config.precision.compute]
         self.execution = Execution(config, dtype, self.device, self.optimizer)
@@ -81,9 +81,11 @@ class Trainer:
         )
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
         self.rows = StepRows(
-            min(config.train.log_interval, config.train.steps), len(self.routers), self.device
+            min(config.train.log_interval, config.train.steps), len(self.model.routers()), self.device
         )
         self.throughput = self._throughput()
+        self._pending: tuple[PendingRows, float] | None = None
+        """Metrics on their way to the host, and the epoch of the last of them."""
         self.step = 0
         self.first_step_s: float | None = None
         self.stopped_by: str | None = None
@@ -92,6 +94,8 @@ class Trainer:
     def start(self) -> None:
         """Take over the state to start from, and open the metrics: the last that can be refused."""
         self.execute = self.execution.start(self.folder, self._restore())
+        self.train_step = TrainStep(self.config, self.model, self.optimizer, self.execute)
+        self._run_step = self._captured(self.train_step)
         plain = to_plain(self.config)
         self.metrics = MetricsWriter(self.folder, self.config.log, self.config.run.name, self.step, plain)
 
@@ -117,6 +121,8 @@ class Trainer:
                 self._save(wait=True)
             self.store.wait()
         self.execution.write_report(self.folder)  # validation may have compiled after the first step
+        if isinstance(self._run_step, CapturedStep):
+            self._run_step.say_if_nothing()
         if stop.received and not finished:
             self.stopped_by = stop.received
             log.warning(
@@ -132,23 +138,23 @@ class Trainer:
     def _train_step(self) -> None:
         """One optimizer step, and what is due after it."""
         train, checkpoint = self.config.train, self.config.checkpoint
-        scalars, counts_LE = self._accumulate(train.global_batch_size // train.micro_batch_size)
-        result = self.optimizer.step(scalars["loss"])
-        self._update_selection_bias(counts_LE, result.finite)
-        scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}
-        scalars |= {"skipped_total": self.optimizer.skipped, "longest_skip": self.optimizer.longest_skip}
+        batches = (next(self.loader) for _ in range(train.global_batch_size // train.micro_batch_size))
+        row = self._run_step(batches)
         self.step += 1
-        self.rows.append(self.step, scalars, counts_LE)
+        self.rows.append(self.step, row)
         if self.first_step_s is None:
             self._synchronize()
             self.first_step_s = seconds_since_process_start()
             self.execution.report(self.folder)
         self.progress.advance(self.step)
+        self._report_pending()
         last = self.step == train.steps
         validates = train.val_batches > 0 and (last or _due(self.step, train.val_interval))
         saves = last or _due(self.step, checkpoint.interval)
         if validates or saves or len(self.rows) == train.log_interval:
-            self._flush()
+            self._pending = self.rows.hand_over(), self.loader.epochs
+        if validates or saves or self.config.graph.scope is GraphScope.none:
+            self._report_pending()
         if validates:
             self._validate()
         if saves:
@@ -156,45 +162,39 @@ class Trainer:
         if validates or saves:
             self.rows.clock.restart()
 
-    def _accumulate(self, num_micro_batches: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Forward and backward of every micro-batch; mean losses and summed expert loads."""
-        losses = torch.zeros(2 + len(ROUTER_STATS), device=self.device)
-        counts_LE = torch.zeros(
-            len(self.routers), self.config.model.num_experts, dtype=torch.int32, device=self.device
-        )
-        for _ in range(num_micro_batches):
-            tokens = next(self.loader).to(self.device, non_blocking=True)
-            output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
-            (output.total / num_micro_batches).backward()
-            stats = output.stats_L3.mean(dim=0) if self.routers else output.stats_L3.new_zeros(3)
-            losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
-            counts_LE += output.counts_LE
-            self._tell_routers(counts_LE)
-        self._tell_routers(torch.zeros_like(counts_LE))
-        names = ("loss", "mtp_loss", *ROUTER_STATS)
-        return dict(zip(names, losses / num_micro_batches, strict=True)), counts_LE
+    def _captured(self, step: TrainStep) -> Callable[[Iterable[Tensor]], Tensor]:
+        """The step, or what replays it from a graph."""
+        graph = self.config.graph
+        if graph.scope is GraphScope.none:
+            return step
+        if self.device.type == "cpu":
+            log.info("a CPU has no graphs: graph.scope=full_iteration calls the step on its static buffers")
 
-    def _tell_routers(self, counts_LE: Tensor) -> None:
-        """Give the step's counts so far to the balance loss over the global batch."""
-        if self.config.model.aux_loss is AuxLoss.global_batch:
-            for router, counts_E in zip(self.routers, counts_LE, strict=True):
-                router.earlier_counts.copy_(counts_E)
+        def captured(report: CaptureReport) -> None:
+            log.info("captured %s in %.1f s", report.scope, report.seconds)
+            write_capture_report(self.folder, report)
 
-    def _update_selection_bias(self, counts_LE: Tensor, finite: Tensor) -> None:
-        if self.config.model.selection_bias:
-            for router, counts_E in zip(self.routers, counts_LE, strict=True):
-                update_selection_bias(
-                    router.selection_bias, counts_E, self.config.model.bias_update_rate, finite
-                )
+        return CapturedStep(step, self.device, graph.warmup_steps, captured)
 
     def _flush(self) -> None:
-        """Read the metrics of the last steps, write them, and stop a run that keeps failing."""
-        if not len(self.rows):
+        """Report the metrics of all steps so far."""
+        self._report_pending()
+        if len(self.rows):
+            self._pending = self.rows.hand_over(), self.loader.epochs
+            self._report_pending()
+
+    def _report_pending(self) -> None:
+        """Write the metrics that were handed over, if any were, and stop a run that keeps failing.
+
+        A captured step is launched before those of the step before it are read, so that the device has
+        work meanwhile.
+        """
+        if self._pending is None:
             return
         config, memory = self.config, memory_gib(self.device)
         per_step = self.throughput.tokens_per_step
-        read = self.rows.read()
-        epoch = self.loader.epochs
+        (pending, epoch), self._pending = self._pending, None
+        read = pending.read()
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
         self.metrics.write(rows)
         for row in rows:

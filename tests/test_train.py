@@ -151,7 +151,8 @@ def test_one_and_four_micro_batches_give_the_same_gradient(tmp_path, aux_loss):
     for size in (4, 1):
         overrides = (f"train.micro_batch_size={size}", f"model.aux_loss={aux_loss}", *QUIET)
         trainer = trainer_in(tmp_path, *overrides, "model.aux_loss_coef=0.1")
-        scalars, counts_LE = trainer._accumulate(4 // size)
+        batches = [next(trainer.loader) for _ in range(4 // size)]
+        scalars, counts_LE = trainer.train_step.accumulate(batches)
         found.append((trainer.optimizer.flat_grad.clone(), scalars["loss"], counts_LE))
         trainer.loader.close()
     (one, loss, counts), (four, loss_of_four, counts_of_four) = found

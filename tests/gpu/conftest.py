@@ -1,4 +1,4 @@
-"""Tests of this folder carry the marker ``gpu`` and are skipped where there is no GPU."""
+"""Tests of this folder carry the marker ``gpu`` and are skipped where there is no GPU; trainers for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu.tiny import GPU, UNREAD
+from tests.runs import trainer_in
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,3 +18,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.fixture
+def deterministic_words(monkeypatch):
+    """Words for deterministic kernels."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return ("precision.deterministic=true",)
+
+
+@pytest.fixture
+def warm(tmp_path):
+    """Makes trainers that have done three steps, the first of which waits for the device."""
+    trainers = []
+
+    def make(*overrides: str):
+        trainer = trainer_in(tmp_path, *GPU, *UNREAD, *overrides)
+        trainers.append(trainer)
+        for _ in range(3):
+            trainer._train_step()
+        torch.cuda.synchronize()
+        return trainer
+
+    yield make
+    for trainer in trainers:
+        trainer.loader.close()

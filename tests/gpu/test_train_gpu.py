@@ -10,55 +10,10 @@ import torch
 from graphmoe.flops import peak_tflops
 from graphmoe.generate import load_model
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.gpu.tiny import COMPILED, GPU
 from tests.runs import config, metrics, numbers, train_in, trainer_in
 
-GPU = (
-    "run.device=cuda",
-    "precision.compute=bf16",
-    "model.vocab_size=512",
-    "model.hidden_size=128",
-    "model.dense_ffn_size=256",
-    "model.num_heads=4",
-    "model.kv_lora_rank=64",
-    "model.qk_nope_head_dim=32",
-    "model.qk_rope_head_dim=16",
-    "model.v_head_dim=32",
-    "model.num_experts=8",
-    "model.expert_ffn_size=64",
-    "model.shared_ffn_size=64",
-    "model.context_length=256",
-    "optim.lr=1e-3",
-)
-COMPILED = pytest.mark.parametrize(
-    "compiled", ["compile.enabled=true", "compile.enabled=false"], ids=["compiled", "eager"]
-)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-UNREAD = ("train.steps=1000", "train.log_interval=1000", "train.val_batches=0", "checkpoint.interval=0")
-
-
-@pytest.fixture
-def deterministic_words(monkeypatch):
-    """Words for deterministic kernels."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return ("precision.deterministic=true",)
-
-
-@pytest.fixture
-def warm(tmp_path):
-    """Makes trainers that have done three steps, the first of which waits for the device."""
-    trainers = []
-
-    def make(*overrides: str):
-        trainer = trainer_in(tmp_path, *GPU, *UNREAD, *overrides)
-        trainers.append(trainer)
-        for _ in range(3):
-            trainer._train_step()
-        torch.cuda.synchronize()
-        return trainer
-
-    yield make
-    for trainer in trainers:
-        trainer.loader.close()
 
 
 def test_five_steps_in_bf16_keep_fp32_main_weights(tmp_path):

@@ -1,0 +1,79 @@
+"""Capture on a GPU: replays are bitwise the uncaptured steps, never wait, and copy nothing to the host."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from runtime.captured_step import REPORT_FILE
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.gpu.tiny import COMPILED, GPU
+from tests.runs import numbers, train_in
+
+CAPTURED = "graph.scope=full_iteration"
+STEPS = (
+    "train.steps=20",
+    "train.val_interval=10",
+    "checkpoint.interval=10",
+    "train.log_interval=5",
+    "optim.schedule=constant",
+)
+
+
+@COMPILED
+@pytest.mark.parametrize("micro_batch_size", [4, 1])
+def test_twenty_steps_are_bitwise_the_uncaptured_ones(
+    tmp_path,
+    deterministic_words,
+    compiled,
+    micro_batch_size,
+):
+    words = (*GPU, *deterministic_words, *STEPS, compiled, f"train.micro_batch_size={micro_batch_size}")
+    plain = train_in(tmp_path / "plain", *words)
+    captured = train_in(tmp_path / "captured", *words, CAPTURED)
+    assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")
+    for one, other in zip(plain.optimizer.main, captured.optimizer.main, strict=True):
+        assert torch.equal(one, other)
+    report = json.loads((tmp_path / "captured" / REPORT_FILE).read_text())
+    assert report["on"] == "device" and report["pool_bytes"] > 0
+
+
+@COMPILED
+def test_a_replayed_step_never_syncs_and_copies_nothing_to_the_host(warm, compiled):
+    trainer = warm(CAPTURED, compiled)
+    for _ in range(2):
+        trainer._train_step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            for _ in range(3):
+                trainer._train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    names = [event.name for event in trace.events()]
+    assert sum("cudaGraphLaunch" in name for name in names) == 3
+    waits = ("StreamSynchronize", "EventSynchronize")  # the profiler itself waits for the device
+    assert not [name for name in names if "DtoH" in name or name.endswith(waits)]
+
+
+@COMPILED
+def test_the_host_is_back_while_the_device_sleeps(warm, compiled):
+    trainer = warm(CAPTURED, compiled)
+    for _ in range(2):
+        trainer._train_step()
+    assert_host_is_back_while_the_device_sleeps(trainer._train_step)
+
+
+def test_a_captured_run_goes_on_bitwise_where_it_stopped(tmp_path, deterministic_words):
+    words = (*GPU, *deterministic_words, *STEPS, CAPTURED)
+    train_in(tmp_path / "whole", *words)
+    train_in(tmp_path / "run", *words, "train.steps=10")
+    train_in(tmp_path / "run", *words)
+    assert [r for r in numbers(tmp_path / "run") if r["step"] > 10] == [
+        r for r in numbers(tmp_path / "whole") if r["step"] > 10
+    ]

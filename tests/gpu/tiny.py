@@ -1,0 +1,27 @@
+"""A tiny model on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+GPU = (
+    "run.device=cuda",
+    "precision.compute=bf16",
+    "model.vocab_size=512",
+    "model.hidden_size=128",
+    "model.dense_ffn_size=256",
+    "model.num_heads=4",
+    "model.kv_lora_rank=64",
+    "model.qk_nope_head_dim=32",
+    "model.qk_rope_head_dim=16",
+    "model.v_head_dim=32",
+    "model.num_experts=8",
+    "model.expert_ffn_size=64",
+    "model.shared_ffn_size=64",
+    "model.context_length=256",
+    "optim.lr=1e-3",
+)
+COMPILED = pytest.mark.parametrize(
+    "compiled", ["compile.enabled=true", "compile.enabled=false"], ids=["compiled", "eager"]
+)
+UNREAD = ("train.steps=1000", "train.log_interval=1000", "train.val_batches=0", "checkpoint.interval=0")

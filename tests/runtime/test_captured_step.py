@@ -1,0 +1,178 @@
+"""A captured step: static buffers, what is refused, and training that it does not change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+
+from graphmoe.config import ConfigError
+from graphmoe.model.transformer import Transformer
+from graphmoe.trainer import TrainingStopped
+from runtime.captured_step import REPORT_FILE, CapturedStep
+from runtime.graphs import HostGraph
+from tests.runs import (
+    TINY,
+    assert_same_state,
+    command,
+    config,
+    final_state,
+    metrics,
+    numbers,
+    train_in,
+    trainer_in,
+)
+
+CPU = torch.device("cpu")
+CAPTURED = "graph.scope=full_iteration"
+STEPS = ("train.steps=8", "graph.warmup_steps=2", "train.val_interval=4", "checkpoint.interval=4")
+
+
+def tokens(*values: int) -> list[torch.Tensor]:
+    return [torch.full((2, 3), value) for value in values]
+
+
+def captured(step, warmup_steps: int = 1):
+    reports = []
+    return CapturedStep(step, CPU, warmup_steps, reports.append), reports
+
+
+def test_a_step_runs_on_static_buffers_and_its_result_stays_where_it_is():
+    seen = []
+
+    def step(batches):
+        seen.append([batch.data_ptr() for batch in batches])
+        return torch.stack([batch.sum() for batch in batches])
+
+    run, reports = captured(step, warmup_steps=2)
+    results = [run(tokens(number, 10 * number)) for number in range(1, 6)]
+    assert all(pointers == seen[0] for pointers in seen) and len(seen) == 5
+    assert results[0].tolist() == [6, 60] and results[1].tolist() == [12, 120]  # not replayed
+    assert len({result.data_ptr() for result in results[2:]}) == 1
+    assert results[-1].tolist() == [30, 300]
+    (report,) = reports
+    assert (report.scope, report.on, report.warmup_steps, report.graphs) == ("full_iteration", "host", 2, 1)
+
+
+def test_a_step_that_reads_what_it_was_given_and_not_the_buffers_is_found_out():
+    held = []
+
+    def step(batches):
+        return torch.stack([given.max() for given in held])
+
+    run, _ = captured(step)
+    for number in (1, 2):
+        held[:] = tokens(number)
+        result = run(held)
+    assert result.item() == torch.iinfo(torch.long).min  # 2 if nobody had noticed
+
+
+def test_floats_that_were_given_become_nan():
+    given = torch.ones(3)
+    assert HostGraph(lambda: given.sum(), [given]).replay().isnan()
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 3)])
+def test_another_shape_or_dtype_is_an_error_that_names_it(other):
+    run, _ = captured(lambda batches: batches[0].sum())
+    run(tokens(1))
+    with pytest.raises(ValueError, match=r"tokens of micro-batch 0 are .* buffers are torch.int64 \[2, 3\]"):
+        run([other])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("train.micro_batch_size=4",),
+        ("train.micro_batch_size=1", "model.aux_loss=global_batch", "model.aux_loss_coef=0.1"),
+        ("model.mtp_depth=1", "precision.compute=bf16"),
+        pytest.param(("compile.enabled=true",), marks=pytest.mark.slow),
+    ],
+    ids=["two micro-batches", "one", "global balance", "mtp in bf16", "compiled"],
+)
+def test_training_is_bitwise_the_uncaptured_one(tmp_path, overrides):
+    for name, words in (("plain", ()), ("captured", (CAPTURED,))):
+        train_in(tmp_path / name, *STEPS, *overrides, *words)
+    assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")
+    plain, replayed = (
+        final_state(tmp_path / name / "checkpoints", tmp_path / f"{name}_scratch", *STEPS, *overrides)
+        for name in ("plain", "captured")
+    )
+    assert_same_state(plain, replayed)
+    report = json.loads((tmp_path / "captured" / REPORT_FILE).read_text())
+    assert report["scope"] == "full_iteration" and report["on"] == "host" and report["seconds"] >= 0
+    assert not (tmp_path / "plain" / REPORT_FILE).exists()
+
+
+def test_a_captured_run_goes_on_bitwise_where_it_stopped(tmp_path):
+    train_in(tmp_path / "whole", *STEPS, CAPTURED)
+    broken = trainer_in(tmp_path / "run", *STEPS, CAPTURED)
+    step = broken._train_step
+
+    def fail_after_six() -> None:
+        step()
+        if broken.step == 6:
+            raise KeyboardInterrupt
+
+    broken._train_step = fail_after_six
+    with pytest.raises(KeyboardInterrupt):
+        broken.run()
+    assert broken.store.latest() == [4]
+    train_in(tmp_path / "run", *STEPS, CAPTURED)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_a_replay_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(tmp_path, monkeypatch):
+    trainer = trainer_in(
+        tmp_path, CAPTURED, "train.steps=20", "train.max_nonfinite=4", "train.log_interval=4",
+        "train.val_batches=0", "checkpoint.interval=0", "graph.warmup_steps=1",
+    )  # fmt: skip
+    whole = Transformer.loss
+
+    def loss(self, *arguments):
+        output = whole(self, *arguments)
+        return output if trainer.step < 3 else output._replace(total=output.total * math.nan)
+
+    monkeypatch.setattr(Transformer, "loss", loss)
+    with pytest.raises(TrainingStopped, match="5 steps in a row"):
+        trainer.run()
+    assert trainer.step == 9  # read at step 8, one step late
+    assert trainer.optimizer.applied.item() == 3
+    rows = metrics(tmp_path)
+    assert [row["skipped"] for row in rows] == [False] * 3 + [True] * 5
+
+
+def test_metrics_are_written_a_step_late_and_completely(tmp_path):
+    words = ("train.steps=7", "train.val_batches=0", "checkpoint.interval=0", "train.log_interval=2")
+    trainer = trainer_in(tmp_path, *words, CAPTURED)
+    written = []
+    for _ in range(7):
+        trainer._train_step()
+        written.append(len(metrics(tmp_path)))
+    assert written == [0, 0, 2, 2, 4, 4, 7]  # the last step is written at once
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8))
+    assert all(row["tokens"] == 4 * 16 * row["step"] and row["step_s"] > 0 for row in metrics(tmp_path))
+    trainer.loader.close()
+
+
+def test_a_run_too_short_to_capture_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        train_in(tmp_path, CAPTURED, "train.steps=3", "graph.warmup_steps=3")
+    assert "graph.scope=full_iteration captured nothing: the run did 3 steps" in caplog.text
+    assert not (tmp_path / REPORT_FILE).exists()
+
+
+def test_a_warm_up_of_no_steps_is_refused():
+    with pytest.raises(ConfigError, match="graph.warmup_steps=0"):
+        config("graph.warmup_steps=0")
+
+
+def test_the_command_says_that_a_cpu_has_no_graphs(tmp_path):
+    run = command(tmp_path, *TINY, CAPTURED, "hydra.run.dir=run", "train.steps=5")
+    assert run.wait() == 0, run.err.read_text()
+    assert "a CPU has no graphs" in run.err.read_text() and "captured full_iteration" in run.err.read_text()
+    assert (tmp_path / "run" / REPORT_FILE).exists()

@@ -33,10 +33,10 @@ from graphmoe.benchmarks.cases import (
     without_folders,
 )
 from graphmoe.benchmarks.ops_suite import FULL, TINY, ops_suite
-from graphmoe.benchmarks.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, DeviceChoice, OutputFormat
 from graphmoe.environment import describe
+from graphmoe.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
 log = logging.getLogger(__name__)
 CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show that every case runs"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Gradient:
-    """One parameter's gradient. ``total`` keeps its address, and what it holds until the next step begins."""
+    """One parameter's gradient. ``total`` keeps its address; the optimizer's update may scale it."""
 
     def __init__(self, total: Tensor) -> None:
         self.total = total
@@ -30,11 +30,10 @@ class Gradient:
         self.begun = False
 
 
-def begin_together(gradients: Sequence[Gradient]) -> bool:
-    """Whether any has begun; then those that have not begin with zeros, so that all can be added to."""
+def have_begun(gradients: Sequence[Gradient]) -> bool:
+    """Whether any has begun; then the others are set to zero, so that all can be added to."""
     begun = any(gradient.begun for gradient in gradients)
     for gradient in gradients:
         if begun and not gradient.begun:
             gradient.total.zero_()
-        gradient.begun = True
     return begun

@@ -82,9 +82,10 @@ def compile_inference(
     """Compile a graph without gradients by Inductor, through torch's FX and AOTAutograd caches.
 
     Pointwise kernels of a graph that changes its inputs are not timed: Inductor would run the candidates
-    on copies of what they change, in host memory where the device has no room, which takes minutes for
-    an optimizer's buffers. (torch/_inductor/compile_fx.py: what ``torch._inductor.compile`` calls;
-    copy_args_to_cpu_if_needed in torch/_inductor/runtime/triton_heuristics.py.)
+    on copies of what they change, on the host if copies would raise the device's peak of memory, which
+    takes minutes for an optimizer's buffers. (torch/_inductor/compile_fx.py: what
+    ``torch._inductor.compile`` calls; copy_args_to_cpu_if_needed in
+    torch/_inductor/runtime/triton_heuristics.py.)
     """
     changes = any(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes)
     patches = {"triton.autotune_pointwise": False} if changes else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +32,8 @@ class UnitReport:
     unit: str
     trains: bool
     graphs: int = 0
-    """Compiled graphs: forward, and for training the gradients of inputs and those of weights, which a
-    step's second micro-batch compiles once more, to add them up."""
+    """Compiled graphs: forward, and for training the gradients of inputs and those of weights; the latter
+    twice where they are added to others, of an earlier micro-batch or another use of a weight."""
     seconds: float = 0.0
     cache: dict[str, int] = field(default_factory=dict)
     """What torch's compile caches did."""
@@ -170,9 +171,16 @@ class CompiledSegments:
                 segments=tuple(segment.name for segment in unit.segments),
             )
         report.passes = graphs.reports
-        code = UnitCode(graphs, report.compile, delivers=self._gradient_of is not None)
+        compiler = functools.partial(self._compile_graph, report)
+        code = UnitCode(graphs, compiler, delivers=self._gradient_of is not None)
         self._add(report)
         return code, report
+
+    def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
+        code = report.compile(graph)
+        if report in self.reports:
+            log.info("compiled %s again, to add weight gradients to those that are there", report.unit)
+        return code
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphmoe.gradients import Gradient, begin_together
+from graphmoe.gradients import Gradient, have_begun
 from graphmoe.torch_compat import FakeTensorMode, compile_inference
 from runtime.accumulation import deliver_outputs
 from runtime.unit_graphs import UnitGraphs
@@ -39,7 +39,7 @@ class UnitCode:
         self._forward = compiler(graphs.forward) if graphs.num_outputs else _no_results
         self._inputs: Compiled | None = None
         self._weights: dict[bool, Compiled] = {}
-        """W for the first micro-batch of a step (False), and for the others, compiled at the second."""
+        """W that stores, and W that adds to gradients that are there already, compiled at first use."""
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
                 self._inputs = compiler(graphs.backward.inputs)
@@ -90,8 +90,10 @@ class UnitCode:
         if not self.delivers:
             return list(self._weights_code(add=False)(*handed))
         sums = [gradients[i] for i in wanted]
-        code = self._weights_code(add=begin_together(sums))
+        code = self._weights_code(add=have_begun(sums))
         code(*handed, *(gradient.total for gradient in sums))
+        for gradient in sums:
+            gradient.begun = True
         return [None] * len(wanted)
 
     def _weights_code(self, *, add: bool) -> Compiled:

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe import bench
+from graphmoe import bench, timing
 from graphmoe.benchmarks import cases as cases_module
-from graphmoe.benchmarks import peers, timing
+from graphmoe.benchmarks import peers
 from graphmoe.benchmarks.cases import Alternative, Case, Floor, Run, run_case, without_folders
 from graphmoe.benchmarks.grouped_mlp_cases import grouped_mlp_cases
 from graphmoe.benchmarks.ops_suite import FULL, TINY, _loss_case, ops_suite

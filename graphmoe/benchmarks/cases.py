@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graphmoe.benchmarks.timing import WARM_UP_CALLS, spread, time_in_turns
+from graphmoe.timing import WARM_UP_CALLS, spread, time_in_turns
 
 FLOPS_PER_S = 790e12
 """An 8192 x 8192 x 8192 bf16 matrix product on random data on an H200."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphmoe import torch_compat
 from graphmoe.gradients import Gradient
 from graphmoe.model import build_model
 from graphmoe.segments import Segment, run_segments
@@ -230,6 +231,40 @@ def test_a_unit_adds_to_the_gradient_that_another_unit_began_and_begins_its_own(
     y.square().sum().backward()  # that of mlp comes first
     for module, gradient in zip((shared, own), wanted, strict=True):
         assert_gradient_close(gradients[id(module.weight)].total, gradient)
+
+
+def test_a_gradient_that_could_not_be_made_leaves_nothing_to_be_added_to():
+    scale, gradient = Scale(), Gradient(torch.full((4,), math.nan))
+    made = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: gradient)
+    x = torch.randn(3, 5, 4)
+    (y,) = made([Segment("attn", scale, ("x",), ("x",))], {"x": x}, ("x",))
+    ((code, _),) = made._codes.values()
+    works = code._weights[False]
+    code._weights[False] = None  # calling it raises
+    with pytest.raises(TypeError):
+        y.sum().backward()
+    code._weights[False] = works
+    (y,) = made([Segment("attn", scale, ("x",), ("x",))], {"x": x}, ("x",))
+    y.sum().backward()
+    (wanted,) = torch.autograd.grad(scale(x).sum(), scale.weight)
+    assert_gradient_close(gradient.total, wanted)
+
+
+def test_only_graphs_that_change_their_inputs_are_not_timed(monkeypatch):
+    patches = []
+
+    def compiler(graph, fakes, *, config_patches):
+        patches.append(config_patches)
+        return graph
+
+    monkeypatch.setattr(torch_compat, "compile_fx", compiler)
+    made = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: Gradient(torch.zeros(4)))
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    (y,) = made([Segment("attn", Scale(), ("x",), ("x",))], {"x": x}, ("x",))
+    y.sum().backward()
+    untimed = {"triton.autotune_pointwise": False}
+    assert patches == [{}, {}, untimed]  # F, I and W
+    assert set(untimed) <= set(torch._inductor.config.get_config_copy())
 
 
 def test_gradients_of_gradients_are_refused():

@@ -11,10 +11,8 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +23,13 @@ import torch
 from graphmoe.config import ConfigError
 from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, KEY
 from graphmoe.ops.vendors import HALF_DTYPES, PACKAGES, is_installed, require_package
+from graphmoe.timing import WARM_UP_CALLS, time_in_turns
 
 log = logging.getLogger(__name__)
 FILE = "grouped_mlp_backends.json"
 """Name of the file of remembered answers in the folder that the caller gives."""
-WARM_UPS, REPEATS = 3, 20
-HEAT_MS = 100.0
-"""How long a GPU works before calls are timed: its clock rises with work, and falls with heat."""
+REPEATS = 20
+"""Timed calls of each backend."""
 
 
 @dataclass(frozen=True)
@@ -163,32 +161,29 @@ def milliseconds(
 ) -> dict[str, float | Exception]:
     """Median times of one direction on random tokens that choose experts by a softmax of random logits.
 
-    The backends take turns, since a GPU's clock changes while it works.
+    The backends take turns, since a GPU's clock changes while it works. One that fails at any call, as a
+    vendor's package may, has its error in place of a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=device)
     weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
     _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
     inputs = random_inputs(direction, shape, weight_TK.contiguous(), (slot_R, row_TK, ends_E), generator)
-    found: dict[str, float | Exception] = {}
-    calls: dict[str, Callable[[], Any]] = {}
-    round_ms = 0.0
-    for name in backends:
-        call = functools.partial(call_op, direction, *inputs, name)
-        try:
-            for _ in range(WARM_UPS):
-                last_ms = _time(call, device)
-        except Exception as error:  # a vendor's package may fail in any way; the others still run
-            found[name] = error
-        else:
-            calls[name] = call
-            round_ms += last_ms
-    heating = math.ceil(HEAT_MS / round_ms) if calls and device.type == "cuda" else 0
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(heating + REPEATS):
-        for name, timed in calls.items():
-            times[name].append(_time(timed, device))
-    return found | {name: statistics.median(every[-REPEATS:]) for name, every in times.items()}
+    failed: dict[str, float | Exception] = {}
+
+    def call(name: str) -> None:
+        if name not in failed:
+            try:
+                call_op(direction, *inputs, name)
+            except Exception as error:
+                failed[name] = error.with_traceback(None)  # which would hold the inputs
+
+    calls = {name: functools.partial(call, name) for name in backends}
+    for run in calls.values():
+        for _ in range(WARM_UP_CALLS):
+            run()
+    times = time_in_turns({n: run for n, run in calls.items() if n not in failed}, REPEATS, device)
+    return {name: statistics.median(every) for name, every in times.items()} | failed
 
 
 def call_op(direction: str, *arguments: Any) -> Any:
@@ -196,19 +191,6 @@ def call_op(direction: str, *arguments: Any) -> Any:
     ops = torch.ops.graphmoe
     op = {"forward": ops.grouped_mlp, "dgrad": ops.grouped_mlp_dgrad, "wgrad": ops.grouped_mlp_wgrad}
     return op[direction](*arguments)
-
-
-def _time(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        start_s = time.perf_counter()
-        call()
-        return (time.perf_counter() - start_s) * 1e3
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def random_inputs(

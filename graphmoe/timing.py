@@ -32,6 +32,8 @@ def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) 
 
     Every round runs each call once and starts with another one.
     """
+    if not calls:
+        return {}
     if device.type != "cuda":
         return _times_of_host(calls, rounds)
     return _times_of_device(calls, rounds, device)

@@ -78,8 +78,3 @@ class DeviceChoice(enum.Enum):
 class OutputFormat(enum.Enum):
     text = "text"
     json = "json"
-
-
-class GraphScope(enum.Enum):
-    none = "none"
-    full_iteration = "full_iteration"

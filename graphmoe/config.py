@@ -9,6 +9,7 @@ that join several fields.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from graphmoe.choices import (
     AttentionBackend,
@@ -18,7 +19,6 @@ from graphmoe.choices import (
     DataSource,
     DeviceChoice,
     ExpertsBackend,
-    GraphScope,
     GroupScore,
     LrSchedule,
     OutputFormat,
@@ -329,8 +329,8 @@ class RunSection:
 class GraphConfig:
     """Capture into CUDA and HIP graphs, docs/capture.md."""
 
-    scope: GraphScope = GraphScope.none
-    """What replays from a graph: none, or full_iteration, the whole step."""
+    scope: Any = "none"
+    """What replays from graphs: none, partial, moe, layer or full_iteration, or a list of segments."""
     warmup_steps: int = 3
     """Steps that run uncaptured first, while kernels are compiled and measured, > 0."""
 

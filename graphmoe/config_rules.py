@@ -25,6 +25,7 @@ from graphmoe.config import (
     RunConfig,
     ScoreFunction,
 )
+from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES, segments_of
 
 DEFAULT_SEQ_LEN = 4096
 
@@ -46,6 +47,7 @@ def violations(config: RunConfig) -> list[str]:
         *_checkpoint_rules(config.checkpoint),
         *_batch_rules(config.train.global_batch_size, config.train.micro_batch_size),
         *_compile_rules(config.model.attention_backend, config.compile.enabled),
+        *_graph_rules(config.graph.scope, config.compile.enabled),
     ]
 
 
@@ -226,6 +228,26 @@ def _compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:
         yield (
             f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
             f"auto or sdpa, or compile.enabled=false on a GPU"
+        )
+
+
+def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
+    words = ", ".join([*SCOPES, FULL_ITERATION])
+    if isinstance(scope, str):
+        known = scope in SCOPES or scope == FULL_ITERATION
+        bad = [] if known else [scope]
+    else:
+        names = scope if isinstance(scope, list) else [scope]
+        bad = [str(name) for name in names if name not in CAPTURABLE]
+    if bad:
+        yield (
+            f"graph.scope={scope} has {', '.join(bad)}; use one of {words}, or a list of segments: "
+            f"{', '.join(CAPTURABLE)}"
+        )
+    elif not compiles and segments_of(scope):  # type: ignore[arg-type]
+        yield (
+            f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
+            f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
         )
 
 

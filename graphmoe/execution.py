@@ -17,8 +17,10 @@ from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
 from graphmoe.data.cache import cache_folder
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.optim import Optimizer
-from graphmoe.segments import Executor, run_segments
+from graphmoe.segments import Executor, run_segments, segments_of
 from passes import PassRunner, select_passes
+from runtime.capture import Capture
+from runtime.captured_units import UnitCapture
 from runtime.compile_report import REPORT_FILE, to_text, write_report
 from runtime.compiled import CompiledSegments
 
@@ -38,8 +40,14 @@ class Execution:
         self.config, self.dtype, self.device, self.optimizer = config, dtype, device, optimizer
         self.experts = ""
         """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
+        scope = config.graph.scope
+        name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
+        self.capture = Capture(name, device, config.graph.warmup_steps) if scope != "none" else None
+        """What is captured; None where nothing is."""
+        names = frozenset(segments_of(scope))
+        units = UnitCapture(names, self.capture) if self.capture and names else None
         enabled = config.compile.enabled
-        self._compiled = CompiledSegments(self._runner, optimizer.gradient_of) if enabled else None
+        self._compiled = CompiledSegments(self._runner, optimizer.gradient_of, units) if enabled else None
         self._dump: Path | None = None
 
     def start(self, folder: Path, experts: str) -> Executor:

@@ -28,6 +28,25 @@ SEGMENT_NAMES = (
 )
 
 
+CAPTURABLE = tuple(name for name in SEGMENT_NAMES if name != "optimizer")
+"""Segments that replay from graphs of their own where ``graph.scope`` names them."""
+SCOPES = {
+    "none": (),
+    "partial": ("attn", "moe_router", "moe_preprocess"),
+    "moe": tuple(name for name in SEGMENT_NAMES if name.startswith("moe_")),
+    "layer": tuple(name for name in CAPTURABLE if name not in ("embed", "loss")),
+}
+"""Words for lists of segments."""
+FULL_ITERATION = "full_iteration"
+"""The scope that is the whole step."""
+
+
+def segments_of(scope: str | Sequence[str]) -> tuple[str, ...]:
+    """The segments that a scope names, in their order; none for ``full_iteration``, which names the step."""
+    named = SCOPES.get(scope, ()) if isinstance(scope, str) else scope
+    return tuple(name for name in SEGMENT_NAMES if name in named)
+
+
 @dataclass(frozen=True)
 class Segment:
     """One named piece of a layer: ``run`` maps the tensors in ``reads`` to those in ``writes``."""

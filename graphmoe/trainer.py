@@ -7,7 +7,7 @@ steps, and only then learns of skipped steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.config import ComputeDtype, ConfigError, GraphScope, RunConfig
+from graphmoe.config import ComputeDtype, ConfigError, RunConfig
 from graphmoe.data import Corpus, Loader, first_batches, open_data
 from graphmoe.entry import to_plain
 from graphmoe.environment import (
@@ -35,11 +35,12 @@ from graphmoe.model import build_model
 from graphmoe.optim import Optimizer
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
+from graphmoe.segments import FULL_ITERATION
 from graphmoe.signals import StopSignal
 from graphmoe.step_rows import PendingRows, StepRows
 from graphmoe.train_step import TrainStep
 from graphmoe.weights import explained_mismatch, load_weights
-from runtime.captured_step import CapturedStep, CaptureReport, write_capture_report
+from runtime.captured_step import CapturedStep, Step
 from runtime.host import GarbageCollection
 
 log = logging.getLogger(__name__)
@@ -121,8 +122,15 @@ class Trainer:
                 self._save(wait=True)
             self.store.wait()
         self.execution.write_report(self.folder)  # validation may have compiled after the first step
-        if isinstance(self._run_step, CapturedStep):
-            self._run_step.say_if_nothing()
+        capture = self.execution.capture
+        if capture and not capture.ready:
+            log.warning(
+                "graph.scope=%s captured nothing: the run did %d steps, and "
+                "graph.warmup_steps=%d run uncaptured first",
+                capture.report.scope,
+                capture.steps,
+                capture.warmup_steps,
+            )
         if stop.received and not finished:
             self.stopped_by = stop.received
             log.warning(
@@ -140,6 +148,7 @@ class Trainer:
         train, checkpoint = self.config.train, self.config.checkpoint
         batches = (next(self.loader) for _ in range(train.global_batch_size // train.micro_batch_size))
         row = self._run_step(batches)
+        self._report_capture()
         self.step += 1
         self.rows.append(self.step, row)
         if self.first_step_s is None:
@@ -153,7 +162,7 @@ class Trainer:
         saves = last or _due(self.step, checkpoint.interval)
         if validates or saves or len(self.rows) == train.log_interval:
             self._pending = self.rows.hand_over(), self.loader.epochs
-        if validates or saves or self.config.graph.scope is GraphScope.none:
+        if validates or saves or self.execution.capture is None:
             self._report_pending()
         if validates:
             self._validate()
@@ -162,19 +171,32 @@ class Trainer:
         if validates or saves:
             self.rows.clock.restart()
 
-    def _captured(self, step: TrainStep) -> Callable[[Iterable[Tensor]], Tensor]:
-        """The step, or what replays it from a graph."""
-        graph = self.config.graph
-        if graph.scope is GraphScope.none:
+    def _captured(self, step: TrainStep) -> Step:
+        """The step, or what replays it or parts of it from graphs."""
+        capture = self.execution.capture
+        if capture is None:
             return step
         if self.device.type == "cpu":
-            log.info("a CPU has no graphs: graph.scope=full_iteration calls the step on its static buffers")
+            scope = capture.report.scope
+            log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", scope)
+        if self.config.graph.scope == FULL_ITERATION:
+            return CapturedStep(step, self.device, capture)
 
-        def captured(report: CaptureReport) -> None:
-            log.info("captured %s in %.1f s", report.scope, report.seconds)
-            write_capture_report(self.folder, report)
+        def run(batches: Iterable[Tensor]) -> Tensor:
+            with capture.step():
+                return step(batches)
 
-        return CapturedStep(step, self.device, graph.warmup_steps, captured)
+        return run
+
+    def _report_capture(self) -> None:
+        """Write capture_report.json when the first captured step was launched."""
+        capture = self.execution.capture
+        if capture and capture.steps == capture.warmup_steps + 1:
+            capture.report.pool_bytes = capture.maker.pool_bytes()
+            capture.report.write(self.folder)
+            log.info(capture.report.line())
+            for segment, reason in capture.report.not_captured.items():
+                log.warning("graph.scope names %s, which is not captured: %s", segment, reason)
 
     def _flush(self) -> None:
         """Report the metrics of all steps so far."""

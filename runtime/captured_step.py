@@ -2,61 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from runtime.graphs import DeviceGraph, Graph, HostGraph
+from graphmoe.segments import SEGMENT_NAMES
+from runtime.capture import Capture, Span
+from runtime.graphs import Graph
 
-log = logging.getLogger(__name__)
-REPORT_FILE = "capture_report.json"
 Step = Callable[[Iterable[Tensor]], Tensor]
 """Micro-batches on the device -> the step's metrics."""
 
 
-@dataclass(frozen=True)
-class CaptureReport:
-    """What was captured."""
-
-    scope: str
-    on: str
-    """device, or host: where there are no graphs, a stand-in runs from the same static buffers."""
-    graphs: int
-    warmup_steps: int
-    """Steps that ran uncaptured before."""
-    seconds: float
-    pool_bytes: int
-    """What the device's allocator took for the graph's memory."""
-
-
-def write_capture_report(folder: Path, report: CaptureReport) -> None:
-    """Write capture_report.json."""
-    (folder / REPORT_FILE).write_text(json.dumps(asdict(report), indent=1) + "\n")
-
-
 class CapturedStep:
-    """Calls ``step`` for some steps to warm up, then captures it and replays.
+    """Calls ``step`` while the capture warms up, then replays it.
 
     Micro-batches are copied into static buffers: from pinned memory by a stream of its own, while the
     device still works on the step before. The next step overwrites the result.
     """
 
-    def __init__(
-        self, step: Step, device: torch.device, warmup_steps: int, captured: Callable[[CaptureReport], None]
-    ) -> None:
-        """``captured`` is told once what was captured; ``warmup_steps`` >= 1, where compilers still work."""
-        self._step, self._device, self._captured = step, device, captured
-        self._warmup_steps = self._left = warmup_steps
+    def __init__(self, step: Step, device: torch.device, capture: Capture) -> None:
+        self._step, self._device, self._capture = step, device, capture
         self._static: list[Tensor] = []
         self._graph: Graph | None = None
-        self._streams = _Streams(device) if device.type == "cuda" else None
+        self._arrivals = _Arrivals(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
         """The metrics of one step. *Raises* ValueError for a micro-batch of another shape."""
@@ -64,22 +34,19 @@ class CapturedStep:
         if not self._static:
             self._static = [torch.empty_like(batch, device=self._device) for batch in given]
         self._check(given)
-        if self._streams is not None:
-            with self._streams.step(self._static, given):
-                return self._run(given)
-        for static, batch in zip(self._static, given, strict=True):
-            static.copy_(batch)
-        return self._run(given)
-
-    def say_if_nothing(self) -> None:
-        """Warn, at the end of a run, if it was too short to capture anything."""
-        if self._graph is None:
-            log.warning(
-                "graph.scope=full_iteration captured nothing: the run did %d steps, and "
-                "graph.warmup_steps=%d run uncaptured first",
-                self._warmup_steps - self._left,
-                self._warmup_steps,
-            )
+        arrived = given if self._arrivals is None else self._arrivals.bring(given, self._static)
+        with self._capture.step():
+            if self._arrivals is not None:
+                self._arrivals.wait()
+            for static, batch in zip(self._static, arrived, strict=True):
+                static.copy_(batch)
+            if self._arrivals is not None:
+                self._arrivals.taken()
+            if not self._capture.ready:
+                return self._step(self._static)
+            if self._graph is None:
+                self._graph = self._make(given)
+            return self._graph.replay()[0]
 
     def _check(self, given: Sequence[Tensor]) -> None:
         for number, (batch, static) in enumerate(zip(given, self._static, strict=True)):
@@ -90,57 +57,37 @@ class CapturedStep:
                     f"graph.scope=none takes any shape"
                 )
 
-    def _run(self, given: Sequence[Tensor]) -> Tensor:
-        if self._left:
-            self._left -= 1
-            return self._step(self._static)
-        if self._graph is None:
-            self._graph = self._capture(given)
-        return self._graph.replay()
-
-    def _capture(self, given: Sequence[Tensor]) -> Graph:
-        started = time.perf_counter()
-        graph: DeviceGraph | HostGraph
-        if self._streams is not None:
-            graph = DeviceGraph(lambda: self._step(self._static), self._streams.compute)
-        else:
-            graph = HostGraph(lambda: self._step(self._static), given)
-        report = CaptureReport(
-            scope="full_iteration",
-            on="host" if self._streams is None else "device",
-            graphs=1,
-            warmup_steps=self._warmup_steps,
-            seconds=time.perf_counter() - started,
-            pool_bytes=graph.pool_bytes,
-        )
-        self._captured(report)
+    def _make(self, given: Sequence[Tensor]) -> Graph:
+        span = Span("full_iteration", SEGMENT_NAMES, places=1)
+        with span.measured():
+            graph = self._capture.maker.make(lambda: (self._step(self._static),), given)
+        self._capture.report.spans.append(span)
         return graph
 
 
-class _Streams:
-    """The stream that steps run on, captured or not, and the one that brings their tokens."""
+class _Arrivals:
+    """Brings tokens from pinned memory to the device while it works on the step before."""
 
     def __init__(self, device: torch.device) -> None:
-        self.compute, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
         self._staging: list[Tensor] = []
         self._arrived, self._taken = torch.cuda.Event(), torch.cuda.Event()
 
-    @contextmanager
-    def step(self, static: Sequence[Tensor], given: Sequence[Tensor]) -> Iterator[None]:
-        """Bring the tokens into ``static``, and run what is inside on ``compute``. No device sync."""
+    def bring(self, given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Where the tokens will be once ``wait`` has been queued. No device sync."""
         if not self._staging:
-            self._staging = [torch.empty_like(tensor) for tensor in static]
-        outside = torch.cuda.current_stream(self.compute.device)
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(self._taken)
+            self._staging = [torch.empty_like(tensor) for tensor in like]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._taken)
             for staged, batch in zip(self._staging, given, strict=True):
                 staged.copy_(batch, non_blocking=True)
             self._arrived.record()
-        self.compute.wait_stream(outside)
-        with torch.cuda.stream(self.compute):
-            self.compute.wait_event(self._arrived)
-            for tensor, staged in zip(static, self._staging, strict=True):
-                tensor.copy_(staged)
-            self._taken.record()
-            yield
-        outside.wait_stream(self.compute)
+        return self._staging
+
+    def wait(self) -> None:
+        """Let the current stream wait for the tokens."""
+        torch.cuda.current_stream().wait_event(self._arrived)
+
+    def taken(self) -> None:
+        """Say that the current stream has what it needs of them."""
+        self._taken.record()

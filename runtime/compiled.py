@@ -17,6 +17,7 @@ from graphmoe.gradients import Gradient
 from graphmoe.segments import Segment
 from graphmoe.torch_compat import cache_counts
 from passes import PassReport, PassRunner
+from runtime.captured_units import CapturedUnit, UnitCapture
 from runtime.tracing import fakes_of, trace_in_place
 from runtime.unit_code import Compiled, UnitCode, compile_graph
 from runtime.unit_graphs import unit_graphs
@@ -66,7 +67,7 @@ class _Place:
     bound: BoundUnit
     gradients: list[Gradient]
     """Where each parameter's gradient goes; empty where autograd gets it."""
-    codes: dict[tuple[Any, ...], UnitCode] = field(default_factory=dict)
+    codes: dict[tuple[Any, ...], UnitCode | CapturedUnit] = field(default_factory=dict)
     """By the shapes of what it reads, and whether gradients are wanted."""
 
 
@@ -81,11 +82,14 @@ class CompiledSegments:
         self,
         runner: Callable[[bool], PassRunner],
         gradient_of: Callable[[Tensor], Gradient] | None = None,
+        capture: UnitCapture | None = None,
     ) -> None:
         self._runner = runner
         """Makes the passes for training (True) or inference (False)."""
         self._gradient_of = gradient_of
         """Where a parameter's gradient goes; None leaves gradients to autograd."""
+        self._capture = capture
+        """Which segments replay from graphs in training; None for none."""
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self.reports: list[UnitReport] = []
@@ -124,20 +128,38 @@ class CompiledSegments:
     def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place]:
         key = (*(_identity(segment) for segment in segments), keep)
         if key not in self._places:
-            self._places[key] = [self._place(BoundUnit.of(unit)) for unit in units_of(segments, keep)]
+            units = units_of(segments, keep, self._capture.names if self._capture else frozenset())
+            self._places[key] = [self._place(BoundUnit.of(unit)) for unit in units]
         return self._places[key]
 
     def _place(self, bound: BoundUnit) -> _Place:
         parameters = bound.tensors[: bound.num_parameters]
         return _Place(bound, [self._gradient_of(p) for p in parameters] if self._gradient_of else [])
 
-    def _code(self, place: _Place, read: list[Tensor]) -> UnitCode:
+    def _code(self, place: _Place, read: list[Tensor]) -> UnitCode | CapturedUnit:
         trains = torch.is_grad_enabled()
         shapes = (trains, *((t.shape, t.dtype, t.requires_grad) for t in read))
         code = place.codes.get(shapes)
         if code is None:
-            code = place.codes[shapes] = self._shared_code(place, read, trains)
+            if self._capture is not None and place.bound.unit.captured and trains:
+                code = self._captured_code(self._capture, place, read)
+            else:
+                code = self._shared_code(place, read, trains)
+            place.codes[shapes] = code
         return code
+
+    def _captured_code(
+        self, capture: UnitCapture, place: _Place, read: list[Tensor]
+    ) -> UnitCode | CapturedUnit:
+        unit = place.bound.unit
+        for trains, *shapes in place.codes:
+            if trains:
+                raise ValueError(
+                    f"{unit.name} is captured, and {_changes(unit, tuple(shapes), read)}; leave its segments "
+                    f"out of graph.scope"
+                )
+        code = self._shared_code(place, read, True)
+        return capture.unit(code, tuple(s.name for s in unit.segments), unit.name, unit.reads)
 
     def _shared_code(self, place: _Place, read: list[Tensor], trains: bool) -> UnitCode:
         bound = place.bound

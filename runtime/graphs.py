@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Run = Callable[[], Tensor]
+Run = Callable[[], tuple[Tensor, ...]]
 
 
 class Graph(Protocol):
     """Runs a function again and again on the tensors that it ran on when the graph was made."""
 
-    def replay(self) -> Tensor:
-        """The result, at the same address each time. No device sync."""
+    def replay(self) -> tuple[Tensor, ...]:
+        """The results, at the same addresses each time. No device sync."""
         ...
+
+
+class GraphMaker:
+    """Makes graphs that share one pool of memory, and so must be replayed in the order they were made in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = "device" if device.type == "cuda" else "host"
+        self.made = 0
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def make(self, run: Run, given: Sequence[Tensor] = ()) -> Graph:
+        """A graph of ``run`` on the current stream, where it has run before. Nothing is executed.
+
+        ``given`` is what ``run`` must not read, since others stand in for it; a CPU's stand-in spoils it.
+        """
+        self.made += 1
+        return HostGraph(run, given) if self._pool is None else DeviceGraph(run, self._pool)
+
+    def prepare(self) -> None:
+        """Give the memory that others hold in reserve back to the device, where a pool can take it."""
+        if self._pool is not None:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def pool_bytes(self) -> int:
+        """What the device's allocator took for the pool."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
+        return sum(segment["total_size"] for segment in segments)
 
 
 class DeviceGraph:
     """A CUDA or HIP graph. Making it runs ``run`` on the host alone: the device does nothing."""
 
-    def __init__(self, run: Run, stream: torch.cuda.Stream) -> None:
-        """``run`` must have run on ``stream`` before: what it does once only cannot be captured."""
-        before = torch.cuda.memory_reserved(stream.device)
+    def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self._result = run()
-        self.pool_bytes = max(torch.cuda.memory_reserved(stream.device) - before, 0)
-        """What the device's allocator took for the graph's pool."""
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            self._results = run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # an invalid capture; what made it so says more
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
 
-    def replay(self) -> Tensor:
+    def replay(self) -> tuple[Tensor, ...]:
         """Launch the graph on the current stream."""
         self._graph.replay()
-        return self._result
+        return self._results
 
 
 class HostGraph:
@@ -45,16 +78,23 @@ class HostGraph:
     number far out of range, so that a function which still reads one of them is found out.
     """
 
-    pool_bytes = 0
-
     def __init__(self, run: Run, given: Sequence[Tensor]) -> None:
         for tensor in given:
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
         self._run = run
-        self._result: Tensor | None = None
+        self._results: tuple[Tensor, ...] | None = None
 
-    def replay(self) -> Tensor:
-        result = self._run()
-        if self._result is None:
-            self._result = result.clone()
-        return self._result.copy_(result)
+    def replay(self) -> tuple[Tensor, ...]:
+        results = tuple(result.detach() for result in self._run())
+        if self._results is None:
+            self._results = tuple(map(static_copy, results))
+        for kept, result in zip(self._results, results, strict=True):
+            kept.copy_(result)
+        return self._results
+
+
+def static_copy(tensor: Tensor) -> Tensor:
+    """A copy without a place in autograd's graph, with the strides of the tensor even if they leave gaps."""
+    tensor = tensor.detach()
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)

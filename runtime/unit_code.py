@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -55,14 +55,35 @@ class UnitCode:
         if self.graphs.backward is None:
             results = tuple(self._forward(*tensors))
         else:
-            results = _UnitFunction.apply(self, gradients, *tensors)
+            results = differentiable(self, tensors, gradients)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """F: what ``graphs.views`` makes the outputs of, and what the backward reads."""
-        results = self._forward(*tensors)
+        return self.outputs_and_kept(tensors, self.run_forward(tensors))
+
+    def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The outputs, then the intermediate results that the backward keeps."""
+        return self._forward(*tensors)
+
+    def outputs_and_kept(
+        self, tensors: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """What ``forward`` returns, from what it was given and what ``run_forward`` returned."""
         count = self.graphs.num_outputs
         return tuple(results[:count]), [*(tensors[i] for i in self.graphs.kept_inputs), *results[count:]]
+
+    @property
+    def computes_inputs(self) -> bool:
+        """Whether I computes anything; else W reads what F kept and the gradients of the outputs."""
+        return self._inputs is not None
+
+    def backward(
+        self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """I, then W: gradients of ``graphs.input_gradients`` and of ``graphs.weight_gradients``."""
+        of_inputs, handed = self.backward_inputs(kept, of_outputs)
+        return of_inputs, self.backward_weights(handed, gradients)
 
     def backward_inputs(
         self, kept: Sequence[Tensor], gradients: Sequence[Tensor]
@@ -90,11 +111,15 @@ class UnitCode:
         if not self.delivers:
             return list(self._weights_code(add=False)(*handed))
         sums = [gradients[i] for i in wanted]
-        code = self._weights_code(add=have_begun(sums))
-        code(*handed, *(gradient.total for gradient in sums))
+        self.run_weights(handed, sums, add=have_begun(sums))
         for gradient in sums:
             gradient.begun = True
         return [None] * len(wanted)
+
+    def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:
+        """W, where it delivers: store in ``sums`` or add to them."""
+        if sums:
+            self._weights_code(add=add)(*handed, *(gradient.total for gradient in sums))
 
     def _weights_code(self, *, add: bool) -> Compiled:
         if add not in self._weights:
@@ -104,10 +129,29 @@ class UnitCode:
         return self._weights[add]
 
 
+class Differentiable(Protocol):
+    """A training unit's F, and its I and W together."""
+
+    graphs: UnitGraphs
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]: ...
+
+    def backward(
+        self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]: ...
+
+
+def differentiable(
+    code: Differentiable, tensors: Sequence[Tensor], gradients: Sequence[Gradient]
+) -> tuple[Tensor, ...]:
+    """What the unit's outputs are made of, with their place in autograd's graph."""
+    return _UnitFunction.apply(code, gradients, *tensors)
+
+
 class _UnitFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, code: UnitCode, gradients: Sequence[Gradient], *tensors: Tensor
+        ctx: Any, code: Differentiable, gradients: Sequence[Gradient], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         outputs, kept = code.forward(tensors)
         ctx.code, ctx.gradients, ctx.num_inputs = code, gradients, len(tensors)
@@ -120,12 +164,11 @@ class _UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("compiled segments have no gradients of gradients; use compile.enabled=false")
-        code: UnitCode = ctx.code
+        code: Differentiable = ctx.code
         graphs = code.graphs
         wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
         wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
-        of_inputs, handed = code.backward_inputs(ctx.saved_tensors, wanted)
-        of_weights = code.backward_weights(handed, ctx.gradients)
+        of_inputs, of_weights = code.backward(ctx.saved_tensors, wanted, ctx.gradients)
         result: list[Tensor | None] = [None] * ctx.num_inputs
         for i, gradient in zip(graphs.input_gradients, of_inputs, strict=True):
             result[i] = gradient

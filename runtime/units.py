@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class Unit:
     """Tensors that come from outside."""
     writes: tuple[str, ...]
     """Tensors that are needed after it."""
+    captured: bool = False
+    """Whether its segments are in the scope of a capture."""
 
     @property
     def name(self) -> str:
@@ -38,20 +41,25 @@ class Unit:
         return first if first == last else f"{first}..{last}"
 
 
-def units_of(segments: Sequence[Segment], keep: Sequence[str]) -> list[Unit]:
-    """Cut a list of segments where the stream changes; ``keep`` names what is wanted at the end."""
-    groups: list[list[Segment]] = []
-    for segment in segments:
-        if groups and groups[-1][-1].stream == segment.stream:
-            groups[-1].append(segment)
-        else:
-            groups.append([segment])
+def units_of(
+    segments: Sequence[Segment], keep: Sequence[str], captured: Set[str] = frozenset()
+) -> list[Unit]:
+    """Cut a list of segments where the stream changes, and where those named in ``captured`` begin and end.
+
+    ``keep`` names the tensors that are wanted at the end.
+    """
+
+    def kind(segment: Segment) -> tuple[str, bool]:
+        return segment.stream, segment.name in captured
+
+    groups = [[*group] for _, group in itertools.groupby(segments, key=kind)]
     units: list[Unit] = []
     wanted = set(keep)
     for group in reversed(groups):
         written = {name for segment in group for name in segment.writes}
         reads = _reads(group)
-        units.append(Unit(tuple(group), reads, tuple(sorted(written & wanted))))
+        writes = tuple(sorted(written & wanted))
+        units.append(Unit(tuple(group), reads, writes, group[0].name in captured))
         wanted = (wanted - written) | set(reads)
     return units[::-1]
 

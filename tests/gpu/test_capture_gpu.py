@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from runtime.captured_step import REPORT_FILE
+from runtime.capture import REPORT_FILE
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
 from tests.gpu.tiny import COMPILED, GPU
 from tests.runs import numbers, train_in
@@ -23,17 +23,21 @@ STEPS = (
 )
 
 
-@COMPILED
 @pytest.mark.parametrize("micro_batch_size", [4, 1])
+@pytest.mark.parametrize(
+    "compiled, scope",
+    [(False, "full_iteration"), (True, "full_iteration"), (True, "layer"), (True, "partial"), (True, "moe")],
+)
 def test_twenty_steps_are_bitwise_the_uncaptured_ones(
-    tmp_path,
-    deterministic_words,
-    compiled,
-    micro_batch_size,
+    tmp_path, deterministic_words, compiled, scope, micro_batch_size
 ):
-    words = (*GPU, *deterministic_words, *STEPS, compiled, f"train.micro_batch_size={micro_batch_size}")
-    plain = train_in(tmp_path / "plain", *words)
-    captured = train_in(tmp_path / "captured", *words, CAPTURED)
+    words = (
+        *GPU, *deterministic_words, *STEPS, f"compile.enabled={compiled}",
+        f"train.micro_batch_size={micro_batch_size}",
+    )  # fmt: skip
+    cut = () if scope == "full_iteration" else (f"graph.scope={scope}",)  # a scope cuts the compiled units
+    plain = train_in(tmp_path / "plain", *words, *cut, "graph.warmup_steps=20")
+    captured = train_in(tmp_path / "captured", *words, f"graph.scope={scope}")
     assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")
     for one, other in zip(plain.optimizer.main, captured.optimizer.main, strict=True):
         assert torch.equal(one, other)
@@ -67,6 +71,19 @@ def test_the_host_is_back_while_the_device_sleeps(warm, compiled):
     for _ in range(2):
         trainer._train_step()
     assert_host_is_back_while_the_device_sleeps(trainer._train_step)
+
+
+@pytest.mark.parametrize("scope", ["layer", "partial"])
+def test_replayed_units_never_sync(warm, scope):
+    trainer = warm(f"graph.scope={scope}")
+    for _ in range(2):
+        trainer._train_step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            trainer._train_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_captured_run_goes_on_bitwise_where_it_stopped(tmp_path, deterministic_words):

@@ -12,7 +12,8 @@ import torch
 from graphmoe.config import ConfigError
 from graphmoe.model.transformer import Transformer
 from graphmoe.trainer import TrainingStopped
-from runtime.captured_step import REPORT_FILE, CapturedStep
+from runtime.capture import REPORT_FILE, Capture
+from runtime.captured_step import CapturedStep
 from runtime.graphs import HostGraph
 from tests.runs import (
     TINY,
@@ -35,9 +36,9 @@ def tokens(*values: int) -> list[torch.Tensor]:
     return [torch.full((2, 3), value) for value in values]
 
 
-def captured(step, warmup_steps: int = 1):
-    reports = []
-    return CapturedStep(step, CPU, warmup_steps, reports.append), reports
+def captured(step, warmup_steps: int = 1) -> tuple[CapturedStep, Capture]:
+    capture = Capture("full_iteration", CPU, warmup_steps)
+    return CapturedStep(step, CPU, capture), capture
 
 
 def test_a_step_runs_on_static_buffers_and_its_result_stays_where_it_is():
@@ -47,13 +48,13 @@ def test_a_step_runs_on_static_buffers_and_its_result_stays_where_it_is():
         seen.append([batch.data_ptr() for batch in batches])
         return torch.stack([batch.sum() for batch in batches])
 
-    run, reports = captured(step, warmup_steps=2)
+    run, capture = captured(step, warmup_steps=2)
     results = [run(tokens(number, 10 * number)) for number in range(1, 6)]
     assert all(pointers == seen[0] for pointers in seen) and len(seen) == 5
     assert results[0].tolist() == [6, 60] and results[1].tolist() == [12, 120]  # not replayed
     assert len({result.data_ptr() for result in results[2:]}) == 1
     assert results[-1].tolist() == [30, 300]
-    (report,) = reports
+    report = capture.report
     assert (report.scope, report.on, report.warmup_steps, report.graphs) == ("full_iteration", "host", 2, 1)
 
 
@@ -72,7 +73,7 @@ def test_a_step_that_reads_what_it_was_given_and_not_the_buffers_is_found_out():
 
 def test_floats_that_were_given_become_nan():
     given = torch.ones(3)
-    assert HostGraph(lambda: given.sum(), [given]).replay().isnan()
+    assert HostGraph(lambda: (given.sum(),), [given]).replay()[0].isnan()
 
 
 @pytest.mark.parametrize("other", [torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 3)])

@@ -1,0 +1,193 @@
+"""Captured units: replays are bitwise the compiled units, from static buffers, whatever scope is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from graphmoe.config import ConfigError
+from graphmoe.gradients import Gradient
+from graphmoe.segments import CAPTURABLE, SCOPES, Segment, run_segments, segments_of
+from passes import PassRunner, select_passes
+from runtime.capture import REPORT_FILE, Capture
+from runtime.captured_units import UnitCapture
+from runtime.compiled import CompiledSegments
+from tests.runs import assert_same_state, config, final_state, numbers, train_in
+from tests.tolerances import assert_gradient_close
+
+CPU = torch.device("cpu")
+COMPILED = ("compile.enabled=true", "train.steps=6", "train.val_interval=3", "checkpoint.interval=6")
+
+
+class Scale(nn.Module):
+    """sin(x times its weight)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 4))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight + shift).sin()
+
+
+class Chain:
+    """Two units, the first of which is captured after one step, with their gradients."""
+
+    def __init__(self, names: tuple[str, ...] = ("attn",)) -> None:
+        self.modules = [Scale(), Scale()]
+        self.segments = [
+            Segment(name, module, ("x", "shift"), ("x",))
+            for name, module in zip(("attn", "mlp"), self.modules, strict=True)
+        ]
+        self.gradients = {id(m.weight): Gradient(torch.full((4,), torch.nan)) for m in self.modules}
+        split = select_passes(config("passes.enabled=[split_backward]").passes, {})
+        self.capture = Capture("test", CPU, warmup_steps=1)
+        self.execute = CompiledSegments(
+            lambda trains: PassRunner(split),
+            lambda p: self.gradients[id(p)],
+            UnitCapture(frozenset(names), self.capture),
+        )
+        self.shift = torch.full((4,), 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (y,) = self.execute(self.segments, {"x": x, "shift": self.shift}, ("x",))
+        return y
+
+    def check(self, *batches: torch.Tensor) -> None:
+        """One step of the batches: results and all gradients are those of the plain segments."""
+        wanted = [torch.zeros(4), torch.zeros(4)]
+        with self.capture.step():
+            leaves = [batch.clone().requires_grad_() for batch in batches]
+            outputs = [self.forward(leaf) for leaf in leaves]
+            for leaf, output in zip(leaves[::-1], outputs[::-1], strict=True):
+                (plain,) = run_segments(self.segments, {"x": leaf, "shift": self.shift}, ("x",))
+                weights = [m.weight for m in self.modules]
+                of_x, *of_weights = torch.autograd.grad(plain.square().sum(), [leaf, *weights])
+                torch.testing.assert_close(output, plain)
+                output.square().sum().backward()
+                assert_gradient_close(leaf.grad, of_x)
+                wanted = [total + gradient for total, gradient in zip(wanted, of_weights, strict=True)]
+        for module, total in zip(self.modules, wanted, strict=True):
+            gradient = self.gradients[id(module.weight)]
+            assert_gradient_close(gradient.total, total)
+            gradient.finish()
+
+
+@pytest.mark.parametrize("names", [("attn",), ("mlp",), ("attn", "mlp")])
+def test_replays_of_one_and_several_forwards_in_flight_have_the_plain_results(names):
+    chain = Chain(names)
+    for _ in range(4):
+        chain.check(torch.randn(3, 4))
+    for _ in range(2):  # the second forward in flight warms up with the capture long done
+        chain.check(torch.randn(3, 4), torch.randn(3, 4))
+    (span,) = chain.capture.report.spans
+    assert (span.segments, span.places) == (names, 1) and span.graphs == 3 + 4
+
+
+def test_a_forward_without_a_backward_does_not_hold_its_buffers_for_ever():
+    chain = Chain()
+    for _ in range(5):
+        with chain.capture.step():
+            chain.forward(torch.randn(3, 4, requires_grad=True))
+    assert sum(span.graphs for span in chain.capture.report.spans) == 1
+
+
+def test_validation_between_steps_leaves_what_replays_alone():
+    chain = Chain(("attn", "mlp"))
+    for _ in range(3):
+        chain.check(torch.randn(3, 4))
+        x = torch.randn(3, 4)
+        with torch.no_grad():
+            (plain,) = run_segments(chain.segments, {"x": x, "shift": chain.shift}, ("x",))
+            torch.testing.assert_close(chain.forward(x), plain)
+
+
+def test_what_lasts_is_read_where_it_lies_and_must_stay_there():
+    chain = Chain()
+    for _ in range(3):
+        chain.check(torch.randn(3, 4))
+    chain.shift.fill_(0.25)  # in place: seen by the next replay
+    chain.check(torch.randn(3, 4))
+    chain.shift = chain.shift.clone()
+    with pytest.raises(RuntimeError, match="attn: shift lies at another address"):
+        chain.check(torch.randn(3, 4))
+
+
+def test_another_shape_is_an_error_that_names_segment_and_tensor():
+    chain = Chain()
+    for _ in range(2):
+        chain.check(torch.randn(3, 4))
+    message = r"attn is captured, and x was torch.float32 \[3, 4\] and is torch.float32 \[5, 4\]"
+    with pytest.raises(ValueError, match=message):
+        chain.check(torch.randn(5, 4))
+
+
+def test_words_stand_for_lists_of_segments():
+    assert segments_of("partial") == ("attn", "moe_router", "moe_preprocess")
+    assert set(segments_of("layer")) == set(CAPTURABLE) - {"embed", "loss"}
+    assert all(name.startswith("moe_") for name in segments_of("moe")) and len(segments_of("moe")) == 5
+    assert segments_of("none") == segments_of("full_iteration") == ()
+    assert segments_of(["loss", "attn"]) == ("attn", "loss")
+
+
+@pytest.mark.parametrize(
+    "scope, bad", [("everything", "everything"), ("[attn,optimizer]", "optimizer"), ("3", "3")]
+)
+def test_an_unknown_scope_lists_the_valid_ones(scope, bad):
+    with pytest.raises(ConfigError) as caught:
+        config(f"graph.scope={scope}")
+    assert f"has {bad}; use one of none, partial, moe, layer, full_iteration, or a list" in str(caught.value)
+
+
+def test_segments_are_captured_compiled_only():
+    with pytest.raises(
+        ConfigError, match="compile.enabled=true, graph.scope=full_iteration or graph.scope=none"
+    ):
+        config("graph.scope=partial", "compile.enabled=false")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scope, overrides",
+    [
+        ("partial", ("train.micro_batch_size=1",)),
+        ("layer", ("model.mtp_depth=1",)),
+        ("moe", ("model.shared_ffn_size=0", "model.aux_loss=sequence", "model.aux_loss_coef=0.1")),
+        ("[embed,moe_experts,loss]", ("model.mtp_depth=1", "precision.compute=bf16")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_training_is_bitwise_that_of_the_same_units_uncaptured(tmp_path, caplog, scope, overrides):
+    words = (*COMPILED, *overrides, f"graph.scope={scope}")
+    with caplog.at_level(logging.WARNING):
+        train_in(tmp_path / "plain", *words, "graph.warmup_steps=6")
+        assert "captured nothing: the run did 6 steps" in caplog.text
+        caplog.clear()
+        train_in(tmp_path / "captured", *words, "graph.warmup_steps=1")
+        assert not [record for record in caplog.records if "captured nothing" in record.message]
+    assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")
+    plain, replayed = (
+        final_state(tmp_path / name / "checkpoints", tmp_path / f"{name}_scratch", *words)
+        for name in ("plain", "captured")
+    )
+    assert_same_state(plain, replayed)
+    report = json.loads((tmp_path / "captured" / REPORT_FILE).read_text())
+    names = SCOPES.get(scope, scope.strip("[]").split(","))
+    captured = {segment for span in report["spans"] for segment in span["segments"]}
+    assert captured | set(report["not_captured"]) == set(names) and not captured & set(report["not_captured"])
+    assert report["graphs"] == sum(span["graphs"] for span in report["spans"]) >= 2 * len(report["spans"])
+
+
+def test_a_named_segment_that_the_model_has_not_is_told(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        train_in(
+            tmp_path, *COMPILED, "graph.scope=[embed,shared_experts]", "model.shared_ffn_size=0",
+            "graph.warmup_steps=1", "train.steps=2", "train.val_batches=0",
+        )  # fmt: skip
+    assert "names shared_experts, which is not captured: the model has no such segment" in caplog.text
+    report = json.loads((tmp_path / REPORT_FILE).read_text())
+    assert [(span["unit"], span["graphs"]) for span in report["spans"]] == [("embed", 3)]  # F, W, W that adds

@@ -239,7 +239,9 @@ def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
     else:
         names = scope if isinstance(scope, list) else [scope]
         bad = [str(name) for name in names if name not in CAPTURABLE]
-    if bad:
+    if scope == []:
+        yield f"graph.scope=[] names no segment; use graph.scope=none, or one of {words}"
+    elif bad:
         yield (
             f"graph.scope={scope} has {', '.join(bad)}; use one of {words}, or a list of segments: "
             f"{', '.join(CAPTURABLE)}"

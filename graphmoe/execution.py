@@ -15,9 +15,9 @@ import torch
 
 from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
 from graphmoe.data.cache import cache_folder
-from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
+from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
 from graphmoe.optim import Optimizer
-from graphmoe.segments import Executor, run_segments, segments_of
+from graphmoe.segments import FULL_ITERATION, Executor, run_segments, segments_of
 from passes import PassRunner, select_passes
 from runtime.capture import Capture
 from runtime.captured_units import UnitCapture
@@ -56,6 +56,11 @@ class Execution:
         On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
         cannot run.
         """
+        fuses = self._compiled is not None and "fuse_experts" in [
+            spec.name for spec in select_passes(self.config.passes, {})
+        ]
+        if not fuses:
+            refuse_waiting_experts(self.config, self.dtype, self.device)
         if self._compiled is None:
             self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
             self.experts = experts  # for a later start that compiles
@@ -63,10 +68,10 @@ class Execution:
         if self.device.type == "cpu":
             _need_compiler()
         self._dump = folder / "graphs" if self.config.passes.dump else None
-        if "fuse_experts" not in [spec.name for spec in select_passes(self.config.passes, {})]:
+        if not fuses:
             self._warn("the pass fuse_experts off", self._experts_set())
             self.experts = experts
-        elif self.config.model.mtp_depth or self.config.model.num_layers > self.config.model.num_dense_layers:
+        elif _has_experts(self.config):
             self.experts = self._choose(experts)
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
@@ -121,9 +126,30 @@ class Execution:
                 return choose_backends(remembered, shape, self.device, folder, sync_free=False)
             except ConfigError as error:
                 log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
-        # torch's products wait for the host in fp32 and on some GPUs: then only who names them gets them.
-        waits = requested is ExpertsBackend.torch
+        # torch's products wait for the host in fp32 and on some GPUs: then only who names them gets them,
+        # and a graph cannot hold them.
+        waits = requested is ExpertsBackend.torch and not _captures_experts(self.config)
         return choose_backends(requested.value, shape, self.device, folder, sync_free=not waits)
+
+
+def refuse_waiting_experts(config: RunConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError where the experts' plain products are captured and would wait for the host."""
+    waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
+    if waits and _has_experts(config) and _captures_experts(config):
+        raise ConfigError(
+            f"graph.scope={config.graph.scope} captures moe_experts, whose plain products wait for the host "
+            f"in {dtype} on this device; use compile.enabled=true with the pass fuse_experts, "
+            f"graph.scope=partial or graph.scope=none"
+        )
+
+
+def _has_experts(config: RunConfig) -> bool:
+    return config.model.mtp_depth > 0 or config.model.num_layers > config.model.num_dense_layers
+
+
+def _captures_experts(config: RunConfig) -> bool:
+    scope = config.graph.scope
+    return scope == FULL_ITERATION or "moe_experts" in segments_of(scope)
 
 
 def _need_compiler() -> None:

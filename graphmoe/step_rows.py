@@ -60,10 +60,6 @@ class StepRows:
         self.steps = []
         return pending
 
-    def read(self) -> list[StepRow]:
-        """The rows since the last time; waits for the device."""
-        return self.hand_over().read()
-
 
 class PendingRows:
     """Rows on their way to the host."""

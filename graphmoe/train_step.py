@@ -18,7 +18,8 @@ from graphmoe.step_rows import device_row
 class TrainStep:
     """Forward and backward of every micro-batch, the optimizer's update, the routers' bias, the metrics.
 
-    It never waits for the device and changes no state of the host, so a graph can hold it.
+    It never waits for the device, and leaves the host as it was but for the batches that it takes, so a
+    graph can hold it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The training loop: batches -> forward and backward -> optimizer step -> metrics -> checkpoints.
 
 The host never waits for the device inside a step; it reads the metrics of the last steps at logging
-steps, and only then learns of skipped steps.
+steps, a step later where steps are captured, and only then learns of skipped steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.signals import StopSignal
-from graphmoe.step_rows import PendingRows, StepRows
+from graphmoe.step_rows import PendingRows, StepRow, StepRows
 from graphmoe.train_step import TrainStep
 from graphmoe.weights import explained_mismatch, load_weights
 from runtime.captured_step import CapturedStep, Step
@@ -213,15 +213,11 @@ class Trainer:
         """
         if self._pending is None:
             return
-        config, memory = self.config, memory_gib(self.device)
-        per_step = self.throughput.tokens_per_step
-        (pending, epoch), self._pending = self._pending, None
-        read = pending.read()
-        rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
-        self.metrics.write(rows)
-        for row in rows:
-            log.info(log_line(row, config.train.steps))
+        config, (pending, epoch), self._pending = self.config, self._pending, None
+        read = self._write(pending, epoch)
         if read[-1].values["longest_skip"] >= config.train.max_nonfinite:
+            if len(self.rows):
+                self._write(self.rows.hand_over(), self.loader.epochs)
             self._save(wait=True)
             saved = f"the last good weights are saved at step {self.step} in {self.store.folder}"
             raise TrainingStopped(
@@ -231,6 +227,16 @@ class Trainer:
                 f"Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look "
                 f"at the data around this step"
             )
+
+    def _write(self, pending: PendingRows, epoch: float) -> list[StepRow]:
+        """Write metrics and log them; returns them as read."""
+        memory, per_step = memory_gib(self.device), self.throughput.tokens_per_step
+        read = pending.read()
+        rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
+        self.metrics.write(rows)
+        for row in rows:
+            log.info(log_line(row, self.config.train.steps))
+        return read
 
     @torch.no_grad()
     def _validate(self) -> None:

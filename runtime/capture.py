@@ -22,6 +22,7 @@ class Span:
 
     unit: str
     segments: tuple[str, ...]
+    """Empty for the whole step."""
     places: int = 0
     """Places of the model that they are at, each with graphs of its own."""
     graphs: int = 0

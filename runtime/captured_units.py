@@ -1,15 +1,17 @@
 """Compiled units whose forward and backward replay from graphs: ``graph.scope`` with names of segments.
 
-At each place of the model a unit has a graph for its forward F, one for I, the gradients of its inputs, and
-one for W, those of its weights (another where W adds to gradients that are there already); and as many of
-these as forwards wait for their backward at a time.
+At each place of the model a unit has a graph for its forward and one for its backward, I then W (another
+where W adds to gradients that are there already); and as many of these as forwards wait for their backward
+at a time. What I hands to W is inside the graph, so its memory serves the next layer too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphmoe.gradients import Gradient, have_begun
@@ -25,6 +27,7 @@ class UnitCapture:
         self.names, self.capture = names, capture
         self.addresses: set[int] = set()
         """Of results of graphs: they stay where they are."""
+        self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._spans: dict[tuple[str, ...], Span] = {}
         capture.report.not_captured = dict.fromkeys(sorted(names), "the model has no such segment")
 
@@ -45,35 +48,42 @@ class UnitCapture:
         span.places += 1
         return CapturedUnit(code, self, span, reads)
 
+    def scratch(self, index: int, like: Tensor) -> Tensor:
+        """A static tensor for the ``index``-th input of a graph that is replayed as soon as it is filled."""
+        key = (index, like.shape, like.stride(), like.dtype)
+        if key not in self._scratch:
+            self._scratch[key] = static_copy(like)
+        return self._scratch[key]
+
 
 class CapturedUnit:
     """A training unit at one place: its code while the capture warms up, then its graphs."""
 
     def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
-        self._make_slot = functools.partial(_Slot, code, shared, span, reads)
+        self._make_lane = functools.partial(_Lane, code, shared, span, reads)
         self._graphs, self._capture = code.graphs, shared.capture
-        self._slots: list[_Slot] = []
+        self._lanes: list[_Lane] = []
         self._step = 0
 
     def __call__(self, tensors: Sequence[Tensor], gradients: Sequence[Gradient]) -> tuple[Tensor, ...]:
         """As ``UnitCode``."""
         if self._step != self._capture.steps:
             self._step = self._capture.steps
-            for earlier in self._slots:
+            for earlier in self._lanes:
                 earlier.busy = False  # a forward of the last step that had no backward
-        free = [slot for slot in self._slots if not slot.busy]
-        slot = free[0] if free else self._make_slot()
+        free = [lane for lane in self._lanes if not lane.busy]
+        lane = free[0] if free else self._make_lane()
         if not free:
-            self._slots.append(slot)
+            self._lanes.append(lane)
         if self._graphs.backward is None:
-            results = slot.forward(tensors)[0]
-            slot.busy = False
+            results = lane.forward(tensors)[0]
+            lane.busy = False
         else:
-            results = differentiable(slot, tensors, gradients)
+            results = differentiable(lane, tensors, gradients)
         return self._graphs.views(tensors, results) if self._graphs.views else results
 
 
-class _Slot:
+class _Lane:
     """Graphs and static buffers of a unit for one forward in flight."""
 
     def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
@@ -83,9 +93,8 @@ class _Slot:
         self._held: Sequence[Tensor] = ()
         """What it read last without a gradient. While it is held, its memory is given to nobody else."""
         self._forward: _Replay | None = None
-        self._inputs: _Replay | None = None
-        self._weights: dict[bool, _Replay] = {}
-        """W that stores (False), and W that adds to gradients that are there already."""
+        self._backward: dict[bool, _Replay] = {}
+        """With a W that stores (False), and with one that adds to gradients that are there already."""
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """As ``UnitCode.forward``."""
@@ -95,14 +104,19 @@ class _Slot:
             self._held = [tensor for tensor in read if not tensor.requires_grad]
             return self._code.forward(tensors)
         if self._forward is None:
-            lasting = {tensor.data_ptr() for tensor in self._held}
+            lasting = self._shared.addresses | {tensor.data_ptr() for tensor in self._held}
+            stays = [tensor.data_ptr() in lasting for tensor in read]
+            pairs = zip(read, stays, strict=True)
+            static = [tensor.detach() if there else static_copy(tensor) for tensor, there in pairs]
             self._held = ()
 
             def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
                 return tuple(self._code.run_forward([*own, *static]))
 
-            self._forward = self._replay(run, read, self._reads, lasting)
+            self._forward = self._replay(run, static, stays, self._reads)
         results = [result.detach() for result in self._forward(read)]
+        # A replay leaves no trace in version counters; so autograd sees that what a forward kept is gone.
+        torch.autograd.graph.increment_version(results)
         return self._code.outputs_and_kept([*own, *self._forward.static], results)
 
     def backward(
@@ -110,98 +124,60 @@ class _Slot:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """As ``UnitCode.backward``."""
         self.busy = False
-        if self._forward is None:
-            return self._code.backward(kept, of_outputs, gradients)
-        results: tuple[Tensor, ...] = ()
-        if self._code.computes_inputs:
-            results = self._replay_inputs(kept, of_outputs)
-        count = len(self.graphs.input_gradients)
         sums = [gradients[i] for i in self.graphs.weight_gradients]
-        if sums and results:
-            self._replay_weights(lambda _: results[count:], (), sums)
-        elif sums:  # W alone: it reads what F kept and the gradients of the outputs
-            self._replay_weights(lambda static: self._code.backward_inputs(kept, static)[1], of_outputs, sums)
-        return [result.detach() for result in results[:count]], [None] * len(sums)
-
-    def _replay_inputs(self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """I: gradients of the inputs, then what W reads."""
-        if self._inputs is None:
+        add = have_begun(sums)
+        if self._forward is None or (sums and add not in self._code.weights_run):
+            return self._code.backward(kept, of_outputs, gradients)  # a first run may compile and measure
+        if add not in self._backward:
 
             def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
                 of_inputs, handed = self._code.backward_inputs(kept, static)
-                return tuple(tensor for tensor in (*of_inputs, *handed) if tensor is not None)
+                self._code.run_weights(handed, sums, add=add)
+                assert all(gradient is not None for gradient in of_inputs)
+                return tuple(of_inputs)  # type: ignore[arg-type]
 
-            self._inputs = self._replay(run, of_outputs, _gradient_names(of_outputs), set())
-        return self._inputs(of_outputs)
-
-    def _replay_weights(
-        self,
-        handed: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-        given: Sequence[Tensor],
-        sums: Sequence[Gradient],
-    ) -> None:
-        """W, which reads ``handed(given)``."""
-        add = have_begun(sums)
-        if add not in self._weights:
-
-            def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
-                self._code.run_weights(handed(static), sums, add=add)
-                return ()
-
-            self._weights[add] = self._replay(run, given, _gradient_names(given), set())
-        self._weights[add](given)
+            static = [self._shared.scratch(i, gradient) for i, gradient in enumerate(of_outputs)]
+            self._backward[add] = self._replay(run, static, [False] * len(static), ())
+        results = self._backward[add](of_outputs)
         for gradient in sums:
             gradient.begun = True
+        return [result.detach() for result in results], [None] * len(sums)
 
     def _replay(
         self,
         run: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
-        given: Sequence[Tensor],
+        static: Sequence[Tensor],
+        stays: Sequence[bool],
         names: Sequence[str],
-        lasting: set[int],
     ) -> _Replay:
         with self._span.measured():
-            return _Replay(self._span.unit, self._shared, run, given, names, lasting)
-
-
-def _gradient_names(of_outputs: Sequence[Tensor]) -> list[str]:
-    return [f"the gradient of output {i}" for i in range(len(of_outputs))]
+            return _Replay(self._span.unit, self._shared, run, static, stays, names)
 
 
 class _Replay:
-    """A graph of a function of tensors, and the static tensors that it reads.
-
-    What stays where it is anyway, results of other graphs and tensors that last, is read there; anything
-    else is copied.
-    """
+    """A graph of a function of static tensors. Those that ``stays`` says must be what it is given."""
 
     def __init__(
         self,
         unit: str,
         shared: UnitCapture,
         run: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
-        given: Sequence[Tensor],
+        static: Sequence[Tensor],
+        stays: Sequence[bool],
         names: Sequence[str],
-        lasting: set[int],
     ) -> None:
-        self._unit, self._shared, self._names = unit, shared, names
-        stays = shared.addresses | lasting
-        self._stays = [tensor.data_ptr() in stays for tensor in given]
-        self.static = [
-            tensor.detach() if there else static_copy(tensor)
-            for tensor, there in zip(given, self._stays, strict=True)
-        ]
+        self._unit, self._shared, self.static, self._stays, self._names = unit, shared, static, stays, names
         self._graph = shared.capture.maker.make(lambda: run(self.static))
         self._is_new = True
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        for name, there, static, tensor in zip(self._names, self._stays, self.static, given, strict=True):
+        for i, (static, tensor) in enumerate(zip(self.static, given, strict=True)):
             if static.data_ptr() == tensor.data_ptr():
                 continue
-            if there:
+            if self._stays[i]:
                 raise RuntimeError(
-                    f"{self._unit}: {name} lies at another address than when the unit was captured; "
-                    f"leave its segments out of graph.scope"
+                    f"{self._unit}: {self._names[i]} lies at another address than when the unit was "
+                    f"captured; leave its segments out of graph.scope"
                 )
             static.copy_(tensor.detach())
         results = self._graph.replay()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +22,14 @@ class Graph(Protocol):
 
 
 class GraphMaker:
-    """Makes graphs that share one pool of memory, and so must be replayed in the order they were made in."""
+    """Makes graphs that share one pool of memory.
+
+    Results stay for ever. A later graph may have a result where an earlier one has what it needs for itself
+    only; so nothing that was made earlier may replay between a graph and the last that reads its results.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on = "device" if device.type == "cuda" else "host"
-        self.made = 0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def make(self, run: Run, given: Sequence[Tensor] = ()) -> Graph:
@@ -33,11 +37,11 @@ class GraphMaker:
 
         ``given`` is what ``run`` must not read, since others stand in for it; a CPU's stand-in spoils it.
         """
-        self.made += 1
         return HostGraph(run, given) if self._pool is None else DeviceGraph(run, self._pool)
 
     def prepare(self) -> None:
         """Give the memory that others hold in reserve back to the device, where a pool can take it."""
+        gc.collect()
         if self._pool is not None:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -56,14 +60,15 @@ class DeviceGraph:
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            self._results = run()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # an invalid capture; what made it so says more
-                self._graph.capture_end()
-            raise
-        self._graph.capture_end()
+        with _garbage_kept():
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._results = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # an invalid capture; what made it so says more
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch the graph on the current stream."""
@@ -91,6 +96,18 @@ class HostGraph:
         for kept, result in zip(self._results, results, strict=True):
             kept.copy_(result)
         return self._results
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No collection inside: it might free what the device has to be waited for."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def static_copy(tensor: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class UnitCode:
         self._inputs: Compiled | None = None
         self._weights: dict[bool, Compiled] = {}
         """W that stores, and W that adds to gradients that are there already, compiled at first use."""
+        self.weights_run: set[bool] = set()
+        """Which of the two have run where W delivers."""
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
                 self._inputs = compiler(graphs.backward.inputs)
@@ -72,11 +74,6 @@ class UnitCode:
         """What ``forward`` returns, from what it was given and what ``run_forward`` returned."""
         count = self.graphs.num_outputs
         return tuple(results[:count]), [*(tensors[i] for i in self.graphs.kept_inputs), *results[count:]]
-
-    @property
-    def computes_inputs(self) -> bool:
-        """Whether I computes anything; else W reads what F kept and the gradients of the outputs."""
-        return self._inputs is not None
 
     def backward(
         self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
@@ -120,6 +117,7 @@ class UnitCode:
         """W, where it delivers: store in ``sums`` or add to them."""
         if sums:
             self._weights_code(add=add)(*handed, *(gradient.total for gradient in sums))
+            self.weights_run.add(add)
 
     def _weights_code(self, *, add: bool) -> Compiled:
         if add not in self._weights:

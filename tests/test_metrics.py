@@ -179,11 +179,11 @@ def test_rows_are_kept_on_the_device_until_they_are_read():
         scalars = {name: torch.tensor(float(step + index)) for index, name in enumerate(SCALARS)}
         rows.append(step, device_row(scalars, torch.tensor([[3, 1], [2, 2]], dtype=torch.int32)))
     assert len(rows) == 2
-    first, second = rows.read()
+    first, second = rows.hand_over().read()
     assert (first.step, second.step) == (1, 2) and first.seconds >= 0
     assert second.values == {name: 2.0 + index for index, name in enumerate(SCALARS)}
     assert set(ROUTER_STATS) <= set(SCALARS) and first.load == [1.5, 1.0]
-    assert len(rows) == 0 and rows.read() == []
+    assert len(rows) == 0 and rows.hand_over().read() == []
 
 
 def test_the_clock_leaves_out_what_came_before_a_restart(monkeypatch):

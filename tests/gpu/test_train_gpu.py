@@ -71,7 +71,7 @@ def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides, co
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert trainer.step == 6 and len(trainer.rows) == 6
-    read = trainer.rows.read()
+    read = trainer.rows.hand_over().read()
     assert all(math.isfinite(row.values["loss"]) and row.seconds > 0 for row in read)
 
 

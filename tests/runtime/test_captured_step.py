@@ -105,7 +105,7 @@ def test_training_is_bitwise_the_uncaptured_one(tmp_path, overrides):
     )
     assert_same_state(plain, replayed)
     report = json.loads((tmp_path / "captured" / REPORT_FILE).read_text())
-    assert report["scope"] == "full_iteration" and report["on"] == "host" and report["seconds"] >= 0
+    assert report["scope"] == "full_iteration" and report["on"] == "host" and report["graphs"] == 1
     assert not (tmp_path / "plain" / REPORT_FILE).exists()
 
 
@@ -144,7 +144,7 @@ def test_a_replay_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(t
     assert trainer.step == 9  # read at step 8, one step late
     assert trainer.optimizer.applied.item() == 3
     rows = metrics(tmp_path)
-    assert [row["skipped"] for row in rows] == [False] * 3 + [True] * 5
+    assert [row["skipped"] for row in rows] == [False] * 3 + [True] * 6
 
 
 def test_metrics_are_written_a_step_late_and_completely(tmp_path):

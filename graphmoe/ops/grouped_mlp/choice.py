@@ -97,7 +97,7 @@ def _reason_against(
     """Why the device or the dtype rules a backend out, or None. Packages are another question."""
     on_gpu, is_rocm = device.type == "cuda", torch.version.hip is not None
     if backend == "torch":
-        waits = on_gpu and sync_free and not _has_grouped_kernel(shape.dtype, device)
+        waits = on_gpu and sync_free and not has_grouped_kernel(shape.dtype, device)
         return f"waits for the host in {shape.dtype} on this device" if waits else None
     if not on_gpu:
         return f"needs a GPU and the device is {device.type}"
@@ -113,7 +113,7 @@ def _reason_against(
     return None
 
 
-def _has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ATen multiplies in one kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
     if dtype != torch.bfloat16 or torch.version.hip:
         return False

@@ -123,7 +123,8 @@ class Execution:
         folder = cache_folder(self.config.data.cache_dir) if self.device.type == "cuda" else None
         if requested is ExpertsBackend.auto and remembered:
             try:
-                return choose_backends(remembered, shape, self.device, folder, sync_free=False)
+                sync_free = _captures_experts(self.config)
+                return choose_backends(remembered, shape, self.device, folder, sync_free=sync_free)
             except ConfigError as error:
                 log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
         # torch's products wait for the host in fp32 and on some GPUs: then only who names them gets them,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from graphmoe import execution
 from graphmoe.config import ConfigError
 from graphmoe.execution import refuse_waiting_experts
 from graphmoe.gradients import Gradient
@@ -183,6 +185,21 @@ def test_experts_that_wait_for_the_host_are_not_captured(scope, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ConfigError, match="use compile.enabled=true with the pass fuse_experts"):
         refuse_waiting_experts(run, torch.bfloat16, gpu)
+
+
+def test_a_checkpoints_choice_of_experts_may_not_wait_for_the_host_either(monkeypatch):
+    asked = []
+
+    def choose(remembered, *rest, sync_free):
+        asked.append(sync_free)
+        return remembered
+
+    monkeypatch.setattr(execution, "choose_backends", choose)
+    for scope in ("none", "partial", "layer", "full_iteration"):
+        run = config(f"graph.scope={scope}", "compile.enabled=true")
+        made = execution.Execution(run, torch.float32, CPU, SimpleNamespace(gradient_of=None))
+        assert made._choose("torch,torch,torch") == "torch,torch,torch"
+    assert asked == [False, False, True, True]
 
 
 def test_segments_are_captured_compiled_only():

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphmoe.config import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
 from tests.ops.mlp_cases import (
     CASES,
+    COUNTS,
     assert_dead_rows_are_left_alone,
     assert_directions_match,
     assert_results_match,
     make_problem,
     ops_of,
 )
+from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_gradient_close
 
 ops, CUDA = torch.ops.graphmoe, torch.device("cuda", 0)
@@ -41,7 +44,7 @@ def leaves_of(p):
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *COUNTS], ids=str)
 def test_small_cases_match_fp64(case, dtype, backend):
     assert_directions_match(ops_of(backend), make_problem(case, dtype, CUDA))
 
@@ -67,6 +70,22 @@ def test_a_large_case_matches_fp64_in_fp32():
 @pytest.mark.parametrize("case", ["skewed, dead rows", "some slots are not routed here"])
 def test_dead_rows_are_neither_read_nor_written(case):
     assert_dead_rows_are_left_alone(ops_of("triton"), make_problem(case, torch.bfloat16, CUDA))
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch", "te", "turbo"])
+@pytest.mark.parametrize("live", [0, 1, 127, 128, 129, 1000, 2047, 2048])
+def test_any_number_of_rows_may_be_live(live, backend):
+    """In a buffer of 2148 rows; tiles have up to 128."""
+    p = scaled(make_problem((f"{live} live slots", 512, 256, 128, 8, 4, 100), torch.bfloat16, CUDA))
+    try:
+        with fresh_memory_is_nan():
+            y_TD, *gradients = step(p, leaves_of(p), backend)
+    except ConfigError as error:
+        if backend in ("triton", "torch"):
+            raise
+        pytest.skip(str(error))  # the package is not there, or has no such products here
+    assert_results_match(p, y_TD, gradients)
+    assert_directions_match(ops_of(backend), p)
 
 
 def test_runs_are_bitwise_equal():
@@ -101,6 +120,20 @@ def test_rows_beyond_two_to_the_31_elements_are_addressed():
         mine.wgrad(x_TD, x_TD, *actual[2:], *plan), torchs.wgrad(x_TD, x_TD, *actual[2:], *plan), strict=True
     ):
         assert_gradient_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_weight_gradients_are_stored_in_fp32_or_added_to_it(backend):
+    p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
+    run = ops_of(backend)
+    _, h_RH = run.forward(*p.inputs, *p.plan)
+    _, _, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    given = (p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan)
+    totals = [torch.full(w.shape, torch.nan, device=CUDA) for w in (p.w_gate_up, p.w_down)]
+    for factor in (1, 2):
+        ops.grouped_mlp_wgrad_into(*given, *totals, backend, factor == 2)
+        for total, plain in zip(totals, run.wgrad(*given), strict=True):
+            assert torch.equal((total / factor).bfloat16(), plain)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

@@ -46,25 +46,36 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
             for (shape, dtype, count), config in named.items():
                 name = f"{step} {kind} {shape} {dtype} {count}"
                 cases.append(step_case(step, config, SHAPES[shape], dtype) | {"name": name, "only": targets})
+                if step.endswith("wgrad"):
+                    kept = torch.bfloat16 if dtype == "bf16" else torch.float32
+                    config = default(f"{step}_into", kind, kept, 1 << 20)
+                    case = step_case(step, config, SHAPES[shape], dtype, into=True)
+                    cases.append(case | {"name": f"{name} into", "only": targets})
     return cases
 
 
-def step_case(step: str, config: Config, shape: tuple[int, int, int, int], dtype: str) -> dict[str, Any]:
-    """One launch of a step as a case of tests/ops/ahead_of_time.py."""
+def step_case(
+    step: str, config: Config, shape: tuple[int, int, int, int], dtype: str, *, into: bool = False
+) -> dict[str, Any]:
+    """One launch of a step as a case of tests/ops/ahead_of_time.py; ``into`` adds to fp32 gradients."""
     options = {"threads": config.threads, "num_stages": config.stages}
-    build = _weight_grad if step.endswith("wgrad") else _rows
-    return build(step, config, shape, f"*{dtype}:16") | options
+    if step.endswith("wgrad"):
+        return _weight_grad(step, config, shape, f"*{dtype}:16", into) | options
+    return _rows(step, config, shape, f"*{dtype}:16") | options
 
 
-def _weight_grad(step: str, config: Config, shape: tuple[int, int, int, int], pointer: str) -> dict[str, Any]:
+def _weight_grad(
+    step: str, config: Config, shape: tuple[int, int, int, int], pointer: str, into: bool
+) -> dict[str, Any]:
     D, F, E, K = shape
     M, N = (D, F) if step == "down_wgrad" else (2 * F, D)
     rows = F if step == "down_wgrad" else 2 * F
-    flags = {"DESCRIPTOR": config.descriptors != "none" and rows % 8 == 0, "UPCAST": False}
+    flags = {"DESCRIPTOR": config.descriptors != "none" and rows % 8 == 0, "ADD": into, "UPCAST": False}
     return {
         "kernel": weight_grad_kernel,
         "signature": {
-            **dict.fromkeys(("left_ptr", "right_ptr", "out_ptr"), pointer),
+            **dict.fromkeys(("left_ptr", "right_ptr"), pointer),
+            "out_ptr": "*fp32:16" if into else pointer,
             **dict.fromkeys(("slot_ptr", "ends_ptr"), "*i32:16"),
         },
         "constexprs": weight_grad_constants(step, config, (E, M, N), K) | flags,

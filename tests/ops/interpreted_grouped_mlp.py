@@ -10,6 +10,7 @@ import torch
 from graphmoe.ops import grouped_mlp  # noqa: F401  # registers the ops that sum rows
 from tests.ops.mlp_cases import (
     CASES,
+    COUNTS,
     Directions,
     assert_dead_rows_are_left_alone,
     assert_directions_match,
@@ -46,6 +47,11 @@ def test_values_and_gradients_match_fp64(case, dtype):
     assert_directions_match(kernels(), make_problem(case, dtype), interpreter_slack(dtype))
 
 
+@pytest.mark.parametrize("case", COUNTS, ids=str)
+def test_any_number_of_rows_may_be_live(case):
+    assert_directions_match(kernels(), make_problem(case, torch.float32))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -72,6 +78,24 @@ def test_rows_that_descriptors_cannot_describe_are_loaded_by_pointer(defaults):
 @pytest.mark.parametrize("case", ["skewed, dead rows", "some slots are not routed here"])
 def test_dead_rows_are_neither_read_nor_written(case):
     assert_dead_rows_are_left_alone(kernels(), make_problem(case, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ["skewed, dead rows", "empty experts", "odd sizes"])
+def test_weight_gradients_are_stored_in_fp32_or_added_to_it(case, dtype):
+    from graphmoe.ops.grouped_mlp import triton_backend
+
+    p = make_problem(case, dtype)
+    _, h_RH = kernels().forward(*p.inputs, *p.plan)
+    _, _, dh_RH, a_RF = kernels().dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    poison(p, dh_RH, a_RF)
+    given = (p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan)
+    totals = tuple(torch.full(w.shape, torch.nan) for w in (p.w_gate_up, p.w_down))
+    for factor in (1, 2):  # NaN must be overwritten; then the same sums on top
+        assert triton_backend.wgrad(*given, totals, add=factor == 2) == totals
+        for total, plain in zip(totals, kernels().wgrad(*given), strict=True):
+            rounding = 0.0 if dtype == torch.float32 else 2**-7  # the interpreter cuts bits off
+            torch.testing.assert_close(total / factor, plain.float(), rtol=rounding, atol=0.0)
 
 
 def test_parts_of_dweight_are_added_in_order_and_slots_without_rows_get_zero():

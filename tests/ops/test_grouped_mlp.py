@@ -17,6 +17,7 @@ from graphmoe.ops.grouped_mlp import BACKENDS, backend_of
 from tests.ops.ahead_of_time import ROOT
 from tests.ops.mlp_cases import (
     CASES,
+    COUNTS,
     NAN,
     assert_directions_match,
     assert_results_match,
@@ -24,6 +25,7 @@ from tests.ops.mlp_cases import (
     make_problem,
     ops_of,
 )
+from tests.ops.row_cases import fresh_memory_is_nan
 from tests.ops.seen_ops import SeenOps
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
@@ -36,7 +38,7 @@ def leaves_of(p, wanted=(True,) * 4):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *COUNTS], ids=str)
 def test_each_direction_matches_fp64_with_nan_in_dead_rows(case, dtype):
     p = make_problem(case, dtype)
     if dtype == torch.float64:
@@ -45,12 +47,13 @@ def test_each_direction_matches_fp64_with_nan_in_dead_rows(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *COUNTS], ids=str)
 def test_autograd_gives_the_gradients_of_all_four_inputs(case, dtype):
     p = make_problem(case, dtype)
     leaves = leaves_of(p)
-    y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
-    gradients = torch.autograd.grad(y_TD, leaves, p.dy_TD)
+    with fresh_memory_is_nan():
+        y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
+        gradients = torch.autograd.grad(y_TD, leaves, p.dy_TD)
     for leaf, gradient in zip(leaves, gradients, strict=True):
         assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype)
     assert_results_match(p, y_TD, gradients)
@@ -150,6 +153,20 @@ def test_torch_accepts_the_three_ops(dtype):
     opcheck(ops.grouped_mlp.default, (*leaves_of(p), *p.plan, "torch"), test_utils=utils)
     opcheck(ops.grouped_mlp_dgrad.default, (p.dy_TD, h, *p.inputs[1:], *p.plan, "torch"), test_utils=utils)
     opcheck(ops.grouped_mlp_wgrad.default, (p.dy_TD, p.x_TD, dh, a, *p.plan, "torch"), test_utils=utils)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_weight_gradients_go_to_fp32_tensors_in_place(dtype):
+    p = make_problem("skewed, dead rows", dtype)
+    *_, dh, a, dw_gate_up, dw_down = directions_on(p, *p.inputs, p.dy_TD, *p.plan)
+    totals = [torch.full(dw.shape, torch.nan) for dw in (dw_gate_up, dw_down)]
+    given = (p.dy_TD, p.x_TD, dh, a, *p.plan, *totals, "torch")
+    ops.grouped_mlp_wgrad_into(*given, False)
+    assert torch.equal(totals[0], dw_gate_up.float()) and torch.equal(totals[1], dw_down.float())
+    ops.grouped_mlp_wgrad_into(*given, True)
+    assert torch.equal(totals[0], 2 * dw_gate_up.float()) and torch.equal(totals[1], 2 * dw_down.float())
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(ops.grouped_mlp_wgrad_into.default, (*given, True), test_utils=utils)
 
 
 @pytest.mark.slow

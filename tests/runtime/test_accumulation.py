@@ -7,6 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from runtime.accumulation import deliver_outputs
+from tests.ops.mlp_cases import make_problem
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -67,3 +68,36 @@ def test_the_graph_that_is_given_stays_as_it_is():
     code = graph.code
     deliver_outputs(graph, add=True)
     assert graph.code == code
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_the_experts_kernels_fill_their_buffers_themselves(add):
+    p = make_problem("skewed, dead rows", torch.bfloat16)
+    h = torch.ones(len(p.plan[0]), p.w_gate_up.shape[1]).bfloat16()
+    a = torch.ones(len(p.plan[0]), p.w_down.shape[2]).bfloat16()
+    given = (p.dy_TD, p.x_TD, h, a, *p.plan)
+
+    def gradients(dy, x, *rest):
+        of_gate_up, of_down = torch.ops.graphmoe.grouped_mlp_wgrad(dy, x, *rest, "torch")
+        return of_down, dy * 2, of_gate_up
+
+    graph, buffers = delivered(gradients, *given, add=add)
+    for buffer, value in zip(buffers, gradients(*given), strict=True):
+        assert torch.equal(buffer, value.float() + add)
+    targets = [node.target for node in graph.graph.nodes]
+    assert torch.ops.graphmoe.grouped_mlp_wgrad_into.default in targets
+    assert torch.ops.graphmoe.grouped_mlp_wgrad.default not in targets
+
+
+def test_a_gradient_of_experts_that_is_read_elsewhere_is_copied():
+    p = make_problem("random", torch.float32)
+    h = torch.ones(len(p.plan[0]), p.w_gate_up.shape[1])
+    a = torch.ones(len(p.plan[0]), p.w_down.shape[2])
+
+    def gradients(*given):
+        of_gate_up, of_down = torch.ops.graphmoe.grouped_mlp_wgrad(*given, "torch")
+        return of_gate_up, of_down, of_down * 2
+
+    given = (p.dy_TD, p.x_TD, h, a, *p.plan)
+    _, buffers = delivered(gradients, *given, add=False)
+    assert all(torch.equal(b, value) for b, value in zip(buffers, gradients(*given), strict=True))

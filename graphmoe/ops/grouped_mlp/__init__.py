@@ -93,6 +93,36 @@ def _wgrad(
     return _run(backend, "wgrad", dy_TD, x_TD, dh_RH, a_RF, slot_R, row_TK, ends_E)
 
 
+@torch.library.custom_op("graphmoe::grouped_mlp_wgrad_into", mutates_args=("of_gate_up", "of_down"))
+def _wgrad_into(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    dh_RH: Tensor,
+    a_RF: Tensor,
+    slot_R: Tensor,
+    row_TK: Tensor,
+    ends_E: Tensor,
+    of_gate_up: Tensor,
+    of_down: Tensor,
+    backend: str,
+    add: bool,
+) -> None:
+    """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them.
+
+    triton does so from its fp32 sums; the others round to the dtype of x first.
+    """
+    arguments, totals = (dy_TD, x_TD, dh_RH, a_RF, slot_R, row_TK, ends_E), (of_gate_up, of_down)
+    name = backend_of(backend, "wgrad")
+    if name == "triton" and dy_TD.is_cuda:
+        importlib.import_module(BACKENDS[name]).wgrad(*arguments, totals, add=add)
+        return
+    for total, gradient in zip(totals, _run(backend, "wgrad", *arguments), strict=True):
+        if add:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)
+
+
 def _run(backend: str, direction: str, x: Tensor, *rest: Tensor) -> Any:
     """Call one of `DIRECTIONS` of the backend that is named for it."""
     name = backend_of(backend, direction)

@@ -161,20 +161,26 @@ def milliseconds(
 ) -> dict[str, float | Exception]:
     """Median times of one direction on random tokens that choose experts by a softmax of random logits.
 
-    The backends take turns, since a GPU's clock changes while it works. One that fails at any call, as a
-    vendor's package may, has its error in place of a time.
+    Weight gradients are stored in fp32, as a training step has them. The backends take turns, since a GPU's
+    clock changes while it works. One that fails at any call, as a vendor's package may, has its error in
+    place of a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=device)
     weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
     _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
     inputs = random_inputs(direction, shape, weight_TK.contiguous(), (slot_R, row_TK, ends_E), generator)
+    op, last = direction, []
+    if direction == "wgrad":
+        sizes = (shape.E, 2 * shape.F, shape.D), (shape.E, shape.D, shape.F)
+        inputs += [torch.empty(size, device=device) for size in sizes]
+        op, last = "wgrad_into", [False]
     failed: dict[str, float | Exception] = {}
 
     def call(name: str) -> None:
         if name not in failed:
             try:
-                call_op(direction, *inputs, name)
+                call_op(op, *inputs, name, *last)
             except Exception as error:
                 failed[name] = error.with_traceback(None)  # which would hold the inputs
 
@@ -187,10 +193,9 @@ def milliseconds(
 
 
 def call_op(direction: str, *arguments: Any) -> Any:
-    """The op of one of `DIRECTIONS`."""
-    ops = torch.ops.graphmoe
-    op = {"forward": ops.grouped_mlp, "dgrad": ops.grouped_mlp_dgrad, "wgrad": ops.grouped_mlp_wgrad}
-    return op[direction](*arguments)
+    """The op of one of `DIRECTIONS`, or that of wgrad_into."""
+    name = "grouped_mlp" if direction == "forward" else f"grouped_mlp_{direction}"
+    return getattr(torch.ops.graphmoe, name)(*arguments)
 
 
 def random_inputs(
@@ -200,7 +205,7 @@ def random_inputs(
     plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     generator: torch.Generator,
 ) -> list[torch.Tensor]:
-    """Arguments of `call_op` but for the backend: numbers of order one, for a routing."""
+    """Arguments of `call_op` in front of the backend: numbers of order one, for a routing."""
 
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
         numbers = torch.randn(size, generator=generator, device=generator.device)

@@ -65,10 +65,13 @@ def wgrad(
     slot_R: Tensor,
     row_TK: Tensor,
     ends_E: Tensor,
+    totals: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    *,
+    add: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dw_gate_up and dw_down."""
-    slots = row_TK.shape[1]
+    """dw_gate_up and dw_down; in ``totals`` where they are given, with ``add`` on top of what they hold."""
+    plan = (slot_R, ends_E, row_TK.shape[1])
     return (
-        weight_grad("up_wgrad", dh_RH, x_TD, slot_R, ends_E, slots),
-        weight_grad("down_wgrad", dy_TD, a_RF, slot_R, ends_E, slots),
+        weight_grad("up_wgrad", dh_RH, x_TD, *plan, totals[0], add=add),
+        weight_grad("down_wgrad", dy_TD, a_RF, *plan, totals[1], add=add),
     )

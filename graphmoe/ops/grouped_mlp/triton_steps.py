@@ -98,13 +98,27 @@ def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
     return sums_TK
 
 
-def weight_grad(step: str, left: Tensor, right: Tensor, slot_R: Tensor, ends_E: Tensor, slots: int) -> Tensor:
-    """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF."""
+def weight_grad(
+    step: str,
+    left: Tensor,
+    right: Tensor,
+    slot_R: Tensor,
+    ends_E: Tensor,
+    slots: int,
+    total: Tensor | None = None,
+    *,
+    add: bool = False,
+) -> Tensor:
+    """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
+
+    In ``total``, of any dtype, where one is given; with ``add`` on top of what it holds.
+    """
     from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
 
     E, M, N = len(ends_E), left.shape[1], right.shape[1]
-    config = _config(step, left, len(slot_R), E)
-    result = left.new_empty(E, M, N)
+    config = _config(step if total is None else f"{step}_into", left, len(slot_R), E)
+    result = left.new_empty(E, M, N) if total is None else total
+    assert result.is_contiguous() and result.shape == (E, M, N)
     tiles = E * -(-M // config.block_m) * -(-N // config.block_n)
     programs = _programs(config, tiles, left.device)
     if programs:
@@ -117,6 +131,7 @@ def weight_grad(step: str, left: Tensor, right: Tensor, slot_R: Tensor, ends_E: 
             *arguments,
             **constants,
             DESCRIPTOR=config.descriptors != "none" and _describable(rows),
+            ADD=add,
             UPCAST=not left.is_cuda,
             num_warps=num_warps(config.threads),
             num_stages=config.stages,

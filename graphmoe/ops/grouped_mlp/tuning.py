@@ -1,8 +1,9 @@
 """Tile sizes of the Triton kernels: one table for each kind of device.
 
 The six steps are the products of the layer: ``up`` and ``down`` in the forward, ``down_dgrad`` and
-``up_dgrad`` for the gradients of rows, ``up_wgrad`` and ``down_wgrad`` for those of weights. Nothing is tuned
-at run time: a captured step could not, and two runs would not be bitwise equal.
+``up_dgrad`` for the gradients of rows, ``up_wgrad`` and ``down_wgrad`` for those of weights, with a config of
+their own, ``..._into``, for results in fp32. Nothing is tuned at run time: a captured step could not, and two
+runs would not be bitwise equal.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _HOPPER = {  # measured on an H200; 227 KiB of shared memory; wgmma wants 128 ro
     "up_dgrad": Config(128, 256, 64, 256, 4, group=4, subtiles=2, flatten=True, descriptors="both"),
     "up_wgrad": Config(128, 128, 64, 128, 3, per_unit=2),
     "down_wgrad": Config(256, 128, 64, 256, 3, subtiles=2),
+    "up_wgrad_into": Config(128, 128, 64, 128, 3, subtiles=8, per_unit=2),
+    "down_wgrad_into": Config(256, 128, 64, 256, 3, subtiles=8),
 }
 _INSTINCT = {  # 64 KiB of LDS on gfx942; a stage more than two would not fit
     "up": Config(128, 256, 64, 512, 2),
@@ -56,6 +59,8 @@ _INSTINCT = {  # 64 KiB of LDS on gfx942; a stage more than two would not fit
     "up_dgrad": Config(128, 256, 64, 512, 2),
     "up_wgrad": Config(128, 256, 64, 512, 2),
     "down_wgrad": Config(256, 128, 64, 512, 2),
+    "up_wgrad_into": Config(128, 128, 64, 512, 2, subtiles=4),
+    "down_wgrad_into": Config(256, 128, 64, 512, 2, subtiles=8),
 }
 _SMALL = Config(128, 128, 32, 256, 3, subtiles=2)  # 99 KiB of shared memory are enough
 _FP32 = Config(64, 64, 32, 256, 2)  # no matrix instruction computes in full fp32
@@ -63,13 +68,16 @@ _INTERPRETER = Config(16, 32, 16, 128, 1, group=2, per_unit=3)
 
 
 def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> Config:
-    """The config of one of `STEPS` on a device of `kind_of`; rows per expert set the height of row tiles."""
+    """The config of one of `STEPS`, or of a ``..._into``, on a device of `kind_of`.
+
+    Rows per expert set the height of row tiles.
+    """
     if kind == "cpu":
         return _INTERPRETER
     if dtype == torch.float32:
         return _FP32
     config = {"hopper": _HOPPER, "instinct": _INSTINCT}.get(kind, {}).get(step, _SMALL)
-    return config if step.endswith("wgrad") else with_height(config, rows_per_expert)
+    return config if "wgrad" in step else with_height(config, rows_per_expert)
 
 
 def with_height(config: Config, rows_per_expert: int) -> Config:

@@ -24,13 +24,13 @@ def weight_grad_kernel(
     left_ptr, right_ptr, out_ptr, slot_ptr, ends_ptr,
     E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER_LEFT: tl.constexpr,
     DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr, SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, SUBTILES: tl.constexpr, ADD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``out[e] = sum of outer(left[r], right[r])`` over the rows of e; zeros for an expert without rows.
 
-    out is [E, M, N]. With GATHER_LEFT left is [T, M], read at ``slot[r] // K``, and right is [R, N]; else
-    left is [R, M] and right is [T, N], gathered like that. With DESCRIPTOR the side that is not gathered is
-    loaded through a tensor descriptor made here.
+    With ADD the sum is added to what out holds. out is [E, M, N]. With GATHER_LEFT left is [T, M], read at
+    ``slot[r] // K``, and right is [R, N]; else left is [R, M] and right is [T, N], gathered like that. With
+    DESCRIPTOR the side that is not gathered is loaded through a tensor descriptor made here.
     """
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -78,7 +78,7 @@ def weight_grad_kernel(
         total = tl.dot(left, right, total, input_precision="ieee")
         if row + BLOCK_R >= end:
             out = out_ptr + expert.to(tl.int64) * (M * N)
-            _store(total, m, n, out, M, N, BLOCK_M, BLOCK_N, SUBTILES)
+            _store(total, m, n, out, M, N, BLOCK_M, BLOCK_N, SUBTILES, ADD)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
@@ -125,16 +125,19 @@ def _store(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUBTILES: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    """Store [ROWS, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory on the way."""
+    """Store or add [ROWS, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory."""
     if SUBTILES == 1:
         rows = m + tl.arange(0, ROWS)
         columns = n + tl.arange(0, COLUMNS)
         mask = (rows < M)[:, None] & (columns < N)[None, :]
         out_ptrs = out_ptr + rows[:, None] * N + columns[None, :]
+        if ADD:
+            total += tl.load(out_ptrs, mask=mask, other=0)
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         half: tl.constexpr = COLUMNS // 2
         left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, half)), (0, 2, 1)))
-        _store(left, m, n, out_ptr, M, N, ROWS, half, SUBTILES // 2)
-        _store(right, m, n + half, out_ptr, M, N, ROWS, half, SUBTILES // 2)
+        _store(left, m, n, out_ptr, M, N, ROWS, half, SUBTILES // 2, ADD)
+        _store(right, m, n + half, out_ptr, M, N, ROWS, half, SUBTILES // 2, ADD)

@@ -1,11 +1,13 @@
-"""Measure the operations one by one against the time that their FLOPs or bytes take at least.
+"""Measure operations, or whole training steps, against the time that their FLOPs or bytes take at least.
 
 python -m graphmoe.bench suite=ops
 python -m graphmoe.bench only=grouped_mlp/v2_lite,swiglu out=ops.json
+python -m graphmoe.bench suite=step
+python -m graphmoe.bench suite=step overrides=model=mixtral_8x7b,model.num_layers=2 micro_batch_sizes=1,2
 python -m graphmoe.bench device=cpu format=json
 
-Times are medians of device time with cold caches. A case that fails is a row with the reason, the others go
-on, and the exit status is 1.
+Times are medians of device time; operations find cold caches. A case that fails is a row with the reason, the
+others go on, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from graphmoe.benchmarks import step_suite, step_times
 from graphmoe.benchmarks.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
-    Case,
     Row,
     as_plain,
     free_memory,
@@ -33,6 +35,9 @@ from graphmoe.benchmarks.cases import (
     without_folders,
 )
 from graphmoe.benchmarks.ops_suite import FULL, TINY, ops_suite
+from graphmoe.benchmarks.ops_table import brief, render_operations
+from graphmoe.benchmarks.step_suite import run_step_case, step_cases
+from graphmoe.benchmarks.step_table import UPDATE_BYTES, StepRow, render_steps
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, DeviceChoice, OutputFormat
 from graphmoe.environment import describe
@@ -44,6 +49,7 @@ CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show 
 
 class Suite(enum.Enum):
     ops = "ops"
+    step = "step"
 
 
 class ShapeChoice(enum.Enum):
@@ -57,17 +63,27 @@ class BenchArgs:
     """What the tool is asked."""
 
     suite: Suite = Suite.ops
-    """What is measured: ops is each operation of graphmoe/ops alone."""
+    """What is measured: ops is each operation of graphmoe/ops alone, step is training by graph.scope."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""
     repeats: int = 20
-    """Timed calls of each alternative, >= 1; slow cases take fewer, but at least 3."""
+    """Timed calls of each alternative, or steps, >= 1; slow operations take fewer, but at least 3."""
     shapes: ShapeChoice = ShapeChoice.auto
     """full: layers of published models; tiny: to see that it runs; auto is full on a GPU, else tiny."""
     device: DeviceChoice = DeviceChoice.auto
     """Where it runs; auto takes the GPU if there is one."""
     peers: bool = True
-    """Measure other projects' kernels too, where they are installed; some take minutes to tune themselves."""
+    """ops: measure other projects' kernels that are installed too; some take minutes to tune themselves."""
+    scopes: str = "none,partial,layer,full_iteration"
+    """step: values of graph.scope; none is measured first and once more last."""
+    micro_batch_sizes: str | None = None
+    """step: sequences per micro-batch, with each of seq_lens; default: 1 and 4 of 4096 tokens, 1 of 512."""
+    seq_lens: str | None = None
+    """step: tokens per sequence; default: 4096."""
+    overrides: str | None = None
+    """step: what else is set, separated by commas, such as model=mixtral_8x7b,model.num_layers=2."""
+    limit_s: int = 120
+    """step: seconds that a row may take, > 0."""
     out: Path | None = None
     """File for the JSON document, written at the end; default: none."""
     format: OutputFormat = OutputFormat.text
@@ -92,6 +108,28 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run the suite and return the JSON document; progress goes to the log. *Raises* ConfigError."""
     device, full = _check(args)
     started = time.monotonic()
+    rows, left_out, method = (_operations if args.suite is Suite.ops else _steps)(args, device, full)
+    return {
+        "suite": args.suite.name,
+        "environment": _environment(device, argv),
+        "method": {
+            "repeats": args.repeats,
+            "shapes": "full" if full else "tiny",
+            "floor_flops_per_s": FLOPS_PER_S,
+            "floor_bytes_per_s": BYTES_PER_S,
+            "warning": None if device.type == "cuda" else CPU_NOTE,
+            **method,
+        },
+        "left_out": left_out,
+        "seconds": round(time.monotonic() - started, 3),
+        "rows": as_plain(rows),
+    }
+
+
+def _operations(
+    args: BenchArgs, device: torch.device, full: bool
+) -> tuple[list[Row], list[str], dict[str, Any]]:
+    """Rows of ``suite=ops``, what is left out, and how it is measured."""
     cases, left_out = ops_suite(FULL if full else TINY, device, args.peers)
     cases = _chosen(cases, args.only)
     for line in left_out:
@@ -102,37 +140,49 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
         found = run_case(case, device, args.repeats)
         free_memory(device, after_error=any(row.error for row in found))
         seconds = time.monotonic() - case_started
-        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, _brief(found), seconds)
+        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, brief(found), seconds)
         rows += found
-    return {
-        "suite": args.suite.name,
-        "environment": _environment(device, argv),
-        "method": {
-            "repeats": args.repeats,
-            "warm_up_calls": WARM_UP_CALLS,
-            "max_s_per_case": MAX_CASE_S,
-            "cache_flush_bytes": FLUSH_BYTES if device.type == "cuda" else 0,
-            "shapes": "full" if full else "tiny",
-            "floor_flops_per_s": FLOPS_PER_S,
-            "floor_bytes_per_s": BYTES_PER_S,
-            "warning": None if device.type == "cuda" else CPU_NOTE,
-        },
-        "left_out": left_out,
-        "seconds": round(time.monotonic() - started, 3),
-        "rows": as_plain(rows),
+    flushed = FLUSH_BYTES if device.type == "cuda" else 0
+    method = {"warm_up_calls": WARM_UP_CALLS, "max_s_per_case": MAX_CASE_S, "cache_flush_bytes": flushed}
+    return rows, left_out, method
+
+
+def _steps(
+    args: BenchArgs, device: torch.device, full: bool
+) -> tuple[list[StepRow], list[str], dict[str, Any]]:
+    """Rows of ``suite=step``, nothing left out, and how it is measured."""
+    cases = step_cases(
+        step_suite.FULL if full else step_suite.TINY,
+        device.type,
+        args.repeats,
+        overrides=args.overrides or "",
+        scopes=args.scopes,
+        micro_batch_sizes=args.micro_batch_sizes or "",
+        seq_lens=args.seq_lens or "",
+    )
+    cases = _chosen(cases, args.only)
+    rows: list[StepRow] = []
+    for number, case in enumerate(cases, start=1):
+        case_started = time.monotonic()
+        row = run_step_case(case, args.repeats, args.limit_s)
+        seconds = time.monotonic() - case_started
+        told = row.error or f"{row.median_ms:.2f} ms, {row.tokens_per_s:,.0f} tokens/s"
+        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told, seconds)
+        rows.append(row)
+    method = {
+        "warm_up_steps": f"graph.warmup_steps + {step_times.WARM_UP_STEPS}",
+        "host_steps": step_times.HOST_STEPS,
+        "profiled_steps": step_times.PROFILED_STEPS,
+        "max_s_per_row": args.limit_s,
+        "update_bytes_per_parameter": UPDATE_BYTES,
     }
+    return rows, [], method
 
 
 def render(document: dict[str, Any]) -> str:
     """The table as Markdown, with what a reader must know of it below."""
-    lines = [
-        "| case | alternative | median ms | p10 to p90 | floor ms | time / floor | memory MiB |",
-        "|---|---|---|---|---|---|---|",
-        *(_line(row) for row in document["rows"]),
-        "",
-        *_footnotes(document),
-    ]
-    return "\n".join(lines)
+    table = render_steps if document["suite"] == Suite.step.name else render_operations
+    return "\n".join([*table(document), *_footnotes(document)])
 
 
 def _check(args: BenchArgs) -> tuple[torch.device, bool]:
@@ -141,6 +191,9 @@ def _check(args: BenchArgs) -> tuple[torch.device, bool]:
     gpu = torch.cuda.is_available()
     if args.repeats < 1:
         problems.append(f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20")
+    if args.limit_s < 1:
+        problems.append(f"limit_s={args.limit_s} measures nothing; use more than 0, such as limit_s=120")
+    problems += _without_effect(args)
     if args.device is DeviceChoice.cuda and not gpu:
         problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
     on_gpu = gpu and args.device is not DeviceChoice.cpu
@@ -158,7 +211,27 @@ def _check(args: BenchArgs) -> tuple[torch.device, bool]:
     return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
 
 
-def _chosen(cases: list[Case], prefixes: Sequence[str]) -> list[Case]:
+STEP_ONLY = ("scopes", "micro_batch_sizes", "seq_lens", "overrides", "limit_s")
+
+
+def _without_effect(args: BenchArgs) -> Iterator[str]:
+    """Arguments of the other suite that were set."""
+    default = BenchArgs()
+    other, names = (Suite.step, STEP_ONLY) if args.suite is Suite.ops else (Suite.ops, ("peers",))
+    for name in names:
+        if (value := getattr(args, name)) != getattr(default, name):
+            yield f"{name}={value} has no effect with suite={args.suite.name}; use suite={other.name}"
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+
+
+def _chosen(cases: list[AnyCase], prefixes: Sequence[str]) -> list[AnyCase]:
     """Cases whose name starts with one of the prefixes. *Raises* ConfigError for a prefix of none."""
     unknown = [prefix for prefix in prefixes if not any(case.name.startswith(prefix) for case in cases)]
     if unknown:
@@ -173,50 +246,12 @@ def _environment(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
     return facts | {"command": [without_folders(word) for word in ["python", "-m", "graphmoe.bench", *argv]]}
 
 
-def _brief(rows: Sequence[Row]) -> str:
-    return ", ".join(
-        f"{row.alternative} {row.error}" if row.error else f"{row.alternative} {row.median_ms:.3f} ms"
-        for row in rows
-    )
-
-
-def _line(row: dict[str, Any]) -> str:
-    name = f"{row['alternative']} (peer)" if row["is_peer"] else row["alternative"]
-    if row["error"]:
-        reason = row["error"].replace("|", "/")
-        return f"| {row['case']} | {name} | failed: {reason} | | {row['floor_ms']:.4g} | | |"
-    memory = "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**20:,.0f} {row['memory_kind']}"
-    cells = [
-        row["case"],
-        name,
-        f"{row['median_ms']:.4f}",
-        f"{row['p10_ms']:.4f} to {row['p90_ms']:.4f}",
-        f"{row['floor_ms']:.4g}",
-        f"{row['time_over_floor']:.2f}",
-        memory,
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
 def _footnotes(document: dict[str, Any]) -> Iterator[str]:
-    facts, method = document["environment"], document["method"]
-    packages = facts["packages"]
-    if method["warning"]:
-        yield f"Warning: {method['warning']}."
+    facts, packages = document["environment"], document["environment"]["packages"]
+    if document["method"]["warning"]:
+        yield f"Warning: {document['method']['warning']}."
     yield f"Device: {facts['device']}, torch {packages['torch']}, triton {packages['triton']}; bf16."
     yield f"Commit: {facts['git_commit'] or 'not in a git checkout'}; command: {' '.join(facts['command'])}"
-    yield (
-        f"Times: medians of up to {method['repeats']} calls with cold caches, alternatives in turns. Floors: "
-        f"FLOPs at {FLOPS_PER_S / 1e12:.0f} TFLOP/s (grouped_mlp, linear_cross_entropy), "
-        f"bytes at {BYTES_PER_S / 1e12:.1f} TB/s (the others), both as measured on an H200."
-    )
-    yield (
-        "Memory: kept for the backward beside x and y (kept); most in use above the inputs and the "
-        "gradients dh and dw (peak)."
-    )
-    for row in document["rows"]:
-        if row["note"]:
-            yield f"Note: {row['case']}, {row['alternative']}: {row['note']}."
     for line in document["left_out"]:
         yield f"Left out: {line}."
     yield f"{document['seconds']:.1f} s in all."

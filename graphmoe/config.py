@@ -241,6 +241,10 @@ class MoEConfig:
     experts: ExpertsBackend = ExpertsBackend.auto
     """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
     the fastest, and takes torch on a CPU."""
+    sync_free_stage: Any = "auto"
+    """How far a MoE layer never waits for the host: 0 nothing is promised; 1 router and routing plan; 2
+    dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest
+    that graph.scope needs, docs/capture.md."""
 
 
 @dataclass
@@ -336,6 +340,22 @@ class GraphConfig:
 
 
 @dataclass
+class RecomputeConfig:
+    """What the backward computes again instead of keeping it, docs/recompute.md."""
+
+    all: bool = False
+    """Keep only what enters each layer."""
+    segments: list[str] = field(default_factory=list)
+    """Segments of the layers that are computed again, from what enters them."""
+    ops: list[str] = field(default_factory=list)
+    """Parts of segments whose results are not kept, in compiled runs: layernorm, core_attn, mla_up_proj,
+    moe_act, mlp, shared_experts."""
+    layer_ids: list[int] = field(default_factory=list)
+    """Layers, counted from 0, multi-token-prediction layers last. Alone they are computed again as a whole;
+    beside segments or ops they say where those apply, and none is everywhere."""
+
+
+@dataclass
 class RunConfig:
     """The root of a run's configuration."""
 
@@ -349,6 +369,7 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     passes: PassesConfig = field(default_factory=PassesConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     host: HostConfig = field(default_factory=HostConfig)
     log: LogConfig = field(default_factory=LogConfig)

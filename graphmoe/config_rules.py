@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,11 +22,22 @@ from graphmoe.config import (
     DeviceChoice,
     GroupScore,
     ModelConfig,
+    RecomputeConfig,
     RopeScaling,
     RunConfig,
     ScoreFunction,
 )
-from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES, segments_of
+from graphmoe.segments import (
+    CAPTURABLE,
+    FULL_ITERATION,
+    LAYER_SEGMENTS,
+    PARTS,
+    SCOPES,
+    SYNC_FREE_STAGES,
+    lowest_stage,
+    segments_of,
+    waiting_segments,
+)
 
 DEFAULT_SEQ_LEN = 4096
 
@@ -48,6 +60,8 @@ def violations(config: RunConfig) -> list[str]:
         *_batch_rules(config.train.global_batch_size, config.train.micro_batch_size),
         *_compile_rules(config.model.attention_backend, config.compile.enabled),
         *_graph_rules(config.graph.scope, config.compile.enabled),
+        *_stage_rules(config.moe.sync_free_stage, config.graph.scope),
+        *_recompute_rules(config.recompute, config.model, config.compile.enabled),
     ]
 
 
@@ -58,6 +72,7 @@ def resolve(config: RunConfig) -> RunConfig:
         run=dataclasses.replace(config.run),
         data=dataclasses.replace(config.data),
         precision=dataclasses.replace(config.precision),
+        moe=dataclasses.replace(config.moe),
     )
     if config.run.device is DeviceChoice.auto:
         config.run.device = DeviceChoice.cuda if torch.cuda.is_available() else DeviceChoice.cpu
@@ -69,6 +84,8 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.data.cache_dir is None:
         config.data.cache_dir = os.environ.get("GRAPHMOE_CACHE", "~/.cache/graphmoe")
     config.data.cache_dir = str(Path(config.data.cache_dir).expanduser())
+    if config.moe.sync_free_stage == "auto":
+        config.moe.sync_free_stage = lowest_stage(config.graph.scope)
     return config
 
 
@@ -251,6 +268,68 @@ def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
             f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
             f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
         )
+
+
+def _stage_rules(stage: object, scope: object) -> Iterator[str]:
+    if stage == "auto":
+        return
+    if type(stage) is not int or stage not in SYNC_FREE_STAGES:  # True and 1.0 equal 1, and are none
+        yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"
+    elif isinstance(scope, str | list) and (waiting := waiting_segments(scope, stage)):
+        kept = [name for name in (segments_of(scope) or CAPTURABLE) if name not in waiting]
+        without = f"[{','.join(kept)}]" if kept else "none"
+        yield (
+            f"graph.scope={scope} captures {', '.join(waiting)}, which may wait for the host at "
+            f"moe.sync_free_stage={stage}; use moe.sync_free_stage={lowest_stage(scope)} or auto, or "
+            f"graph.scope={without}"
+        )
+
+
+def _recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool) -> Iterator[str]:
+    last = model.num_layers + model.mtp_depth - 1
+    known: dict[str, tuple[list[Any], Sequence[Any]]] = {
+        "segments": (wanted.segments, LAYER_SEGMENTS),
+        "ops": (wanted.ops, PARTS),
+        "layer_ids": (wanted.layer_ids, range(last + 1)),
+    }
+    if wanted.all and any(given for given, _ in known.values()):
+        named = " and ".join(f"recompute.{key}={given}" for key, (given, _) in known.items() if given)
+        yield f"recompute.all=true computes every layer again; leave out {named}, or use recompute.all=false"
+    for key, (given, valid) in known.items():
+        bad = [str(each) for each in given if each not in valid]
+        twice = sorted({str(each) for each in given if given.count(each) > 1})
+        if bad:
+            words = f"0 to {last}" if key == "layer_ids" else ", ".join(map(str, valid))
+            yield f"recompute.{key}={given} has {', '.join(bad)}; use {words}"
+        elif twice:
+            yield f"recompute.{key}={given} names {', '.join(twice)} twice; name each once"
+    if wanted.ops and not compiles:
+        yield (
+            f"recompute.ops={wanted.ops} are chosen in compiled graphs, and compile.enabled=false; use "
+            f"compile.enabled=true, or recompute.segments"
+        )
+    layers = [i for i in wanted.layer_ids if 0 <= i <= last] or range(last + 1)
+    for key, name in [*(("segments", n) for n in wanted.segments), *(("ops", n) for n in wanted.ops)]:
+        having = _layers_with(name, model)
+        if name in known[key][1] and not having:
+            yield f"recompute.{key} names {name}, which the model has not; leave it out"
+        elif name in known[key][1] and not set(layers) & set(having):
+            yield (
+                f"recompute.{key} names {name}, which no layer of recompute.layer_ids={wanted.layer_ids} "
+                f"has; leave it out, or name some of the layers {having[0]} to {having[-1]}"
+            )
+
+
+def _layers_with(name: str, model: ModelConfig) -> range:
+    """The layers that have a segment or a part; none for those of an attention or of experts not there."""
+    end = model.num_layers + model.mtp_depth
+    moe = range(model.num_dense_layers, end)
+    having = {
+        "mlp": range(model.num_dense_layers),
+        "shared_experts": moe if model.shared_ffn_size else range(0),
+        "mla_up_proj": range(end if model.attention is AttentionKind.mla else 0),
+    }
+    return having.get(name, moe if name.startswith("moe_") else range(end))
 
 
 def _divisors(number: int) -> list[int]:

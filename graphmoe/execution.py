@@ -17,12 +17,13 @@ from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
 from graphmoe.data.cache import cache_folder
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
 from graphmoe.optim import Optimizer
-from graphmoe.segments import FULL_ITERATION, Executor, run_segments, segments_of
+from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments, segments_of
 from passes import PassRunner, select_passes
 from runtime.capture import Capture
 from runtime.captured_units import UnitCapture
 from runtime.compile_report import REPORT_FILE, to_text, write_report
 from runtime.compiled import CompiledSegments
+from runtime.recompute import Recompute, RecomputedSegments
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,10 @@ class Execution:
         """What is captured; None where nothing is."""
         names = frozenset(segments_of(scope))
         units = UnitCapture(names, self.capture) if self.capture and names else None
-        enabled = config.compile.enabled
-        self._compiled = CompiledSegments(self._runner, optimizer.gradient_of, units) if enabled else None
+        self._recompute = Recompute.of(config.recompute)
+        self._compiled: CompiledSegments | None = None
+        if config.compile.enabled:
+            self._compiled = CompiledSegments(self._runner, optimizer.gradient_of, units, self._recompute)
         self._dump: Path | None = None
 
     def start(self, folder: Path, experts: str) -> Executor:
@@ -59,12 +62,12 @@ class Execution:
         fuses = self._compiled is not None and "fuse_experts" in [
             spec.name for spec in select_passes(self.config.passes, {})
         ]
-        if not fuses:
-            refuse_waiting_experts(self.config, self.dtype, self.device)
+        refuse_waiting_experts(self.config, self.dtype, self.device, fuses=fuses)
+        log.info("moe.sync_free_stage=%d", self.config.moe.sync_free_stage)
         if self._compiled is None:
             self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
             self.experts = experts  # for a later start that compiles
-            return run_segments
+            return RecomputedSegments(self._recompute) if self._recompute else run_segments
         if self.device.type == "cpu":
             _need_compiler()
         self._dump = folder / "graphs" if self.config.passes.dump else None
@@ -74,6 +77,8 @@ class Execution:
         elif _has_experts(self.config):
             self.experts = self._choose(experts)
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
+        if fuses and "moe_act" in self._recompute.parts:
+            self._warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
         self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
         return self._compiled
 
@@ -121,36 +126,46 @@ class Execution:
             self.dtype,
         )
         folder = cache_folder(self.config.data.cache_dir) if self.device.type == "cuda" else None
+        sync_free = self.config.moe.sync_free_stage >= EXPERTS_STAGE
         if requested is ExpertsBackend.auto and remembered:
             try:
-                sync_free = _captures_experts(self.config)
                 return choose_backends(remembered, shape, self.device, folder, sync_free=sync_free)
             except ConfigError as error:
                 log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
-        # torch's products wait for the host in fp32 and on some GPUs: then only who names them gets them,
-        # and a graph cannot hold them.
-        waits = requested is ExpertsBackend.torch and not _captures_experts(self.config)
-        return choose_backends(requested.value, shape, self.device, folder, sync_free=not waits)
+        # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
+        sync_free = sync_free or requested is not ExpertsBackend.torch
+        return choose_backends(requested.value, shape, self.device, folder, sync_free=sync_free)
 
 
-def refuse_waiting_experts(config: RunConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError where the experts' plain products are captured and would wait for the host."""
+def refuse_waiting_experts(
+    config: RunConfig, dtype: torch.dtype, device: torch.device, *, fuses: bool
+) -> None:
+    """Raise ConfigError where the experts' products would wait for the host and their stage forbids it.
+
+    ``fuses`` says whether the pass fuse_experts runs.
+    """
+    stage, scope = config.moe.sync_free_stage, config.graph.scope
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
-    if waits and _has_experts(config) and _captures_experts(config):
-        raise ConfigError(
-            f"graph.scope={config.graph.scope} captures moe_experts, whose plain products wait for the host "
-            f"in {dtype} on this device; use compile.enabled=true with the pass fuse_experts, "
-            f"graph.scope=partial or graph.scope=none"
-        )
+    if stage < EXPERTS_STAGE or not waits or not _has_experts(config):
+        return
+    needed = []
+    if not fuses:
+        needed.append("compile.enabled=true with the pass fuse_experts")
+    if config.moe.experts is ExpertsBackend.torch:
+        needed.append("moe.experts=auto")
+    if not needed:
+        return
+    half = "precision.compute=bf16, " if has_grouped_kernel(torch.bfloat16, device) else ""
+    lower = "graph.scope=none with " if lowest_stage(scope) >= EXPERTS_STAGE else ""
+    raise ConfigError(
+        f"moe.sync_free_stage={stage} (graph.scope={scope} needs {lowest_stage(scope)}): the experts may not "
+        f"wait for the host, and torch's products do in {dtype} on this device; use {' and '.join(needed)}, "
+        f"{half}or {lower}moe.sync_free_stage=auto"
+    )
 
 
 def _has_experts(config: RunConfig) -> bool:
     return config.model.mtp_depth > 0 or config.model.num_layers > config.model.num_dense_layers
-
-
-def _captures_experts(config: RunConfig) -> bool:
-    scope = config.graph.scope
-    return scope == FULL_ITERATION or "moe_experts" in segments_of(scope)
 
 
 def _need_compiler() -> None:

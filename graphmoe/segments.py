@@ -8,6 +8,7 @@ explicit tensor. This module knows no model class and imports none of the projec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -39,12 +40,39 @@ SCOPES = {
 """Words for lists of segments."""
 FULL_ITERATION = "full_iteration"
 """The scope that is the whole step."""
+LAYER_SEGMENTS = SCOPES["layer"]
+"""The segments that layers are made of."""
+PARTS = ("layernorm", "core_attn", "mla_up_proj", "moe_act", "mlp", "shared_experts")
+"""Pieces of segments that ``recompute.ops`` names."""
+SYNC_FREE_STAGES = (0, 1, 2, 3)
+"""Values of ``moe.sync_free_stage`` but auto: how far a MoE layer never waits for the host."""
+EXPERTS_STAGE = 2
+"""The stage from which the experts' products do not wait."""
+CAPTURED_FROM = {
+    "moe_router": 1,
+    "moe_preprocess": 1,
+    "moe_dispatch": 3,
+    "moe_experts": 3,
+    "moe_combine": 3,
+}
+"""The stage from which a segment may be captured; the others never wait."""
 
 
 def segments_of(scope: str | Sequence[str]) -> tuple[str, ...]:
     """The segments that a scope names, in their order; none for ``full_iteration``, which names the step."""
     named = SCOPES.get(scope, ()) if isinstance(scope, str) else scope
     return tuple(name for name in SEGMENT_NAMES if name in named)
+
+
+def waiting_segments(scope: str | Sequence[str], stage: int) -> tuple[str, ...]:
+    """The segments that a scope captures and that may wait for the host at a sync-free stage."""
+    captured = CAPTURABLE if scope == FULL_ITERATION else segments_of(scope)
+    return tuple(name for name in captured if CAPTURED_FROM.get(name, 0) > stage)
+
+
+def lowest_stage(scope: str | Sequence[str]) -> int:
+    """The lowest sync-free stage at which nothing that a scope captures waits for the host."""
+    return next(stage for stage in SYNC_FREE_STAGES if not waiting_segments(scope, stage))
 
 
 @dataclass(frozen=True)
@@ -56,9 +84,18 @@ class Segment:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     stream: Literal["compute", "comm"] = "compute"
+    layer: int | None = None
+    """The layer that it is a piece of, multi-token-prediction layers last; None for what is in no layer."""
 
     def __post_init__(self) -> None:
         assert self.name in SEGMENT_NAMES, self.name
+
+
+def part(name: str) -> AbstractContextManager[None]:
+    """Marks what runs inside as one of `PARTS`, in a trace; does nothing elsewhere."""
+    assert name in PARTS, name
+    traceback = torch.fx.traceback
+    return traceback.annotate({"part": name}) if traceback.has_preserved_node_meta() else nullcontext()
 
 
 class Executor(Protocol):

@@ -5,13 +5,14 @@ Each function says what it stands on; nothing else in the project imports a priv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
@@ -20,17 +21,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "FakeTensorMode",
     "cache_counts",
     "compile_inference",
     "custom_function_of",
+    "draws_random_numbers",
     "fake_mode",
+    "is_recomputed",
     "joint_graph",
     "make_fx",
+    "mark_kept",
+    "mark_recomputed",
     "partition",
+    "remove_marks",
     "set_grad_enabled",
+    "tensors_of",
     "tree_map_only",
 ]
 
@@ -68,12 +76,59 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward so that the fewest bytes are kept between them.
 
-    What is cheap to compute again is (torch/_functorch/partitioners.py, the cut of torch.compile).
-    ``static_inputs`` stay in memory anyway: parameters.
+    What is cheap to compute again is, and what `mark_recomputed` marked (torch/_functorch/partitioners.py,
+    the cut of torch.compile). ``static_inputs`` stay in memory anyway: parameters.
     """
-    return min_cut_rematerialization_partition(
-        joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(static_inputs)
-    )
+    with _without_generator_states():
+        return min_cut_rematerialization_partition(
+            joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(static_inputs)
+        )
+
+
+@contextmanager
+def _without_generator_states() -> Iterator[None]:
+    """Lets no partition inside save the random generator's state for what is computed again.
+
+    It would for every attention, whose operation is tagged as random whatever its dropout is, and no graph
+    could be captured that reads and sets the generator. What does draw is refused: `draws_random_numbers`.
+    """
+    name = "has_recomputable_rng_ops"
+    saved = getattr(partitioners, name)
+    setattr(partitioners, name, lambda graph: False)
+    try:
+        yield
+    finally:
+        setattr(partitioners, name, saved)
+
+
+def mark_recomputed(node: fx.Node) -> None:
+    """Make `partition` compute a node of a joint graph's forward again in the backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def mark_kept(node: fx.Node) -> None:
+    """Make `partition` keep a node of a joint graph's forward, if the backward needs it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def remove_marks(graph: fx.Graph) -> None:
+    """Take the marks off again: where a graph without gradients is compiled, torch would act on them too."""
+    for node in graph.nodes:
+        node.meta.pop("recompute", None)
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether `mark_recomputed` marked the node, or the one that it is a copy of."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def draws_random_numbers(target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether a call of an operation draws from a random generator: not an attention without dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, arguments, strict=False)), **named}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def compile_inference(
@@ -87,10 +142,27 @@ def compile_inference(
     ``torch._inductor.compile`` calls; copy_args_to_cpu_if_needed in
     torch/_inductor/runtime/triton_heuristics.py.)
     """
-    changes = any(node.target is torch.ops.aten.copy_.default for node in graph.graph.nodes)
+    changes = any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for node in graph.graph.nodes
+    )
     patches = {"triton.autotune_pointwise": False} if changes else {}
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
         return compile_fx(graph, list(fakes), config_patches=patches)  # type: ignore[return-value]
+
+
+def tensors_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Parameters and buffers by name: the dictionary that a module has each in, and its key there.
+
+    (torch/nn/modules/module.py: ``_parameters`` and ``_buffers``, which an attribute's lookup reads.)
+    """
+    return {
+        f"{prefix}.{key}".lstrip("."): (holder, key)
+        for prefix, part in module.named_modules()
+        for holder in (part._parameters, part._buffers)
+        for key, tensor in holder.items()
+        if tensor is not None
+    }
 
 
 def custom_function_of(node: Any) -> type | None:

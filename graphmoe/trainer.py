@@ -38,8 +38,10 @@ from graphmoe.run_folder import cut_metrics
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.signals import StopSignal
 from graphmoe.step_rows import PendingRows, StepRow, StepRows
+from graphmoe.torch_compat import tensors_of
 from graphmoe.train_step import TrainStep
 from graphmoe.weights import explained_mismatch, load_weights
+from runtime.capture import Place
 from runtime.captured_step import CapturedStep, Step
 from runtime.host import GarbageCollection
 
@@ -176,6 +178,7 @@ class Trainer:
         capture = self.execution.capture
         if capture is None:
             return step
+        capture.watch(self._at_fixed_addresses())
         if self.device.type == "cpu":
             scope = capture.report.scope
             log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", scope)
@@ -187,6 +190,17 @@ class Trainer:
                 return step(batches)
 
         return run
+
+    def _at_fixed_addresses(self) -> dict[str, Place]:
+        """Weights, buffers, gradients and the optimizer's state: graphs use them without being given them."""
+        optimizer = self.optimizer
+        places: dict[str, Place] = {**tensors_of(self.model)}
+        for name, weight in zip(optimizer.names, optimizer.weights, strict=True):
+            places[f"the gradient of {name}"] = vars(optimizer.gradient_of(weight)), "total"
+        for name, value in vars(optimizer).items():
+            if isinstance(value, Tensor):
+                places[f"the optimizer's {name.lstrip('_')}"] = vars(optimizer), name
+        return places
 
     def _report_capture(self) -> None:
         """Write capture_report.json when the first captured step was launched."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphmoe.config import ConfigError, PassesConfig
-from passes.base import PassSpec, Rewrites, Stage
+from passes.base import MadeBy, PassSpec, Rewrites, Stage
 from passes.fuse_activation import fuse_activation
 from passes.fuse_experts import fuse_experts
 from passes.fuse_loss import fuse_loss
@@ -17,7 +17,7 @@ from passes.fuse_router import fuse_router
 from passes.runner import PassReport, PassRunner
 from passes.split_backward import split_backward
 
-EXPERTS, ROUTER = ("moe_preprocess", "moe_experts"), ("moe_router",)
+EXPERTS, ROUTER = ("moe_experts",), ("moe_router",)
 JOINED = ("fuse_permutation", "fuse_activation")
 
 PASSES = (
@@ -31,7 +31,7 @@ PASSES = (
 )
 """fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
 
-__all__ = ["PASSES", "PassReport", "PassRunner", "PassSpec", "Rewrites", "Stage", "select_passes"]
+__all__ = ["PASSES", "MadeBy", "PassReport", "PassRunner", "PassSpec", "Rewrites", "Stage", "select_passes"]
 
 
 def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:

@@ -14,6 +14,17 @@ Stage = Literal["forward", "joint", "backward"]
 graph, or the backward alone."""
 
 
+class MadeBy(NamedTuple):
+    """What made an input of a unit in the unit that hands it on; a placeholder's ``meta["made_by"]``."""
+
+    target: str
+    """The operation, such as graphmoe::routing_plan."""
+    call: str
+    """Tells the calls of one operation apart."""
+    part: int
+    """Which of the results."""
+
+
 class Rewrites(NamedTuple):
     """What one pass did to one graph."""
 

@@ -8,7 +8,7 @@ What is found, by meaning and not by spelling:
 - the gather: rows x[slot // K], of tokens or of their routing weights (then K is 1) -> `permute`;
 - the return: rows by the inverse order and a sum over k, or an index_add by token, with weights before
   or after the move or none -> `unpermute`.
-An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
+The plan may be another unit's. An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from passes.routing import (
     num_bins,
     ops,
     plan_of,
+    plans_from_outside,
     rows_by,
     slots_of_token,
 )
@@ -66,7 +67,7 @@ def fuse_permutation(graph: fx.Graph) -> Rewrites:
     left: list[str] = []
     sorts = calls(graph, aten.sort)
     matches = sum([_plan(sort, left) for sort in sorts])
-    plans = [plan_of(call) for call in calls(graph, ops.routing_plan)]
+    plans = [plan_of(call) for call in calls(graph, ops.routing_plan)] + plans_from_outside(graph)
     candidates = [(node, plan) for node in calls(graph, *GATHERS) for plan in plans]
     matches += sum([_gather(node, plan, left) for node, plan in candidates])
     candidates = [(node, plan) for node in calls(graph, *GATHERS, *ADDITIONS) for plan in plans]

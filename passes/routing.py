@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import Node
 
 import graphmoe.ops.permute  # noqa: F401  # registers the operations
+from passes.base import MadeBy
 from passes.matching import (
     SAME_ELEMENTS,
     argument,
@@ -61,6 +63,16 @@ def plan_of(call: Node) -> Plan:
     read = {part(user, ops.routing_plan): user for user in call.users}
     ends, row, slot = (read.get(i) or put(call.next, operator.getitem, call, i, like=call) for i in (1, 2, 3))
     return Plan(ends, row, slot)
+
+
+def plans_from_outside(graph: fx.Graph) -> list[Plan]:
+    """The plans that other units made, where this one reads what the operations need of them."""
+    parts: dict[str, dict[int, Node]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        made: MadeBy | None = node.meta.get("made_by")
+        if made is not None and made.target == "graphmoe::routing_plan":
+            parts.setdefault(made.call, {})[made.part] = node
+    return [Plan(*(of[i] for i in (1, 2, 3))) for of in parts.values() if of.keys() >= {1, 2, 3}]
 
 
 def counts_of(ids: Node) -> list[Node]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from runtime.graphs import GraphMaker
+from runtime.graphs import Graph, GraphMaker, Run
 
 REPORT_FILE = "capture_report.json"
 
@@ -26,16 +28,19 @@ class Span:
     places: int = 0
     """Places of the model that they are at, each with graphs of its own."""
     graphs: int = 0
+    nodes: int | None = 0
+    """Kernels, copies and memsets in its graphs; None where nobody counts them."""
     seconds: float = 0.0
     """Time that the graphs took to make."""
 
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Counts a graph that is made inside."""
+    def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = ()) -> Graph:
+        """One more graph, as ``GraphMaker.make``."""
         started = time.perf_counter()
-        yield
+        graph = maker.make(run, given)
         self.graphs += 1
+        self.nodes = _sum([self.nodes, graph.nodes])
         self.seconds += time.perf_counter() - started
+        return graph
 
 
 @dataclass
@@ -58,20 +63,30 @@ class CaptureReport:
         return sum(span.graphs for span in self.spans)
 
     @property
+    def nodes(self) -> int | None:
+        return _sum([span.nodes for span in self.spans])
+
+    @property
     def seconds(self) -> float:
         return sum(span.seconds for span in self.spans)
 
     def write(self, folder: Path) -> None:
         """Write capture_report.json."""
-        content = {**asdict(self), "graphs": self.graphs, "seconds": self.seconds}
+        sums = {"graphs": self.graphs, "nodes": self.nodes, "seconds": self.seconds}
+        content = {**asdict(self), **sums}
         (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
     def line(self) -> str:
         """One line for the log."""
+        nodes = "" if self.nodes is None else f" of {self.nodes} nodes"
         return (
-            f"captured {self.scope}: {self.graphs} graphs in {self.seconds:.1f} s, "
+            f"captured {self.scope}: {self.graphs} graphs{nodes} in {self.seconds:.1f} s, "
             f"{self.pool_bytes / 2**20:.0f} MiB in their pool"
         )
+
+
+Place = tuple[Mapping[str, Any], str]
+"""What holds a tensor, and under which key."""
 
 
 class Capture:
@@ -83,6 +98,13 @@ class Capture:
         self.steps = 0
         """Training steps that have begun."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._names: list[str] = []
+        self._places: list[Place] = []
+        self._addresses: list[int] = []
+
+    def watch(self, places: Mapping[str, Place]) -> None:
+        """Tensors by name that graphs find where they lie at the first step that is captured."""
+        self._names, self._places = list(places), list(places.values())
 
     @property
     def ready(self) -> bool:
@@ -91,10 +113,16 @@ class Capture:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count a training step and run it on the stream of the graphs; the current one waits for it."""
+        """Count a training step and run it on the stream of the graphs; the current one waits for it.
+
+        *Raises* RuntimeError for a tensor that has moved since graphs were made.
+        """
         self.steps += 1
         if self.steps == self.warmup_steps + 1:
             self.maker.prepare()
+            self._addresses = self._look()
+        elif self.ready:
+            self._check_addresses()
         if self._stream is None:
             yield
             return
@@ -103,3 +131,24 @@ class Capture:
         with torch.cuda.stream(self._stream):
             yield
         outside.wait_stream(self._stream)
+
+    def _look(self) -> list[int]:
+        return [holder[key].data_ptr() for holder, key in self._places]
+
+    def _check_addresses(self) -> None:
+        """On the host alone: 0.1 microseconds for each tensor."""
+        found = self._look()
+        if found == self._addresses:
+            return
+        moved = [n for n, a, b in zip(self._names, found, self._addresses, strict=True) if a != b]
+        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+        raise RuntimeError(
+            f"{moved[0]}{more}: at another address than when graph.scope={self.report.scope} was captured, "
+            f"and graphs use the old one; change tensors in place, such as by copy_, or use graph.scope=none"
+        )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """None if any is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

@@ -58,8 +58,7 @@ class CapturedStep:
 
     def _make(self, given: Sequence[Tensor]) -> Graph:
         span = Span("full_iteration", (), places=1)
-        with span.measured():
-            graph = self._capture.maker.make(lambda: (self._step(self._static),), given)
+        graph = span.make(self._capture.maker, lambda: (self._step(self._static),), given)
         self._capture.report.spans.append(span)
         return graph
 

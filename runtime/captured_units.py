@@ -61,7 +61,7 @@ class CapturedUnit:
 
     def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
         self._make_lane = functools.partial(_Lane, code, shared, span, reads)
-        self._graphs, self._capture = code.graphs, shared.capture
+        self.graphs, self._capture = code.graphs, shared.capture
         self._lanes: list[_Lane] = []
         self._step = 0
 
@@ -75,12 +75,12 @@ class CapturedUnit:
         lane = free[0] if free else self._make_lane()
         if not free:
             self._lanes.append(lane)
-        if self._graphs.backward is None:
+        if self.graphs.backward is None:
             results = lane.forward(tensors)[0]
             lane.busy = False
         else:
             results = differentiable(lane, tensors, gradients)
-        return self._graphs.views(tensors, results) if self._graphs.views else results
+        return self.graphs.views(tensors, results) if self.graphs.views else results
 
 
 class _Lane:
@@ -150,8 +150,7 @@ class _Lane:
         stays: Sequence[bool],
         names: Sequence[str],
     ) -> _Replay:
-        with self._span.measured():
-            return _Replay(self._span.unit, self._shared, run, static, stays, names)
+        return _Replay(self._span, self._shared, run, static, stays, names)
 
 
 class _Replay:
@@ -159,15 +158,16 @@ class _Replay:
 
     def __init__(
         self,
-        unit: str,
+        span: Span,
         shared: UnitCapture,
         run: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
         static: Sequence[Tensor],
         stays: Sequence[bool],
         names: Sequence[str],
     ) -> None:
-        self._unit, self._shared, self.static, self._stays, self._names = unit, shared, static, stays, names
-        self._graph = shared.capture.maker.make(lambda: run(self.static))
+        self._unit, self._shared = span.unit, shared
+        self.static, self._stays, self._names = static, stays, names
+        self._graph = span.make(shared.capture.maker, lambda: run(self.static))
         self._is_new = True
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:

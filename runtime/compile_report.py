@@ -49,6 +49,8 @@ def to_json(reports: Sequence[UnitReport], recompiled: int, uuid: str) -> dict[s
                 "seconds": report.seconds,
                 "source": _source(report),
                 "used": report.shared_by,
+                "kept_bytes": report.kept_bytes,
+                "recomputed": report.recomputed,
                 "cache": report.cache,
                 "passes": [asdict(row) for row in report.passes],
             }
@@ -58,9 +60,12 @@ def to_json(reports: Sequence[UnitReport], recompiled: int, uuid: str) -> dict[s
 
 
 def to_text(reports: Sequence[UnitReport]) -> str:
-    """The compiled units; then what each pass did to those that are trained, and what it left and why."""
+    """The compiled units; then what each pass did to those that are trained, and what it left and why.
+
+    ``kept`` is what one unit keeps for its backward, ``again`` how many operations that computes again.
+    """
     units = Table(title="compiled units", title_justify="left")
-    for column in ("unit", "for", "used", "graphs", "seconds", "from"):
+    for column in ("unit", "for", "used", "graphs", "kept", "again", "seconds", "from"):
         units.add_column(column, justify="left" if column in ("unit", "for", "from") else "right")
     for report in reports:
         units.add_row(
@@ -68,6 +73,8 @@ def to_text(reports: Sequence[UnitReport]) -> str:
             _purpose(report),
             f"{report.shared_by}x",
             str(report.graphs),
+            _mib(report.kept_bytes) if report.trains else "-",
+            str(report.recomputed) if report.trains else "-",
             f"{report.seconds:.1f}",
             _source(report),
         )

@@ -16,8 +16,9 @@ from torch import Tensor, fx
 from graphmoe.gradients import Gradient
 from graphmoe.segments import Segment
 from graphmoe.torch_compat import cache_counts
-from passes import PassReport, PassRunner
+from passes import MadeBy, PassReport, PassRunner
 from runtime.captured_units import CapturedUnit, UnitCapture
+from runtime.recompute import NOTHING, Recompute, UnitRecompute
 from runtime.tracing import fakes_of, trace_in_place
 from runtime.unit_code import Compiled, UnitCode, compile_graph
 from runtime.unit_graphs import unit_graphs
@@ -41,6 +42,10 @@ class UnitReport:
     passes: list[PassReport] = field(default_factory=list)
     shared_by: int = 1
     """Places in the model that run this code."""
+    kept_bytes: int = 0
+    """Intermediate results that the forward keeps for the backward, beside inputs."""
+    recomputed: int = 0
+    """Operations of the forward that the backward computes again because of ``recompute``."""
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -83,6 +88,7 @@ class CompiledSegments:
         runner: Callable[[bool], PassRunner],
         gradient_of: Callable[[Tensor], Gradient] | None = None,
         capture: UnitCapture | None = None,
+        recompute: Recompute | None = None,
     ) -> None:
         self._runner = runner
         """Makes the passes for training (True) or inference (False)."""
@@ -90,6 +96,7 @@ class CompiledSegments:
         """Where a parameter's gradient goes; None leaves gradients to autograd."""
         self._capture = capture
         """Which segments replay from graphs in training; None for none."""
+        self._recompute = recompute or Recompute()
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self.reports: list[UnitReport] = []
@@ -104,11 +111,14 @@ class CompiledSegments:
         self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
     ) -> tuple[Tensor, ...]:
         values = dict(tensors)
+        made_by: dict[str, MadeBy | None] = {}
         for place in self._places_of(segments, keep):
             # A slice has strides of its own, which would need code of its own.
             read = [values[name].contiguous() for name in place.bound.unit.reads]
-            results = self._code(place, read)([*place.bound.tensors, *read], place.gradients)
+            code = self._code(place, read, made_by)
+            results = code([*place.bound.tensors, *read], place.gradients)
             values.update(zip(place.bound.unit.writes, results, strict=True))
+            made_by.update(zip(place.bound.unit.writes, code.graphs.made_by, strict=True))
         return tuple(values[name] for name in keep)
 
     def in_place(
@@ -136,20 +146,22 @@ class CompiledSegments:
         parameters = bound.tensors[: bound.num_parameters]
         return _Place(bound, [self._gradient_of(p) for p in parameters] if self._gradient_of else [])
 
-    def _code(self, place: _Place, read: list[Tensor]) -> UnitCode | CapturedUnit:
+    def _code(
+        self, place: _Place, read: list[Tensor], made_by: dict[str, MadeBy | None]
+    ) -> UnitCode | CapturedUnit:
         trains = torch.is_grad_enabled()
         shapes = (trains, *((t.shape, t.dtype, t.requires_grad) for t in read))
         code = place.codes.get(shapes)
         if code is None:
             if self._capture is not None and place.bound.unit.captured and trains:
-                code = self._captured_code(self._capture, place, read)
+                code = self._captured_code(self._capture, place, read, made_by)
             else:
-                code = self._shared_code(place, read, trains)
+                code = self._shared_code(place, read, trains, made_by)
             place.codes[shapes] = code
         return code
 
     def _captured_code(
-        self, capture: UnitCapture, place: _Place, read: list[Tensor]
+        self, capture: UnitCapture, place: _Place, read: list[Tensor], made_by: dict[str, MadeBy | None]
     ) -> UnitCode | CapturedUnit:
         unit = place.bound.unit
         for trains, *shapes in place.codes:
@@ -158,13 +170,17 @@ class CompiledSegments:
                     f"{unit.name} is captured, and {_changes(unit, tuple(shapes), read)}; leave its segments "
                     f"out of graph.scope"
                 )
-        code = self._shared_code(place, read, True)
+        code = self._shared_code(place, read, True, made_by)
         return capture.unit(code, tuple(s.name for s in unit.segments), unit.name, unit.reads)
 
-    def _shared_code(self, place: _Place, read: list[Tensor], trains: bool) -> UnitCode:
+    def _shared_code(
+        self, place: _Place, read: list[Tensor], trains: bool, made_by: dict[str, MadeBy | None]
+    ) -> UnitCode:
         bound = place.bound
         tensors = [*bound.tensors, *read]
-        key = (bound.fingerprint(), trains, *(_signature(tensor) for tensor in tensors))
+        recompute = self._recompute.of_unit(bound.unit.segments) if trains else NOTHING
+        makers = tuple(made_by.get(name) for name in bound.unit.reads)
+        key = (bound.fingerprint(), trains, recompute, makers, *(_signature(tensor) for tensor in tensors))
         if key in self._codes:
             code, report = self._codes[key]
             report.shared_by += 1
@@ -176,11 +192,18 @@ class CompiledSegments:
                     "%s is compiled again: %s", bound.unit.name, _changes(bound.unit, shapes[1:], read)
                 )
                 break
-        code, report = self._compile(bound, tensors, trains)
+        code, report = self._compile(bound, tensors, trains, recompute, makers)
         self._codes[key] = code, report
         return code
 
-    def _compile(self, bound: BoundUnit, tensors: list[Tensor], trains: bool) -> tuple[UnitCode, UnitReport]:
+    def _compile(
+        self,
+        bound: BoundUnit,
+        tensors: list[Tensor],
+        trains: bool,
+        recompute: UnitRecompute,
+        makers: tuple[MadeBy | None, ...],
+    ) -> tuple[UnitCode, UnitReport]:
         unit, report = bound.unit, UnitReport(bound.unit.name, trains)
         with report.measured():
             graphs = unit_graphs(
@@ -191,8 +214,11 @@ class CompiledSegments:
                 runner=self._runner(trains),
                 name=unit.name,
                 segments=tuple(segment.name for segment in unit.segments),
+                recompute=recompute,
+                makers=makers,
             )
         report.passes = graphs.reports
+        report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
         compiler = functools.partial(self._compile_graph, report)
         code = UnitCode(graphs, compiler, delivers=self._gradient_of is not None)
         self._add(report)
@@ -219,6 +245,7 @@ def _identity(segment: Segment) -> tuple[Any, ...]:
     owner = getattr(segment.run, "__self__", None)
     return (
         segment.name,
+        segment.layer,
         segment.reads,
         segment.writes,
         id(segment.run) if owner is None else (id(owner), segment.run.__name__),

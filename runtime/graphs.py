@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 class Graph(Protocol):
     """Runs a function again and again on the tensors that it ran on when the graph was made."""
+
+    nodes: int | None
+    """Kernels, copies and memsets in it; None where nobody counts them."""
 
     def replay(self) -> tuple[Tensor, ...]:
         """The results, at the same addresses each time. No device sync."""
@@ -58,7 +62,7 @@ class DeviceGraph:
     """A CUDA or HIP graph. Making it runs ``run`` on the host alone: the device does nothing."""
 
     def __init__(self, run: Run, pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # on the host, where its nodes can be counted
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
         with _garbage_kept():
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -69,6 +73,8 @@ class DeviceGraph:
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
+        self.nodes = _count_nodes(self._graph.raw_cuda_graph())
+        self._graph.instantiate()
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch the graph on the current stream."""
@@ -86,6 +92,7 @@ class HostGraph:
     def __init__(self, run: Run, given: Sequence[Tensor]) -> None:
         for tensor in given:
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+        self.nodes: int | None = None  # a CPU launches nothing
         self._run = run
         self._results: tuple[Tensor, ...] | None = None
 
@@ -96,6 +103,20 @@ class HostGraph:
         for kept, result in zip(self._results, results, strict=True):
             kept.copy_(result)
         return self._results
+
+
+def _count_nodes(graph: int) -> int | None:
+    """The nodes of a cudaGraph_t, a CUgraph for the driver, or of a hipGraph_t; None if it cannot say."""
+    library, function = "libcuda.so.1", "cuGraphGetNodes"
+    if torch.version.hip:
+        library, function = "libamdhip64.so", "hipGraphGetNodes"
+    count = ctypes.c_size_t()
+    try:
+        get_nodes = getattr(ctypes.CDLL(library), function)
+    except (OSError, AttributeError):
+        return None
+    failed = get_nodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
+    return None if failed else count.value
 
 
 @contextlib.contextmanager

@@ -49,12 +49,13 @@ def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
 
 def root_of(node: fx.Node) -> fx.Node:
     """The node whose memory a view shows; the node itself if it is none."""
-    while _is_view(node):
+    while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node shows the memory of another one."""
     # a piece of a split is one, a piece of what an operation with several results made is not
     target = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
     return target in VIEWS or getattr(target, "is_view", False)

@@ -6,17 +6,25 @@ are kept -> cut the backward into I and W.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 
-from graphmoe.torch_compat import FakeTensorMode, joint_graph, partition
-from passes import PassReport, PassRunner
+from graphmoe.torch_compat import FakeTensorMode, joint_graph
+from passes import MadeBy, PassReport, PassRunner
+from passes.matching import is_cast
 from passes.split_backward import SplitBackward, split_backward
 from runtime.output_views import OutputViews, root_of, take_off_views
+from runtime.recompute import NOTHING, UnitRecompute
+from runtime.recompute_graphs import Cut, cut_joint, take_off_borders
 from runtime.tracing import trace_forward
+
+WIDER_INTEGERS = (torch.int32, torch.int64)
+"""Into these and back int32 stays what it is."""
 
 
 @dataclass
@@ -40,7 +48,13 @@ class UnitGraphs:
     """Inputs whose gradients W returns."""
     views: OutputViews | None = None
     """Makes the unit's outputs of the results, where some are inputs or share memory."""
+    made_by: tuple[MadeBy | None, ...] = ()
+    """The operation with several results that made each of the unit's outputs, where one did."""
     reports: list[PassReport] = field(default_factory=list)
+    kept_bytes: int = 0
+    """What the forward keeps for the backward beside inputs."""
+    recomputed: int = 0
+    """Operations that the backward computes again because the configuration says so."""
 
 
 def unit_graphs(
@@ -52,36 +66,76 @@ def unit_graphs(
     runner: PassRunner,
     name: str,
     segments: tuple[str, ...] = (),
+    recompute: UnitRecompute = NOTHING,
+    makers: Sequence[MadeBy | None] = (),
 ) -> UnitGraphs:
-    """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters."""
+    """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
+
+    ``makers`` says of the last inputs what made them in other units, so that passes know what they mean.
+    Raises ConfigError where ``recompute`` covers an operation that draws random numbers.
+    """
     forward = trace_forward(run, fakes)
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    for node, maker in zip(placeholders[len(placeholders) - len(makers) :], makers, strict=True):
+        node.meta["made_by"] = maker
     views = take_off_views(forward)
     differentiable = _differentiable(forward, fakes) if trains else ()
     if not any(differentiable):
         reports = runner.run("forward", forward, name, segments)
         count = len(_outputs(forward))
-        return UnitGraphs(forward, count, (False,) * count, views=views, reports=reports)
-    static = range(num_weights)
+        made_by = _made_by(forward, views, name)
+        return UnitGraphs(forward, count, (False,) * count, views=views, reports=reports, made_by=made_by)
 
-    last: dict[str, tuple[fx.GraphModule, fx.GraphModule]] = {}  # the graph measured last, cut
+    def cut_of(joint: fx.GraphModule) -> Cut:
+        return cut_joint(joint, len(differentiable), range(num_weights), recompute)
+
+    last: dict[str, Cut] = {}  # the graph measured last, cut
 
     def saved_bytes(module: fx.GraphModule) -> int:
         last.clear()
-        cut = last[str(module.graph)] = partition(joint_graph(module, fakes), len(differentiable), static)
-        return bytes_kept(cut[0], len(differentiable))
+        cut = last[str(module.graph)] = cut_of(joint_graph(module, fakes))
+        return bytes_kept(cut.forward, len(differentiable))
 
     reports = runner.run("forward", forward, name, segments, saved_bytes)
+    made_by = _made_by(forward, views, name)
     cut = last.get(str(forward.graph))
     if cut is None or any(spec.stage == "joint" for spec in runner.specs):
         joint = joint_graph(forward, fakes)
         reports += runner.run("joint", joint, name, segments)
-        cut = partition(joint, len(differentiable), static)
-    cut_forward, cut_backward = cut
-    graphs = _joined(cut_forward, cut_backward, differentiable, fakes, num_weights, runner)
+        cut = cut_of(joint)
+    kept_bytes = bytes_kept(cut.forward, len(differentiable))
+    graphs = _joined(cut.forward, cut.backward, differentiable, fakes, num_weights, runner)
     assert graphs.backward is not None
-    graphs.views = views
-    graphs.reports = [*reports, *runner.split_report(cut_backward, graphs.backward, name)]
+    graphs.views, graphs.kept_bytes, graphs.recomputed = views, kept_bytes, cut.recomputed
+    graphs.made_by = made_by
+    graphs.reports = [*reports, *runner.split_report(cut.backward, graphs.backward, name)]
     return graphs
+
+
+def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> tuple[MadeBy | None, ...]:
+    """What made each output of a unit, which may pass it on or show a view of it."""
+    outputs = _outputs(forward)
+    if views is not None:
+        inputs = forward.graph.find_nodes(op="placeholder")
+        read = views.graph.graph.find_nodes(op="placeholder")
+        behind = dict(zip(read, [*(inputs[i] for i in views.inputs), *outputs], strict=True))
+        outputs = [behind[root_of(node)] for node in _outputs(views.graph)]
+    return tuple(_maker(root_of(node), unit) for node in outputs)
+
+
+def _maker(result: fx.Node, unit: str) -> MadeBy | None:
+    """Of a root; integers may have been wider on the way."""
+    node = result
+    while is_cast(node) and node.meta["val"].dtype in WIDER_INTEGERS:
+        node = root_of(node.all_input_nodes[0])
+    if node.meta["val"].dtype != result.meta["val"].dtype:
+        return None
+    if node.op == "placeholder":
+        return node.meta.get("made_by")
+    call = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(call, fx.Node) or not isinstance(call.target, torch._ops.OpOverload):
+        return None
+    return MadeBy(call.target.name(), f"{unit}:{call.name}", cast(int, node.args[1]))
 
 
 def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
@@ -122,6 +176,7 @@ def _joined(
     _reorder_placeholders(backward, [node.name for node in (*kept_inputs, *kept_results)])
     placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
     _set_outputs(forward, [*results, *kept_results])
+    take_off_borders(forward)
     # A parameter that the unit's module holds and the unit does not use has no gradient.
     gradients = _outputs(backward)
     needed = [i for i, fake in enumerate(fakes) if fake.requires_grad and gradients[i] is not None]

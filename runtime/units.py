@@ -52,14 +52,18 @@ def units_of(
     def kind(segment: Segment) -> tuple[str, bool]:
         return segment.stream, segment.name in captured
 
-    groups = [[*group] for _, group in itertools.groupby(segments, key=kind)]
+    units = joined([[*group] for _, group in itertools.groupby(segments, key=kind)], keep)
+    return [dataclasses.replace(unit, captured=unit.segments[0].name in captured) for unit in units]
+
+
+def joined(groups: Sequence[Sequence[Segment]], keep: Sequence[str]) -> list[Unit]:
+    """Each group of neighbouring segments as a unit; ``keep`` names what is wanted at the end."""
     units: list[Unit] = []
     wanted = set(keep)
     for group in reversed(groups):
         written = {name for segment in group for name in segment.writes}
         reads = _reads(group)
-        writes = tuple(sorted(written & wanted))
-        units.append(Unit(tuple(group), reads, writes, group[0].name in captured))
+        units.append(Unit(tuple(group), reads, tuple(sorted(written & wanted))))
         wanted = (wanted - written) | set(reads)
     return units[::-1]
 

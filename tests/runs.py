@@ -108,6 +108,12 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in TIMED} for row in metrics(folder)]
 
 
+def assert_load_swings(rows: list[dict[str, Any]], num_experts: int, after: int) -> None:
+    """After a step, one expert had nearly all rows of a layer in one step, and less than half in another."""
+    loads = [max(row["load_max_over_mean"]) for row in rows if "loss" in row and row["step"] > after]
+    assert max(loads) > 0.95 * num_experts and min(loads) < 0.5 * num_experts, loads
+
+
 def final_state(folder: Path, scratch: Path, *overrides: str) -> dict[str, Any]:
     """Every tensor and value of a run's newest checkpoint, by name."""
     state = trainer_in(scratch, *overrides)._state()

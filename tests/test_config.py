@@ -83,6 +83,17 @@ def test_autos_are_resolved_and_the_given_configuration_is_left_alone(monkeypatc
     assert found.data.cache_dir == str(Path.home() / ".cache" / "graphmoe")
 
 
+@pytest.mark.parametrize(
+    "stage, scope, resolved",
+    [("auto", "none", 0), ("auto", "partial", 1), ("auto", "layer", 3), (2, "none", 2), (3, "partial", 3)],
+)
+def test_the_resolved_stage_is_the_lowest_that_the_scope_needs_or_the_one_that_is_named(
+    stage, scope, resolved
+):
+    found = config(f"moe.sync_free_stage={stage}", f"graph.scope={scope}", "compile.enabled=true")
+    assert to_plain(found)["moe"]["sync_free_stage"] == resolved
+
+
 def test_a_resolved_configuration_survives_the_way_through_yaml(tmp_path):
     found = config("data.source=memmap", "data.paths=[a,b]", "model.aux_loss=none")
     path = tmp_path / "resolved.yaml"
@@ -181,6 +192,61 @@ RULES = [
         "is not a multiple of train.micro_batch_size=4; use e.g. micro_batch_size=2 or global_batch_size=12",
     ),
     ("checkpoint.init_from=a checkpoint.resume_from=b", "use one of the two"),
+    (
+        "recompute.all=true recompute.segments=[attn] recompute.layer_ids=[1]",
+        "leave out recompute.segments=['attn'] and recompute.layer_ids=[1], or use recompute.all=false",
+    ),
+    (
+        "recompute.segments=[attn,loss,embed]",
+        "recompute.segments=['attn', 'loss', 'embed'] has loss, embed; use attn, mlp, moe_router, moe_pre",
+    ),
+    ("recompute.segments=[attn,mlp,attn]", "names attn twice; name each once"),
+    (
+        "recompute.ops=[moe_act,norm]",
+        "has norm; use layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts",
+    ),
+    (
+        "recompute.ops=[layernorm] compile.enabled=false",
+        "and compile.enabled=false; use compile.enabled=true, or recompute.segments",
+    ),
+    ("recompute.layer_ids=[-1,2]", "recompute.layer_ids=[-1, 2] has -1; use 0 to 3"),
+    ("recompute.layer_ids=[4,5] model.mtp_depth=1", "has 5; use 0 to 4"),
+    ("recompute.layer_ids=[1,1]", "recompute.layer_ids=[1, 1] names 1 twice"),
+    ("recompute.segments=[moe_router] recompute.layer_ids=[9]", "has 9; use 0 to 3"),
+    (
+        "recompute.segments=[attn,moe_experts] recompute.layer_ids=[0]",
+        "names moe_experts, which no layer of recompute.layer_ids=[0] has; leave it out, or name some of the "
+        "layers 1 to 3",
+    ),
+    ("recompute.segments=[shared_experts] model.shared_ffn_size=0", "shared_experts, which the model has"),
+    ("recompute.ops=[mla_up_proj] model.attention=gqa", "recompute.ops names mla_up_proj, which the model"),
+    ("recompute.ops=[mlp] model.num_dense_layers=0", "names mlp, which the model has not; leave it out"),
+    ("recompute.segments=[moe_router] model.num_dense_layers=4", "names moe_router, which the model has not"),
+    ("moe.sync_free_stage=4", "moe.sync_free_stage=4 must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=most", "moe.sync_free_stage='most' must be auto, 0, 1, 2 or 3"),
+    ('moe.sync_free_stage="1"', "moe.sync_free_stage='1' must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=true", "moe.sync_free_stage=True must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=1.0", "moe.sync_free_stage=1.0 must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=[1]", "moe.sync_free_stage=[1] must be auto, 0, 1, 2 or 3"),
+    (
+        "moe.sync_free_stage=0 graph.scope=partial",
+        "graph.scope=partial captures moe_router, moe_preprocess, which may wait for the host at "
+        "moe.sync_free_stage=0; use moe.sync_free_stage=1 or auto, or graph.scope=[attn]",
+    ),
+    (
+        "moe.sync_free_stage=2 graph.scope=moe",
+        "captures moe_dispatch, moe_experts, moe_combine, which may wait for the host at "
+        "moe.sync_free_stage=2; use moe.sync_free_stage=3 or auto, or graph.scope=[moe_router,",
+    ),
+    (
+        "moe.sync_free_stage=2 graph.scope=[moe_experts]",
+        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
+    ),
+    (
+        "moe.sync_free_stage=1 graph.scope=full_iteration",
+        "or graph.scope=[embed,attn,mlp,moe_router,moe_preprocess,shared_experts,loss]",
+    ),
+    ("moe.sync_free_stage=1 graph.scope=all", "graph.scope=all has all; use one of"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.segments import SEGMENT_NAMES, Segment, run_segments
+from graphmoe.segments import SEGMENT_NAMES, Segment, lowest_stage, run_segments, waiting_segments
 
 
 def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
@@ -50,3 +50,30 @@ def test_returning_another_number_of_tensors_than_declared_is_an_error(writes):
     segment = Segment("attn", lambda x: (x, x), ("x",), writes)
     with pytest.raises(ValueError, match="zip"):
         run_segments([segment], {"x": torch.tensor(2.0)}, ("x",))
+
+
+@pytest.mark.parametrize(
+    "scope, stage",
+    [
+        ("none", 0),
+        (["embed", "attn", "mlp", "shared_experts", "loss"], 0),
+        (["moe_preprocess"], 1),
+        ("partial", 1),
+        (["moe_dispatch"], 3),
+        (["moe_experts", "attn"], 3),
+        (["moe_combine"], 3),
+        ("moe", 3),
+        ("layer", 3),
+        ("full_iteration", 3),
+    ],
+    ids=str,
+)
+def test_a_scope_needs_the_stage_at_which_nothing_of_it_waits(scope, stage):
+    assert lowest_stage(scope) == stage
+    assert waiting_segments(scope, stage) == () and (stage == 0 or waiting_segments(scope, stage - 1))
+
+
+def test_what_may_wait_at_each_stage():
+    late = ("moe_dispatch", "moe_experts", "moe_combine")
+    assert waiting_segments("full_iteration", 0) == ("moe_router", "moe_preprocess", *late)
+    assert waiting_segments("layer", 1) == waiting_segments("moe", 2) == late

@@ -225,6 +225,6 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def as_plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_plain(rows: Sequence[object]) -> list[dict[str, Any]]:
     """Rows as a JSON document has them."""
     return [dict(vars(row)) for row in rows]

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config import AttentionBackend, AttentionKind, ModelConfig
+from graphmoe.model.norm import RMSNorm
 from graphmoe.model.rope import attention_scale, rotate_halves, rotate_pairs
 from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
+from graphmoe.segments import part
 
 LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V3, whatever norm_eps is
 
@@ -41,7 +43,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, requested: AttentionBa
     """Causal attention by the requested backend, or the one that suits device and head sizes."""
     backend = _backend(requested, q.device.type, q.shape[-1], v.shape[-1])
     warn_of_slow_heads(backend, q.device.type, max(q.shape[-1], v.shape[-1]))
-    return causal_attention(q, k, v, scale=scale, backend=backend)
+    with part("core_attn"):
+        return causal_attention(q, k, v, scale=scale, backend=backend)
 
 
 def _backend(
@@ -67,37 +70,42 @@ class LatentAttention(nn.Module):
         self.num_heads, self.latent = heads, config.kv_lora_rank
         self.scale = attention_scale(config, nope + rope)
         self.backend = config.attention_backend
-        self.norm = nn.RMSNorm(width, config.norm_eps)
+        self.norm = RMSNorm(width, config.norm_eps)
         if config.q_lora_rank:
             self.q_down = nn.Linear(width, config.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
+            self.q_norm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
             self.q_up = nn.Linear(config.q_lora_rank, heads * (nope + rope), bias=False)
         else:
             self.q_proj = nn.Linear(width, heads * (nope + rope), bias=False)
         self.kv_down = nn.Linear(width, self.latent + rope, bias=False)
-        self.kv_norm = nn.RMSNorm(self.latent, LATENT_NORM_EPS)
+        self.kv_norm = RMSNorm(self.latent, LATENT_NORM_EPS)
         self.kv_up = nn.Linear(self.latent, heads * (nope + value), bias=False)
         self.out_proj = nn.Linear(heads * value, width, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
         """x + attention(norm(x)), shape [B, S, D]."""
-        nope, rope, value = self.sizes
         h_BSD = self.norm(x_BSD)
-        q_BSHQ = self._queries(h_BSD).unflatten(-1, (self.num_heads, nope + rope))
-        q_BSHN, q_BSHR = q_BSHQ.split([nope, rope], dim=-1)
-        latent, k_BSR = self.kv_down(h_BSD).split([self.latent, rope], dim=-1)
-        k_BS1R = rotate_pairs(k_BSR.unsqueeze(2), cos_SP, sin_SP)
-        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (self.num_heads, nope + value))
-        k_BSHN, v_BSHV = kv.split([nope, value], dim=-1)
-        q_BSHQ = torch.cat([q_BSHN, rotate_pairs(q_BSHR, cos_SP, sin_SP)], dim=-1)
-        k_BSHQ = torch.cat([k_BSHN, k_BS1R.expand(-1, -1, self.num_heads, -1)], dim=-1)
+        compresses_q = hasattr(self, "q_down")
+        q_latent = self.q_norm(self.q_down(h_BSD)) if compresses_q else h_BSD
+        kv_latent, k_BSR = self.kv_down(h_BSD).split([self.latent, self.sizes[1]], dim=-1)
+        kv_latent = self.kv_norm(kv_latent)
+        with part("mla_up_proj"):
+            q = self.q_up(q_latent) if compresses_q else self.q_proj(q_latent)
+            q_BSHQ, k_BSHQ, v_BSHV = self._heads(q, self.kv_up(kv_latent), k_BSR, cos_SP, sin_SP)
         out_BSHV = attend(q_BSHQ, k_BSHQ, v_BSHV, self.scale, self.backend)
         return x_BSD + self.out_proj(out_BSHV.flatten(2))
 
-    def _queries(self, h_BSD: Tensor) -> Tensor:
-        if hasattr(self, "q_proj"):
-            return self.q_proj(h_BSD)
-        return self.q_up(self.q_norm(self.q_down(h_BSD)))
+    def _heads(
+        self, q: Tensor, kv: Tensor, k_BSR: Tensor, cos_SP: Tensor, sin_SP: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, S, H, Q], k [B, S, H, Q] and v [B, S, H, V] from the projections, rotated."""
+        nope, rope, value = self.sizes
+        q_BSHN, q_BSHR = q.unflatten(-1, (self.num_heads, nope + rope)).split([nope, rope], dim=-1)
+        k_BSHN, v_BSHV = kv.unflatten(-1, (self.num_heads, nope + value)).split([nope, value], dim=-1)
+        k_BS1R = rotate_pairs(k_BSR.unsqueeze(2), cos_SP, sin_SP)
+        q_BSHQ = torch.cat([q_BSHN, rotate_pairs(q_BSHR, cos_SP, sin_SP)], dim=-1)
+        k_BSHQ = torch.cat([k_BSHN, k_BS1R.expand(-1, -1, self.num_heads, -1)], dim=-1)
+        return q_BSHQ, k_BSHQ, v_BSHV
 
 
 class GroupedQueryAttention(nn.Module):
@@ -109,12 +117,12 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = size
         self.scale = attention_scale(config, size)
         self.backend = config.attention_backend
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.q_proj = nn.Linear(config.hidden_size, heads * size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, groups * size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, groups * size, bias=False)
-        self.q_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.out_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:

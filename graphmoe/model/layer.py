@@ -5,6 +5,7 @@ Suffixes: B batch, S sequence, D hidden, P rotation pairs, E experts.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -37,16 +38,22 @@ class DenseLayer(nn.Module):
         self.attn = build_attention(config)
         self.mlp = DenseMLP(config)
 
-    def segments(self) -> list[Segment]:
+    def segments(self, index: int | None = None) -> list[Segment]:
+        """The segments of the layer at a place of the model."""
         return [
-            Segment("attn", self.attn, ("x", "cos", "sin"), ("x",)),
-            Segment("mlp", self.mlp, ("x",), ("x",)),
+            Segment("attn", self.attn, ("x", "cos", "sin"), ("x",), layer=index),
+            Segment("mlp", self.mlp, ("x",), ("x",), layer=index),
         ]
 
     def forward(
-        self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, execute: Executor = run_segments
+        self,
+        x_BSD: Tensor,
+        cos_SP: Tensor,
+        sin_SP: Tensor,
+        execute: Executor = run_segments,
+        index: int | None = None,
     ) -> Tensor:
-        (x_BSD,) = execute(self.segments(), {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}, ("x",))
+        (x_BSD,) = execute(self.segments(index), {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}, ("x",))
         return x_BSD
 
 
@@ -63,25 +70,32 @@ class MoELayer(nn.Module):
             SwiGLU(config.hidden_size, config.shared_ffn_size) if config.shared_ffn_size else None
         )
 
-    def segments(self) -> list[Segment]:
+    def segments(self, index: int | None = None) -> list[Segment]:
+        """The segments of the layer at a place of the model."""
+        piece = functools.partial(Segment, layer=index)
         routed = ("h", "weight", "experts", "loss", "stats")
         pieces = [
-            Segment("attn", self.attn, ("x", "cos", "sin"), ("x",)),
-            Segment("moe_router", self.moe_router, ("x",), routed),
-            Segment("moe_preprocess", self.moe_preprocess, ("experts",), PLAN),
-            Segment("moe_dispatch", dispatch_local, ("h",), ("received",)),
+            piece("attn", self.attn, ("x", "cos", "sin"), ("x",)),
+            piece("moe_router", self.moe_router, ("x",), routed),
+            piece("moe_preprocess", self.moe_preprocess, ("experts",), PLAN),
+            piece("moe_dispatch", dispatch_local, ("h",), ("received",)),
         ]
         combined: tuple[str, ...] = ("x", "routed")
         if self.shared_experts is not None:
-            pieces.append(Segment("shared_experts", self.shared_experts, ("h",), ("shared",)))
+            pieces.append(piece("shared_experts", self.shared_experts, ("h",), ("shared",)))
             combined += ("shared",)
         reads = ("received", "weight", "ends", "row", "slot")
-        pieces.append(Segment("moe_experts", self.moe_experts, reads, ("routed",)))
-        pieces.append(Segment("moe_combine", combine, combined, ("x",)))
+        pieces.append(piece("moe_experts", self.moe_experts, reads, ("routed",)))
+        pieces.append(piece("moe_combine", combine, combined, ("x",)))
         return pieces
 
     def forward(
-        self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, execute: Executor = run_segments
+        self,
+        x_BSD: Tensor,
+        cos_SP: Tensor,
+        sin_SP: Tensor,
+        execute: Executor = run_segments,
+        index: int | None = None,
     ) -> MoEOutput:
         tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}
-        return MoEOutput(*execute(self.segments(), tensors, ("x", "loss", "stats", "counts")))
+        return MoEOutput(*execute(self.segments(index), tensors, ("x", "loss", "stats", "counts")))

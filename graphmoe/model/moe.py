@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config import AuxLoss, ModelConfig, MoEConfig
+from graphmoe.model.norm import RMSNorm
 from graphmoe.ops import router as ops
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import RoutingPlan, permute, routing_plan, unpermute
+from graphmoe.segments import part
 
 ROUTER_STATS = ("balance_loss", "z_loss", "router_entropy")
 
@@ -28,7 +30,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, execution: MoEConfig) -> None:
         super().__init__()
         self.config, self.execution = config, execution
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         zeros_E = torch.zeros(config.num_experts)
         self.register_buffer("selection_bias", zeros_E if config.selection_bias else None)
@@ -95,12 +97,15 @@ class Experts(nn.Module):
         h_RD = permute(h_TD, slot_R, row_TK)
         gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_E).chunk(2, dim=-1)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
-        act_RF = (F.silu(gate_RF) * up_RF * weight_R1).to(h_RD.dtype)
+        with part("moe_act"):
+            act_RF = (F.silu(gate_RF) * up_RF * weight_R1).to(h_RD.dtype)
         return unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(h)) * up(h)); the shared experts, and the core of the dense MLP."""
+
+    PART = "shared_experts"
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -108,16 +113,19 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, h: Tensor) -> Tensor:
-        gate, up = self.gate_up(h).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        with part(self.PART):
+            gate, up = self.gate_up(h).chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
 
 
 class DenseMLP(SwiGLU):
     """The mlp segment of a dense layer: x + swiglu(norm(x))."""
 
+    PART = "mlp"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.dense_ffn_size)
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return x_BSD + super().forward(self.norm(x_BSD))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphmoe.config import ModelConfig, MoEConfig
 from graphmoe.model.layer import MoELayer, MoEOutput
+from graphmoe.model.norm import RMSNorm
 from graphmoe.segments import Executor, Segment, run_segments
 
 IGNORED = -100
@@ -23,15 +24,16 @@ class MtpLayer(nn.Module):
     def __init__(self, config: ModelConfig, execution: MoEConfig) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.norm_eps
-        self.embed_norm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.embed_norm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
         self.proj = nn.Linear(2 * width, width, bias=False)
         self.layer = MoELayer(config, execution)
-        self.norm = nn.RMSNorm(width, eps)
+        self.norm = RMSNorm(width, eps)
 
-    def segments(self) -> list[Segment]:
-        """Both inputs joined, then the layer's segments."""
-        return [Segment("embed", self.join, ("normed", "embedded"), ("x",)), *self.layer.segments()]
+    def segments(self, index: int | None = None) -> list[Segment]:
+        """Both inputs joined, then the layer's segments, at a place of the model."""
+        join = Segment("embed", self.join, ("normed", "embedded"), ("x",), layer=index)
+        return [join, *self.layer.segments(index)]
 
     def join(self, h_BSD: Tensor, embedded_BSD: Tensor) -> Tensor:
         """One hidden state of the state so far and the embedding of a later token."""
@@ -44,10 +46,11 @@ class MtpLayer(nn.Module):
         cos_SP: Tensor,
         sin_SP: Tensor,
         execute: Executor = run_segments,
+        index: int | None = None,
     ) -> MoEOutput:
         """The layer's output, which ``norm`` prepares for the head and for the next depth."""
         tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
-        return MoEOutput(*execute(self.segments(), tensors, ("x", "loss", "stats", "counts")))
+        return MoEOutput(*execute(self.segments(index), tensors, ("x", "loss", "stats", "counts")))
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:

@@ -16,6 +16,7 @@ from graphmoe.model.attention import rotary_dim
 from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput
 from graphmoe.model.moe import ROUTER_STATS, Router
 from graphmoe.model.mtp import IGNORED, MtpLayer, shift_left
+from graphmoe.model.norm import RMSNorm
 from graphmoe.model.rope import rope_tables
 from graphmoe.segments import Executor, Segment, run_segments
 
@@ -40,7 +41,7 @@ class LossHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class Transformer(nn.Module):
         mtp = cross_entropy.new_zeros(())
         for depth, layer in enumerate(self.mtp, start=1):
             embedded_BSD = self._embed(shift_left(tokens_BS, depth, fill=0), execute)
-            output = layer(*normed, embedded_BSD, *rope, execute)
+            output = layer(*normed, embedded_BSD, *rope, execute, len(self.layers) + depth - 1)
             named = {"x": output.x_BSD, "labels": shift_left(labels_BS, depth, fill=IGNORED)}
             wanted = ("cross_entropy", "normed") if depth < len(self.mtp) else ("cross_entropy",)
             assert isinstance(layer, MtpLayer)
@@ -116,8 +117,8 @@ class Transformer(nn.Module):
         """Hidden states before the final norm, the MoE layers' outputs, and the rotary tables."""
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
         x_BSD, outputs = self._embed(tokens_BS, execute), []
-        for layer in self.layers:
-            output = layer(x_BSD, *rope, execute)
+        for index, layer in enumerate(self.layers):
+            output = layer(x_BSD, *rope, execute, index)
             if isinstance(output, MoEOutput):
                 outputs.append(output)
                 output = output.x_BSD

@@ -1,14 +1,25 @@
-"""Calls the host while the device sleeps: a call that waits for the device cannot come back in time."""
+"""Two proofs that a call does not wait for the device: torch sees no sync, and the host is back in time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 SLEEP_MS, HOST_MS = 200.0, 20.0
 """How long the device sleeps, and how long the host may take to queue its work behind that."""
+
+
+@contextmanager
+def syncs_are_errors() -> Iterator[None]:
+    """Torch raises where it waits for the device inside."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_host_is_back_while_the_device_sleeps(call: Callable[[], object]) -> None:

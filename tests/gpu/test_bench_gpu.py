@@ -14,3 +14,16 @@ def test_every_case_runs_on_a_gpu_at_tiny_shapes():
     kept = [row["memory_bytes"] for row in rows if row["case"].endswith("/forward_backward")]
     assert kept and all(isinstance(count, int) and count > 0 for count in kept)
     assert sum(row["alternative"].startswith("auto=") for row in rows) == 6  # three shapes, two routings
+
+
+def test_steps_are_timed_on_a_gpu_with_idle_time_memory_and_kernels():
+    words = ["suite=step", "shapes=tiny", "overrides=compile=none", "scopes=none,full_iteration"]
+    args = bench.parse_args(bench.BenchArgs, [*words, "repeats=5"], prog="graphmoe.bench")
+    plain, captured, again = bench.bench(args, words)["rows"]
+    for row in (plain, captured, again):
+        assert row["error"] is None, row
+        assert row["busy_ms"] > 0 and 0 <= row["idle_share"] < 1 and row["host_ms"] > 0
+        assert row["peak_reserved_bytes"] >= row["peak_allocated_bytes"] > 0
+        assert len(row["kernels"]) == 10 and all(kernel["ms"] > 0 for kernel in row["kernels"])
+    assert (captured["graphs"], plain["graphs"], again["again"]) == (1, None, True)
+    assert captured["pool_bytes"] > 0 and captured["host_ms"] < plain["host_ms"]

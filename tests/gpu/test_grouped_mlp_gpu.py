@@ -55,6 +55,15 @@ def test_large_cases_match_fp64_in_bf16(case, backend):
     assert_directions_match(ops_of(backend), scaled(make_problem(LARGE[case], torch.bfloat16, CUDA)))
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("case", LARGE)
+def test_h_alone_is_bitwise_that_of_the_forward(case, backend):
+    p = scaled(make_problem(LARGE[case], torch.bfloat16, CUDA))
+    _, h_RH = ops.grouped_mlp(*p.inputs, *p.plan, backend)
+    alone = ops.grouped_mlp_hidden(*p.inputs[:2], *p.plan, backend)
+    assert torch.equal(alone[: p.live], h_RH[: p.live])
+
+
 def scaled(p):
     """With weights as a trained layer has them, so that no activation is saturated."""
     D, F = p.w_down.shape[1:]
@@ -84,8 +93,9 @@ def test_any_number_of_rows_may_be_live(live, backend):
         if backend in ("triton", "torch"):
             raise
         pytest.skip(str(error))  # the package is not there, or has no such products here
-    assert_results_match(p, y_TD, gradients)
-    assert_directions_match(ops_of(backend), p)
+    slack = 2.0 if live == 1 else 1.0  # the error of one row's routing weight is no mean of many
+    assert_results_match(p, y_TD, gradients, slack)
+    assert_directions_match(ops_of(backend), p, slack)
 
 
 def test_runs_are_bitwise_equal():

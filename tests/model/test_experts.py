@@ -7,6 +7,7 @@ import torch
 
 from graphmoe.config import ModelConfig
 from graphmoe.model.moe import DenseMLP, Experts, Preprocess, SwiGLU, combine, dispatch_local
+from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 T, D, INNER, NUM_EXPERTS, K = 13, 7, 5, 6, 3
@@ -88,6 +89,18 @@ def test_a_routing_weight_is_not_rounded_to_bf16():
         more.append(run(module, preprocess, h, torch.full_like(weights, 1.003), experts).double())
     one, more = torch.cat(one), torch.cat(more)
     assert float((one * more).sum() / one.square().sum()) == pytest.approx(1.003, abs=3e-4)  # 1.0 in bf16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dead_rows_of_a_longer_buffer_change_no_bit(dtype):
+    module, preprocess, h, weights, experts = make_case(ROUTINGS[1], dtype)
+    plan = preprocess(experts)
+    inputs, results = (h, weights, *module.parameters()), []
+    for slot_R in (plan.slot_R, torch.cat([plan.slot_R, plan.slot_R[:5]])):
+        with fresh_memory_is_nan():
+            out = module(h, weights, plan.ends_E, plan.row_TK, slot_R)
+            results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    assert all(torch.equal(alone, longer) for alone, longer in zip(*results, strict=True))
 
 
 def test_an_expert_without_tokens_has_a_zero_gradient():

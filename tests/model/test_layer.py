@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.config import AttentionKind, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
@@ -81,6 +82,35 @@ def test_segments_have_the_names_and_the_order_of_the_vocabulary(name):
     names = [segment.name for segment in make_layer(name).segments()]
     assert names == LAYERS[name][2].split()
     assert names == sorted(names, key=SEGMENT_NAMES.index)
+
+
+@every_layer
+def test_segments_say_which_layer_they_are_of(name):
+    layer = make_layer(name)
+    assert {segment.layer for segment in layer.segments(3)} == {3}
+    assert {segment.layer for segment in layer.segments()} == {None}
+
+
+PARTS_OF = {
+    "dense": {"layernorm", "mla_up_proj", "core_attn", "mlp"},
+    "moe": {"layernorm", "mla_up_proj", "core_attn", "moe_act", "shared_experts"},
+    "moe without shared experts": {"layernorm", "mla_up_proj", "core_attn", "moe_act"},
+    "gqa": {"layernorm", "core_attn", "moe_act", "shared_experts"},
+}
+
+
+@every_layer
+def test_a_trace_says_which_operations_are_parts(name):
+    layer, (x, cos, sin) = make_layer(name), make_tensors(name).values()
+    with torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        graph = make_fx(lambda *tensors: tuple(layer(*tensors)))(x.detach(), cos, sin).graph
+    of: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        of.setdefault(node.meta.get("custom", {}).get("part", ""), set()).add(str(node.target))
+    assert of.keys() - {""} == PARTS_OF[name]
+    assert "aten.rsqrt.default" in of["layernorm"]
+    assert all("aten.silu.default" in of[part] for part in {"mlp", "shared_experts", "moe_act"} & of.keys())
+    assert {part for part, targets in of.items() if any("attention" in t for t in targets)} == {"core_attn"}
 
 
 def test_with_one_rank_no_segment_asks_for_the_stream_of_communication():

@@ -7,9 +7,14 @@ from typing import Any
 import torch
 
 from graphmoe.ops.grouped_mlp import rows_kernel as rows
-from graphmoe.ops.grouped_mlp.triton_steps import TABLE_BLOCK, rows_constants, weight_grad_constants
+from graphmoe.ops.grouped_mlp.triton_steps import (
+    INTO_BLOCK,
+    TABLE_BLOCK,
+    rows_constants,
+    weight_grad_constants,
+)
 from graphmoe.ops.grouped_mlp.tuning import STEPS, Config, default
-from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
+from graphmoe.ops.grouped_mlp.weight_grad_kernel import into_kernel, weight_grad_kernel
 
 TARGETS = {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950"), "small": ("sm_90",)}
 """Targets on which the table of a kind of device is compiled."""
@@ -34,6 +39,12 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
             },
             "constexprs": {"PARTS": 6, "BLOCK": 256},
         },
+        {
+            "kernel": into_kernel,
+            "signature": {"gradient_ptr": "*bf16:16", "total_ptr": "*fp32:16", "size": "i32"},
+            "constexprs": {"ADD": True, "BLOCK": INTO_BLOCK},
+            "threads": 256,
+        },
     ]
     for kind, targets in TARGETS.items():
         for step in STEPS:
@@ -46,6 +57,9 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
             for (shape, dtype, count), config in named.items():
                 name = f"{step} {kind} {shape} {dtype} {count}"
                 cases.append(step_case(step, config, SHAPES[shape], dtype) | {"name": name, "only": targets})
+                if step == "up":
+                    case = step_case("hidden", config, SHAPES[shape], dtype)
+                    cases.append(case | {"name": f"hidden {name}", "only": targets})
                 if step.endswith("wgrad"):
                     kept = torch.bfloat16 if dtype == "bf16" else torch.float32
                     config = default(f"{step}_into", kind, kept, 1 << 20)
@@ -84,12 +98,13 @@ def _weight_grad(
 
 def _rows(step: str, config: Config, shape: tuple[int, int, int, int], pointer: str) -> dict[str, Any]:
     D, F, _, K = shape
-    sizes = {"up": (D, F), "down": (F, D), "down_dgrad": (D, F), "up_dgrad": (2 * F, D)}[step]
-    routed, aligned = step in ("up", "down_dgrad"), all(size % 8 == 0 for size in sizes)
+    sizes = {"down": (F, D), "up_dgrad": (2 * F, D)}.get(step, (D, F))
+    routed, aligned = step in ("up", "hidden", "down_dgrad"), all(size % 8 == 0 for size in sizes)
     load_w = config.descriptors != "none" and aligned
     load_x = config.descriptors == "both" and aligned and not routed
     m, n, k, element = config.block_m, config.block_n, config.block_k, pointer[1:-3]
-    block = {"up": f"2, {n // 2}, {k}", "down": f"1, {n}, {k}"}.get(step, f"1, {k}, {n}")
+    pair = f"2, {n // 2}, {k}"
+    block = {"up": pair, "hidden": pair, "down": f"1, {n}, {k}"}.get(step, f"1, {k}, {n}")
     weights = f"tensordesc<{element}[{block}]>" if load_w else pointer
     signature = {
         "x_ptr": f"tensordesc<{element}[{m}, {k}]>" if load_x else pointer,
@@ -97,8 +112,10 @@ def _rows(step: str, config: Config, shape: tuple[int, int, int, int], pointer: 
         **{"max_tiles": "i32", "num_rows": "i32"},
     }
     if routed:
-        signature |= {"h_ptr": pointer, "a_ptr": pointer, "weight_ptr": "*fp32:16", "slot_ptr": "*i32:16"}
-    if step != "up":
+        signature |= {"h_ptr": pointer, "slot_ptr": "*i32:16"}
+    if step in ("up", "down_dgrad"):
+        signature |= {"a_ptr": pointer, "weight_ptr": "*fp32:16"}
+    if step not in ("up", "hidden"):
         signature["out_ptr"] = pointer
     if step == "down_dgrad":
         signature["partial_ptr"] = "*fp32:16"

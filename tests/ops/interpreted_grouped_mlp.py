@@ -18,6 +18,7 @@ from tests.ops.mlp_cases import (
     make_problem,
     poison,
 )
+from tests.ops.row_cases import fresh_memory_is_nan
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -96,6 +97,34 @@ def test_weight_gradients_are_stored_in_fp32_or_added_to_it(case, dtype):
         for total, plain in zip(totals, kernels().wgrad(*given), strict=True):
             rounding = 0.0 if dtype == torch.float32 else 2**-7  # the interpreter cuts bits off
             torch.testing.assert_close(total / factor, plain.float(), rtol=rounding, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "case", ["skewed, dead rows", "some slots are not routed here", "no slot is routed here"]
+)
+@pytest.mark.parametrize("fields", [{}, {"descriptors": "both", "flatten": True, "subtiles": 2}], ids=str)
+def test_h_alone_is_bitwise_that_of_the_forward(case, dtype, fields, defaults):
+    from graphmoe.ops.grouped_mlp import triton_backend
+
+    defaults(**fields)
+    p = make_problem(case, dtype)
+    _, expected = kernels().forward(*p.inputs, *p.plan)
+    with fresh_memory_is_nan():
+        h_RH = triton_backend.hidden(*p.inputs[:2], *p.plan)
+    assert torch.equal(h_RH[: p.live], expected[: p.live]) and h_RH.shape == expected.shape
+    assert bool(h_RH[p.live :].isnan().all())
+
+
+@pytest.mark.parametrize("size", [(3, 5), (2, 4096), (0, 4)])
+def test_a_bf16_gradient_is_stored_in_fp32_or_added(size):
+    from graphmoe.ops.grouped_mlp.triton_steps import into
+
+    gradient, total = torch.randn(size).bfloat16(), torch.full(size, torch.nan)
+    into(total, gradient, add=False)
+    assert torch.equal(total, gradient.float())
+    into(total, gradient, add=True)
+    assert torch.equal(total, 2 * gradient.float())
 
 
 def test_parts_of_dweight_are_added_in_order_and_slots_without_rows_get_zero():

@@ -27,6 +27,8 @@ CASES = {  # name: (pattern, T, D, F, E, K, dead rows)
     "one slot": ("random", 29, 16, 8, 2, 1, 1),
     "16 slots of 512 experts": ("random", 3, 8, 8, 512, 16, 0),
 }
+COUNTS = [(f"{live} live slots", 8, 24, 16, 5, 4, 7) for live in (0, 1, 15, 16, 17, 31, 32)]
+"""Any number of live rows in a buffer of 39."""
 NAMES = ("dx", "dw_gate_up", "dw_down", "dweight")
 
 
@@ -67,20 +69,23 @@ def ops_of(backend: str) -> Directions:
 
 
 def make_problem(case, dtype, device="cpu"):
-    """``case`` is a name or a row of `CASES`; the weights of slots that are not routed here are garbage."""
+    """``case`` is a name or a row of `CASES`; weights of slots that are not routed here, and tokens without a
+    slot that is, are NaN."""
     pattern, T, D, F, E, K, dead = CASES.get(case, case)
     expert_TK = pattern_of_experts(pattern, T, K, E)
     plan = brute_force_plan(expert_TK, E, dead, device)
     sizes = ((T, D), (E, 2 * F, D), (E, D, F), (T, D))
     x, w_gate_up, w_down, dy = (values(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate(sizes))
-    weight_TK = values(T, K, device=device, seed=9).abs()
+    unrouted_TK = (expert_TK < 0).to(device)
+    weight_TK = values(T, K, device=device, seed=9).abs().masked_fill(unrouted_TK, NAN)
+    x[unrouted_TK.all(dim=1)] = NAN
     routed = (plan.slot_R, plan.row_TK, plan.ends_E)
     return Problem(x, w_gate_up, w_down, weight_TK, dy, expert_TK.to(device), routed, plan.live)
 
 
 def exact_result(p):
-    """y and the four gradients in fp64."""
-    leaves = [t.detach().double().requires_grad_() for t in p.inputs]
+    """y and the four gradients in fp64; NaN in the inputs belongs to no live row, and counts as 0."""
+    leaves = [t.detach().double().nan_to_num(0.0).requires_grad_() for t in p.inputs]
     y_TD = written_out(*leaves, p.expert_TK)
     return y_TD, torch.autograd.grad(y_TD, leaves, p.dy_TD.double(), materialize_grads=True)
 

@@ -47,6 +47,9 @@ def pattern_of_experts(pattern, T, K, E):
         expert_TK = choose("skewed", T, K, E)
         hole_TK = torch.rand(T, K, generator=torch.Generator().manual_seed(T)) < 0.4
         return expert_TK.masked_fill(hole_TK, -3)
+    if pattern.endswith(" live slots"):
+        order_TK = torch.randperm(T * K, generator=torch.Generator().manual_seed(T)).view(T, K)
+        return choose("random", T, K, E).masked_fill(order_TK >= int(pattern.split()[0]), -1)
     return choose(pattern, T, K, E)
 
 

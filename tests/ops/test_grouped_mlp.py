@@ -74,6 +74,17 @@ def test_triton_means_torch_on_a_cpu_bitwise():
             assert torch.equal(actual, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_h_alone_is_bitwise_that_of_the_forward(case, dtype):
+    p = make_problem(case, dtype)
+    _, expected = ops.grouped_mlp(*p.inputs, *p.plan, "torch")
+    given = (*p.inputs[:2], *p.plan, "torch,triton,triton")
+    assert torch.equal(ops.grouped_mlp_hidden(*given)[: p.live], expected[: p.live])
+    if p.live == len(expected):  # opcheck compares all elements
+        opcheck(ops.grouped_mlp_hidden.default, given, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_a_backend_is_one_name_or_one_for_each_direction():
     assert [backend_of("te", d) for d in ("forward", "dgrad", "wgrad")] == ["te"] * 3
     assert [backend_of("triton,te,torch", d) for d in ("forward", "dgrad", "wgrad")] == [
@@ -128,7 +139,8 @@ def directions_on(p, x, w_gate_up, w_down, weight, dy, *plan):
     run = ops_of("torch")
     y, h = run.forward(x, w_gate_up, w_down, weight, *plan)
     dx, dweight, dh, a = run.dgrad(dy, h, w_gate_up, w_down, weight, *plan)
-    return y, h, dx, dweight, dh, a, *run.wgrad(dy, x, dh, a, *plan)
+    alone = ops.grouped_mlp_hidden(x, w_gate_up, *plan, "torch")
+    return y, h, dx, dweight, dh, a, *run.wgrad(dy, x, dh, a, *plan), alone
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,7 +170,7 @@ def test_torch_accepts_the_three_ops(dtype):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_weight_gradients_go_to_fp32_tensors_in_place(dtype):
     p = make_problem("skewed, dead rows", dtype)
-    *_, dh, a, dw_gate_up, dw_down = directions_on(p, *p.inputs, p.dy_TD, *p.plan)
+    *_, dh, a, dw_gate_up, dw_down, _ = directions_on(p, *p.inputs, p.dy_TD, *p.plan)
     totals = [torch.full(dw.shape, torch.nan) for dw in (dw_gate_up, dw_down)]
     given = (p.dy_TD, p.x_TD, dh, a, *p.plan, *totals, "torch")
     ops.grouped_mlp_wgrad_into(*given, False)

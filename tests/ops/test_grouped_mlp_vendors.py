@@ -8,7 +8,14 @@ import torch
 from graphmoe.config import ConfigError
 from graphmoe.ops.grouped_mlp import te
 from tests.ops import grouped_mlp_fakes as fakes
-from tests.ops.mlp_cases import CASES, assert_directions_match, assert_results_match, make_problem, ops_of
+from tests.ops.mlp_cases import (
+    CASES,
+    COUNTS,
+    assert_directions_match,
+    assert_results_match,
+    make_problem,
+    ops_of,
+)
 
 ops = torch.ops.graphmoe
 
@@ -22,7 +29,7 @@ def vendor(request, monkeypatch):
     te._module.cache_clear()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *COUNTS], ids=str)
 def test_each_direction_matches_fp64_with_nan_in_dead_rows(case, vendor):
     assert_directions_match(ops_of(vendor), make_problem(case, torch.bfloat16))
 

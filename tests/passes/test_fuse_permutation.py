@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphmoe.ops.permute import permute, routing_plan, unpermute
+from passes.base import MadeBy
 from passes.fuse_permutation import fuse_permutation
 from tests.passes.blocks import (
     DTYPES,
@@ -39,6 +40,48 @@ def test_an_unstable_sort_becomes_the_stable_order():
     fused, (result,) = rewritten(plain, fuse_permutation)
     assert result.matches == 4  # plan, rows, weights of the rows, return
     assert_same_numbers(fused, plain)
+
+
+PLAN = [MadeBy("graphmoe::routing_plan", "unit:call", part) for part in (1, 2, 3)]
+
+
+def moved(makers):
+    """Rows that are moved by a plan from outside, of which ``makers`` says where its parts come from."""
+
+    def run(x, weight, ends, row, slot):
+        rows = permute(x, slot, row) * permute(weight.reshape(-1, 1), slot, row.reshape(-1, 1))
+        return unpermute(rows, slot, row), ends
+
+    x, weight, _, expert = inputs()
+    plan = routing_plan(expert.int(), E)
+    plain = traced(run, x, weight, plan.ends_E, plan.row_TK, plan.slot_R)
+    placeholders = plain.graph.graph.find_nodes(op="placeholder")
+    for node, maker in zip(placeholders[2:], makers, strict=True):
+        node.meta["made_by"] = maker
+    return plain
+
+
+def test_a_plan_from_another_unit_is_known_by_what_made_it():
+    plain = moved(PLAN)
+    fused, (result,) = rewritten(plain, fuse_permutation)
+    calls = operations(fused)
+    assert (calls["permute"], calls["unpermute"], result.matches) == (1, 1, 3) and not MOVES & set(calls)
+    assert_same_numbers(fused, plain)
+
+
+@pytest.mark.parametrize(
+    "makers",
+    [
+        [None, None, None],
+        [*PLAN[:2], None],
+        [*PLAN[:2], PLAN[2]._replace(call="unit:another")],
+        [maker._replace(target="graphmoe::router") for maker in PLAN],
+    ],
+    ids=["unknown", "not whole", "of two plans", "another operation"],
+)
+def test_integers_from_elsewhere_are_no_plan(makers):
+    fused, (result,) = rewritten(moved(makers), fuse_permutation)
+    assert result.matches == 0 and not operations(fused)["permute"]
 
 
 def test_the_models_own_plan_and_moves_match():

@@ -17,6 +17,7 @@ from runtime.captured_step import CapturedStep
 from runtime.graphs import HostGraph
 from tests.runs import (
     TINY,
+    assert_load_swings,
     assert_same_state,
     command,
     config,
@@ -107,6 +108,40 @@ def test_training_is_bitwise_the_uncaptured_one(tmp_path, overrides):
     report = json.loads((tmp_path / "captured" / REPORT_FILE).read_text())
     assert report["scope"] == "full_iteration" and report["on"] == "host" and report["graphs"] == 1
     assert not (tmp_path / "plain" / REPORT_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (CAPTURED,),
+        pytest.param(("compile.enabled=true", "graph.scope=layer"), marks=pytest.mark.slow),
+    ],
+    ids=",".join,
+)
+def test_a_load_that_swings_from_step_to_step_changes_no_bit(tmp_path, swinging_load, words):
+    words = (*words, "model.top_k=1", "train.micro_batch_size=4", "train.steps=12", "train.val_batches=0")
+    plain = train_in(tmp_path / "plain", *words, "graph.warmup_steps=12")
+    captured = train_in(tmp_path / "captured", *words, "graph.warmup_steps=2")
+    assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")
+    for one, other in zip(plain.optimizer.main, captured.optimizer.main, strict=True):
+        assert torch.equal(one, other)
+    assert_load_swings(metrics(tmp_path / "captured"), num_experts=4, after=2)
+
+
+@pytest.mark.slow
+def test_thirty_steps_on_real_text_are_bitwise_the_uncaptured_ones(tmp_path):
+    words = (
+        "compile.enabled=true", "data.source=stdlib", "data.bpe_vocab_size=512", "model.vocab_size=512",
+        "train.steps=30", "train.val_interval=10", "checkpoint.interval=0",
+    )  # fmt: skip
+    runs = [
+        train_in(tmp_path / name, *words, f"graph.scope={scope}")
+        for name, scope in (("plain", "none"), ("captured", "full_iteration"))
+    ]
+    rows = numbers(tmp_path / "captured")
+    assert rows == numbers(tmp_path / "plain") and rows[-2]["loss"] < 0.9 * rows[1]["loss"]
+    for one, other in zip(*(run.optimizer.main for run in runs), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_captured_run_goes_on_bitwise_where_it_stopped(tmp_path):

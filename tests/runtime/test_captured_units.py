@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from graphmoe import execution
 from graphmoe.config import ConfigError
-from graphmoe.execution import refuse_waiting_experts
 from graphmoe.gradients import Gradient
 from graphmoe.segments import CAPTURABLE, SCOPES, Segment, run_segments, segments_of
 from passes import PassRunner, select_passes
 from runtime.capture import REPORT_FILE, Capture
 from runtime.captured_units import UnitCapture
+from runtime.compile_report import REPORT_FILE as COMPILE_REPORT
 from runtime.compiled import CompiledSegments
 from tests.runs import assert_same_state, config, final_state, numbers, train_in
 from tests.tolerances import assert_gradient_close
@@ -173,35 +171,6 @@ def test_what_a_second_forward_overwrote_is_not_read_by_the_backward_of_the_firs
                     outputs[0].sum().backward()
 
 
-@pytest.mark.parametrize("scope", ["full_iteration", "layer", "[moe_experts]"])
-def test_experts_that_wait_for_the_host_are_not_captured(scope, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    gpu, run = torch.device("cuda", 0), config(f"graph.scope={scope}", "compile.enabled=true")
-    refuse_waiting_experts(run, torch.bfloat16, gpu)
-    refuse_waiting_experts(run, torch.float32, CPU)
-    refuse_waiting_experts(config("graph.scope=partial", "compile.enabled=true"), torch.float32, gpu)
-    with pytest.raises(ConfigError, match="captures moe_experts, whose plain products wait for the host"):
-        refuse_waiting_experts(run, torch.float32, gpu)
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(ConfigError, match="use compile.enabled=true with the pass fuse_experts"):
-        refuse_waiting_experts(run, torch.bfloat16, gpu)
-
-
-def test_a_checkpoints_choice_of_experts_may_not_wait_for_the_host_either(monkeypatch):
-    asked = []
-
-    def choose(remembered, *rest, sync_free):
-        asked.append(sync_free)
-        return remembered
-
-    monkeypatch.setattr(execution, "choose_backends", choose)
-    for scope in ("none", "partial", "layer", "full_iteration"):
-        run = config(f"graph.scope={scope}", "compile.enabled=true")
-        made = execution.Execution(run, torch.float32, CPU, SimpleNamespace(gradient_of=None))
-        assert made._choose("torch,torch,torch") == "torch,torch,torch"
-    assert asked == [False, False, True, True]
-
-
 def test_segments_are_captured_compiled_only():
     with pytest.raises(
         ConfigError, match="compile.enabled=true, graph.scope=full_iteration or graph.scope=none"
@@ -243,6 +212,18 @@ def test_training_is_bitwise_that_of_the_same_units_uncaptured(tmp_path, caplog,
         for span in report["spans"]
         if span["segments"] != ["moe_preprocess"]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["partial", "moe", "[moe_experts]"])
+def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, scope):
+    words = (*COMPILED, "train.steps=4", "train.val_batches=0", "checkpoint.interval=0")
+    for name in ("none", scope):
+        train_in(tmp_path / name, *words, f"graph.scope={name}", "graph.warmup_steps=1")
+    matches = json.loads((tmp_path / scope / COMPILE_REPORT).read_text())["passes"]
+    assert matches["fuse_permutation"]["matches"] >= 4 and matches["fuse_experts"]["matches"] >= 1
+    whole, cut = (numbers(tmp_path / name) for name in ("none", scope))
+    assert [row["loss"] for row in cut] == pytest.approx([row["loss"] for row in whole], rel=1e-6)
 
 
 def test_a_named_segment_that_the_model_has_not_is_told(tmp_path, caplog):

@@ -10,7 +10,9 @@ unpermute in a traced graph. `reference` holds the plain form, around products o
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from graphmoe.ops import permute, swiglu  # noqa: F401  # registers the ops that the plain form calls
 from graphmoe.ops.grouped_mlp import reference
+from graphmoe.ops.vendors import is_installed
 
 KEY = "moe.experts"
 BACKENDS = {
@@ -116,16 +119,32 @@ def _wgrad_into(
     if name == "triton" and dy_TD.is_cuda:
         importlib.import_module(BACKENDS[name]).wgrad(*arguments, totals, add=add)
         return
+    into = _into(dy_TD.device.type)
     for total, gradient in zip(totals, _run(backend, "wgrad", *arguments), strict=True):
-        if add:
-            total.add_(gradient)
-        else:
-            total.copy_(gradient)
+        into(total, gradient, add=add)
+
+
+@functools.cache
+def _into(device_type: str) -> Callable[..., None]:
+    if device_type == "cuda" and is_installed("triton"):
+        return importlib.import_module("graphmoe.ops.grouped_mlp.triton_steps").into
+    return reference.into
+
+
+@torch.library.custom_op("graphmoe::grouped_mlp_hidden", mutates_args=())
+def _hidden(
+    x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, backend: str
+) -> Tensor:
+    """h [R, H] of ``grouped_mlp``, bitwise and without the rest: for a backward that computes it again.
+
+    It has no gradient.
+    """
+    return _run(backend, "hidden", x_TD, w_gate_up, slot_R, row_TK, ends_E)
 
 
 def _run(backend: str, direction: str, x: Tensor, *rest: Tensor) -> Any:
-    """Call one of `DIRECTIONS` of the backend that is named for it."""
-    name = backend_of(backend, direction)
+    """Call one of `DIRECTIONS`, or "hidden" of the forward's backend, of the backend that is named for it."""
+    name = backend_of(backend, "forward" if direction == "hidden" else direction)
     if name == "triton" and not x.is_cuda:
         name = "torch"
     module = importlib.import_module(BACKENDS[name])
@@ -137,6 +156,11 @@ def _run(backend: str, direction: str, x: Tensor, *rest: Tensor) -> Any:
 @_forward.register_fake
 def _(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, *_: Any) -> Any:
     return x_TD.new_empty(x_TD.shape), x_TD.new_empty(slot_R.shape[0], w_gate_up.shape[1])
+
+
+@_hidden.register_fake
+def _(x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, *_: Any) -> Tensor:
+    return x_TD.new_empty(slot_R.shape[0], w_gate_up.shape[1])
 
 
 @_dgrad.register_fake

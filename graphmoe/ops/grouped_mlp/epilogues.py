@@ -53,10 +53,8 @@ def _sigmoid(x):
 
 
 @triton.jit
-def swiglu(
-    product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Store gate, up and the weighted activation of the rounded two, as the backward computes it again."""
+def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store gate and up, and return them as they are rounded."""
     gate, up = _halves(product, M, 2 * COLUMNS)
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     columns = column + tl.arange(0, COLUMNS)
@@ -64,6 +62,17 @@ def swiglu(
     h_ptrs = h_ptr + tl.arange(0, M)[:, None] * (2 * N) + columns[None, :]
     tl.store(h_ptrs, gate, mask=mask)
     tl.store(h_ptrs + N, up, mask=mask)
+    return gate, up
+
+
+@triton.jit
+def swiglu(
+    product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store gate, up and the weighted activation of the rounded two, as the backward computes it again."""
+    gate, up = store_halves(product, live, column, h_ptr, N, M, COLUMNS)
+    columns = column + tl.arange(0, COLUMNS)
+    mask = live[:, None] & (columns < N)[None, :]
     gate = gate.to(tl.float32)
     a = gate * _sigmoid(gate) * up.to(tl.float32) * weight[:, None]
     a_ptrs = a_ptr + tl.arange(0, M)[:, None] * N + columns[None, :]

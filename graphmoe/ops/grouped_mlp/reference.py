@@ -49,11 +49,18 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
     ops = torch.ops.graphmoe
-    x_RD = ops.permute(x_TD, slot_R, row_TK, ends_E)
-    h_RH = products.rows(x_RD, w_gate_up, ends_E)
+    h_RH = hidden(products, x_TD, w_gate_up, slot_R, row_TK, ends_E)
     a_RF = ops.swiglu(h_RH, _of_rows(weight_TK, slot_R), ends_E)
     y_RD = products.rows(a_RF, w_down, ends_E)
     return ops.unpermute(y_RD, slot_R, row_TK, ends_E, None), h_RH
+
+
+def hidden(
+    products: Products, x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor
+) -> Tensor:
+    """h_RH alone."""
+    x_RD = torch.ops.graphmoe.permute(x_TD, slot_R, row_TK, ends_E)
+    return products.rows(x_RD, w_gate_up, ends_E)
 
 
 def dgrad(
@@ -95,6 +102,14 @@ def wgrad(
     dw_gate_up = products.weight_grad(dh_RH, x_RD, ends_E)
     dy_RD = ops.permute(dy_TD, slot_R, row_TK, ends_E)
     return dw_gate_up, products.weight_grad(dy_RD, a_RF, ends_E)
+
+
+def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
+    """Store a gradient of any dtype in ``total``, or add it."""
+    if add:
+        total.add_(gradient)
+    else:
+        total.copy_(gradient)
 
 
 def _of_rows(weight_TK: Tensor, slot_R: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphmoe.ops.grouped_mlp.epilogues import load_h, store, swiglu, swiglu_grad
+from graphmoe.ops.grouped_mlp.epilogues import load_h, store, store_halves, swiglu, swiglu_grad
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -80,13 +80,14 @@ def rows_kernel(
     [E, C, N]. X_DESCRIPTOR and W_DESCRIPTOR say that they are tensor descriptors.
 
     - "store": ``out`` [R, N] is the product.
+    - "halves": w is [E, 2N, C] and ``h`` [R, 2N] is the product. A tile has BLOCK_N / 2 columns of each half.
     - "swiglu": w is [E, 2N, C]; ``h`` [R, 2N] is the product, gate and then up, and ``a`` [R, N] is
       silu(gate) * up * weight. A tile has BLOCK_N / 2 columns of each half.
     - "swiglu_grad": the product is the gradient of silu(gate) * up * weight, with h and a as above.
       ``out`` [R, 2N] is the gradient of h, ``a`` is written again, and ``partial`` [column tiles, R] is what
       the columns of a tile add to the gradient of the weight. AHEAD of SUBTILES parts of h are loaded early.
     """
-    PAIR: tl.constexpr = EPILOGUE == "swiglu"
+    PAIR: tl.constexpr = EPILOGUE == "swiglu" or EPILOGUE == "halves"
     COLUMNS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
     COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     num_tiles = tl.load(table_ptr)
@@ -100,7 +101,9 @@ def rows_kernel(
         near = row + tl.where(live, m_range, 0)
         if EPILOGUE != "store":
             slot = tl.load(slot_ptr + near)
-            near, weight = slot // K, tl.load(weight_ptr + slot)
+            near = slot // K
+            if EPILOGUE != "halves":
+                weight = tl.load(weight_ptr + slot)
         x_from = x_ptr if X_DESCRIPTOR else x_ptr + near.to(tl.int64)[:, None] * C + c_range[None, :]
         w_from = w_ptr
         if not W_DESCRIPTOR:
@@ -117,6 +120,8 @@ def rows_kernel(
             product = tl.dot(x, w, product, input_precision="ieee")
         if EPILOGUE == "swiglu":
             swiglu(product, live, column, weight, h_ptr + 2 * base, a_ptr + base, N, BLOCK_M, COLUMNS)
+        elif EPILOGUE == "halves":
+            store_halves(product, live, column, h_ptr + 2 * base, N, BLOCK_M, COLUMNS)
         elif EPILOGUE == "swiglu_grad":
             dweight = swiglu_grad(
                 product, loaded, live, column, weight, h_ptr + 2 * base, out_ptr + 2 * base, a_ptr + base,

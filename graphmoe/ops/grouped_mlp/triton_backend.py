@@ -15,6 +15,7 @@ from torch import Tensor
 from graphmoe.ops.grouped_mlp.triton_steps import (
     down,
     down_dgrad,
+    hidden_rows,
     row_tiles,
     up,
     up_dgrad,
@@ -37,6 +38,12 @@ def forward(
     h_RH, a_RF = up(x_TD, w_gate_up, weight_TK, slot_R, ends_E, tiles)
     y_RD = down(a_RF, w_down, ends_E, tiles)
     return torch.ops.graphmoe.unpermute(y_RD, slot_R, row_TK, ends_E, None), h_RH
+
+
+def hidden(x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor) -> Tensor:
+    """h_RH alone."""
+    tiles = row_tiles(ends_E, len(slot_R))
+    return hidden_rows(x_TD, w_gate_up, row_TK.shape[1], slot_R, ends_E, tiles)
 
 
 def dgrad(

@@ -19,6 +19,8 @@ from graphmoe.ops.threads import num_warps
 
 TABLE_BLOCK = 16
 """Entries of the table of row tiles that a program writes."""
+INTO_BLOCK = 4096
+"""Elements of a gradient that a program stores in fp32."""
 Tiles = Callable[[int], Tensor]
 """Height of row tiles -> their table."""
 
@@ -41,9 +43,19 @@ def up(
     """h_RH and the weighted activation a_RF."""
     _, H, D = w_gate_up.shape
     h_RH, a_RF = x_TD.new_empty(len(slot_R), H), x_TD.new_empty(len(slot_R), H // 2)
-    routed = {"weight": weight_TK, "slot": slot_R}
+    routed: dict[str, Any] = {"weight": weight_TK, "slot": slot_R}
     _rows("up", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, a=a_RF, **routed)
     return h_RH, a_RF
+
+
+def hidden_rows(
+    x_TD: Tensor, w_gate_up: Tensor, slots: int, slot_R: Tensor, ends_E: Tensor, tiles: Tiles
+) -> Tensor:
+    """h_RH as `up` makes it, by its config and with its sums."""
+    _, H, D = w_gate_up.shape
+    h_RH = x_TD.new_empty(len(slot_R), H)
+    _rows("hidden", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, slot=slot_R, slots=slots)
+    return h_RH
 
 
 def down(a_RF: Tensor, w_down: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
@@ -68,8 +80,8 @@ def down_dgrad(
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
     parts = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
     partial = torch.empty(parts, len(h_RH), dtype=torch.float32, device=h_RH.device)
-    results = {"out": dh_RH, "h": h_RH.contiguous(), "a": a_RF, "partial": partial}
-    routed = {"weight": weight_TK, "slot": slot_R}
+    results: dict[str, Any] = {"out": dh_RH, "h": h_RH.contiguous(), "a": a_RF, "partial": partial}
+    routed: dict[str, Any] = {"weight": weight_TK, "slot": slot_R}
     _rows("down_dgrad", tiles, ends_E, dy_TD, w_down, (D, F), **results, **routed)
     return dh_RH, a_RF, partial
 
@@ -140,6 +152,21 @@ def weight_grad(
     return result
 
 
+def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
+    """Store a gradient of any dtype in fp32, or add it; torch's copies between dtypes take twice as long."""
+    import triton
+
+    from graphmoe.ops.grouped_mlp.weight_grad_kernel import into_kernel
+
+    assert total.is_contiguous() and total.shape == gradient.shape
+    size = total.numel()
+    if size:
+        gradient = gradient.contiguous()
+        into_kernel[(triton.cdiv(size, INTO_BLOCK),)](
+            gradient, total, size, ADD=add, BLOCK=INTO_BLOCK, num_warps=num_warps(256)
+        )
+
+
 def weight_grad_constants(
     step: str, config: Config, sizes: tuple[int, int, int], slots: int
 ) -> dict[str, Any]:
@@ -174,7 +201,13 @@ def _with_scratch_memory(launch: Callable[[], Any]) -> None:
     context.run(launch)
 
 
-_EPILOGUES = {"up": "swiglu", "down": "store", "down_dgrad": "swiglu_grad", "up_dgrad": "store"}
+_EPILOGUES = {
+    "up": "swiglu",
+    "hidden": "halves",
+    "down": "store",
+    "down_dgrad": "swiglu_grad",
+    "up_dgrad": "store",
+}
 
 
 def _rows(
@@ -191,6 +224,7 @@ def _rows(
     partial: Tensor | None = None,
     weight: Tensor | None = None,
     slot: Tensor | None = None,
+    slots: int = 1,
 ) -> None:
     """Launch `rows_kernel` for a step; ``sizes`` are C and the columns that the tiles cover."""
     from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
@@ -199,7 +233,7 @@ def _rows(
     config = _config(step, x, num_rows, len(ends_E))
     table = tiles(config.block_m)
     max_tiles = len(table) // 2
-    columns = config.block_n // 2 if step == "up" else config.block_n
+    columns = config.block_n // 2 if step in ("up", "hidden") else config.block_n
     programs = _programs(config, max_tiles * -(-sizes[1] // columns), x.device)
     if programs == 0:
         return
@@ -220,7 +254,7 @@ def _rows(
         max_tiles,
         num_rows,
         **rows_constants(step, config, sizes, load_w),
-        K=1 if weight is None else weight.shape[1],
+        K=slots if weight is None else weight.shape[1],
         X_DESCRIPTOR=load_x,
         UPCAST=not x.is_cuda,
         num_warps=num_warps(config.threads),
@@ -250,6 +284,7 @@ def rows_constants(step: str, config: Config, sizes: tuple[int, int], load_w: bo
 
 
 def _config(step: str, x: Tensor, num_rows: int, num_experts: int) -> Config:
+    step = "up" if step == "hidden" else step
     return default(step, kind_of(x.device), x.dtype, num_rows // num_experts)
 
 
@@ -294,6 +329,6 @@ def _descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
 
 def _weight_descriptor(w: Tensor, step: str, config: Config) -> Any:
     n, k = config.block_n, config.block_k
-    if step == "up":  # the same columns of both halves in one load
+    if step in ("up", "hidden"):  # the same columns of both halves in one load
         return _descriptor(w.view(2 * len(w), -1, w.shape[2]), (2, n // 2, k))
     return _descriptor(w, (1, k, n) if step.endswith("dgrad") else (1, n, k))

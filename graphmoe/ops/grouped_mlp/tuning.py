@@ -50,7 +50,7 @@ _HOPPER = {  # measured on an H200; 227 KiB of shared memory; wgmma wants 128 ro
     "up_wgrad": Config(128, 128, 64, 128, 3, per_unit=2),
     "down_wgrad": Config(256, 128, 64, 256, 3, subtiles=2),
     "up_wgrad_into": Config(128, 128, 64, 128, 3, subtiles=8, per_unit=2),
-    "down_wgrad_into": Config(256, 128, 64, 256, 3, subtiles=8),
+    "down_wgrad_into": Config(128, 128, 64, 128, 3, subtiles=8, per_unit=2),
 }
 _INSTINCT = {  # 64 KiB of LDS on gfx942; a stage more than two would not fit
     "up": Config(128, 256, 64, 512, 2),

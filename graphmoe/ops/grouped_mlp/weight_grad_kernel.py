@@ -83,6 +83,17 @@ def weight_grad_kernel(
 
 
 @triton.jit
+def into_kernel(gradient_ptr, total_ptr, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a gradient in fp32, or add it."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < size
+    value = tl.load(gradient_ptr + index, mask=mask).to(tl.float32)
+    if ADD:
+        value += tl.load(total_ptr + index, mask=mask)
+    tl.store(total_ptr + index, value, mask=mask)
+
+
+@triton.jit
 def _load_left(
     source, rows, live, row, end, m, M: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr
 ):

@@ -1,0 +1,191 @@
+"""The rows of ``suite=step``: whole training steps of one micro-batch, by shape and graph scope.
+
+Each row runs in a process of its own, so that no pool of memory and no cache outlives it. At each shape
+``none`` comes first and once more last, which shows how far the device's clock drifts meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from graphmoe.benchmarks.own_process import ProcessFailed, in_own_process
+from graphmoe.benchmarks.step_table import StepRow
+from graphmoe.benchmarks.step_times import measure
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config_errors import explain
+from graphmoe.entry import to_config
+from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
+
+OTHER_STEPS = 100
+"""More than all steps of a row that are not timed."""
+UNREAD = ("train.val_batches=0", "checkpoint=none", "log.tensorboard=false", "log.progress=false")
+CHOSEN_BY = {
+    "graph": "scopes",
+    "graph.scope": "scopes",
+    "train.micro_batch_size": "micro_batch_sizes",
+    "data.seq_len": "seq_lens",
+    "train.steps": "repeats",
+    "run.device": "device",
+}
+"""Keys that the suite sets, and its argument for each."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured if the command line says nothing else."""
+
+    words: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    """(sequences of the micro-batch, their tokens)"""
+
+
+FULL = Setting(
+    ("model=deepseek_v2_lite", "model.num_layers=6", "data=synthetic", "optim.lr=1e-6"),
+    ((1, 4096), (4, 4096), (1, 512)),
+)
+TINY = Setting(("model=tiny", "model.num_layers=2", "data=synthetic", "optim.lr=1e-6"), ((2, 32),))
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One shape and graph scope."""
+
+    shape: str
+    scope: str
+    words: tuple[str, ...]
+    """Overrides of the run's configuration."""
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as mbs4_s4096/full_iteration, or mbs1_s512/attn+loss for a list of segments."""
+        label = self.scope.strip("[]").replace(",", "+")
+        return f"{self.shape}/{label}{'_again' if self.again else ''}"
+
+
+def step_cases(
+    setting: Setting,
+    device: str,
+    repeats: int,
+    *,
+    overrides: str = "",
+    scopes: str,
+    micro_batch_sizes: str = "",
+    seq_lens: str = "",
+) -> list[StepCase]:
+    """The cases that the words of the command line ask for. *Raises* ConfigError."""
+    own, wanted = words_of(overrides), words_of(scopes)
+    _check_overrides(own)
+    _check_scopes(wanted)
+    shapes: Sequence[tuple[int, int]] = setting.shapes
+    if micro_batch_sizes or seq_lens:
+        sizes = _numbers("micro_batch_sizes", micro_batch_sizes) or list(dict.fromkeys(s for s, _ in shapes))
+        lengths = _numbers("seq_lens", seq_lens) or [shapes[0][1]]
+        shapes = list(itertools.product(sizes, lengths))
+    cases = []
+    for size, length in shapes:
+        words = (
+            *_without(setting.words, own),
+            *_without((f"train.global_batch_size={size}",), own),
+            *own,
+            *UNREAD,
+            f"run.device={device}",
+            f"train.steps={repeats + OTHER_STEPS}",
+            f"train.log_interval={repeats + OTHER_STEPS}",
+            f"train.micro_batch_size={size}",
+            f"data.seq_len={length}",
+        )
+        compose_config(*words, "graph.scope=none")  # what is wrong with it is wrong with every row
+        order = sorted(wanted, key=lambda scope: scope != "none")
+        again = ["none"] if "none" in wanted and len(wanted) > 1 else []
+        for number, scope in enumerate([*order, *again]):
+            case_words = (*words, f"graph.scope={scope}")
+            cases.append(StepCase(f"mbs{size}_s{length}", scope, case_words, number == len(order)))
+    return cases
+
+
+def run_step_case(case: StepCase, repeats: int, limit_s: float) -> StepRow:
+    """Measure a case in a process of its own, which gets ``limit_s`` seconds. Raises nothing."""
+    row = StepRow(case.shape, case.scope, case.again, list(case.words))
+    try:
+        config = compose_config(*case.words)
+        row.take_floors(config)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            row.take(in_own_process(measure, config, Path(folder), repeats, limit_s=limit_s))
+    except (ConfigError, ProcessFailed) as error:
+        row.error = " ".join(str(error).split())
+    return row
+
+
+def compose_config(*words: str) -> RunConfig:
+    """The configuration of a run with these overrides. *Raises* ConfigError."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            return to_config(compose("config", overrides=list(words)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"overrides: {explain(error, words)}") from error
+
+
+def words_of(text: str) -> list[str]:
+    """The items of a list, which commas outside brackets separate; brackets around all may be left out."""
+    items, depth, whole = [""], 0, False
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    whole = len(items) == 1 and text.startswith("[") and text.endswith("]")
+    return words_of(text[1:-1]) if whole else [item.strip() for item in items if item.strip()]
+
+
+def _without(words: Sequence[str], own: Sequence[str]) -> list[str]:
+    """The words whose key the user does not set; another model has its own number of layers."""
+    keys = {_key(word) for word in own}
+    return [w for w in words if _key(w) not in keys and not ("model" in keys and w.startswith("model."))]
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _check_overrides(own: Sequence[str]) -> None:
+    for word in own:
+        if _key(word) in CHOSEN_BY:
+            raise ConfigError(
+                f"overrides={word}: the suite sets {_key(word)}; use {CHOSEN_BY[_key(word)]}=..."
+            )
+        if _key(word) in {_key(unread) for unread in UNREAD} | {"train.log_interval"}:
+            raise ConfigError(f"overrides={word}: the suite sets {_key(word)}, so that only steps are timed")
+
+
+def _check_scopes(scopes: Sequence[str]) -> None:
+    for scope in scopes:
+        names = re.fullmatch(r"\[(.+)\]", scope)
+        known = set(names[1].split(",")) <= set(CAPTURABLE) if names else scope in (*SCOPES, FULL_ITERATION)
+        if not known:
+            raise ConfigError(
+                f"scopes={scope}: use any of {', '.join([*SCOPES, FULL_ITERATION])}, and lists of "
+                f"{', '.join(CAPTURABLE)} in brackets of their own, such as scopes=[none,[attn,loss]]"
+            )
+    if not scopes:
+        raise ConfigError("scopes= names none; use scopes=none,full_iteration or more of them")
+
+
+def _numbers(key: str, text: str) -> list[int]:
+    words = words_of(text)
+    for word in words:
+        if not re.fullmatch(r"[1-9]\d*", word):
+            raise ConfigError(f"{key}={text}: '{word}' is no number above 0; use such as {key}=1,4")
+    return [int(word) for word in words]

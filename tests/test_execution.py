@@ -1,0 +1,116 @@
+"""What a run refuses, chooses and says about its experts before the first step."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphmoe import execution
+from graphmoe.config import ConfigError
+from graphmoe.execution import Execution, refuse_waiting_experts
+from tests.runs import config, trainer_in
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BF16, FP32 = torch.bfloat16, torch.float32
+COMPILED, STAGE_3 = "compile.enabled=true", "moe.sync_free_stage=3"
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.fixture
+def rocm(hopper, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+
+
+@pytest.mark.parametrize(
+    "words, fuses, needed",
+    [
+        (("moe.sync_free_stage=2",), False, "compile.enabled=true with the pass fuse_experts"),
+        ((STAGE_3,), False, "compile.enabled=true with the pass fuse_experts"),
+        ((COMPILED, STAGE_3, "moe.experts=torch"), True, "moe.experts=auto"),
+        (
+            (STAGE_3, "moe.experts=torch"),
+            False,
+            "compile.enabled=true with the pass fuse_experts and moe.experts=auto",
+        ),
+    ],
+    ids=str,
+)
+def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(hopper, words, fuses, needed):
+    run = config(*words)
+    refuse_waiting_experts(run, BF16, GPU, fuses=fuses)
+    refuse_waiting_experts(run, FP32, CPU, fuses=fuses)
+    with pytest.raises(ConfigError) as caught:
+        refuse_waiting_experts(run, FP32, GPU, fuses=fuses)
+    assert str(caught.value).startswith(f"moe.sync_free_stage={run.moe.sync_free_stage} (graph.scope=")
+    wanted = (
+        f"torch.float32 on this device; use {needed}, precision.compute=bf16, or moe.sync_free_stage=auto"
+    )
+    assert str(caught.value).endswith(wanted)
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", "layer", "moe", "[moe_experts]"])
+def test_a_scope_that_needs_the_stage_is_named_beside_it(rocm, scope):
+    run = config(f"graph.scope={scope}", COMPILED)
+    with pytest.raises(ConfigError) as caught:
+        refuse_waiting_experts(run, BF16, GPU, fuses=False)
+    assert "needs 3): the experts may not wait for the host" in str(caught.value)
+    assert str(caught.value).endswith("or graph.scope=none with moe.sync_free_stage=auto")
+    assert "precision" not in str(caught.value)  # bf16 waits there too
+
+
+@pytest.mark.parametrize(
+    "words, fuses",
+    [
+        ((COMPILED, "graph.scope=layer"), True),
+        ((COMPILED, "graph.scope=moe"), True),
+        ((COMPILED, "graph.scope=[moe_experts]"), True),
+        ((COMPILED, STAGE_3, "moe.experts=triton"), True),
+        (("moe.sync_free_stage=1",), False),
+        ((COMPILED, "moe.experts=torch"), True),
+        ((COMPILED, "graph.scope=partial"), True),
+        ((STAGE_3, "model.num_dense_layers=2"), False),
+    ],
+    ids=str,
+)
+def test_fused_experts_lower_stages_and_dense_models_are_not_refused(hopper, words, fuses):
+    refuse_waiting_experts(config(*words), FP32, GPU, fuses=fuses)
+
+
+@pytest.mark.parametrize(
+    "words, auto, torchs",
+    [
+        (("graph.scope=none",), False, False),
+        (("graph.scope=partial",), False, False),
+        (("moe.sync_free_stage=2",), True, True),
+        (("graph.scope=layer",), True, True),
+        (("graph.scope=full_iteration",), True, True),
+    ],
+    ids=str,
+)
+def test_backends_that_wait_are_left_out_where_the_stage_forbids_them(monkeypatch, words, auto, torchs):
+    asked = []
+
+    def choose(requested, *rest, sync_free):
+        asked.append((requested, sync_free))
+        return requested
+
+    monkeypatch.setattr(execution, "choose_backends", choose)
+    for remembered, requested in (("torch,torch,torch", "auto"), ("", "auto"), ("", "torch")):
+        run = config(*words, COMPILED, f"moe.experts={requested}")
+        made = Execution(run, FP32, CPU, SimpleNamespace(gradient_of=None))
+        assert made._choose(remembered) == (remembered or requested)
+    # auto takes only those that never wait, whatever the stage; a checkpoint's and named ones may at 0 and 1
+    assert asked == [("torch,torch,torch", auto), ("auto", True), ("torch", torchs)]
+
+
+def test_the_log_says_the_stage(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        trainer_in(tmp_path, "moe.sync_free_stage=2").loader.close()
+    assert "moe.sync_free_stage=2" in caplog.messages

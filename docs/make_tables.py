@@ -174,7 +174,7 @@ def _shown(value: Any) -> str:
 def _type(hint: Any) -> str:
     """The type of a field, or its choices."""
     if hint is Any:
-        return "word or list"
+        return "as described"
     if isinstance(hint, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         return f"{_type(options[0])} or null"

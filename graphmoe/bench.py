@@ -191,8 +191,8 @@ def _check(args: BenchArgs) -> tuple[torch.device, bool]:
     gpu = torch.cuda.is_available()
     if args.repeats < 1:
         problems.append(f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20")
-    if args.limit_s < 1:
-        problems.append(f"limit_s={args.limit_s} measures nothing; use more than 0, such as limit_s=120")
+    if not 1 <= args.limit_s <= MOST_S:
+        problems.append(f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120")
     problems += _without_effect(args)
     if args.device is DeviceChoice.cuda and not gpu:
         problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
@@ -211,6 +211,8 @@ def _check(args: BenchArgs) -> tuple[torch.device, bool]:
     return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
 
 
+MOST_S = 86_400
+"""A day: the longest that a row may be given."""
 STEP_ONLY = ("scopes", "micro_batch_sizes", "seq_lens", "overrides", "limit_s")
 
 

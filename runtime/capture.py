@@ -133,7 +133,8 @@ class Capture:
         outside.wait_stream(self._stream)
 
     def _look(self) -> list[int]:
-        return [holder[key].data_ptr() for holder, key in self._places]
+        held = [holder.get(key) for holder, key in self._places]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in held]
 
     def _check_addresses(self) -> None:
         """On the host alone: 0.1 microseconds for each tensor."""
@@ -144,7 +145,7 @@ class Capture:
         more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
         raise RuntimeError(
             f"{moved[0]}{more}: at another address than when graph.scope={self.report.scope} was captured, "
-            f"and graphs use the old one; change tensors in place, such as by copy_, or use graph.scope=none"
+            f"where graphs and the optimizer look for it; change tensors in place, such as by copy_"
         )
 
 

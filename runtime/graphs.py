@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -107,16 +108,18 @@ class HostGraph:
 
 def _count_nodes(graph: int) -> int | None:
     """The nodes of a cudaGraph_t, a CUgraph for the driver, or of a hipGraph_t; None if it cannot say."""
-    library, function = "libcuda.so.1", "cuGraphGetNodes"
-    if torch.version.hip:
-        library, function = "libamdhip64.so", "hipGraphGetNodes"
+    hip = torch.version.hip is not None
+    libraries = [f"libamdhip64.so{end}" for end in ("", ".7", ".6")] if hip else ["libcuda.so.1"]
     count = ctypes.c_size_t()
-    try:
-        get_nodes = getattr(ctypes.CDLL(library), function)
-    except (OSError, AttributeError):
-        return None
-    failed = get_nodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
-    return None if failed else count.value
+    for library in libraries:
+        try:  # only what is loaded: another copy of the runtime would not know the graph
+            loaded = ctypes.CDLL(library, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
+            get_nodes = loaded.hipGraphGetNodes if hip else loaded.cuGraphGetNodes
+        except (OSError, AttributeError):
+            continue
+        failed = get_nodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
+        return None if failed else count.value
+    return None
 
 
 @contextlib.contextmanager

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +18,16 @@ from graphmoe.benchmarks import step_suite
 from graphmoe.benchmarks.own_process import ProcessFailed, in_own_process
 from graphmoe.benchmarks.step_suite import step_cases, words_of
 from graphmoe.benchmarks.step_table import StepRow
-from graphmoe.benchmarks.step_times import Activity, StepTimes, largest, union_us
+from graphmoe.benchmarks.step_times import (
+    HOST_STEPS,
+    PROFILED_STEPS,
+    WARM_UP_STEPS,
+    Activity,
+    StepTimes,
+    largest,
+    union_us,
+)
+from graphmoe.config import ConfigError
 
 
 def test_none_is_measured_first_and_last_at_each_shape():
@@ -65,13 +79,56 @@ def test_steps_are_rows_of_their_own_processes_and_what_cannot_run_is_a_row_with
 
 
 def test_a_process_that_hangs_or_dies_is_told_and_leaves_nothing():
-    with pytest.raises(ProcessFailed, match="not done after 0.5 s"):
+    with pytest.raises(ProcessFailed, match="not done after limit_s=0.5 seconds"):
         in_own_process(time.sleep, 60, limit_s=0.5)
     with pytest.raises(ProcessFailed, match="ended with status 7"):
         in_own_process(os._exit, 7, limit_s=60)
     with pytest.raises(ProcessFailed, match="ValueError: math domain error|ValueError: expected a nonneg"):
         in_own_process(math.sqrt, -1.0, limit_s=60)
     assert in_own_process(math.sqrt, 4.0, limit_s=60) == 2.0
+    assert not multiprocessing.active_children()
+
+
+def tell_and_sleep(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path):
+    path = tmp_path / "pid"
+    code = (
+        "import pathlib; from tests.test_bench_steps import in_own_process, tell_and_sleep; "
+        f"in_own_process(tell_and_sleep, pathlib.Path({str(path)!r}), limit_s=60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+    wait_until(lambda: path.exists() and path.read_text() != "")
+    parent.kill()
+    parent.wait()
+    stat = Path(f"/proc/{path.read_text()}/stat")
+    wait_until(lambda: not stat.exists() or stat.read_text().split(")")[1].split()[0] == "Z")
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["checkpoint.interval=5", "checkpoint.enabled=true", "train.val_batches=3", "train.log_interval=1"],
+)
+def test_what_would_be_timed_beside_the_steps_is_refused(word):
+    with pytest.raises(ConfigError, match="the suite sets .* so that only steps are timed"):
+        step_cases(step_suite.TINY, "cpu", 3, overrides=word, scopes="none")
+
+
+def test_a_row_has_steps_enough_whatever_its_warm_up():
+    (case,) = step_cases(step_suite.TINY, "cpu", 500, overrides="graph.warmup_steps=200", scopes="none")
+    config = step_suite.compose_config(*case.words)
+    assert config.train.steps == config.train.log_interval > 700 + WARM_UP_STEPS + HOST_STEPS + PROFILED_STEPS
+    assert config.checkpoint.interval == config.train.val_batches == 0
 
 
 def test_time_in_which_kernels_overlap_counts_once():

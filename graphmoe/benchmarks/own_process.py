@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -35,11 +36,11 @@ def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: fl
     patience_s = 0.0
     try:
         if not receiver.poll(limit_s):
-            raise ProcessFailed(f"not done after {limit_s:g} s")
+            raise ProcessFailed(f"not done after limit_s={limit_s:g} seconds, compilation included; use more")
         result, error = receiver.recv()
         patience_s = END_S
-    except EOFError:
-        process.join()
+    except (EOFError, OSError):  # it died, perhaps while it sent
+        process.join(END_S)
         raise ProcessFailed(_ended(process.exitcode)) from None
     finally:
         process.join(patience_s)
@@ -52,6 +53,7 @@ def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: fl
 
 def _run(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """What the process does: send (result, None) or (None, reason)."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     os.dup2(2, 1)  # stdout of the tool holds its document alone
     try:
         sender.send((function(*arguments), None))
@@ -62,7 +64,16 @@ def _run(sender: Connection, function: Callable[..., Any], arguments: tuple[Any,
         sender.send((None, reason(error)))
 
 
+def _die_with_parent() -> None:
+    """End at once where nobody waits any more, so that the device is free."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _ended(status: int | None) -> str:
     if status is not None and status < 0:
-        return f"its process was killed by {signal.Signals(-status).name}"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"its process was killed by {names.get(-status, f'signal {-status}')}"
     return f"its process ended with status {status}"

@@ -26,9 +26,15 @@ from graphmoe.config_errors import explain
 from graphmoe.entry import to_config
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 
-OTHER_STEPS = 100
-"""More than all steps of a row that are not timed."""
-UNREAD = ("train.val_batches=0", "checkpoint=none", "log.tensorboard=false", "log.progress=false")
+OTHER_STEPS = 30
+"""More than all steps of a row that are neither timed nor before its capture."""
+UNREAD = (
+    "train.val_batches=0",
+    "checkpoint=none",
+    "checkpoint.interval=0",
+    "log.tensorboard=false",
+    "log.progress=false",
+)
 CHOSEN_BY = {
     "graph": "scopes",
     "graph.scope": "scopes",
@@ -100,12 +106,12 @@ def step_cases(
             *own,
             *UNREAD,
             f"run.device={device}",
-            f"train.steps={repeats + OTHER_STEPS}",
-            f"train.log_interval={repeats + OTHER_STEPS}",
             f"train.micro_batch_size={size}",
             f"data.seq_len={length}",
         )
-        compose_config(*words, "graph.scope=none")  # what is wrong with it is wrong with every row
+        config = compose_config(*words, "graph.scope=none")  # what is wrong with it is wrong with every row
+        steps = repeats + config.graph.warmup_steps + OTHER_STEPS
+        words = (*words, f"train.steps={steps}", f"train.log_interval={steps}")
         order = sorted(wanted, key=lambda scope: scope != "none")
         again = ["none"] if "none" in wanted and len(wanted) > 1 else []
         for number, scope in enumerate([*order, *again]):
@@ -166,14 +172,16 @@ def _check_overrides(own: Sequence[str]) -> None:
             raise ConfigError(
                 f"overrides={word}: the suite sets {_key(word)}; use {CHOSEN_BY[_key(word)]}=..."
             )
-        if _key(word) in {_key(unread) for unread in UNREAD} | {"train.log_interval"}:
+        fixed = {_key(unread) for unread in UNREAD} | {"train.log_interval"}
+        if _key(word) in fixed or _key(word).startswith("checkpoint."):
             raise ConfigError(f"overrides={word}: the suite sets {_key(word)}, so that only steps are timed")
 
 
 def _check_scopes(scopes: Sequence[str]) -> None:
     for scope in scopes:
         names = re.fullmatch(r"\[(.+)\]", scope)
-        known = set(names[1].split(",")) <= set(CAPTURABLE) if names else scope in (*SCOPES, FULL_ITERATION)
+        listed = {name.strip() for name in names[1].split(",")} if names else set()
+        known = listed <= set(CAPTURABLE) if names else scope in (*SCOPES, FULL_ITERATION)
         if not known:
             raise ConfigError(
                 f"scopes={scope}: use any of {', '.join([*SCOPES, FULL_ITERATION])}, and lists of "

@@ -60,7 +60,7 @@ def violations(config: RunConfig) -> list[str]:
         *_batch_rules(config.train.global_batch_size, config.train.micro_batch_size),
         *_compile_rules(config.model.attention_backend, config.compile.enabled),
         *_graph_rules(config.graph.scope, config.compile.enabled),
-        *_stage_rules(config.moe.sync_free_stage, config.graph.scope),
+        *_stage_rules(config.moe.sync_free_stage, config.graph.scope, config.model, config.compile.enabled),
         *_recompute_rules(config.recompute, config.model, config.compile.enabled),
     ]
 
@@ -85,7 +85,7 @@ def resolve(config: RunConfig) -> RunConfig:
         config.data.cache_dir = os.environ.get("GRAPHMOE_CACHE", "~/.cache/graphmoe")
     config.data.cache_dir = str(Path(config.data.cache_dir).expanduser())
     if config.moe.sync_free_stage == "auto":
-        config.moe.sync_free_stage = lowest_stage(config.graph.scope)
+        config.moe.sync_free_stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
     return config
 
 
@@ -258,11 +258,15 @@ def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
         bad = [str(name) for name in names if name not in CAPTURABLE]
     if scope == []:
         yield f"graph.scope=[] names no segment; use graph.scope=none, or one of {words}"
+    elif isinstance(scope, str) and scope in CAPTURABLE:
+        yield f"graph.scope={scope} is one segment; name it in a list: 'graph.scope=[{scope}]'"
     elif bad:
         yield (
             f"graph.scope={scope} has {', '.join(bad)}; use one of {words}, or a list of segments: "
             f"{', '.join(CAPTURABLE)}"
         )
+    elif isinstance(scope, list) and len(set(scope)) < len(scope):
+        yield f"graph.scope={scope} names a segment twice; name each once"
     elif not compiles and segments_of(scope):  # type: ignore[arg-type]
         yield (
             f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
@@ -270,19 +274,24 @@ def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
         )
 
 
-def _stage_rules(stage: object, scope: object) -> Iterator[str]:
+def _stage_rules(stage: object, scope: object, model: ModelConfig, compiles: bool) -> Iterator[str]:
     if stage == "auto":
         return
     if type(stage) is not int or stage not in SYNC_FREE_STAGES:  # True and 1.0 equal 1, and are none
         yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"
-    elif isinstance(scope, str | list) and (waiting := waiting_segments(scope, stage)):
-        kept = [name for name in (segments_of(scope) or CAPTURABLE) if name not in waiting]
+    elif isinstance(scope, str | list) and has_experts(model) and (waiting := waiting_segments(scope, stage)):
+        kept = [name for name in (segments_of(scope) or CAPTURABLE) if name not in waiting and compiles]
         without = f"[{','.join(kept)}]" if kept else "none"
         yield (
             f"graph.scope={scope} captures {', '.join(waiting)}, which may wait for the host at "
             f"moe.sync_free_stage={stage}; use moe.sync_free_stage={lowest_stage(scope)} or auto, or "
             f"graph.scope={without}"
         )
+
+
+def has_experts(model: ModelConfig) -> bool:
+    """Whether any layer has routed experts."""
+    return model.mtp_depth > 0 or model.num_layers > model.num_dense_layers
 
 
 def _recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool) -> Iterator[str]:
@@ -292,6 +301,8 @@ def _recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool
         "ops": (wanted.ops, PARTS),
         "layer_ids": (wanted.layer_ids, range(last + 1)),
     }
+    if last < 0:
+        return  # of such a model other rules speak
     if wanted.all and any(given for given, _ in known.values()):
         named = " and ".join(f"recompute.{key}={given}" for key, (given, _) in known.items() if given)
         yield f"recompute.all=true computes every layer again; leave out {named}, or use recompute.all=false"

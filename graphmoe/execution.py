@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
+from graphmoe.config_rules import has_experts
 from graphmoe.data.cache import cache_folder
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
 from graphmoe.optim import Optimizer
@@ -59,6 +60,8 @@ class Execution:
         On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
         cannot run.
         """
+        if self._recompute:
+            log.info("the backward computes again: %s", self._recompute.words())
         fuses = self._compiled is not None and "fuse_experts" in [
             spec.name for spec in select_passes(self.config.passes, {})
         ]
@@ -74,7 +77,7 @@ class Execution:
         if not fuses:
             self._warn("the pass fuse_experts off", self._experts_set())
             self.experts = experts
-        elif _has_experts(self.config):
+        elif has_experts(self.config.model):
             self.experts = self._choose(experts)
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         if fuses and "moe_act" in self._recompute.parts:
@@ -90,9 +93,12 @@ class Execution:
     def report(self, folder: Path) -> None:
         """Log the compile summary and write compile_report.json."""
         self.write_report(folder)
-        if self._compiled is not None:
-            for line in to_text(self._compiled.reports).splitlines():
-                log.info(line)
+        if self._compiled is None:
+            return
+        for line in to_text(self._compiled.reports).splitlines():
+            log.info(line)
+        if self._recompute and not any(unit.recomputed for unit in self._compiled.reports):
+            log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
 
     def _runner(self, trains: bool) -> PassRunner:
         knobs: dict[str, dict[str, Any]] = {
@@ -146,7 +152,7 @@ def refuse_waiting_experts(
     """
     stage, scope = config.moe.sync_free_stage, config.graph.scope
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
-    if stage < EXPERTS_STAGE or not waits or not _has_experts(config):
+    if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
         return
     needed = []
     if not fuses:
@@ -162,10 +168,6 @@ def refuse_waiting_experts(
         f"wait for the host, and torch's products do in {dtype} on this device; use {' and '.join(needed)}, "
         f"{half}or {lower}moe.sync_free_stage=auto"
     )
-
-
-def _has_experts(config: RunConfig) -> bool:
-    return config.model.mtp_depth > 0 or config.model.num_layers > config.model.num_dense_layers
 
 
 def _need_compiler() -> None:

@@ -24,6 +24,10 @@ class MadeBy(NamedTuple):
     part: int
     """Which of the results."""
 
+    def at(self, position: int) -> MadeBy:
+        """The same of a unit at a place of its own: units alike share their graphs, not their calls."""
+        return self._replace(call=f"{position}:{self.call}")
+
 
 class Rewrites(NamedTuple):
     """What one pass did to one graph."""

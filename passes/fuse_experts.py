@@ -63,23 +63,19 @@ def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
     return Rewrites(matches, tuple(left), f"{products} grouped products, and no unpermute behind one")
 
 
-def hidden_only(graph: fx.Graph) -> int:
-    """Put `grouped_mlp_hidden` in place of each `grouped_mlp` whose sum nobody reads; their number.
+def hidden_only(graph: fx.Graph) -> None:
+    """Put `grouped_mlp_hidden` in place of each `grouped_mlp` whose sum nobody reads.
 
     For a backward that computes the forward again, where the first product is all that it needs.
     """
-    unread = [call for call in calls(graph, ops.grouped_mlp) if _is_unread(call, 0)]
-    for call in unread:
+    for call in calls(graph, ops.grouped_mlp):
+        if any(piece.args[1] == 0 and piece.users for piece in call.users):
+            continue
         x, w_gate_up, _, _, *rest = operands(call)
         hidden = put(call, ops.grouped_mlp_hidden.default, x, w_gate_up, *rest)
         hidden.meta = {**call.meta, **hidden.meta}
         for h in list(call.users):
             h.replace_all_uses_with(hidden)
-    return len(unread)
-
-
-def _is_unread(call: Node, result: int) -> bool:
-    return all(piece.args[1] != result or not piece.users for piece in call.users)
 
 
 def _experts(unpermute: Node) -> _Experts | str:

@@ -5,6 +5,7 @@ Suffixes: T tokens, K slots of a token, E experts, R rows (T * K).
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -67,12 +68,14 @@ def plan_of(call: Node) -> Plan:
 
 def plans_from_outside(graph: fx.Graph) -> list[Plan]:
     """The plans that other units made, where this one reads what the operations need of them."""
-    parts: dict[str, dict[int, Node]] = {}
+    parts: dict[str, list[tuple[int, Node]]] = {}
     for node in graph.find_nodes(op="placeholder"):
         made: MadeBy | None = node.meta.get("made_by")
-        if made is not None and made.target == "graphmoe::routing_plan":
-            parts.setdefault(made.call, {})[made.part] = node
-    return [Plan(*(of[i] for i in (1, 2, 3))) for of in parts.values() if of.keys() >= {1, 2, 3}]
+        if made is not None and made.target == "graphmoe::routing_plan" and made.part in (1, 2, 3):
+            parts.setdefault(made.call, []).append((made.part, node))
+    read = [sorted(of, key=operator.itemgetter(0)) for of in parts.values()]
+    plans = [Plan(*(node for _, node in of)) for of in read if [part for part, _ in of] == [1, 2, 3]]
+    return [plan for plan in plans if math.prod(shape(plan.row)) == plan.rows]
 
 
 def counts_of(ids: Node) -> list[Node]:

@@ -112,13 +112,14 @@ class CompiledSegments:
     ) -> tuple[Tensor, ...]:
         values = dict(tensors)
         made_by: dict[str, MadeBy | None] = {}
-        for place in self._places_of(segments, keep):
+        for position, place in enumerate(self._places_of(segments, keep)):
             # A slice has strides of its own, which would need code of its own.
             read = [values[name].contiguous() for name in place.bound.unit.reads]
             code = self._code(place, read, made_by)
             results = code([*place.bound.tensors, *read], place.gradients)
             values.update(zip(place.bound.unit.writes, results, strict=True))
-            made_by.update(zip(place.bound.unit.writes, code.graphs.made_by, strict=True))
+            for name, maker in zip(place.bound.unit.writes, code.graphs.made_by, strict=True):
+                made_by[name] = maker and maker.at(position)
         return tuple(values[name] for name in keep)
 
     def in_place(

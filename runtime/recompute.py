@@ -56,6 +56,12 @@ class Recompute:
     def __bool__(self) -> bool:
         return bool(self.all or self.segments or self.parts or self.layers)
 
+    def words(self) -> str:
+        """For a log: what is computed again, and where."""
+        named = ", ".join(sorted(self.segments | self.parts)) or "all segments"
+        layers = ", ".join(map(str, sorted(self.layers)))
+        return f"{named} of {f'layers {layers}' if layers else 'every layer'}"
+
     def covers(self, segment: Segment) -> bool:
         """Whether the segment is computed again as a whole."""
         if segment.name not in LAYER_SEGMENTS or not self._reaches(segment):
@@ -85,6 +91,7 @@ class RecomputedSegments:
     """
 
     def __init__(self, recompute: Recompute) -> None:
+        assert not recompute.parts, "parts are chosen in graphs"
         self._recompute = recompute
         self._checked: set[tuple[int | None, str]] = set()
         """Layer and name of what was seen to draw no random numbers."""

@@ -7,7 +7,7 @@ are kept -> cut the backward into I and W.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graphmoe.torch_compat import FakeTensorMode, joint_graph
 from passes import MadeBy, PassReport, PassRunner
-from passes.matching import is_cast
+from passes.matching import SAME_ELEMENTS, is_cast, is_op
 from passes.split_backward import SplitBackward, split_backward
 from runtime.output_views import OutputViews, root_of, take_off_views
 from runtime.recompute import NOTHING, UnitRecompute
@@ -113,22 +113,28 @@ def unit_graphs(
 
 
 def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> tuple[MadeBy | None, ...]:
-    """What made each output of a unit, which may pass it on or show a view of it."""
-    outputs = _outputs(forward)
+    """What made each output of a unit, which may pass it on."""
+    results, behind = _outputs(forward), dict[fx.Node, fx.Node]()
     if views is not None:
         inputs = forward.graph.find_nodes(op="placeholder")
         read = views.graph.graph.find_nodes(op="placeholder")
-        behind = dict(zip(read, [*(inputs[i] for i in views.inputs), *outputs], strict=True))
-        outputs = [behind[root_of(node)] for node in _outputs(views.graph)]
-    return tuple(_maker(root_of(node), unit) for node in outputs)
+        behind = dict(zip(read, [*(inputs[i] for i in views.inputs), *results], strict=True))
+        results = _outputs(views.graph)
+    return tuple(_maker(node, behind, unit) for node in results)
 
 
-def _maker(result: fx.Node, unit: str) -> MadeBy | None:
-    """Of a root; integers may have been wider on the way."""
+def _maker(result: fx.Node, behind: Mapping[fx.Node, fx.Node], unit: str) -> MadeBy | None:
+    """What made all elements of a result, in their order; integers may have been wider on the way."""
     node = result
-    while is_cast(node) and node.meta["val"].dtype in WIDER_INTEGERS:
-        node = root_of(node.all_input_nodes[0])
-    if node.meta["val"].dtype != result.meta["val"].dtype:
+    while True:
+        if node in behind:
+            node = behind[node]
+        elif is_op(node, *SAME_ELEMENTS) or (is_cast(node) and node.meta["val"].dtype in WIDER_INTEGERS):
+            node = node.all_input_nodes[0]
+        else:
+            break
+    wanted, found = (each.meta["val"] for each in (behind.get(result, result), node))
+    if not isinstance(found, Tensor) or (wanted.dtype, wanted.numel()) != (found.dtype, found.numel()):
         return None
     if node.op == "placeholder":
         return node.meta.get("made_by")

@@ -94,6 +94,13 @@ def test_the_resolved_stage_is_the_lowest_that_the_scope_needs_or_the_one_that_i
     assert to_plain(found)["moe"]["sync_free_stage"] == resolved
 
 
+def test_a_model_without_experts_needs_no_stage():
+    words = ("graph.scope=layer", "compile.enabled=true", "model.num_dense_layers=${model.num_layers}")
+    assert (
+        config(*words).moe.sync_free_stage == config(*words, "moe.sync_free_stage=0").moe.sync_free_stage == 0
+    )
+
+
 def test_a_resolved_configuration_survives_the_way_through_yaml(tmp_path):
     found = config("data.source=memmap", "data.paths=[a,b]", "model.aux_loss=none")
     path = tmp_path / "resolved.yaml"
@@ -222,6 +229,12 @@ RULES = [
     ("recompute.ops=[mla_up_proj] model.attention=gqa", "recompute.ops names mla_up_proj, which the model"),
     ("recompute.ops=[mlp] model.num_dense_layers=0", "names mlp, which the model has not; leave it out"),
     ("recompute.segments=[moe_router] model.num_dense_layers=4", "names moe_router, which the model has not"),
+    ("graph.scope=attn", "graph.scope=attn is one segment; name it in a list: 'graph.scope=[attn]'"),
+    ("graph.scope=[attn,attn]", "names a segment twice; name each once"),
+    (
+        "graph.scope=full_iteration moe.sync_free_stage=2 compile.enabled=false",
+        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
+    ),
     ("moe.sync_free_stage=4", "moe.sync_free_stage=4 must be auto, 0, 1, 2 or 3"),
     ("moe.sync_free_stage=most", "moe.sync_free_stage='most' must be auto, 0, 1, 2 or 3"),
     ('moe.sync_free_stage="1"', "moe.sync_free_stage='1' must be auto, 0, 1, 2 or 3"),

@@ -1,100 +1,34 @@
-"""Recompute: bitwise the gradients without it, from fewer kept bytes, eagerly, compiled and captured."""
+"""Recompute: bitwise the gradients without it, from fewer kept bytes, eagerly and compiled."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphmoe.config import ConfigError, RecomputeConfig
-from graphmoe.gradients import Gradient
+from graphmoe.config import ConfigError
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
-from graphmoe.torch_compat import joint_graph
-from passes import PassRunner, select_passes
-from runtime import compiled, unit_graphs
-from runtime.capture import Capture
-from runtime.captured_units import UnitCapture
 from runtime.compiled import CompiledSegments
 from runtime.output_views import root_of
 from runtime.recompute import Recompute, RecomputedSegments, UnitRecompute
-from tests.runs import assert_same_state, config, final_state, numbers, train_in
+from tests.runtime.recomputed import (
+    ATTENTION,
+    GQA,
+    UNFUSED,
+    B,
+    D,
+    S,
+    executor,
+    kept_without,
+    layer_gradients,
+    recompute,
+)
 from tests.runtime.test_compiled import model_of
-from tests.tolerances import assert_gradient_close
-
-B, S, D = 2, 16, 16
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-MLA = "model.q_lora_rank=8"
-GQA = ("model.attention=gqa", "model.num_kv_heads=1", "model.head_dim=4", "model.qk_norm=true")
-UNFUSED = "passes.disabled=[fuse_experts]"
-
-
-def recompute(**named) -> Recompute:
-    return Recompute.of(RecomputeConfig(**named))
-
-
-class Unmeasured(PassRunner):
-    """Does not cut the graph again for each pass, to say how many bytes it saves."""
-
-    def run(self, stage, module, unit, segments=(), saved_bytes=None):
-        return super().run(stage, module, unit, segments)
-
-
-def executor(wanted: Recompute | None = None, *overrides: str) -> CompiledSegments:
-    passes = config(*overrides).passes
-    knobs = {"fuse_loss": {"needs_grad": True}}
-    return CompiledSegments(lambda trains: Unmeasured(select_passes(passes, knobs)), recompute=wanted)
-
-
-_JOINTS: dict[str, fx.GraphModule] = {}
-
-
-def _copied_joint(forward: fx.GraphModule, fakes: list[Tensor]) -> fx.GraphModule:
-    """A copy of the joint graph, which is traced once for all that differ in what is computed again."""
-    names = [node.meta.get("custom") for node in forward.graph.nodes]
-    key = f"{[(fake.shape, fake.dtype) for fake in fakes]} {names} {forward.graph}"
-    if key not in _JOINTS:
-        _JOINTS[key] = joint_graph(forward, fakes)
-    graph, copies = fx.Graph(), {}
-    graph.output(graph.graph_copy(_JOINTS[key].graph, copies))
-    for node, copy in copies.items():
-        copy.meta = dict(node.meta)
-    return fx.GraphModule(_JOINTS[key], graph)
-
-
-@pytest.fixture
-def graphs_as_they_are(monkeypatch):
-    """Units run their graphs operation by operation: each gives the bits that it gave the first time."""
-    monkeypatch.setattr(compiled, "compile_graph", lambda graph: graph)
-    monkeypatch.setattr(unit_graphs, "joint_graph", _copied_joint)
-
-
-def layer_gradients(execute, *overrides: str, layer: int = 1, dtype=torch.float32):
-    """Loss, and the gradients of the input and of every weight of one layer."""
-    model = model_of("model.num_layers=2", MLA, *overrides)
-    module = model.layers[layer].to(dtype)
-    for buffer in module.buffers():
-        buffer.data = buffer.data.float()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(B, S, D, generator=generator).to(dtype).requires_grad_()
-    output = module(x, *model.rope(S, x.device), execute, layer)
-    loss = output.square().sum() if layer == 0 else output.x_BSD.square().sum() + output.loss
-    return loss, torch.autograd.grad(loss, [x, *module.parameters()])
-
-
-@functools.cache
-def kept_without(*overrides: str, layer: int = 1, dtype=torch.float32) -> tuple[int, list[torch.Tensor]]:
-    execute = executor(None, *(word for word in overrides if word.startswith("passes.")))
-    loss, gradients = layer_gradients(execute, *overrides, layer=layer, dtype=dtype)
-    assert execute.reports[0].recomputed == 0
-    return execute.reports[0].kept_bytes, [loss, *gradients]
-
 
 TOKENS = B * S * 4
 """Bytes of one fp32 number for each token."""
@@ -359,118 +293,3 @@ def test_random_numbers_in_what_is_computed_again_are_refused(module, eager, gra
         execute(segments, {"x": x}, ("x",))  # not computed again
     with pytest.raises(ConfigError, match="recompute covers .*attn, which draws random numbers"):
         execute(segments, {"x": x}, ("x",))
-
-
-class Scale(nn.Module):
-    """A few operations with a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(1, 2, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).sin().exp()
-
-
-@pytest.mark.parametrize("names", [("attn",), ("attn", "mlp")], ids=str)
-def test_a_captured_unit_computes_again_inside_its_graph(names, graphs_as_they_are):
-    modules = [Scale(), Scale()]
-    segments = [
-        Segment(name, module, ("x",), ("x",), layer=0)
-        for name, module in zip(("attn", "mlp"), modules, strict=True)
-    ]
-    gradients = {id(m.weight): Gradient(torch.full((4,), torch.nan)) for m in modules}
-    capture = Capture("test", torch.device("cpu"), warmup_steps=1)
-    shared = UnitCapture(frozenset(names), capture)
-    split = select_passes(config("passes.enabled=[split_backward]").passes, {})
-    execute = CompiledSegments(
-        lambda trains: PassRunner(split), lambda p: gradients[id(p)], shared, recompute(all=True)
-    )
-    for step in range(4):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        (plain,) = run_segments(segments, {"x": x}, ("x",))
-        of_x, *of_weights = torch.autograd.grad(plain.sum(), [x, *(m.weight for m in modules)])
-        with capture.step():
-            (y,) = execute(segments, {"x": x}, ("x",))
-            y.sum().backward()
-        assert_gradient_close(x.grad, of_x)
-        for module, expected in zip(modules, of_weights, strict=True):
-            assert_gradient_close(gradients[id(module.weight)].total, expected)
-            gradients[id(module.weight)].finish()
-    assert capture.report.spans[0].graphs == 2
-    assert {(report.kept_bytes, report.recomputed > 0) for report in execute.reports} == {(0, True)}
-
-
-def test_an_eager_step_that_computes_again_is_captured_bitwise(tmp_path):
-    words = ("train.steps=4", "graph.warmup_steps=1", "train.val_interval=4", "checkpoint.interval=4")
-    for name, more in (
-        ("plain", ()),
-        ("again", ("recompute.all=true",)),
-        ("captured", ("recompute.all=true", "graph.scope=full_iteration")),
-    ):
-        train_in(tmp_path / name, *words, *more)
-    for name in ("again", "captured"):
-        assert numbers(tmp_path / name) == numbers(tmp_path / "plain")
-
-
-RUN = ("compile.enabled=true", "train.steps=4", "train.val_interval=4", "checkpoint.interval=4")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked, overrides",
-    [
-        ("recompute.all=true", ("model.mtp_depth=1",)),
-        ("recompute.layer_ids=[0,2]", ("model.num_layers=3", "train.micro_batch_size=4")),
-        ("recompute.segments=[attn,moe_router,moe_experts]", ("model.aux_loss_coef=0.1",)),
-        ("recompute.ops=[layernorm,core_attn,mla_up_proj,shared_experts,mlp,moe_act]", (MLA,)),
-    ],
-)
-def test_compiled_training_is_bitwise_that_of_kept_values(tmp_path, caplog, asked, overrides):
-    states = []
-    for name, words in (("plain", ()), ("again", (asked,))):
-        train_in(tmp_path / name, *RUN, *overrides, *words)
-        states.append(
-            final_state(tmp_path / name / "checkpoints", tmp_path / f"{name}_scratch", *RUN, *overrides)
-        )
-    assert numbers(tmp_path / "again") == numbers(tmp_path / "plain")
-    assert_same_state(*states)
-    units = [
-        json.loads((tmp_path / n / "compile_report.json").read_text())["units"] for n in ("plain", "again")
-    ]
-    plain, again = ({u["unit"]: u for u in found if u["for"] == "training"} for found in units)
-    assert all(again[name]["kept_bytes"] <= unit["kept_bytes"] for name, unit in plain.items())
-    assert any(unit["recomputed"] > 0 for unit in again.values())
-    unused = "recompute.ops=moe_act has no effect with the pass fuse_experts"
-    assert (unused in caplog.text) == ("moe_act" in asked)
-
-
-@pytest.mark.slow
-def test_compiled_bf16_agrees_within_its_rounding():
-    """Inductor keeps fp32 between operations that it fuses, and the second computation is fused otherwise."""
-    made = []
-    for wanted in (None, recompute(all=True)):
-        _, gradients = layer_gradients(executor(wanted), dtype=torch.bfloat16)
-        made.append(gradients)
-    for kept, again in zip(*made, strict=True):
-        assert_gradient_close(again, kept)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "scope, asked",
-    [
-        ("layer", "recompute.all=true"),
-        ("partial", "recompute.all=true"),
-        ("full_iteration", "recompute.segments=[attn,moe_experts]"),
-        ("[attn,moe_experts]", "recompute.ops=[layernorm,core_attn]"),
-    ],
-)
-def test_captured_training_is_bitwise_that_of_the_same_units_uncaptured(tmp_path, scope, asked):
-    words = (*RUN, f"graph.scope={scope}", asked)
-    states = []
-    for name, warmup in (("plain", 4), ("captured", 1)):
-        train_in(tmp_path / name, *words, f"graph.warmup_steps={warmup}")
-        states.append(final_state(tmp_path / name / "checkpoints", tmp_path / f"{name}_scratch", *words))
-    assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")
-    assert_same_state(*states)

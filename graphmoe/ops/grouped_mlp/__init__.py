@@ -29,8 +29,8 @@ BACKENDS = {
     "turbo": "graphmoe.ops.grouped_mlp.turbo",
     "te": "graphmoe.ops.grouped_mlp.te",
 }
-"""Values of `KEY` but auto, and the module of each: that of triton has all of `DIRECTIONS`, the others have
-``products``, around which `reference` has them."""
+"""Values of `KEY` but auto, and the module of each: that of triton has all of `DIRECTIONS` and ``hidden``,
+the others have ``products``, around which `reference` has them."""
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 

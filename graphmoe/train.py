@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
-from graphmoe.checkpoint import CheckpointError
+from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.cli import emit
 from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, OutputFormat, RunConfig
 from graphmoe.data import DataError
@@ -114,13 +114,13 @@ def _claim(config: RunConfig, console: Console) -> RunFolder:
     base, plain = Path(HydraConfig.get().runtime.output_dir), to_plain(config)
     run_folder = claim(base, plain, resume=config.checkpoint.resume)
     start_logging(run_folder.path, rank=0, console=console)
-    log.info("run folder: %s%s", _shown(run_folder.path), " (continued)" if run_folder.resumed else "")
+    continued = " (continued)" if saved_steps(run_folder.path / CHECKPOINTS) else " (again: it saved nothing)"
+    log.info("run folder: %s%s", _shown(run_folder.path), continued if run_folder.resumed else "")
     for path, keys in passed_over(base, run_folder.path, plain):
+        saved = saved_steps(path / CHECKPOINTS)
+        how = f"checkpoint.resume_from={_shown(path)} continues it" if saved else "it saved nothing"
         log.info(
-            "%s is an unfinished run of another configuration (%s); checkpoint.resume_from=%s continues it",
-            _shown(path),
-            ", ".join(keys),
-            _shown(path),
+            "%s is an unfinished run of another configuration (%s); %s", _shown(path), ", ".join(keys), how
         )
     return run_folder
 

@@ -141,7 +141,7 @@ class Trainer:
                 self.step,
                 ", which is saved; the same command goes on from there"
                 if self.config.checkpoint.enabled
-                else "",
+                else "; nothing is saved (checkpoint.enabled=false)",
             )
         return finished
 

@@ -170,6 +170,21 @@ def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path,
     assert summary(folder)["finished"] and numbers(folder) == numbers(undisturbed)
 
 
+def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):
+    run, folder = (
+        Command(tmp_path, words("run", "checkpoint.enabled=false"), slow={STEP: 0.1}),
+        tmp_path / "run",
+    )
+    run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0
+    assert "; nothing is saved (checkpoint.enabled=false)" in run.err.read_text()
+    other = command(tmp_path, *words("run", "checkpoint.enabled=false", "train.steps=2"))
+    assert "another configuration (train.steps=40, here 2); it saved nothing" in other.err.read_text()
+    again = command(tmp_path, *words("run", "checkpoint.enabled=false"))
+    assert "(again: it saved nothing)" in again.err.read_text() and summary(folder)["finished"]
+
+
 def test_a_second_signal_exits_at_once(tmp_path):
     run, folder = Command(tmp_path, words("run", "train.steps=100000")), tmp_path / "run"
     run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)

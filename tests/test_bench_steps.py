@@ -142,7 +142,7 @@ def test_time_in_which_kernels_overlap_counts_once():
 
 
 def test_a_row_has_both_floors_and_no_idle_time_below_zero():
-    row = StepRow("mbs1_s4096", "layer", False, [])
+    row = StepRow(case="mbs1_s4096", scope="layer", again=False, overrides=[])
     row.take_floors(step_suite.compose_config(*step_suite.FULL.words, "train.global_batch_size=4"))
     assert row.tokens == 4 * 4096
     assert row.floor_ms == pytest.approx(95.6, abs=0.05)  # docs/benchmarks: 6 layers, 4 sequences

@@ -122,7 +122,7 @@ def step_cases(
 
 def run_step_case(case: StepCase, repeats: int, limit_s: float) -> StepRow:
     """Measure a case in a process of its own, which gets ``limit_s`` seconds. Raises nothing."""
-    row = StepRow(case.shape, case.scope, case.again, list(case.words))
+    row = StepRow(case=case.shape, scope=case.scope, again=case.again, overrides=list(case.words))
     try:
         config = compose_config(*case.words)
         row.take_floors(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from graphmoe.benchmarks.cases import BYTES_PER_S, FLOPS_PER_S
@@ -17,8 +17,8 @@ UPDATE_BYTES = 34
 """Per parameter: main weights and moments read and written, gradients read twice, bf16 weights written."""
 
 
-@dataclass
-class StepRow:
+@dataclass(kw_only=True)
+class StepRow(StepTimes):
     """What a case took, or why there are no numbers. Floors have the rates of `cases`."""
 
     case: str
@@ -32,7 +32,6 @@ class StepRow:
     """Of the model's FLOPs."""
     floor_with_optimizer_ms: float | None = None
     """And of the bytes that the optimizer's update moves."""
-    samples_ms: list[float] = field(default_factory=list)
     p10_ms: float | None = None
     median_ms: float | None = None
     p90_ms: float | None = None
@@ -43,18 +42,10 @@ class StepRow:
     time_over_floor: float | None = None
     time_over_floor_with_optimizer: float | None = None
     share_of_floor_rate: float | None = None
-    host_samples_ms: list[float] = field(default_factory=list)
     host_ms: float | None = None
-    busy_ms: float | None = None
     idle_share: float | None = None
     """1 - busy / median, but not below 0."""
     idle_share_raw: float | None = None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    pool_bytes: int | None = None
-    graphs: int | None = None
-    capture_s: float | None = None
-    kernels: list[dict[str, str | float]] = field(default_factory=list)
     error: str | None = None
 
     def take(self, times: StepTimes) -> None:

@@ -45,9 +45,9 @@ class Activity(NamedTuple):
 class StepTimes:
     """What was measured. Without a GPU there are times of the host alone; without capture no graphs."""
 
-    samples_ms: list[float]
+    samples_ms: list[float] = field(default_factory=list)
     """From one step's end to the next one's, by the device's clock, while the host runs ahead."""
-    host_samples_ms: list[float]
+    host_samples_ms: list[float] = field(default_factory=list)
     """Until the host is back from a step that it started with the device idle."""
     busy_ms: float | None = None
     """Time per step in which the device runs anything, from a profile."""
@@ -82,7 +82,7 @@ def _measured(trainer: Trainer, device: torch.device, repeats: int) -> StepTimes
     _synchronize(device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    times = StepTimes(_step_ms(step, repeats, device), [])
+    times = StepTimes(_step_ms(step, repeats, device))
     if on_gpu:
         times.peak_allocated_bytes = torch.cuda.max_memory_allocated(device)
         times.peak_reserved_bytes = torch.cuda.max_memory_reserved(device)

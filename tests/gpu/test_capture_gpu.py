@@ -29,6 +29,8 @@ CASES = (
     (COMPILE, "graph.scope=partial"),
     (COMPILE, "graph.scope=[embed,moe_experts,loss]"),
     (COMPILE, CAPTURED, "train.micro_batch_size=4"),
+    (COMPILE, "graph.scope=layer", "train.micro_batch_size=4"),
+    (COMPILE, "graph.scope=partial", "train.micro_batch_size=1"),
     (EAGER, CAPTURED, RECOMPUTED),
     (COMPILE, CAPTURED, RECOMPUTED, "train.micro_batch_size=1"),
     (COMPILE, "graph.scope=layer", RECOMPUTED),
@@ -202,7 +204,7 @@ def test_a_replay_that_is_not_finite_changes_nothing_and_a_weight_that_moves_is_
         trainer._train_step()
         assert all(map(torch.equal, before, optimizer.main)) == bad
     assert (optimizer.applied.item(), optimizer.skipped.item()) == (6, 1)
-    assert report.nodes == sum(span.nodes for span in report.spans) >= report.graphs
+    assert report.nodes >= report.graphs > 0
     weight = trainer.model.get_parameter("layers.1.attn.norm.weight")
     weight.data = weight.data.clone()
     with pytest.raises(RuntimeError, match="layers.1.attn.norm.weight: at another address"):

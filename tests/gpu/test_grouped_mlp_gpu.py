@@ -84,8 +84,9 @@ def test_dead_rows_are_neither_read_nor_written(case):
 @pytest.mark.parametrize("backend", ["triton", "torch", "te", "turbo"])
 @pytest.mark.parametrize("live", [0, 1, 127, 128, 129, 1000, 2047, 2048])
 def test_any_number_of_rows_may_be_live(live, backend):
-    """In a buffer of 2148 rows; tiles have up to 128."""
-    p = scaled(make_problem((f"{live} live slots", 512, 256, 128, 8, 4, 100), torch.bfloat16, CUDA))
+    """In a buffer of 2148 rows; tiles have up to 128. A single row's bf16 sums are no mean of many: fp32."""
+    dtype = torch.float32 if live == 1 and backend in ("triton", "torch") else torch.bfloat16
+    p = scaled(make_problem((f"{live} live slots", 512, 256, 128, 8, 4, 100), dtype, CUDA))
     try:
         with fresh_memory_is_nan():
             y_TD, *gradients = step(p, leaves_of(p), backend)
@@ -93,9 +94,8 @@ def test_any_number_of_rows_may_be_live(live, backend):
         if backend in ("triton", "torch"):
             raise
         pytest.skip(str(error))  # the package is not there, or has no such products here
-    slack = 2.0 if live == 1 else 1.0  # the error of one row's routing weight is no mean of many
-    assert_results_match(p, y_TD, gradients, slack)
-    assert_directions_match(ops_of(backend), p, slack)
+    assert_results_match(p, y_TD, gradients)
+    assert_directions_match(ops_of(backend), p)
 
 
 def test_runs_are_bitwise_equal():

@@ -29,6 +29,7 @@ TOOLS = {
     "generate": "GenerateArgs",
     "doctor": "DoctorArgs",
     "bench": "BenchArgs",
+    "cache": "CacheArgs",
 }
 
 INTRODUCTION = """\
@@ -104,9 +105,10 @@ def _groups() -> Iterator[str]:
     yield "|---|---|---|"
     chosen = _chosen_options()
     for group in sorted(path for path in CONF.iterdir() if any(path.glob("*.yaml"))):
-        for file in sorted(group.glob("*.yaml")):
-            default = " (default)" if chosen.get(group.name) == file.stem else ""
-            yield f"| `{group.name}` | `{file.stem}`{default} | {_cell(_opening(file))} |"
+        for file in sorted(group.rglob("*.yaml")):
+            option = str(file.relative_to(group).with_suffix(""))
+            default = " (default)" if chosen.get(group.name) == option else ""
+            yield f"| `{group.name}` | `{option}`{default} | {_cell(_opening(file))} |"
 
 
 def _sections() -> Iterator[str]:

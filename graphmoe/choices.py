@@ -75,6 +75,11 @@ class DeviceChoice(enum.Enum):
     cuda = "cuda"
 
 
+class NumaBinding(enum.Enum):
+    auto = "auto"
+    none = "none"
+
+
 class OutputFormat(enum.Enum):
     text = "text"
     json = "json"

@@ -1,6 +1,7 @@
 """The typed schema of a run: every key that a YAML file or an override can set.
 
-One dataclass per section; choices are the enums of ``graphmoe.choices``, which can be imported from here.
+One dataclass per section (the model's in ``graphmoe.model_config``); choices are the enums of
+``graphmoe.choices``. All of them can be imported from here.
 Defaults stand here and YAML states deltas. The string under a field is its documentation:
 ``docs/configuration.md`` and error messages are made from it. ``graphmoe.config_rules`` holds the rules
 that join several fields.
@@ -11,125 +12,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphmoe.choices import AttentionBackend as AttentionBackend
+from graphmoe.choices import AttentionKind as AttentionKind
+from graphmoe.choices import AuxLoss as AuxLoss
 from graphmoe.choices import (
-    AttentionBackend,
-    AttentionKind,
-    AuxLoss,
     ComputeDtype,
     DataSource,
     DeviceChoice,
     ExpertsBackend,
-    GroupScore,
     LrSchedule,
+    NumaBinding,
     OutputFormat,
-    RopeScaling,
-    ScoreFunction,
 )
+from graphmoe.choices import GroupScore as GroupScore
+from graphmoe.choices import RopeScaling as RopeScaling
+from graphmoe.choices import ScoreFunction as ScoreFunction
+from graphmoe.model_config import ModelConfig
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message says what to type instead."""
-
-
-@dataclass
-class ModelConfig:
-    """Shape, router and losses of the model."""
-
-    name: str = "custom"
-    """Name of the preset, used in logs and as the default run name."""
-    vocab_size: int = 4096
-    """Rows of the embedding and of the head, > 0."""
-    hidden_size: int = 256
-    """Width of the residual stream, > 0."""
-    num_layers: int = 4
-    """Transformer layers, dense ones included, multi-token-prediction layers not, > 0."""
-    num_dense_layers: int = 1
-    """Leading layers whose MLP is dense, 0 to num_layers."""
-    dense_ffn_size: int = 704
-    """Intermediate width of the dense MLP, > 0."""
-    attention: AttentionKind = AttentionKind.mla
-    """Attention: mla (multi-head latent) or gqa (grouped query)."""
-    num_heads: int = 4
-    """Query heads, > 0."""
-    num_kv_heads: int = 4
-    """Key-value heads of gqa, a divisor of num_heads; mla ignores it."""
-    head_dim: int = 64
-    """Head size of gqa, even; mla uses the three sizes below."""
-    qk_norm: bool = False
-    """RMSNorm on the query and key heads of gqa (Qwen3)."""
-    q_lora_rank: int = 0
-    """Rank of mla's query compression; 0 projects queries directly."""
-    kv_lora_rank: int = 128
-    """Rank of mla's key-value compression, > 0."""
-    qk_nope_head_dim: int = 32
-    """Part of an mla query or key head without rotary embedding, > 0."""
-    qk_rope_head_dim: int = 16
-    """Part of an mla query or key head with rotary embedding, even, > 0."""
-    v_head_dim: int = 32
-    """Size of an mla value head, > 0."""
-    attention_backend: AttentionBackend = AttentionBackend.auto
-    """Kernel behind the attention: auto, sdpa, padded_flash, turbo (Primus-Turbo), te."""
-    rope_theta: float = 10000.0
-    """Base of the rotary embedding, > 0."""
-    rope_scaling: RopeScaling = RopeScaling.none
-    """Context extension of the rotary embedding: none or yarn."""
-    yarn_factor: float = 40.0
-    """YaRN: new context over original context, >= 1."""
-    yarn_original_context: int = 4096
-    """YaRN: tokens of context before the extension, > 0."""
-    yarn_beta_fast: float = 32.0
-    """YaRN: rotations above which a frequency is kept, > yarn_beta_slow."""
-    yarn_beta_slow: float = 1.0
-    """YaRN: rotations below which a frequency is divided by the factor, > 0."""
-    yarn_mscale: float = 1.0
-    """YaRN: coefficient of the magnitude correction of rotated parts, >= 0."""
-    yarn_mscale_all_dim: float = 0.0
-    """YaRN: coefficient of the magnitude correction of the softmax scale, >= 0."""
-    context_length: int = 4096
-    """Longest sequence in tokens that the model is meant for, > 0."""
-    norm_eps: float = 1e-6
-    """Epsilon of every RMSNorm, > 0."""
-    init_std: float = 0.02
-    """Standard deviation of the initial weights, > 0."""
-    num_experts: int = 8
-    """Routed experts per MoE layer, > 0."""
-    top_k: int = 2
-    """Routed experts per token, 1 to num_experts."""
-    expert_ffn_size: int = 176
-    """Intermediate width of a routed expert, > 0."""
-    shared_ffn_size: int = 176
-    """Intermediate width of the shared experts together; 0 has none."""
-    score_function: ScoreFunction = ScoreFunction.softmax
-    """Router scores: softmax or sigmoid of the logits, in fp32."""
-    softmax_after_topk: bool = False
-    """Take the softmax over the selected experts only (Mixtral); score_function must be softmax."""
-    renormalise: bool = False
-    """Divide the selected scores by their sum."""
-    routed_scale: float = 1.0
-    """Factor on the selected scores, > 0."""
-    num_groups: int = 1
-    """Expert groups for group-limited selection, a divisor of num_experts; 1 is no limit."""
-    topk_groups: int = 1
-    """Groups that a token may choose experts from, 1 to num_groups."""
-    group_score: GroupScore = GroupScore.max
-    """Score of a group: its max (DeepSeek-V2), topk_sum, its best top_k / topk_groups (V3's report), or
-    top2_sum, its best two whatever top_k is (V3's code)."""
-    selection_bias: bool = False
-    """Add a per-expert bias to the scores for selection only (aux-loss-free balancing)."""
-    bias_update_rate: float = 0.001
-    """Step of the selection bias towards balance after each optimizer step, >= 0."""
-    aux_loss: AuxLoss = AuxLoss.sequence
-    """Balance loss over: none, sequence, micro_batch, or global_batch."""
-    aux_loss_coef: float = 0.001
-    """Weight of the balance loss, >= 0."""
-    z_loss_coef: float = 0.0
-    """Weight of the router's z-loss (mean squared logsumexp of the logits), >= 0."""
-    peak_lr: float = 3e-4
-    """Peak learning rate that suits this model; optim=adamw takes it, > 0."""
-    mtp_depth: int = 0
-    """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
-    mtp_loss_weight: float = 0.3
-    """Weight of the mean multi-token-prediction loss, >= 0."""
 
 
 @dataclass
@@ -253,6 +155,10 @@ class CompileConfig:
 
     enabled: bool = True
     """Compile; without it the same model runs eagerly and no pass changes it."""
+    cache: bool = True
+    """Take compiled code from compile.cache_dir and keep it there for later runs."""
+    cache_dir: str | None = None
+    """Folder of compiled code; default: compiled in $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
 
 
 @dataclass
@@ -299,6 +205,18 @@ class HostConfig:
     """Collect garbage at fixed steps instead of whenever Python pleases."""
     gc_interval: int = 100
     """Steps between collections with manual_gc, > 0."""
+    numa: NumaBinding = NumaBinding.auto
+    """Where a worker's threads run: auto (the NUMA node of its GPU) or none (anywhere)."""
+    threads: int | None = None
+    """Threads of operations on the CPU, > 0; default: torch's own, or on several workers a share of cores."""
+    kernarg_pool_mb: int | None = 12
+    """ROCm: MiB for arguments of launched kernels (HSA_KERNARG_POOL_SIZE), > 0; null leaves ROCm's own."""
+    max_hw_queues: int | None = None
+    """ROCm: hardware queues of a process (GPU_MAX_HW_QUEUES), > 0; null leaves ROCm's own."""
+    nvlink_multicast: bool = False
+    """Let NCCL, NVSHMEM and torch's symmetric memory use NVLink multicast."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Further environment variables, such as NCCL's; one that is set already is left as it is."""
 
 
 @dataclass
@@ -340,6 +258,33 @@ class GraphConfig:
 
 
 @dataclass
+class LaunchConfig:
+    """The processes of a run, docs/launch.md."""
+
+    nproc: Any = 1
+    """Workers on each node, one for each device: a number, or auto (gpus_per_job, else the visible GPUs; on a
+    CPU 1)."""
+    nodes: Any = "auto"
+    """Nodes of the run, all started by the same command: a number, or auto (those of the Slurm job, or 1)."""
+    endpoint: str | None = None
+    """host:port where the nodes meet; default: the first host of the Slurm job."""
+    max_restarts: int = 0
+    """Times that all workers are started again, from the last checkpoint, after one failed, >= 0."""
+    gpus_per_job: int | None = None
+    """GPUs of each job of a sweep whose jobs run side by side, > 0."""
+    write_only: bool = False
+    """Write resolved.yaml into the run's folder, print the command for a torchrun of your own, and stop."""
+
+
+@dataclass
+class SweepConfig:
+    """Jobs of a sweep, docs/sweeps.md."""
+
+    resume: str | None = None
+    """Folder of an interrupted sweep to go on with; all other words as in the command that began it."""
+
+
+@dataclass
 class RecomputeConfig:
     """What the backward computes again instead of keeping it, docs/recompute.md."""
 
@@ -372,6 +317,8 @@ class RunConfig:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     host: HostConfig = field(default_factory=HostConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     log: LogConfig = field(default_factory=LogConfig)
     format: OutputFormat = OutputFormat.text
     """What a tool prints on stdout: text, or one JSON document and nothing else."""

@@ -24,6 +24,12 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     unknown = [text for override in _overrides(argv) for text in _unknown(override, own_folder)]
     if unknown:
         return "; ".join(unknown)
+    plugin = re.search(r"Could not (?:find|load) 'hydra/(\w+/\w+)'", str(error))
+    if plugin and plugin[1] in PLUGINS:
+        asked = plugin[1].replace("/", "=")
+        return (
+            f"hydra/{asked} is a plugin that is not installed; pip install 'graphmoe[{PLUGINS[plugin[1]]}]'"
+        )
     chain = list(_chain(error))
     file = next((m[1] for e in chain if (m := re.search(r"In '([^']+)'", str(e)))), None)
     for cause in reversed(chain):
@@ -38,6 +44,15 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
             text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
         return f"{key} {where}: {text}"
     return "\n  ".join(line for line in str(error).splitlines() if line.strip())
+
+
+PLUGINS = {
+    "launcher/joblib": "sweeps",
+    "launcher/submitit_local": "slurm",
+    "launcher/submitit_slurm": "slurm",
+    "sweeper/optuna": "optuna",
+}
+"""The extra that brings an option of Hydra's groups."""
 
 
 def known_keys() -> list[str]:
@@ -87,7 +102,7 @@ def nearest_key(key: str) -> str:
 def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
     """Says what is wrong with the key, group or option of one override, if anything is."""
     key = str(override.key_or_group)
-    line = override.input_line
+    line = override.input_line or ""
     groups = _groups()
     if key.split(".")[0].split("/")[0] in ("hydra", "format"):
         return
@@ -100,6 +115,9 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
                 f"'{line}' on the command line: there is no {key} '{value}'; did you mean "
                 f"{key}={close}? (options: {', '.join(options)})"
             )
+    elif key.startswith("host.env."):
+        if not line.startswith(("+", "~")) and not own_folder:
+            yield f"'{line}' on the command line: a variable is added with a plus: ++{line}"
     elif key not in known_keys():
         if "." in key or key in {k.split(".")[0] for k in known_keys()}:
             yield f"unknown key '{key}' on the command line ('{line}'); did you mean '{nearest_key(key)}'?"
@@ -132,7 +150,9 @@ def _groups() -> list[str]:
 
 
 def _options(group: str) -> list[str]:
-    return sorted(p.stem for p in (_conf_folder() / group).glob("*.yaml"))
+    """The options of a group; those in a folder of its own, as experiment=sweep/graph_scope, with that."""
+    folder = _conf_folder() / group
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -14,6 +14,7 @@ import torch
 from graphmoe.config import (
     AttentionBackend,
     AttentionKind,
+    AuxLoss,
     CheckpointConfig,
     ComputeDtype,
     ConfigError,
@@ -62,6 +63,7 @@ def violations(config: RunConfig) -> list[str]:
         *_graph_rules(config.graph.scope, config.compile.enabled),
         *_stage_rules(config.moe.sync_free_stage, config.graph.scope, config.model, config.compile.enabled),
         *_recompute_rules(config.recompute, config.model, config.compile.enabled),
+        *_launch_rules(config),
     ]
 
 
@@ -73,6 +75,8 @@ def resolve(config: RunConfig) -> RunConfig:
         data=dataclasses.replace(config.data),
         precision=dataclasses.replace(config.precision),
         moe=dataclasses.replace(config.moe),
+        compile=dataclasses.replace(config.compile),
+        launch=dataclasses.replace(config.launch),
     )
     if config.run.device is DeviceChoice.auto:
         config.run.device = DeviceChoice.cuda if torch.cuda.is_available() else DeviceChoice.cpu
@@ -81,9 +85,14 @@ def resolve(config: RunConfig) -> RunConfig:
         config.precision.compute = ComputeDtype.bf16 if on_gpu else ComputeDtype.fp32
     if config.data.seq_len is None:
         config.data.seq_len = min(config.model.context_length, DEFAULT_SEQ_LEN)
-    if config.data.cache_dir is None:
-        config.data.cache_dir = os.environ.get("GRAPHMOE_CACHE", "~/.cache/graphmoe")
-    config.data.cache_dir = str(Path(config.data.cache_dir).expanduser())
+    caches = os.environ.get("GRAPHMOE_CACHE", "~/.cache/graphmoe")
+    config.data.cache_dir = str(Path(config.data.cache_dir or caches).expanduser())
+    in_caches = Path(caches, "compiled")
+    config.compile.cache_dir = str(Path(config.compile.cache_dir or in_caches).expanduser().absolute())
+    if config.launch.nproc == "auto":
+        on_gpu = config.run.device is DeviceChoice.cuda
+        gpus = config.launch.gpus_per_job or max(torch.cuda.device_count(), 1)
+        config.launch.nproc = gpus if on_gpu else 1
     if config.moe.sync_free_stage == "auto":
         config.moe.sync_free_stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
     return config
@@ -98,11 +107,15 @@ POSITIVE = """
     train.global_batch_size train.micro_batch_size train.max_nonfinite train.log_interval
     checkpoint.keep_last host.gc_interval graph.warmup_steps
 """
+POSITIVE_IF_SET = """
+    data.seq_len host.threads host.kernarg_pool_mb host.max_hw_queues launch.gpus_per_job
+"""
 NOT_NEGATIVE = """
     model.num_dense_layers model.q_lora_rank model.yarn_mscale model.yarn_mscale_all_dim
     model.shared_ffn_size model.bias_update_rate model.aux_loss_coef model.z_loss_coef model.mtp_depth
     model.mtp_loss_weight data.prefetch optim.warmup_steps optim.weight_decay train.clip_grad_norm
     train.val_interval train.val_batches checkpoint.interval checkpoint.keep_every log.sample_tokens
+    launch.max_restarts
 """
 BELOW_ONE = "data.val_fraction optim.beta1 optim.beta2"
 SHARES = "optim.min_lr_ratio optim.wsd_decay_fraction"
@@ -122,8 +135,11 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(getattr(config, section), name)
             if not (math.isfinite(value) and holds(value)):
                 yield f"{key}={value} must be {wanted}"
-    if config.data.seq_len is not None and config.data.seq_len < 1:
-        yield f"data.seq_len={config.data.seq_len} must be greater than 0"
+    for key in POSITIVE_IF_SET.split():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value is not None and value < 1:
+            yield f"{key}={value} must be greater than 0"
     if config.log.peak_tflops is not None and not config.log.peak_tflops > 0:
         yield f"log.peak_tflops={config.log.peak_tflops} must be greater than 0; null looks it up"
     if config.optim.wsd_decay_fraction == 0:
@@ -237,6 +253,31 @@ def _batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
             f"train.global_batch_size={global_batch} is not a multiple of "
             f"train.micro_batch_size={micro_batch}; use e.g. micro_batch_size={below[-1]} "
             f"or global_batch_size={math.ceil(global_batch / micro_batch) * micro_batch}"
+        )
+
+
+def _launch_rules(config: RunConfig) -> Iterator[str]:
+    launch, train = config.launch, config.train
+    for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
+        if value != "auto" and (type(value) is not int or value < 1):
+            yield f"launch.{key}={value!r} must be auto or a number greater than 0"
+    host, colon, port = (launch.endpoint or "").rpartition(":")
+    if launch.endpoint is not None and not (host and colon and port.isdigit()):
+        yield f"launch.endpoint={launch.endpoint} must be host:port, e.g. launch.endpoint=node0:29500"
+    counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]
+    ranks = math.prod(counts)
+    if ranks < 2:
+        return
+    if config.model.aux_loss is AuxLoss.global_batch:
+        yield (
+            f"model.aux_loss=global_batch counts the tokens of one worker, and there are {ranks}; use "
+            f"aux_loss=micro_batch or sequence, or launch.nproc=1"
+        )
+    together = train.micro_batch_size * ranks
+    if together > 0 and train.global_batch_size % together:
+        yield (
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
+            f"{train.micro_batch_size} times {ranks} workers; use a multiple of {together}"
         )
 
 

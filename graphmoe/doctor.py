@@ -33,6 +33,7 @@ from rich.text import Text
 import graphmoe
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import OutputFormat
+from graphmoe.doctor_host import environment, host, node_of_gpu
 from graphmoe.flops import peak_tflops
 from graphmoe.ops.vendors import INSTALL
 
@@ -98,7 +99,9 @@ LIBRARIES = (
     Library("wandb", "wandb", "log.wandb=true", "pip install 'graphmoe[wandb]'"),
     Library("transformers", "transformers", "tests against its models", "pip install 'graphmoe[dev]'"),
     Library("matplotlib", "matplotlib", "plots in the documentation", "pip install 'graphmoe[dev]'"),
-    Library("submitit", "submitit", NOT_USED, "pip install submitit"),
+    Library("joblib", "hydra-joblib-launcher", "hydra/launcher=joblib", "pip install 'graphmoe[sweeps]'"),
+    Library("optuna", "hydra-optuna-sweeper", "hydra/sweeper=optuna", "pip install 'graphmoe[optuna]'"),
+    Library("submitit", "hydra-submitit-launcher", "hydra/launcher=slurm", "pip install 'graphmoe[slurm]'"),
 )
 
 
@@ -115,6 +118,7 @@ def examine() -> dict[str, Any]:
     return {
         "versions": versions(),
         "host": host(),
+        "environment": environment(),
         "devices": devices(),
         "links": links(),
         "capabilities": [dataclasses.asdict(probe()) for probe in probes],
@@ -132,19 +136,8 @@ def versions() -> dict[str, str | None]:
     return found | {"torch build": build}
 
 
-def host() -> dict[str, Any]:
-    """System, cores and memory of the host."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "memory_gib": round(memory_bytes / 2**30, 1),
-    }
-
-
 def devices() -> list[dict[str, Any]]:
-    """Name, memory, architecture and known bf16 peak of each GPU."""
+    """Name, memory, architecture, known bf16 peak and NUMA node of each GPU."""
     found: list[dict[str, Any]] = []
     for index in range(_num_gpus()):
         properties = torch.cuda.get_device_properties(index)
@@ -159,6 +152,7 @@ def devices() -> list[dict[str, Any]]:
                 "architecture": architecture,
                 "multiprocessors": properties.multi_processor_count,
                 "peak_bf16_tflops": peak_tflops(properties.name),
+                "numa_node": node_of_gpu(index),
             }
         )
     return found
@@ -261,6 +255,8 @@ def examine_library(library: Library) -> dict[str, Any]:
 def render(document: dict[str, Any]) -> Group:
     """The findings as coloured tables for a terminal."""
     parts: list[RenderableType] = [_version_table(document)]
+    if document["environment"]:
+        parts.append(_environment_table(document["environment"]))
     if document["devices"]:
         parts.append(_device_table(document["devices"]))
     else:
@@ -294,13 +290,24 @@ def _version_table(document: dict[str, Any]) -> Table:
         table.add_row(name, version or "[yellow]missing[/yellow]")
     table.add_section()
     for name, value in document["host"].items():
-        table.add_row(name.replace("_gib", " GiB").replace("_", " "), str(value))
+        table.add_row(
+            name.replace("_gib", " GiB").replace("_", " "), "unknown" if value is None else str(value)
+        )
+    return table
+
+
+def _environment_table(found: list[dict[str, str | None]]) -> Table:
+    """One row for each variable."""
+    table = _table("Environment", "variable", "set here", "a run on a GPU sets", "by key")
+    for row in found:
+        table.add_row(*(escape(value or "") for value in row.values()))
     return table
 
 
 def _device_table(found: list[dict[str, Any]]) -> Table:
     """One row for each GPU."""
-    table = _table("GPUs", "index", "name", "memory GiB", "architecture", "processors", "bf16 peak TFLOP/s")
+    columns = ("index", "name", "memory GiB", "architecture", "processors", "bf16 peak TFLOP/s", "NUMA node")
+    table = _table("GPUs", *columns)
     for device in found:
         table.add_row(*("unknown" if value is None else str(value) for value in device.values()))
     return table

@@ -1,25 +1,32 @@
-"""Starts a tool whose whole configuration is composed by Hydra, and words its errors."""
+"""Starts a tool whose whole configuration is composed by Hydra, and words its errors.
+
+Nothing here imports torch before the configuration is composed: a misspelt key is answered at once.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from graphmoe import completion
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_errors import explain
-from graphmoe.config_rules import check, resolve
+from graphmoe.running_sweep import SweepError
+from graphmoe.signals import Interrupted
+from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, run_job
 
 Task = Callable[[RunConfig], Any]
+Prepare = Callable[[RunConfig], Any]
 
 
 def hydra_app(
@@ -29,12 +36,14 @@ def hydra_app(
     examples: Sequence[str],
     makes_folder: bool = False,
     known_errors: tuple[type[Exception], ...] = (),
+    prepare: Prepare | None = None,
 ) -> None:
     """Compose the configuration, check it and hand it to ``task``.
 
     A ConfigError is printed without a traceback and ends the process with status 2, one of
     ``known_errors`` likewise with status 1. ``makes_folder`` says whether the tool writes into Hydra's
-    run folder; where it does not, none is made.
+    run folder; where it does not, none is made. ``prepare`` is called between check and resolve, before
+    anything asks for GPUs.
     """
     if completion.is_install(sys.argv):
         print(completion.BASH, end="")
@@ -44,6 +53,7 @@ def hydra_app(
     ConfigStore.instance().store(name="schema", node=RunConfig)
     OmegaConf.register_new_resolver("graphmoe.prog", lambda: prog, replace=True)
     OmegaConf.register_new_resolver("graphmoe.examples", lambda: "\n".join(examples), replace=True)
+    OmegaConf.register_new_resolver("graphmoe.sweep_dir", _sweep_dir, replace=True)
     if not makes_folder and not {"-sc", "--shell-completion"} & set(sys.argv):
         sys.argv += ["hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."]
     errors: list[Exception] = []
@@ -52,39 +62,95 @@ def hydra_app(
     @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
     def run(cfg: DictConfig) -> Any:
         try:
-            return task(to_config(cfg))
+            if makes_folder and in_sweep():
+                return run_job(lambda: task(to_config(cfg, prepare)), known)
+            check_single(cfg.sweep.resume)
+            return task(to_config(cfg, prepare))
         except known as error:
             errors.append(error)  # Hydra would print a second line about the job
             return None
 
-    interrupted = False
-    try:
-        run()
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        errors.append(ConfigError(explain(error, sys.argv[1:])))
-    except KeyboardInterrupt:  # outside the steps, which take the signal themselves, or to end a sweep
-        interrupted = True
+    interrupted = _run(run, errors)
+    status = end_sweep()
     for message in dict.fromkeys(str(error) for error in errors):
         print(f"error: {message}", file=sys.stderr)
     if errors:
         sys.exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
-    if interrupted:
-        sys.exit(130)
+    if interrupted or status:
+        sys.exit(interrupted or status)
 
 
-def to_config(cfg: DictConfig) -> RunConfig:
+def _run(run: Callable[[], Any], errors: list[Exception]) -> int:
+    """Let Hydra compose and run; 0, or the status that a signal asks for. Adds to ``errors``."""
+    try:
+        run()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        errors.append(ConfigError(explain(error, sys.argv[1:])))
+    except KeyboardInterrupt as error:  # outside the steps, which take it themselves, or to end a sweep
+        return error.status if isinstance(error, Interrupted) else 130
+    except SweepError as error:
+        errors.append(ConfigError(str(error)))
+    except Exception as error:
+        if not has_unfinished_jobs():
+            raise
+        errors.append(error)  # a sweeper that cannot go on without the jobs that failed
+    return 0
+
+
+def _sweep_dir(resume: str | None, new: str) -> str:
+    """The folder of a sweep: the one to go on with, or a new one."""
+    return str(Path(resume).expanduser()) if resume else new
+
+
+def to_config(cfg: DictConfig, prepare: Prepare | None = None) -> RunConfig:
     """The typed, checked and resolved configuration.
 
     The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
     """
     try:
-        plain = OmegaConf.to_container(cfg, resolve=True)
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        config = _typed(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
-    config = OmegaConf.to_object(merged)
+    return _resolved(config, prepare)
+
+
+def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
+    """The configuration in a YAML file such as a run's ``resolved.yaml``, typed, checked and resolved.
+
+    *Raises* ConfigError for a file that is not there, is no YAML, or has keys or values that are wrong.
+    """
+    try:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); give the resolved.yaml of a run, which "
+            f"python -m graphmoe.train launch.write_only=true writes"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} holds no keys of a configuration; give the resolved.yaml of a run")
+    try:
+        config = _typed(plain)
+    except OmegaConfBaseException as error:
+        in_file = HydraException(f"In '{path.with_suffix('')}':")  # as Hydra names the file of an error
+        in_file.__cause__ = error
+        raise ConfigError(explain(in_file, [])) from error
+    return _resolved(config, prepare)
+
+
+def _typed(plain: Any) -> RunConfig:
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     assert isinstance(config, RunConfig)
+    return config
+
+
+def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
+    from graphmoe.config_rules import check, resolve  # imports torch
+
     check(config)
+    if prepare is not None:
+        prepare(config)
     return resolve(config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import shlex
@@ -15,14 +16,18 @@ import torch
 
 from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
 from graphmoe.config_rules import has_experts
-from graphmoe.data.cache import cache_folder
+from graphmoe.environment import device_name
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
 from graphmoe.optim import Optimizer
 from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments, segments_of
+from graphmoe.world import World
 from passes import PassRunner, select_passes
+from runtime.cache.job import JobCache
+from runtime.cache.key import facts_of
+from runtime.cache.store import CompileCache
 from runtime.capture import Capture
 from runtime.captured_units import UnitCapture
-from runtime.compile_report import REPORT_FILE, to_text, write_report
+from runtime.compile_report import REPORT_FILE, to_json, to_text
 from runtime.compiled import CompiledSegments
 from runtime.recompute import Recompute, RecomputedSegments
 
@@ -38,8 +43,10 @@ class Execution:
         dtype: torch.dtype,
         device: torch.device,
         optimizer: Optimizer,
+        world: World | None = None,
     ) -> None:
         self.config, self.dtype, self.device, self.optimizer = config, dtype, device, optimizer
+        self.world = world or World()
         self.experts = ""
         """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
         scope = config.graph.scope
@@ -49,10 +56,15 @@ class Execution:
         names = frozenset(segments_of(scope))
         units = UnitCapture(names, self.capture) if self.capture and names else None
         self._recompute = Recompute.of(config.recompute)
+        assert config.compile.cache_dir is not None
+        self._store = CompileCache(Path(config.compile.cache_dir) if config.compile.cache else None)
         self._compiled: CompiledSegments | None = None
         if config.compile.enabled:
             self._compiled = CompiledSegments(self._runner, optimizer.gradient_of, units, self._recompute)
         self._dump: Path | None = None
+        self._cache: JobCache | None = None
+        self._published = 0
+        """Graphs that were compiled when the cache was last added to."""
 
     def start(self, folder: Path, experts: str) -> Executor:
         """The executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
@@ -73,29 +85,51 @@ class Execution:
             return RecomputedSegments(self._recompute) if self._recompute else run_segments
         if self.device.type == "cpu":
             _need_compiler()
-        self._dump = folder / "graphs" if self.config.passes.dump else None
+        self._dump = folder / "graphs" if self.config.passes.dump and self.world.is_first else None
+        # Before the choice of experts' kernels, which compiles those that it measures.
+        passes = select_passes(self.config.passes, {})
+        self._cache = JobCache(self._store, facts_of(self.config, passes, self.device), self.world)
+        self._compiled.turns, self._compiled.measured = self._cache.turns, self._cache.measured
         if not fuses:
             self._warn("the pass fuse_experts off", self._experts_set())
             self.experts = experts
         elif has_experts(self.config.model):
-            self.experts = self._choose(experts)
+            self.experts = self.world.on_first(lambda: self._choose(experts))
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         if fuses and "moe_act" in self._recompute.parts:
             self._warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
         self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
         return self._compiled
 
+    def keep_code(self) -> None:
+        """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
+        if self._compiled is None or self._cache is None:
+            return
+        graphs = sum(report.graphs for report in self._compiled.reports)
+        if any(self.world.gather(graphs > self._published)):
+            scope = self.capture.report.scope if self.capture else "none"
+            notes = {"model": self.config.model.name, "device": device_name(self.device), "scope": scope}
+            self._cache.publish(self._content(), {**notes, "graphs": graphs})
+        self._published = graphs
+
     def write_report(self, folder: Path) -> None:
         """Write compile_report.json."""
         if self._compiled is not None:
-            write_report(folder / REPORT_FILE, self._compiled)
+            (folder / REPORT_FILE).write_text(json.dumps(self._content(), indent=1) + "\n")
+
+    def _content(self) -> dict[str, Any]:
+        assert self._compiled is not None and self._cache is not None
+        compiled = self._compiled
+        return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)
 
     def report(self, folder: Path) -> None:
         """Log the compile summary and write compile_report.json."""
         self.write_report(folder)
-        if self._compiled is None:
+        if self._compiled is None or self._cache is None:
             return
         for line in to_text(self._compiled.reports).splitlines():
+            log.info(line)
+        for line in self._cache.lines(self._compiled.reports):
             log.info(line)
         if self._recompute and not any(unit.recomputed for unit in self._compiled.reports):
             log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
@@ -131,16 +165,15 @@ class Execution:
             model.top_k,
             self.dtype,
         )
-        folder = cache_folder(self.config.data.cache_dir) if self.device.type == "cuda" else None
         sync_free = self.config.moe.sync_free_stage >= EXPERTS_STAGE
         if requested is ExpertsBackend.auto and remembered:
             try:
-                return choose_backends(remembered, shape, self.device, folder, sync_free=sync_free)
+                return choose_backends(remembered, shape, self.device, self._store, sync_free=sync_free)
             except ConfigError as error:
                 log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
         # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
         sync_free = sync_free or requested is not ExpertsBackend.torch
-        return choose_backends(requested.value, shape, self.device, folder, sync_free=sync_free)
+        return choose_backends(requested.value, shape, self.device, self._store, sync_free=sync_free)
 
 
 def refuse_waiting_experts(

@@ -20,26 +20,34 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Throughput:
-    """Turns the seconds of a step into tokens/s, TFLOP/s and MFU of one device."""
+    """Turns the seconds of a step into tokens/s of all devices, and TFLOP/s and MFU of each."""
 
     def __init__(
-        self, tokens_per_step: int, flops_per_token: float, device_name: str, peak: float | None
+        self,
+        tokens_per_step: int,
+        flops_per_token: float,
+        device_name: str,
+        peak: float | None,
+        num_devices: int = 1,
     ) -> None:
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
+        self.num_devices = num_devices
         self.peak = peak or peak_tflops(device_name)
 
     def describe(self) -> str:
         """The formula, stated once in the log."""
         gflop = self.flops_per_token / 1e9
         text = f"TFLOP/s = tokens/s x {gflop:.3f} GFLOP per token (forward and backward)"
+        if self.num_devices > 1:
+            text += f" / {self.num_devices} devices"
         if self.peak:
             return f"{text}; MFU = TFLOP/s over {self.peak:g} dense bf16"
         return f"{text}; no MFU: the peak of this device is not known (log.peak_tflops sets it)"
 
     def of(self, seconds: float) -> dict[str, float | None]:
         tokens_per_s = self.tokens_per_step / seconds
-        tflops = tokens_per_s * self.flops_per_token / 1e12
+        tflops = tokens_per_s * self.flops_per_token / 1e12 / self.num_devices
         mfu = tflops / self.peak if self.peak else None
         return {"tokens_per_s": tokens_per_s, "tflops": tflops, "mfu": mfu}
 
@@ -74,6 +82,19 @@ class MetricsWriter:
             self._board.close()
         if self._wandb:
             self._wandb.finish()
+
+
+class NoMetrics(MetricsWriter):
+    """Of the ranks that write none."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def to_json(

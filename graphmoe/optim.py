@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphmoe.adamw import StepScalars, adamw_, fused_adamw_
+from graphmoe.adamw import AdamWNumbers, StepScalars, adamw_, fused_adamw_
 from graphmoe.config import OptimConfig, TrainConfig
 from graphmoe.gradients import Gradient
-from graphmoe.schedule import learning_rate
+from graphmoe.schedule import LrNumbers, learning_rate
 
 ALIGNMENT = 64
 """Elements; every parameter starts at a multiple, 128 bytes in bf16, and zeros fill the gaps."""
@@ -66,6 +66,9 @@ class Optimizer:
         self.applied, self.skipped, self.skipped_in_row, self.longest_skip = (
             torch.zeros((), device=device) for _ in range(4)
         )
+        numbers = [*LrNumbers.of(optim, train.steps), *AdamWNumbers.of(optim), train.clip_grad_norm]
+        self._numbers = torch.tensor(numbers, device=device)
+        """What the update reads of the configuration: other values need no other code."""
         self._update: Function = self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
@@ -74,10 +77,15 @@ class Optimizer:
         self._update = compiler(update, self._arguments(self.applied))
 
     @torch.no_grad()
-    def step(self, loss: Tensor) -> StepResult:
-        """Apply the gradients since the last step; a no-op where loss or norm is not finite."""
+    def step(self, loss: Tensor, reduce: Callable[[Tensor], object] | None = None) -> StepResult:
+        """Apply the gradients since the last step; a no-op where loss or norm is not finite.
+
+        ``reduce`` may change the flat gradient before, to its sum over all ranks.
+        """
         for gradient in self._gradients.values():
             gradient.finish()
+        if reduce is not None:
+            reduce(self.flat_grad)
         return StepResult(*self._update(*self._arguments(loss.detach().float())))
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,12 +156,13 @@ class Optimizer:
             weight.grad = None
 
     def _arguments(self, loss: Tensor) -> list[Tensor]:
-        """Loss, counters, and the regions of the flat buffers: those that decay, then the others."""
+        """Loss, counters, numbers, and the regions of the flat buffers: those that decay, then the others."""
         flats = [self._flat_main, self.flat_grad, self._exp_avg, self._exp_avg_sq]
         if self._flat_weight is not self._flat_main:
             flats.append(self._flat_weight)
         regions = [flat[part] for part in self._parts() for flat in flats]
-        return [loss, self.applied, self.skipped, self.skipped_in_row, self.longest_skip, *regions]
+        counters = [self.applied, self.skipped, self.skipped_in_row, self.longest_skip]
+        return [loss, *counters, self._numbers, *regions]
 
     def _parts(self) -> list[slice]:
         """Bounds of the regions that hold any parameter."""
@@ -167,6 +176,7 @@ class Optimizer:
         skipped: Tensor,
         skipped_in_row: Tensor,
         longest_skip: Tensor,
+        numbers: Tensor,
         *flats: Tensor,
         rule: Callable[..., None] = fused_adamw_,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,13 +188,14 @@ class Optimizer:
         norms = [torch.linalg.vector_norm(grad, dtype=exact) for _, grad, *_ in regions]
         norm = torch.linalg.vector_norm(torch.stack(norms)).float()
         ok = torch.isfinite(norm) & torch.isfinite(loss)
-        finite, lr = ok.float(), learning_rate(self.config, self.train.steps, applied)
-        clip = self.train.clip_grad_norm
-        shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clip > 0 else torch.ones_like(norm)
-        scalars = StepScalars(lr, shrink, applied, ok)
+        *each, clip = numbers.unbind()
+        of_lr, of_adamw = LrNumbers(*each[: len(LrNumbers._fields)]), each[len(LrNumbers._fields) :]
+        finite, lr = ok.float(), learning_rate(self.config.schedule, of_lr, applied)
+        clips = self.train.clip_grad_norm > 0
+        shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clips else torch.ones_like(norm)
+        scalars = StepScalars(lr, shrink, applied, ok, AdamWNumbers(*of_adamw))
         for part, region in zip(self._parts(), regions, strict=True):
-            decay = self.config.weight_decay if part.start < self._decayed else 0.0
-            rule(*region, config=self.config, weight_decay=decay, scalars=scalars)
+            rule(*region, config=self.config, decays=part.start < self._decayed, scalars=scalars)
         applied += finite
         skipped += 1.0 - finite
         skipped_in_row.add_(1.0).mul_(1.0 - finite)

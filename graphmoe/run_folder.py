@@ -7,25 +7,31 @@ write to the same one.
 from __future__ import annotations
 
 import enum
-import fcntl
 import itertools
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.checkpoint.durable import write_durably
+from graphmoe.file_lock import FileLock
+from graphmoe.summary import shown
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "resolved.yaml"
 SUMMARY_FILE = "summary.json"
+ENVIRONMENT_FILE = "env.json"
+"""Written when training begins."""
 _LOCK_FILE = "run.lock"
 _TRACES = (CONFIG_FILE, SUMMARY_FILE, "metrics.jsonl", "checkpoints")
+_FREE_SECTIONS = ("format", "sweep")
+_FREE_KEYS = ("launch.write_only", "launch.gpus_per_job", "compile.cache", "compile.cache_dir")
+"""What makes no difference to which run a configuration stands for."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +39,18 @@ class RunFolder:
     """A folder that this process alone may write to, and whether it continues a run there."""
 
     path: Path
+    base: Path
+    """Where the search for a folder began."""
     resumed: bool
-    _lock: _Lock
+    _lock: FileLock
 
     def release(self) -> None:
         """Let another run claim the folder; without a call the end of the process does."""
         self._lock.release()
 
     def abandon(self) -> None:
-        """Release the folder of a run that could not start; a new one is free again, with its log."""
-        if not self.resumed:
+        """Release the folder; a new one in which training has not begun is free again, with its log."""
+        if not self.resumed and not (self.path / ENVIRONMENT_FILE).exists():
             (self.path / CONFIG_FILE).unlink(missing_ok=True)
         self.release()
 
@@ -51,13 +59,31 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
     """The first of ``base``, ``base-2``, ``base-3``, ... that this run may use, locked.
 
     It may use one that holds no run, which then gets ``resolved.yaml``, and with ``resume`` one that
-    holds an unfinished run of the same configuration. Which format the output has (the key
-    ``format``) makes no difference to the configuration.
+    holds an unfinished run of the same configuration. The format of the output, the folder of compiled
+    code and the like make no difference to the configuration.
     """
     usable = (_State.free, _State.unfinished) if resume else (_State.free,)
     numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
     paths = itertools.chain([base], numbered)
-    return next(folder for path in paths if (folder := _enter(path, config, usable)) is not None)
+    return next(folder for path in paths if (folder := _enter(path, base, config, usable)) is not None)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write ``resolved.yaml``."""
+    write_durably(folder / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
+
+
+def announce(folder: RunFolder, config: dict[str, Any]) -> None:
+    """Log which folder the run has, and which unfinished runs of other configurations it passed over."""
+    has_run = folder.resumed and (folder.path / ENVIRONMENT_FILE).exists()
+    saved = saved_steps(folder.path / CHECKPOINTS)
+    how = " (continued)" if saved else " (again: it saved nothing)" if has_run else ""
+    log.info("run folder: %s%s", shown(folder.path), how)
+    for path, keys in passed_over(folder.base, folder.path, config):
+        saved = saved_steps(path / CHECKPOINTS)
+        how = f"checkpoint.resume_from={shown(path)} continues it" if saved else "it saved nothing"
+        differences = ", ".join(keys)
+        log.info("%s is an unfinished run of another configuration (%s); %s", shown(path), differences, how)
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> list[tuple[Path, list[str]]]:
@@ -66,27 +92,28 @@ def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> list[tuple[
     Each difference reads 'key=theirs, here ours'.
     """
     found: list[tuple[Path, list[str]]] = []
+    ours = _identity(yaml.safe_load(yaml.safe_dump(config)))
     for number in itertools.count(1):
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
         if path == chosen:
             return found
         if not (path / CONFIG_FILE).is_file() or _is_finished(path / SUMMARY_FILE):
             continue
-        theirs = _flat(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
-        ours = _flat(yaml.safe_load(yaml.safe_dump(config)))
-        keys = [key for key in ours if theirs.get(key) != ours[key] and key != "format"]
+        theirs = _identity(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
+        keys = [key for key in ours if theirs.get(key) != ours[key]]
         if keys:  # none differ where the run is going on in another process
             found.append((path, [f"{key}={theirs.get(key)}, here {ours[key]}" for key in keys]))
     raise AssertionError("count has no end")
 
 
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and their values."""
+def _identity(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values that tell one run from another."""
     if not isinstance(config, dict):
         return {prefix.removesuffix("."): config}
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.")
+        if f"{prefix}{key}" not in (*_FREE_SECTIONS, *_FREE_KEYS):
+            flat |= _identity(value, f"{prefix}{key}.")
     return flat
 
 
@@ -114,12 +141,12 @@ def cut_metrics(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _enter(path: Path, config: dict[str, Any], usable: tuple[_State, ...]) -> RunFolder | None:
+def _enter(path: Path, base: Path, config: dict[str, Any], usable: tuple[_State, ...]) -> RunFolder | None:
     """Lock a folder that is in a usable state and make it a run's; None for any other."""
     if _state(path, config) not in usable:
         return None
     path.mkdir(parents=True, exist_ok=True)
-    lock = _Lock.take(path / _LOCK_FILE)
+    lock = FileLock.take(path / _LOCK_FILE)
     if lock is None:
         log.info("%s belongs to a run that is going on", path)
         return None
@@ -128,8 +155,8 @@ def _enter(path: Path, config: dict[str, Any], usable: tuple[_State, ...]) -> Ru
         lock.release()
         return None
     if state is _State.free:
-        write_durably(path / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
-    return RunFolder(path, state is _State.unfinished, lock)
+        write_config(path, config)
+    return RunFolder(path, base, state is _State.unfinished, lock)
 
 
 class _State(enum.Enum):
@@ -167,11 +194,7 @@ def _same(path: Path, config: dict[str, Any]) -> bool:
         log.warning("%s is no YAML and counts as another configuration: %s", path, error)
         return False
     ours = yaml.safe_load(yaml.safe_dump(config))  # as it looks after the same way through a file
-    return isinstance(theirs, dict) and _without_format(theirs) == _without_format(ours)
-
-
-def _without_format(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "format"}
+    return isinstance(theirs, dict) and _identity(theirs) == _identity(ours)
 
 
 def _row(text: str) -> dict[str, Any] | None:
@@ -180,29 +203,3 @@ def _row(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-class _Lock:
-    """An flock on a file, held by this process and by no child of it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-        # a forked child shares the lock and would hold it on after our death
-        os.register_at_fork(after_in_child=self.release)
-
-    @classmethod
-    def take(cls, path: Path) -> _Lock | None:
-        """The lock, or None while somebody else has it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return cls(descriptor)
-
-    def release(self) -> None:
-        """Close our end; the lock is free once no process has it open."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,27 +11,46 @@ from torch import Tensor
 from graphmoe.config import LrSchedule, OptimConfig
 
 
-def learning_rate(config: OptimConfig, total_steps: int, done: Tensor) -> Tensor:
+class LrNumbers(NamedTuple):
+    """A schedule's numbers: fp32 scalars on the device, so that others need no other code, or floats."""
+
+    peak: Any
+    floor: Any
+    """Final learning rate over the peak."""
+    warmup: Any
+    """Steps of linear warm-up."""
+    start: Any
+    """Steps before the decay."""
+    span: Any
+    """Steps of the decay."""
+
+    @classmethod
+    def of(cls, config: OptimConfig, total_steps: int) -> LrNumbers:
+        """The numbers of a configuration, as floats."""
+        start, span = config.warmup_steps, max(total_steps - config.warmup_steps, 1)
+        if config.schedule is LrSchedule.wsd:
+            span = max(round(total_steps * config.wsd_decay_fraction), 1)
+            start = total_steps - span
+        return cls(config.lr, config.min_lr_ratio, float(config.warmup_steps), float(start), float(span))
+
+
+def learning_rate(schedule: LrSchedule, numbers: LrNumbers, done: Tensor) -> Tensor:
     """Learning rate of the step that follows ``done`` applied steps; fp32 scalar, no device sync.
 
-    Linear warm-up from lr / warmup_steps, then constant; or a cosine down to min_lr_ratio * lr at the
-    last step (arXiv 1608.03983); or wsd: stable, then a 1 - sqrt decay over the last
-    wsd_decay_fraction of the steps (arXiv 2405.18392, section 4).
+    Linear warm-up from peak / warmup, then constant; or a cosine down to floor * peak at the last step
+    (arXiv 1608.03983); or wsd: stable, then a 1 - sqrt decay over the last steps (arXiv 2405.18392,
+    section 4). ``numbers`` are scalar tensors.
     """
     step = done.float() + 1
     factor = torch.ones_like(step)
-    if config.schedule is LrSchedule.cosine:
-        span = max(total_steps - config.warmup_steps, 1)
-        progress = ((step - config.warmup_steps) / span).clamp(0, 1)
-        factor = _between(config.min_lr_ratio, 0.5 * (1 + torch.cos(math.pi * progress)))
-    elif config.schedule is LrSchedule.wsd:
-        span = max(round(total_steps * config.wsd_decay_fraction), 1)
-        progress = ((step - (total_steps - span)) / span).clamp(0, 1)
-        factor = _between(config.min_lr_ratio, 1 - progress.sqrt())
-    if config.warmup_steps:
-        factor = torch.where(step < config.warmup_steps, step / config.warmup_steps, factor)
-    return config.lr * factor
+    progress = ((step - numbers.start) / numbers.span).clamp(0, 1)
+    if schedule is LrSchedule.cosine:
+        factor = _between(numbers.floor, 0.5 * (1 + torch.cos(math.pi * progress)))
+    elif schedule is LrSchedule.wsd:
+        factor = _between(numbers.floor, 1 - progress.sqrt())
+    rising = step / numbers.warmup.clamp_min(1.0)
+    return numbers.peak * torch.where(step < numbers.warmup, rising, factor)
 
 
-def _between(floor: float, share: Tensor) -> Tensor:
+def _between(floor: Tensor, share: Tensor) -> Tensor:
     return floor + (1 - floor) * share

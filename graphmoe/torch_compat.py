@@ -20,11 +20,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.numa import binding as numa_binding
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "FakeTensorMode",
+    "bind_threads",
     "cache_counts",
     "compile_inference",
     "custom_function_of",
@@ -193,3 +195,12 @@ def cache_counts() -> Iterator[dict[str, int]]:
         yield counts
     finally:
         counts.update({name: counters[group][key] - before[name] for name, (group, key) in names.items()})
+
+
+def bind_threads(cpus: set[int]) -> None:
+    """Let this process run on these CPUs only: new threads, and each that had no place of its own.
+
+    *Raises* OSError where the system does not permit it. (torch/numa/binding.py, of torchrun's
+    ``--numa-binding``, which takes an unknown NUMA node for node 0 and wants the command numactl.)
+    """
+    numa_binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cpus)

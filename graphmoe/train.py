@@ -2,35 +2,41 @@
 
 Results go to the run's folder (hydra.run.dir, by default outputs/<run.name>): resolved.yaml, env.json,
 metrics.jsonl, summary.json, logs/, tensorboard/ and checkpoints/.
+
+One worker trains in this process; several, and the jobs of a sweep, are processes of graphmoe.worker.
+What imports torch is imported by the functions, so that a misspelt key is answered at once.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
-from functools import partial
+import shlex
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from rich.console import Console
 
-from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.cli import emit
-from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, OutputFormat, RunConfig
-from graphmoe.data import DataError
+from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import hydra_app, to_plain
-from graphmoe.environment import check_memory, describe, open_device
-from graphmoe.generate import TOKENIZER_FILE, generate
 from graphmoe.logs import start_logging
-from graphmoe.metrics import METRICS_FILE, summarise
-from graphmoe.model.attention import check_backend
-from graphmoe.progress import Progress
-from graphmoe.run_folder import SUMMARY_FILE, RunFolder, claim, passed_over
-from graphmoe.trainer import Trainer, TrainingStopped
-from passes import select_passes
+from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals
+from graphmoe.summary import render, shown, value_of
+from graphmoe.worker import FOLDER_HELD, LAUNCHED_AT, LOGS
+from runtime.launch.failures import RunFailed
+
+if TYPE_CHECKING:
+    from graphmoe.run_folder import RunFolder
+    from runtime.launch.nodes import Nodes
 
 log = logging.getLogger(__name__)
 
@@ -39,126 +45,163 @@ EXAMPLES = (
     "python -m graphmoe.train model=deepseek_v2_lite model.num_layers=4 data=synthetic train.steps=20",
     "python -m graphmoe.train -m optim.lr=1e-3,3e-3 train.steps=100",
 )
-PROMPT = "def read_file(path):\n"
 
 
 def main() -> None:
-    """Run the command line; a sweep prints its JSON summaries as one list."""
-    known = (DataError, CheckpointError, TrainingStopped)
-    swept: list[dict[str, Any]] = []
-    task = partial(train, swept=swept)
+    """Run the command line."""
+    gc.disable()  # until training begins
     try:
-        hydra_app(task, prog="graphmoe.train", examples=EXAMPLES, makes_folder=True, known_errors=known)
+        with ends_at_signals():
+            hydra_app(
+                train,
+                prog="graphmoe.train",
+                examples=EXAMPLES,
+                makes_folder=True,
+                known_errors=(RunFailed,),
+                prepare=_prepare,
+            )
     finally:
-        if swept:
-            emit(swept, "", OutputFormat.json)
+        gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
 
 
-def train(config: RunConfig, swept: list[dict[str, Any]]) -> float | None:
+def train(config: RunConfig) -> float | None:
     """Train to the end, or to a signal; the final validation loss, which sweeps minimise.
 
-    In a sweep with ``format=json`` the summary is appended to ``swept`` instead of printed, and a
-    signal ends the whole sweep.
+    In a sweep the summary is not printed, and a signal ends the whole sweep.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    from graphmoe.sweep import in_sweep
+    from runtime.launch.nodes import find_nodes
+
+    if ELASTIC in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this version trains on one device; start it with "
-            f"python -m graphmoe.train, without torchrun"
+            "start graphmoe with python -m graphmoe.train; for your own torchrun use -m graphmoe.worker "
+            "<resolved.yaml>, which python -m graphmoe.train launch.write_only=true writes"
         )
-    device = open_device(config.run.device)
-    check_memory(config, device)
-    check_backend(config.model, device.type)
-    select_passes(config.passes, {})  # its errors come before a folder is made
-    console = Console(stderr=True)
-    run_folder = _claim(config, console)
-    folder = run_folder.path
-    if config.moe.force_balance:
-        log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
-    on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
-    if on_gpu and in_fp32 and not config.compile.enabled:
-        log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
-    with Progress(console, config.train.steps, wanted=config.log.progress) as progress:
-        try:
-            trainer = Trainer(config, folder, progress)
-            trainer.start()
-        except BaseException:
-            run_folder.abandon()  # a run that never started, say for want of data, keeps no folder
-            raise
-        _write_json(folder / "env.json", describe(trainer.device))
-        if trainer.corpus.tokenizer is not None:
-            trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
-        finished = trainer.run()
-    summary = {
-        "finished": finished,
-        "steps": trainer.step,
-        "folder": str(folder),
-        **summarise(folder / METRICS_FILE),
-        "time_to_first_step_s": trainer.first_step_s,
-    }
-    summary["sample"] = _sample(trainer) if finished else None
-    _write_json(folder / SUMMARY_FILE, summary)
-    sweeps = HydraConfig.get().mode is RunMode.MULTIRUN
-    if sweeps and config.format is OutputFormat.json:
-        swept.append(summary)
-    else:
-        emit(summary, _report(summary), config.format)
-    run_folder.release()
-    if sweeps and trainer.stopped_by:
-        log.warning("%s: the rest of the sweep is not started", trainer.stopped_by)
+    if config.launch.write_only:
+        _write_only(config)
+        return None
+    nodes, sweeps = find_nodes(config.launch), in_sweep()
+    alone = nodes.count == config.launch.nproc == 1 and not config.launch.max_restarts
+    summary = _train_here(config) if alone and not sweeps else _train_in_workers(config, nodes)
+    if summary is None:
+        return None
+    if not sweeps:
+        emit(summary, render(summary), config.format)
+    elif summary["stopped_by"]:
         raise KeyboardInterrupt
-    return summary["final_val_loss"] if summary["final_val_loss"] is not None else summary["final_loss"]
+    return value_of(summary)
 
 
-def _claim(config: RunConfig, console: Console) -> RunFolder:
-    """The run's folder, with the log started there."""
+def _prepare(config: RunConfig) -> None:
+    from runtime.host.environment import set_environment
+
+    set_environment(config.host, config.run.device)
+
+
+def _write_only(config: RunConfig) -> None:
+    """Leave resolved.yaml in a folder of the run's own, and print the command that runs it."""
+    with _claimed(config, "launch") as run_folder:
+        resolved = shown(run_folder.path / "resolved.yaml")
+    launch = config.launch
+    nodes = 1 if launch.nodes == "auto" else launch.nodes
+    meeting = ["--standalone"]
+    if nodes > 1:
+        endpoint = launch.endpoint or "<first node>:29500"
+        meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    words = ["torchrun", *meeting, f"--nproc-per-node={launch.nproc}", "-m", "graphmoe.worker", resolved]
+    document = {"folder": str(run_folder.path), "command": words}
+    emit(document, shlex.join(words), config.format)
+
+
+def _train_here(config: RunConfig) -> dict[str, Any]:
+    """The summary of a run whose one worker is this process."""
+    from graphmoe.training import open_worker, run_worker
+    from graphmoe.world import World
+
+    world = World()
+    lines = open_worker(config, world)  # its errors come before a folder is made
+    with _claimed(config, "rank0") as run_folder:
+        return run_worker(config, run_folder.path, world, lines)
+
+
+def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
+    """The summary of a run in workers of their own; None on nodes other than the first."""
+    from graphmoe.run_folder import CONFIG_FILE, SUMMARY_FILE, write_config
+    from graphmoe.sweep import in_sweep, job_gpus
+    from runtime.launch.elastic import launch
+
+    gc.enable()
+    launched_at = time.time() if in_sweep() else psutil.Process().create_time()
+    environment = {LAUNCHER_PID: str(os.getpid()), LAUNCHED_AT: str(launched_at)}
+    on_gpu = config.run.device is DeviceChoice.cuda
+    with ExitStack() as stack:
+        environment |= stack.enter_context(job_gpus(config))
+        _check_gpus(config, environment)
+        if nodes.is_first:
+            folder = stack.enter_context(_claimed(config, "launch")).path
+            environment[FOLDER_HELD] = str(folder)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphmoe-")))
+            write_config(folder, to_plain(config))
+            start_logging(None, "launch", on_console=True)
+        before = _written(folder / SUMMARY_FILE)
+        stopped = launch(
+            config.launch, folder / CONFIG_FILE, environment, folder / LOGS, nodes=nodes, on_gpu=on_gpu
+        )
+        return _new_summary(folder / SUMMARY_FILE, before, stopped) if nodes.is_first else None
+
+
+def _new_summary(path: Path, before: int | None, stopped: str | None) -> dict[str, Any]:
+    """What the workers wrote since ``before``. *Raises* Interrupted if a signal stopped them too early."""
+    if _written(path) == before and stopped:
+        log.warning("%s: ended before the first step", stopped)
+        raise Interrupted(signal.Signals[stopped])
+    if _written(path) == before:
+        raise RunFailed(f"the workers ended without {path}; do all nodes share the folder?")
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
+
+
+def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:
+    """Refuse more workers than GPUs. Asks torch for their number, which makes no context on them."""
+    import torch
+
+    if config.run.device is not DeviceChoice.cuda:
+        return
+    leased = environment.get("CUDA_VISIBLE_DEVICES")
+    count = len(leased.split(",")) if leased else torch.cuda.device_count()
+    if config.launch.nproc > count:
+        raise ConfigError(
+            f"launch.nproc={config.launch.nproc} workers need a GPU each, and {count} are visible; use "
+            f"launch.nproc={max(count, 1)} or auto"
+        )
+
+
+@contextmanager
+def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
+    """The run's folder, held inside the block, with the log of this process in it.
+
+    An error before training has begun leaves a new folder free.
+    """
+    from graphmoe.run_folder import announce, claim
+    from graphmoe.sweep import record_folder
+
     base, plain = Path(HydraConfig.get().runtime.output_dir), to_plain(config)
     run_folder = claim(base, plain, resume=config.checkpoint.resume)
-    start_logging(run_folder.path, rank=0, console=console)
-    continued = " (continued)" if saved_steps(run_folder.path / CHECKPOINTS) else " (again: it saved nothing)"
-    log.info("run folder: %s%s", _shown(run_folder.path), continued if run_folder.resumed else "")
-    for path, keys in passed_over(base, run_folder.path, plain):
-        saved = saved_steps(path / CHECKPOINTS)
-        how = f"checkpoint.resume_from={_shown(path)} continues it" if saved else "it saved nothing"
-        log.info(
-            "%s is an unfinished run of another configuration (%s); %s", _shown(path), ", ".join(keys), how
-        )
-    return run_folder
+    try:
+        start_logging(run_folder.path / LOGS, log_name, on_console=True)
+        announce(run_folder, plain)
+        record_folder(run_folder.path)
+        yield run_folder
+    except BaseException:
+        run_folder.abandon()
+        raise
+    run_folder.release()
 
 
-def _sample(trainer: Trainer) -> str | None:
-    """Text that the trained model writes, where the corpus has a tokenizer."""
-    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
-    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
-        return None
-    return generate(trainer.model, tokenizer, PROMPT, count, temperature=0.8, seed=0)
-
-
-def _report(summary: dict[str, Any]) -> str:
-    """The end of a run, for people."""
-    lines = []
-    if summary["sample"]:
-        lines += ["", "A sample of what the model writes now:", "", summary["sample"], ""]
-    first, last = summary["first_val_loss"], summary["final_val_loss"]
-    if not summary["finished"]:
-        lines.append(f"stopped after step {summary['steps']}, training loss {summary['final_loss']}")
-    elif first is not None and last is not None:
-        lines.append(f"validation loss {first:.3f} -> {last:.3f} in {summary['steps']} steps")
-    elif summary["final_loss"] is not None:
-        lines.append(f"loss {summary['final_loss']:.3f} after {summary['steps']} steps")
-    lines.append(f"results: {_shown(Path(summary['folder']))}")
-    return "\n".join(lines)
-
-
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def _shown(folder: Path) -> str:
-    """The folder relative to where the user stands, if it lies there."""
-    here = Path.cwd()
-    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
+def _written(path: Path) -> int | None:
+    """When a file was written; None if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The training loop: batches -> forward and backward -> optimizer step -> metrics -> checkpoints.
 
+Every rank of a job runs it alike, each on its micro-batches; rank 0 writes what the run's folder gets.
 The host never waits for the device inside a step; it reads the metrics of the last steps at logging
 steps, a step later where steps are captured, and only then learns of skipped steps.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.agreement import StopAgreement
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config import ComputeDtype, ConfigError, RunConfig
 from graphmoe.data import Corpus, Loader, first_batches, open_data
@@ -30,7 +32,7 @@ from graphmoe.environment import (
 )
 from graphmoe.execution import Execution
 from graphmoe.flops import flops_per_token
-from graphmoe.metrics import METRICS_FILE, MetricsWriter, Throughput, log_line, to_json
+from graphmoe.metrics import METRICS_FILE, MetricsWriter, NoMetrics, Throughput, log_line, to_json
 from graphmoe.model import build_model
 from graphmoe.optim import Optimizer
 from graphmoe.progress import Progress
@@ -41,9 +43,10 @@ from graphmoe.step_rows import PendingRows, StepRow, StepRows
 from graphmoe.torch_compat import tensors_of
 from graphmoe.train_step import TrainStep
 from graphmoe.weights import explained_mismatch, load_weights
+from graphmoe.world import World
 from runtime.capture import Place
 from runtime.captured_step import CapturedStep, Step
-from runtime.host import GarbageCollection
+from runtime.host.tuning import GarbageCollection
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +60,13 @@ class TrainingStopped(RuntimeError):
 class Trainer:
     """Model, optimizer, data and checkpoints of one run, and the loop over them."""
 
-    def __init__(self, config: RunConfig, folder: Path, progress: Progress) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, progress: Progress, world: World | None = None
+    ) -> None:
+        """A collective of all ranks, as all that follows."""
         assert config.data.seq_len is not None
         self.config, self.folder, self.progress = config, folder, progress
+        self.world = world or World()
         self.device = open_device(config.run.device)
         seed_everything(config.train.seed, config.precision, self.device)
         self.corpus: Corpus = open_data(
@@ -74,11 +81,13 @@ class Trainer:
         )
         self.optimizer = Optimizer(self.model, config.optim, config.train)
         dtype = DTYPES[config.precision.compute]
-        self.execution = Execution(config, dtype, self.device, self.optimizer)
+        self.execution = Execution(config, dtype, self.device, self.optimizer, self.world)
         self.loader = Loader(
             self.corpus.train,
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
         )
@@ -87,6 +96,7 @@ class Trainer:
             min(config.train.log_interval, config.train.steps), len(self.model.routers()), self.device
         )
         self.throughput = self._throughput()
+        self.agreement = StopAgreement(self.world)
         self._pending: tuple[PendingRows, float] | None = None
         """Metrics on their way to the host, and the epoch of the last of them."""
         self.step = 0
@@ -97,10 +107,10 @@ class Trainer:
     def start(self) -> None:
         """Take over the state to start from, and open the metrics: the last that can be refused."""
         self.execute = self.execution.start(self.folder, self._restore())
-        self.train_step = TrainStep(self.config, self.model, self.optimizer, self.execute)
-        self._run_step = self._captured(self.train_step)
-        plain = to_plain(self.config)
-        self.metrics = MetricsWriter(self.folder, self.config.log, self.config.run.name, self.step, plain)
+        self.train_step = TrainStep(self.config, self.model, self.optimizer, self.execute, self.world)
+        self._run_step: Step = self._captured(self.train_step)
+        self.metrics: MetricsWriter = NoMetrics()
+        self.world.on_first(self._open_metrics)
 
     def run(self) -> bool:
         """Train to the last step, or until a signal asks to stop; whether the run is finished."""
@@ -112,18 +122,18 @@ class Trainer:
             stack.callback(self.metrics.close)
             stack.callback(self.store.close)
             stack.callback(self.loader.close)
+            stack.callback(self._release_graph)
             if self.step == 0:
                 self._validate()
-            self.rows.clock.restart()
-            while self.step < self.config.train.steps and not stop.received:
-                self._train_step()
-                garbage.after_step(self.step)
+            signal = self._loop(stop, garbage)
             self._flush()
             finished = self.step >= self.config.train.steps
             if self.step not in self.store.latest():
                 self._save(wait=True)
             self.store.wait()
-        self.execution.write_report(self.folder)  # validation may have compiled after the first step
+        self.execution.keep_code()
+        if self.world.is_first:
+            self.execution.write_report(self.folder)  # validation may have compiled after the first step
         capture = self.execution.capture
         if capture and not capture.ready:
             log.warning(
@@ -133,17 +143,28 @@ class Trainer:
                 capture.steps,
                 capture.warmup_steps,
             )
-        if stop.received and not finished:
-            self.stopped_by = stop.received
+        if signal and not finished:
+            self.stopped_by = signal
             log.warning(
                 "%s: stopped after step %d%s",
-                stop.received,
+                signal,
                 self.step,
                 ", which is saved; the same command goes on from there"
                 if self.config.checkpoint.enabled
                 else "; nothing is saved (checkpoint.enabled=false)",
             )
         return finished
+
+    def _loop(self, stop: StopSignal, garbage: GarbageCollection) -> str | None:
+        """Steps up to the last, or to a signal at any rank, whose name is returned."""
+        self.rows.clock.restart()
+        while self.step < self.config.train.steps:
+            if signal := self.agreement.signal(stop.received):
+                return signal
+            self._train_step()
+            garbage.after_step(self.step)
+        self.agreement.close()
+        return None
 
     def _train_step(self) -> None:
         """One optimizer step, and what is due after it."""
@@ -156,7 +177,9 @@ class Trainer:
         if self.first_step_s is None:
             self._synchronize()
             self.first_step_s = seconds_since_process_start()
-            self.execution.report(self.folder)
+            if self.world.is_first:
+                self.execution.report(self.folder)
+            self.execution.keep_code()
         self.progress.advance(self.step)
         self._report_pending()
         last = self.step == train.steps
@@ -191,6 +214,10 @@ class Trainer:
 
         return run
 
+    def _release_graph(self) -> None:
+        """Drop the graph of a captured step: NCCL ends only after the last graph that holds its sums."""
+        self._run_step = self.train_step
+
     def _at_fixed_addresses(self) -> dict[str, Place]:
         """Weights, buffers, gradients and the optimizer's state: graphs use them without being given them."""
         optimizer = self.optimizer
@@ -207,7 +234,8 @@ class Trainer:
         capture = self.execution.capture
         if capture and capture.steps == capture.warmup_steps + 1:
             capture.report.pool_bytes = capture.maker.pool_bytes()
-            capture.report.write(self.folder)
+            if self.world.is_first:
+                capture.report.write(self.folder)
             log.info(capture.report.line())
             if isinstance(self.config.graph.scope, str):
                 return  # a word stands for segments that a model may lack; the report has them
@@ -261,10 +289,11 @@ class Trainer:
         if train.val_batches == 0 or self.corpus.val is None:
             return
         total, count = torch.zeros((), device=self.device), 0
-        for tokens in self._validation_batches():
-            tokens = tokens.to(self.device, non_blocking=True)
-            total += self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute).cross_entropy
-            count += 1
+        for count, tokens in enumerate(self._validation_batches(), start=1):
+            if (count - 1) % self.world.size == self.world.rank:  # dealt out among ranks
+                tokens = tokens.to(self.device, non_blocking=True)
+                total += self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute).cross_entropy
+        (total,) = self.world.sums(total)
         loss = total.item() / count
         self.metrics.write([{"step": self.step, "val_loss": loss}])
         log.info("step %d/%d  validation loss %.4f (%d micro-batches)", self.step, train.steps, loss, count)
@@ -302,7 +331,7 @@ class Trainer:
         with explained_mismatch(store.folder, self.config.model):
             found = store.load(state)
         if found is None:
-            cut_metrics(self.folder / METRICS_FILE, -1)
+            self._cut_metrics(-1)
             self._import_weights()
             return ""
         self.step = state["step"]
@@ -314,11 +343,18 @@ class Trainer:
         self.optimizer.restored()
         self.loader.load_state_dict(state["loader"])
         restore_random_state(state["random"])
-        dropped = cut_metrics(self.folder / METRICS_FILE, self.step or -1)  # step 0 validates again
+        dropped = self._cut_metrics(self.step or -1)  # step 0 validates again
         log.info(
             "continuing after step %d of %s (%d later metrics rows cut)", self.step, store.folder, dropped
         )
         return state.get("experts", "")
+
+    def _cut_metrics(self, step: int) -> int:
+        return self.world.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
+
+    def _open_metrics(self) -> None:
+        name, plain = self.config.run.name, to_plain(self.config)
+        self.metrics = MetricsWriter(self.folder, self.config.log, name, self.step, plain)
 
     def _import_weights(self) -> None:
         """Start from the weights of checkpoint.init_from, if it names any."""
@@ -333,7 +369,8 @@ class Trainer:
         assert config.data.seq_len is not None
         tokens = config.train.global_batch_size * config.data.seq_len
         flops = flops_per_token(config.model, config.data.seq_len).total
-        return Throughput(tokens, flops, device_name(self.device), config.log.peak_tflops)
+        name, peak = device_name(self.device), config.log.peak_tflops
+        return Throughput(tokens, flops, name, peak, self.world.size)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from passes import PassReport
-from runtime.compiled import CompiledSegments, UnitReport
+from runtime.compiled import UnitReport
 
 REPORT_FILE = "compile_report.json"
 
 
-def write_report(path: Path, compiled: CompiledSegments) -> None:
-    """Write what was compiled so far."""
-    content = to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid())
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def to_json(reports: Sequence[UnitReport], recompiled: int, uuid: str) -> dict[str, Any]:
+def to_json(
+    reports: Sequence[UnitReport], recompiled: int, uuid: str, why_compiled: str = ""
+) -> dict[str, Any]:
     """The report's content; sizes in bytes of one unit of each kind, times in ms or s.
 
-    ``breaks`` is 0 in every report: a segment that cannot be one graph is an error.
+    ``why_compiled`` says why units were not in the caches. ``breaks`` is 0 in every report: a segment that
+    cannot be one graph is an error.
     """
     cache: dict[str, int] = {}
     for report in reports:
@@ -48,6 +43,7 @@ def to_json(reports: Sequence[UnitReport], recompiled: int, uuid: str) -> dict[s
                 "graphs": report.graphs,
                 "seconds": report.seconds,
                 "source": _source(report),
+                "why_compiled": why_compiled if _source(report) == "compiled" else None,
                 "used": report.shared_by,
                 "kept_bytes": report.kept_bytes,
                 "recomputed": report.recomputed,
@@ -127,7 +123,7 @@ def _purpose(report: UnitReport) -> str:
 def _source(report: UnitReport) -> str:
     if not report.graphs:
         return "-"
-    return "cache" if report.cache["fx_hits"] == report.graphs else "compiled"
+    return "cache" if report.from_cache == report.graphs else "compiled"
 
 
 def _mib(size: int) -> str:

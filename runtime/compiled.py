@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from graphmoe.gradients import Gradient
 from graphmoe.segments import Segment
 from graphmoe.torch_compat import cache_counts
 from passes import MadeBy, PassReport, PassRunner
+from runtime.cache.turns import CompileTurns
 from runtime.captured_units import CapturedUnit, UnitCapture
 from runtime.recompute import NOTHING, Recompute, UnitRecompute
 from runtime.tracing import fakes_of, trace_in_place
@@ -47,6 +48,11 @@ class UnitReport:
     recomputed: int = 0
     """Operations of the forward that the backward computes again because of ``recompute``."""
 
+    @property
+    def from_cache(self) -> int:
+        """Graphs that were found in torch's caches."""
+        return self.cache.get("fx_hits", 0)
+
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Adds what happens inside to seconds and cache."""
@@ -57,9 +63,9 @@ class UnitReport:
         for name, count in counts.items():
             self.cache[name] = self.cache.get(name, 0) + count
 
-    def compile(self, graph: fx.GraphModule) -> Compiled:
-        """Compile one more graph of this unit."""
-        with self.measured():
+    def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
+        """Compile one more graph of this unit, in turn with other ranks if there are any."""
+        with self.measured(), nullcontext() if turns is None else turns.of(graph):
             code = compile_graph(graph)
         self.graphs += 1
         return code
@@ -90,6 +96,10 @@ class CompiledSegments:
         capture: UnitCapture | None = None,
         recompute: Recompute | None = None,
     ) -> None:
+        self.turns: CompileTurns | None = None
+        """Of the ranks that share a folder of compiled code."""
+        self.measured: dict[str, int] = {}
+        """Bytes that graphs keep for their backward, by fingerprint, also of earlier runs."""
         self._runner = runner
         """Makes the passes for training (True) or inference (False)."""
         self._gradient_of = gradient_of
@@ -132,7 +142,7 @@ class CompiledSegments:
         report = UnitReport(name, True)
         with report.measured():
             graph = trace_in_place(run, fakes_of([tensor.detach() for tensor in tensors]))
-        code = report.compile(graph)
+        code = report.compile(graph, self.turns)
         self._add(report)
         return code
 
@@ -217,6 +227,7 @@ class CompiledSegments:
                 segments=tuple(segment.name for segment in unit.segments),
                 recompute=recompute,
                 makers=makers,
+                measured=self.measured,
             )
         report.passes = graphs.reports
         report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
@@ -226,7 +237,7 @@ class CompiledSegments:
         return code, report
 
     def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
-        code = report.compile(graph)
+        code = report.compile(graph, self.turns)
         if report in self.reports:
             log.info("compiled %s again, to add weight gradients to those that are there", report.unit)
         return code

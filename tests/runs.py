@@ -67,7 +67,9 @@ TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "epoch"}
 """Keys of a metrics row that may differ between two runs of the same configuration."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["graphmoe.train", "graphmoe.info"])
+_CONTEXT.set_forkserver_preload(
+    ["graphmoe.train", "graphmoe.training", "graphmoe.info", "runtime.launch.elastic"]
+)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -138,7 +140,8 @@ class Command:
     """A started ``python -m <module> <words>`` in a folder, with its output in files there.
 
     ``slow`` names functions (STEP, SAVE) that sleep for so many seconds before each call, so that a
-    signal which depends on them arrives in time on a busy machine too.
+    signal which depends on them arrives in time on a busy machine too; in workers of their own
+    ``environment`` does, with ``tests.faults``.
     """
 
     def __init__(
@@ -147,9 +150,10 @@ class Command:
         words: tuple[str, ...],
         module: str = "graphmoe.train",
         slow: dict[str, float] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
-        arguments = (folder, words, module, self.out, self.err, slow or {})
+        arguments = (folder, words, module, self.out, self.err, slow or {}, environment or {})
         self.process: BaseProcess = _CONTEXT.Process(target=_child, args=arguments, daemon=True)
         self.process.start()
         assert self.process.pid is not None
@@ -174,9 +178,15 @@ class Command:
             time.sleep(0.001)
 
 
-def command(folder: Path, *words: str, module: str = "graphmoe.train", seconds: float = 60) -> Command:
+def command(
+    folder: Path,
+    *words: str,
+    module: str = "graphmoe.train",
+    seconds: float = 60,
+    environment: dict[str, str] | None = None,
+) -> Command:
     """Run a command to its end."""
-    started = Command(folder, words, module)
+    started = Command(folder, words, module, environment=environment)
     started.wait(seconds)
     return started
 
@@ -196,9 +206,16 @@ def _sleep_first(name: str, seconds: float) -> None:
 
 
 def _child(
-    folder: Path, words: tuple[str, ...], module: str, out: Path, err: Path, slow: dict[str, float]
+    folder: Path,
+    words: tuple[str, ...],
+    module: str,
+    out: Path,
+    err: Path,
+    slow: dict[str, float],
+    environment: dict[str, str],
 ) -> None:
     os.chdir(folder)
+    os.environ.update({"PYTHONPATH": str(ROOT), **environment})  # for workers
     for name, seconds in slow.items():
         _sleep_first(name, seconds)
     sys.argv = [str(ROOT / f"{module.replace('.', '/')}.py"), *words]

@@ -22,13 +22,23 @@ from graphmoe.config import (
     RunConfig,
 )
 from graphmoe.config_errors import known_keys
-from graphmoe.config_rules import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARES, check, resolve, violations
+from graphmoe.config_rules import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_IF_SET,
+    SHARES,
+    check,
+    resolve,
+    violations,
+)
 from graphmoe.entry import to_config, to_plain
 from graphmoe.field_docs import field_docs
 from tests.runs import command, config
 
 CONF = Path(conf.__path__[0])
-OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
+FILES = sorted([*CONF.glob("*/*.yaml"), *CONF.glob("experiment/*/*.yaml")])
+OPTIONS = ["=".join(str(path.relative_to(CONF).with_suffix("")).split("/", 1)) for path in FILES]
 NEEDED = {  # what an option cannot choose for the user
     "data=files": ["data.paths=[a.txt]", "data.tokenizer=t.json"],
     "data=hf": ["data.hf_name=d", "data.tokenizer=t.json"],
@@ -55,7 +65,7 @@ def test_every_option_of_every_group_composes_and_is_valid(composed, option):
         assert found.data.seq_len == min(found.model.context_length, 4096)
 
 
-@pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
 def test_every_option_opens_with_what_it_is_for(path):
     lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
     assert lines[0].startswith("# ") and len(lines[0]) > 12
@@ -132,7 +142,7 @@ def changed(**sections: dict) -> RunConfig:
 
 
 RANGES = [
-    *((key, bad, "greater than 0") for key in POSITIVE.split() for bad in (0, -1)),
+    *((key, bad, "greater than 0") for key in f"{POSITIVE} {POSITIVE_IF_SET}".split() for bad in (0, -1)),
     *((key, -1, "0 or greater") for key in NOT_NEGATIVE.split()),
     *((key, bad, "at least 0 and below 1") for key in BELOW_ONE.split() for bad in (-0.1, 1.0)),
     *((key, bad, "between 0 and 1") for key in SHARES.split() for bad in (-0.1, 1.1)),
@@ -147,8 +157,8 @@ def test_a_value_out_of_its_range_is_named_with_the_range(key, bad, wanted):
 
 
 def test_every_number_of_the_schema_has_a_range_or_a_rule():
-    ranged = set(f"{POSITIVE} {NOT_NEGATIVE} {BELOW_ONE} {SHARES}".split())
-    ruled = {"model.num_kv_heads", "model.yarn_factor", "model.yarn_beta_fast", "data.seq_len"}
+    ranged = set(f"{POSITIVE} {POSITIVE_IF_SET} {NOT_NEGATIVE} {BELOW_ONE} {SHARES}".split())
+    ruled = {"model.num_kv_heads", "model.yarn_factor", "model.yarn_beta_fast"}
     ruled |= {"data.bpe_vocab_size", "log.peak_tflops"}
     free = {"data.seed", "train.seed"}
     numbers = set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import subprocess
 import sys
 
@@ -14,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from graphmoe.config import RunConfig
 from graphmoe.config_errors import USUAL_NAMES, explain, known_keys, nearest_key
 from graphmoe.entry import to_config
-from tests.runs import ROOT, TINY, Command, command, numbers
+from tests.runs import ROOT, TINY, command
 
 
 @pytest.fixture(scope="module")
@@ -132,42 +130,6 @@ def test_violations_and_errors_of_a_run_have_their_exit_status(tmp_path):
     assert missing.wait() == 1
     last = missing.err.read_text().splitlines()[-1]
     assert last.startswith("error: nowhere holds no checkpoint")
-
-
-def test_a_sweep_runs_each_value_in_a_folder_of_its_own(tmp_path):
-    words = ("train.steps=2", "train.val_interval=0", "hydra.sweep.dir=sweep", "optim.lr=1e-2,2e-2")
-    run = command(tmp_path, "-m", *TINY, *words)
-    assert run.wait() == 0, run.err.read_text()
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
-    first, second = (numbers(tmp_path / "sweep" / name) for name in "01")
-    assert [row["lr"] for row in first if "lr" in row] != [row["lr"] for row in second if "lr" in row]
-    assert run.out.read_text().count("results: ") == 2
-
-
-def test_a_sweep_prints_one_json_document(tmp_path):
-    words = ("train.steps=1,2", "train.val_interval=0", "hydra.sweep.dir=sweep", "format=json")
-    run = command(tmp_path, "-m", *TINY, *words)
-    assert run.wait() == 0, run.err.read_text()
-    assert [summary["steps"] for summary in json.loads(run.out.read_text())] == [1, 2]
-
-
-def test_a_signal_ends_the_whole_sweep(tmp_path):
-    words = ("train.steps=100000", "hydra.sweep.dir=sweep", "optim.lr=1e-2,2e-2")
-    run, first = Command(tmp_path, ("-m", *TINY, *words)), tmp_path / "sweep" / "0"
-    run.wait_until(lambda: (first / "metrics.jsonl").exists() and len(numbers(first)) > 2)
-    run.kill(signal.SIGTERM)
-    assert run.wait() == 130
-    assert "the rest of the sweep is not started" in run.err.read_text()
-    assert json.loads((first / "summary.json").read_text())["finished"] is False
-    assert not (tmp_path / "sweep" / "1").exists()
-
-
-def test_one_failing_job_of_a_sweep_does_not_stop_the_others(tmp_path):
-    words = ("train.steps=1", "train.val_interval=0", "hydra.sweep.dir=sweep", "model.top_k=99,2")
-    run = command(tmp_path, "-m", *TINY, *words)
-    assert run.wait() == 2
-    assert "model.top_k=99 exceeds" in run.err.read_text()
-    assert (tmp_path / "sweep" / "1" / "summary.json").exists()
 
 
 def test_every_key_is_its_own_nearest_and_a_typo_in_it_leads_back():

@@ -34,7 +34,8 @@ def shown(document) -> str:
 def test_the_report_is_one_json_document(capsys):
     doctor.main(["format=json"])
     document = json.loads(capsys.readouterr().out)
-    assert list(document) == ["versions", "host", "devices", "links", "capabilities", "libraries"]
+    parts = ["versions", "host", "environment", "devices", "links", "capabilities", "libraries"]
+    assert list(document) == parts
 
 
 def test_the_text_names_every_library_and_capability(report):

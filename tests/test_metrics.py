@@ -68,6 +68,12 @@ def test_the_formula_of_the_throughput_is_stated_with_and_without_a_peak():
     assert Throughput(1000, 2e9, "NVIDIA H200", None).peak == 989.4
 
 
+def test_tokens_are_those_of_all_devices_and_flops_those_of_one():
+    four = Throughput(1000, 2e9, "some device", 100.0, num_devices=4)
+    assert four.of(0.5) == {"tokens_per_s": 2000.0, "tflops": 1.0, "mfu": 0.01}
+    assert "/ 4 devices; MFU" in four.describe() and "devices" not in THROUGHPUT.describe()
+
+
 def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
     words = ("log.peak_tflops=0.5", "train.val_batches=1", "model.num_layers=3", "model.mtp_depth=1")
     train_in(tmp_path, *words)

@@ -14,6 +14,7 @@ from graphmoe.config import LrSchedule, OptimConfig, TrainConfig
 from graphmoe.optim import Optimizer, update_selection_bias
 from passes import PassRunner
 from runtime.compiled import CompiledSegments
+from runtime.tracing import fakes_of, trace_in_place
 from tests.tolerances import TOLERANCES, relative_error
 
 LOSS = torch.tensor(1.0)
@@ -302,3 +303,24 @@ def test_the_selection_bias_moves_towards_balance_unless_the_step_is_skipped():
     torch.testing.assert_close(bias, torch.tensor([0.4, -0.4, 0.1]))
     update_selection_bias(bias, torch.tensor([4, 4, 4]), 0.1, torch.tensor(1.0))
     torch.testing.assert_close(bias, torch.tensor([0.4, -0.4, 0.1]))
+
+
+def test_other_numbers_of_the_configuration_need_no_other_code():
+    """So that the next job of a sweep finds the update in the caches."""
+
+    def code(optim: OptimConfig, train: TrainConfig) -> str:
+        traced: list[str] = []
+
+        def compiler(run, arguments):
+            traced.append(str(trace_in_place(run, fakes_of(arguments)).graph))
+            return run
+
+        model = torch.nn.Linear(4, 4)
+        Optimizer(model, optim, train).compile(compiler)
+        return traced[0]
+
+    plain = code(OptimConfig(), TrainConfig())
+    others = {"lr": 1e-2, "min_lr_ratio": 0.2, "warmup_steps": 7, "beta1": 0.8, "beta2": 0.99}
+    others |= {"eps": 1e-6, "weight_decay": 0.2, "wsd_decay_fraction": 0.5}
+    assert code(OptimConfig(**others), TrainConfig(steps=77, clip_grad_norm=0.3)) == plain
+    assert code(OptimConfig(schedule=LrSchedule.constant), TrainConfig()) != plain

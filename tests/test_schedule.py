@@ -8,14 +8,19 @@ import pytest
 import torch
 
 from graphmoe.config import LrSchedule, OptimConfig
-from graphmoe.schedule import learning_rate
+from graphmoe.schedule import LrNumbers, learning_rate
 
 TOTAL = 50
 
 
 def rate(config: OptimConfig, step: int) -> float:
     """Learning rate of the step with this number, counted from 1."""
-    return learning_rate(config, TOTAL, torch.tensor(float(step - 1))).item()
+    return at(config, torch.tensor(float(step - 1))).item()
+
+
+def at(config: OptimConfig, done: torch.Tensor) -> torch.Tensor:
+    numbers = LrNumbers(*torch.tensor(LrNumbers.of(config, TOTAL)))
+    return learning_rate(config.schedule, numbers, done)
 
 
 def cosine(step: int, warmup: int, floor: float) -> float:
@@ -68,5 +73,5 @@ def test_wsd_decays_over_the_last_share_of_the_steps(fraction):
 
 def test_the_rate_is_an_fp32_scalar_where_the_counter_is():
     done = torch.zeros((), device="meta")
-    found = learning_rate(OptimConfig(warmup_steps=3), TOTAL, done)
+    found = at(OptimConfig(warmup_steps=3), done)
     assert found.device.type == "meta" and found.dtype == torch.float32 and found.shape == ()

@@ -19,14 +19,13 @@ from graphmoe.data import first_batches
 from graphmoe.data.indexed import write_token_file
 from graphmoe.entry import to_plain
 from graphmoe.model import Transformer
-from graphmoe.train import _sample, train
 from graphmoe.trainer import TrainingStopped
+from graphmoe.training import _sample
 from tests.runs import (
     TINY,
     Command,
     assert_same_state,
     command,
-    config,
     final_state,
     metrics,
     numbers,
@@ -310,12 +309,6 @@ def test_a_bf16_run_starts_from_the_fp32_weights_of_another_not_from_their_round
         assert one.equal(other)
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert one.equal(other)
-
-
-def test_more_than_one_rank_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE=2: this version trains on one device"):
-        train(config(), [])
 
 
 def test_seeds_change_weights_and_data_and_nothing_else_does(tmp_path):

@@ -21,7 +21,7 @@ from graphmoe.environment import check_memory, open_device
 from graphmoe.model.attention import check_backend
 from graphmoe.progress import Progress
 from graphmoe.trainer import Trainer
-from runtime.host import GarbageCollection
+from runtime.host.tuning import GarbageCollection
 
 WARM_UP_STEPS = 3
 """After those of graph.warmup_steps; graphs are made in the first of them."""

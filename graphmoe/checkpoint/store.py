@@ -18,6 +18,7 @@ from graphmoe.checkpoint.entries import Entries, differences, flatten, merge
 from graphmoe.checkpoint.errors import CheckpointError, MismatchError
 from graphmoe.checkpoint.manifest import FileSum, damage, write_manifest
 from graphmoe.checkpoint.ranks import Ranks
+from graphmoe.checkpoint.shares import own_share
 from graphmoe.checkpoint.snapshot import HostCopies
 from graphmoe.config import CheckpointConfig
 
@@ -88,7 +89,7 @@ class CheckpointStore:
         """
         assert self._config is not None, "this store was opened to read"
         self.wait()
-        entries = flatten(state)
+        entries = own_share(flatten(state), self._ranks)
         if not self._config.async_save or wait:
             self._write(step, entries, {})
             return
@@ -181,7 +182,7 @@ class CheckpointStore:
             raise
         gone = self._ranks.on_first(lambda: self._prune(step))
         seconds = time.perf_counter() - started
-        size = _size(entries.num_bytes)
+        size = _size(sum(each.num_bytes for each in merged.values()))
         log.info("saved %s: %s in %.2f s, deleted steps: %s", self._path(step), size, seconds, gone or "none")
 
     def _publish(self, temporary: Path, step: int, sums: dict[str, FileSum]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from graphmoe.config import ConfigError
 from graphmoe.ops.grouped_mlp import choice
+from runtime.cache.store import CompileCache
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
 from tests.ops.mlp_cases import (
     CASES,
@@ -207,10 +208,11 @@ def test_compiled_without_graph_breaks_gives_the_eager_result():
 
 def test_auto_measures_and_remembers_on_this_gpu(tmp_path):
     shape = choice.MlpShape(2048, 512, 256, 16, 4, torch.bfloat16)
-    found = choice.choose_backends("auto", shape, CUDA, tmp_path)
-    assert len(found.split(",")) == 3 and (tmp_path / choice.FILE).exists()
+    memory = CompileCache(tmp_path)
+    found = choice.choose_backends("auto", shape, CUDA, memory)
+    assert len(found.split(",")) == 3
 
     def never(*_):
         raise AssertionError("measured again")
 
-    assert choice.choose_backends("auto", shape, CUDA, tmp_path, measure=never) == found
+    assert choice.choose_backends("auto", shape, CUDA, CompileCache(tmp_path), measure=never) == found

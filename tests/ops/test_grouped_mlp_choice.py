@@ -11,7 +11,7 @@ import torch
 
 from graphmoe.config import ConfigError
 from graphmoe.ops.grouped_mlp import choice
-from graphmoe.ops.grouped_mlp.choice import FILE, MlpShape, choose_backends, milliseconds
+from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, milliseconds
 from graphmoe.timing import WARM_UP_CALLS
 
 SHAPE = MlpShape(T=32, D=16, F=8, E=4, K=2)
@@ -63,8 +63,18 @@ def nothing(package):
     return package == "triton"
 
 
-def choose(requested="auto", shape=SHAPE, device=GPU, folder=None, installed=everything, **rest):
-    return choose_backends(requested, shape, device, folder, installed=installed, **rest)
+class Answers(dict):
+    """A memory of this process."""
+
+    def recall(self, name, facts):
+        return self.get(json.dumps(facts))
+
+    def remember(self, name, facts, answer):
+        return self.setdefault(json.dumps(facts), answer)
+
+
+def choose(requested="auto", shape=SHAPE, device=GPU, memory=None, installed=everything, **rest):
+    return choose_backends(requested, shape, device, memory, installed=installed, **rest)
 
 
 def test_auto_on_a_cpu_is_torch_without_measuring():
@@ -110,29 +120,29 @@ def test_a_backend_that_fails_is_left_out_and_named(gpu, caplog):
         choose(measure=Clock(failing=("torch", "triton", "te")))
 
 
-def test_an_answer_is_measured_once_and_remembered(gpu, tmp_path):
-    first, second = Clock(), Clock()
-    folder = tmp_path / "deep" / "folder"
-    assert choose(folder=folder, measure=first) == choose(folder=folder, measure=second)
+def test_an_answer_is_measured_once_and_remembered(gpu):
+    first, second, answers = Clock(), Clock(), Answers()
+    assert choose(memory=answers, measure=first) == choose(memory=answers, measure=second)
     assert len(first.asked) == 9 and second.asked == []
-    (entry,) = json.loads((folder / FILE).read_text()).values()
+    (entry,) = answers.values()
     assert entry["milliseconds"]["forward"] == {"torch": 2.0, "triton": 1.0, "te": 3.0}
-    assert [f.name for f in folder.iterdir()] == [FILE]
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(MlpShape)])
-def test_another_shape_is_another_answer(field, gpu, tmp_path):
-    choose(folder=tmp_path, measure=Clock())
+def test_another_shape_is_another_answer(field, gpu):
+    answers = Answers()
+    choose(memory=answers, measure=Clock())
     value = torch.float16 if field == "dtype" else getattr(SHAPE, field) + 1
     clock = Clock()
-    choose(folder=tmp_path, shape=dataclasses.replace(SHAPE, **{field: value}), measure=clock)
+    choose(memory=answers, shape=dataclasses.replace(SHAPE, **{field: value}), measure=clock)
     assert clock.asked
-    assert len(json.loads((tmp_path / FILE).read_text())) == 2
+    assert len(answers) == 2
 
 
 @pytest.mark.parametrize("what", ["device", "torch", "triton", "source", "packages"])
-def test_another_device_version_or_source_is_another_answer(what, gpu, tmp_path, monkeypatch):
-    choose(folder=tmp_path, measure=Clock())
+def test_another_device_version_or_source_is_another_answer(what, gpu, monkeypatch):
+    answers = Answers()
+    choose(memory=answers, measure=Clock())
     changes = {
         "device": (torch.cuda, "get_device_name", lambda device=None: "Another GPU"),
         "torch": (torch, "__version__", "9.9"),
@@ -142,30 +152,32 @@ def test_another_device_version_or_source_is_another_answer(what, gpu, tmp_path,
     }
     monkeypatch.setattr(*changes[what])
     clock = Clock()
-    choose(folder=tmp_path, measure=clock, installed=nothing if what == "packages" else everything)
+    choose(memory=answers, measure=clock, installed=nothing if what == "packages" else everything)
     assert clock.asked
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', '{"key": 1}'])
-def test_a_broken_file_is_measured_again_and_replaced(content, gpu, tmp_path):
-    (tmp_path / FILE).write_text(content)
-    assert choose(folder=tmp_path, measure=Clock()) == "triton,te,torch"
-    assert len(json.loads((tmp_path / FILE).read_text())) == 1
+@pytest.mark.parametrize("wrong", [{"choice": "triton"}, {"choice": "a,b,c"}, {}, [1], "text", 1])
+def test_what_is_no_answer_is_measured_again(wrong, gpu):
+    answers = Answers()
+    choose(memory=answers, measure=Clock())
+    answers.update(dict.fromkeys(answers, wrong))
+    clock = Clock()
+    assert choose(memory=answers, measure=clock) == "triton,te,torch" and clock.asked
 
 
-def test_an_entry_that_is_no_answer_is_measured_again(gpu, tmp_path):
-    choose(folder=tmp_path, measure=Clock())
-    (key,) = json.loads((tmp_path / FILE).read_text())
-    for wrong in ({"choice": "triton"}, {"choice": "a,b,c"}, {}, None):
-        (tmp_path / FILE).write_text(json.dumps({key: wrong}))
-        clock = Clock()
-        assert choose(folder=tmp_path, measure=clock) == "triton,te,torch" and clock.asked
+def test_the_answer_that_another_process_remembered_first_holds(gpu):
+    class Slow(Answers):
+        def remember(self, name, facts, answer):
+            return {"choice": "torch,torch,torch"}
+
+    assert choose(memory=Slow(), measure=Clock()) == "torch,torch,torch"
 
 
-def test_nothing_is_measured_inside_a_capture(gpu, monkeypatch, tmp_path):
-    choose(folder=tmp_path, measure=Clock())
+def test_nothing_is_measured_inside_a_capture(gpu, monkeypatch):
+    answers = Answers()
+    choose(memory=answers, measure=Clock())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choose(folder=tmp_path, measure=Clock()) == "triton,te,torch"  # remembered
+    assert choose(memory=answers, measure=Clock()) == "triton,te,torch"  # remembered
     with pytest.raises(RuntimeError, match="inside a graph capture"):
         choose(measure=Clock())
 
@@ -249,11 +261,12 @@ def test_measuring_runs_the_op_on_a_routing_over_all_experts(direction, monkeypa
     assert int(counts_E.sum()) == SHAPE.T * SHAPE.K
 
 
-def test_the_real_clock_on_a_cpu_gives_an_answer(monkeypatch, tmp_path):
+def test_the_real_clock_on_a_cpu_gives_an_answer(monkeypatch):
     """All of `choose_backends` but the GPU: two backends, really timed, remembered."""
     monkeypatch.setattr(
         choice, "_reason_against", lambda name, *_: None if name in ("torch", "triton") else "no"
     )
-    found = choose(device=CPU, folder=tmp_path)
-    assert set(found.split(",")) <= {"torch", "triton"} and (tmp_path / FILE).exists()
-    assert choose(device=CPU, folder=tmp_path, measure=Clock(failing=("torch", "triton"))) == found
+    answers = Answers()
+    found = choose(device=CPU, memory=answers)
+    assert set(found.split(",")) <= {"torch", "triton"} and len(answers) == 1
+    assert choose(device=CPU, memory=answers, measure=Clock(failing=("torch", "triton"))) == found

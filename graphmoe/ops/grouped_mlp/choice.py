@@ -1,8 +1,8 @@
 """Which backend runs the forward, the row gradients and the weight gradients of the grouped MLP.
 
 ``moe.experts=auto`` times the capable backends once for each shape and device, each direction by itself, on a
-natural routing, and remembers the answer in a file: another choice would change sums, and a resumed run must
-be bitwise equal. Several ranks must take one rank's answer.
+natural routing, and remembers the answer: another choice would change sums, and a resumed run must be bitwise
+equal. Several ranks must take one rank's answer.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,8 +25,8 @@ from graphmoe.ops.vendors import HALF_DTYPES, PACKAGES, is_installed, require_pa
 from graphmoe.timing import WARM_UP_CALLS, time_in_turns
 
 log = logging.getLogger(__name__)
-FILE = "grouped_mlp_backends.json"
-"""Name of the file of remembered answers in the folder that the caller gives."""
+NAME = "grouped_mlp"
+"""What the answers are called where they are remembered."""
 REPEATS = 20
 """Timed calls of each backend."""
 
@@ -53,11 +52,23 @@ Measure = Callable[[Sequence[str], str, MlpShape, torch.device], dict[str, float
 """(backends, direction, shape, device) -> milliseconds of each backend, or what it raised."""
 
 
+class Memory(Protocol):
+    """Small answers that outlive the process."""
+
+    def recall(self, name: str, facts: Mapping[str, Any]) -> Any | None:
+        """The answer that was remembered for these facts, or None."""
+        ...
+
+    def remember(self, name: str, facts: Mapping[str, Any], answer: Any) -> Any:
+        """Keep an answer; returns the one that holds, which may be another process's."""
+        ...
+
+
 def choose_backends(
     requested: str,
     shape: MlpShape,
     device: torch.device,
-    remembered: Path | None,
+    memory: Memory | None,
     *,
     sync_free: bool = True,
     installed: Callable[[str], bool] = is_installed,
@@ -65,8 +76,8 @@ def choose_backends(
 ) -> str:
     """The backends as "forward,dgrad,wgrad": ``auto`` resolved, anything else checked.
 
-    ``requested`` is auto, one of `BACKENDS`, or three of those, as a checkpoint has them. ``remembered`` is
-    the folder of the file of answers; None measures and keeps nothing. ``sync_free`` leaves out what waits
+    ``requested`` is auto, one of `BACKENDS`, or three of those, as a checkpoint has them. ``memory`` has the
+    answers of earlier runs; None measures and keeps nothing. ``sync_free`` leaves out what waits
     for the host. Launches kernels and waits for them where it measures, so never call it inside a capture.
     Raises ConfigError naming the key, the value and what would work.
     """
@@ -82,13 +93,14 @@ def choose_backends(
         )
     if len(names) == 1:
         return ",".join(names * len(DIRECTIONS))
-    key = _key(shape, device, names)
-    known = _read(remembered)
-    if key not in known:
-        known[key] = _fastest(names, shape, device, measure or milliseconds)
-        log.info("%s=auto: %s takes %s", KEY, key, known[key]["choice"])
-        _write(remembered, known)
-    return known[key]["choice"]
+    facts = _facts(shape, device, names)
+    known = None if memory is None else memory.recall(NAME, facts)
+    if known is not None and _is_answer(known):
+        return known["choice"]
+    found = _fastest(names, shape, device, measure or milliseconds)
+    log.info("%s=auto: %s takes %s", KEY, json.dumps(facts, sort_keys=True), found["choice"])
+    holds = found if memory is None else memory.remember(NAME, facts, found)
+    return (holds if _is_answer(holds) else found)["choice"]
 
 
 def _reason_against(
@@ -220,9 +232,9 @@ def random_inputs(
     return [normal(T, D), *weights, *plan]
 
 
-def _key(shape: MlpShape, device: torch.device, names: list[str]) -> str:
-    """Everything that may change the answer, as the key of the file."""
-    facts = {
+def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str, Any]:
+    """Everything that may change the answer."""
+    return {
         "shape": str(shape),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "backends": names,
@@ -230,7 +242,6 @@ def _key(shape: MlpShape, device: torch.device, names: list[str]) -> str:
         "triton": _triton_version(),
         "source": _source_hash(),
     }
-    return json.dumps(facts, sort_keys=True)
 
 
 def _triton_version() -> str | None:
@@ -252,27 +263,6 @@ def _source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(folder: Path | None) -> dict[str, Any]:
-    """Remembered answers; entries of another form are dropped, since they cannot be trusted."""
-    if folder is None or not (folder / FILE).exists():
-        return {}
-    try:
-        known = json.loads((folder / FILE).read_text())
-        return {key: entry for key, entry in known.items() if _is_answer(entry)}
-    except (ValueError, AttributeError) as error:
-        log.warning("%s is not a file of remembered backends (%s): measuring again", folder / FILE, error)
-        return {}
-
-
 def _is_answer(entry: Any) -> bool:
     names = entry.get("choice", "").split(",") if isinstance(entry, dict) else []
     return len(names) == len(DIRECTIONS) and set(names) <= set(BACKENDS)
-
-
-def _write(folder: Path | None, known: dict[str, Any]) -> None:
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f"{FILE}.{os.getpid()}"
-    draft.write_text(json.dumps(known, indent=1))
-    draft.replace(folder / FILE)  # other processes see the old file or the new one

@@ -1,0 +1,198 @@
+"""What the compile cache holds, whether it is whole, and what may go.
+
+python -m graphmoe.cache
+python -m graphmoe.cache action=verify
+python -m graphmoe.cache action=prune max_size=20GB
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from graphmoe.cli import emit, parse_args, run_tool
+from graphmoe.config import ConfigError, OutputFormat
+from runtime.cache.key import BASE
+from runtime.cache.store import TAG_FILE, CompileCache
+from runtime.cache.upkeep import Held, Pruned, Verified, holdings, prune, total_bytes, verify
+
+UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
+UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
+
+
+class Action(enum.Enum):
+    list = "list"
+    verify = "verify"
+    prune = "prune"
+
+
+@dataclass
+class CacheArgs:
+    """What the tool is asked."""
+
+    action: Action = Action.list
+    """list the entries, verify every file (exit status 1 if one was damaged), or prune."""
+    max_size: str | None = None
+    """prune: size that the rest may have, such as 20GB or 500MiB; none removes only what no entry needs."""
+    cache_dir: Path | None = None
+    """Folder of compiled code; default: compiled in $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
+    format: OutputFormat = OutputFormat.text
+    """text, or json: one document on stdout and nothing else there."""
+
+
+def main(argv: list[str]) -> None:
+    """Do what is asked and print it."""
+    args = parse_args(CacheArgs, argv, prog="graphmoe.cache")
+    if args.max_size is not None and args.action is not Action.prune:
+        raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
+    max_bytes = None if args.max_size is None else parse_size(args.max_size)
+    folder = (args.cache_dir or default_folder()).absolute()
+    if not (folder / TAG_FILE).exists():
+        raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
+    cache = CompileCache(folder)
+    if args.action is Action.list:
+        held = holdings(cache)
+        emit(list_document(cache, held), list_text(cache, held), args.format)
+    elif args.action is Action.verify:
+        found = verify(cache)
+        emit(verify_document(found), verify_text(found), args.format)
+        if found.damaged or found.lacking:
+            sys.exit(1)
+    else:
+        gone = prune(cache, max_bytes)
+        emit(prune_document(gone), prune_text(gone), args.format)
+
+
+def default_folder() -> Path:
+    """Where runs keep compiled code if compile.cache_dir is not set."""
+    return Path(os.environ.get("GRAPHMOE_CACHE", "~/.cache/graphmoe"), "compiled").expanduser()
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '20GB', '1.5GiB' or '0'. *Raises* ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    unit = match[2].lower() if match else ""
+    if match is None or (unit and unit not in units) or (not unit and float(match[1])):
+        raise ConfigError(
+            f"max_size={text} is no size; use a number with one of {', '.join(UNITS)}, e.g. max_size=20GB"
+        )
+    return math.floor(float(match[1]) * units.get(unit, 1))
+
+
+def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
+    """The entries as plain values, those used last first."""
+    return {
+        "cache_dir": str(cache.folder),
+        "total_bytes": total_bytes(cache),
+        "entries": [
+            {
+                "key": one.entry.key,
+                "model": one.entry.notes.get("model"),
+                "device": one.entry.facts.get(f"{BASE}device"),
+                "scope": one.entry.facts.get("graph.scope"),
+                "graphs": one.entry.notes.get("graphs"),
+                "files": len(one.entry.files),
+                "bytes": one.num_bytes,
+                "shared_bytes": one.shared_bytes,
+                "last_used": _date(one.entry.last_used),
+                "created": _date(one.entry.created),
+            }
+            for one in held
+        ],
+    }
+
+
+def list_text(cache: CompileCache, held: list[Held]) -> Group:
+    """The entries as a table for a terminal."""
+    table = Table(title=escape(str(cache.folder)), title_justify="left", box=SIMPLE)
+    for name in ("key", "last used", "size", "shared", "graphs", "model", "device", "scope"):
+        number, long = name in ("size", "shared", "graphs"), name in ("model", "device", "scope")
+        table.add_column(name, justify="right" if number else "left", no_wrap=not long, overflow="fold")
+    for row in list_document(cache, held)["entries"]:
+        table.add_row(
+            row["key"][:12],
+            row["last_used"],
+            shown_size(row["bytes"]),
+            shown_size(row["shared_bytes"]),
+            str(row["graphs"] or "?"),
+            escape(row["model"] or "?"),
+            escape(str(row["device"] or "?")),
+            escape(_scope(row["scope"])),
+        )
+    return Group(table, f"{len(held)} entries, {shown_size(total_bytes(cache))} in all")
+
+
+def verify_document(found: Verified) -> dict[str, Any]:
+    """What was checked and what was damaged."""
+    return {"files": found.num_files, "damaged": found.damaged, "lacking": found.lacking}
+
+
+def verify_text(found: Verified) -> str:
+    """The same in words."""
+    lines = [f"{found.num_files - len(found.damaged)} of {found.num_files} files are whole"]
+    if found.damaged:
+        lines[0] += f"; set aside: {len(found.damaged)}"
+    for key, paths in found.lacking.items():
+        lines.append(f"entry {key} goes on without these, which its next job compiles again:")
+        lines += [f"  {path}" for path in paths]
+    return "\n".join(lines)
+
+
+def prune_document(gone: Pruned) -> dict[str, Any]:
+    """What was removed."""
+    return {
+        "bytes_before": gone.bytes_before,
+        "bytes_after": gone.bytes_after,
+        "entries": [entry.key for entry in gone.entries],
+        "files": gone.num_files,
+        "waiting_bytes": gone.waiting_bytes,
+        "damaged": gone.num_damaged,
+        "work_folders": gone.work_folders,
+    }
+
+
+def prune_text(gone: Pruned) -> str:
+    """The same in words."""
+    lines = [
+        f"entry {entry.key} ({entry.notes.get('model', '?')}, last used {_date(entry.last_used)}) is gone"
+        for entry in gone.entries
+    ]
+    lines += [f"the work folder {name} of a killed job is gone" for name in gone.work_folders]
+    if gone.num_damaged:
+        lines.append(f"damaged files removed: {gone.num_damaged}")
+    if gone.waiting_bytes:
+        lines.append(f"{shown_size(gone.waiting_bytes)} stay for an hour: a job may be about to name them")
+    sizes = f"{shown_size(gone.bytes_before)} -> {shown_size(gone.bytes_after)}"
+    return "\n".join([*lines, f"{sizes}; stored files removed: {gone.num_files}"])
+
+
+def shown_size(num_bytes: int) -> str:
+    """'8.3 MB'; units are powers of 1000."""
+    power = min(max(int(math.log(max(num_bytes, 1), 1000)), 0), 4)
+    unit = ("B", "KB", "MB", "GB", "TB")[power]
+    return f"{num_bytes / 1000**power:.{1 if power else 0}f} {unit}"
+
+
+def _scope(scope: Any) -> str:
+    return f"[{','.join(scope)}]" if isinstance(scope, list) else str(scope or "?")
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+if __name__ == "__main__":
+    run_tool(main)

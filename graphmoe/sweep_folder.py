@@ -1,0 +1,121 @@
+"""What a sweep leaves on disk: a job.json for each job, and sweep.json above them.
+
+``<sweep>/sweep.json`` has the command and, once the sweep has ended, all of its jobs. The ``job.json`` in a
+job's folder is what is known of that job. Both are replaced atomically.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+JOB_FILE = "job.json"
+SWEEP_FILE = "sweep.json"
+SUMMARY_FILE = "summary.json"
+FREE_KEYS = ("format", "sweep.resume", "launch.gpus_per_job")
+"""Keys that may differ between a sweep and its continuation."""
+
+
+class JobStatus(enum.StrEnum):
+    """How far a job of a sweep is."""
+
+    waiting = "not started"
+    running = "running"  # if its process is gone, it was killed
+    finished = "finished"
+    failed = "failed"
+    interrupted = "interrupted"  # by a signal
+    written = "written"  # launch.write_only: nothing is trained
+
+
+@dataclass
+class Job:
+    """A job of a sweep."""
+
+    number: int
+    overrides: list[str]
+    path: Path | None = None
+    """Its folder, None before it began."""
+    status: JobStatus = JobStatus.waiting
+    run_folder: str = "."
+    """Where its run writes, as seen from ``path``."""
+    value: float | None = None
+    """What the sweep compares: the final validation loss, or without validation the final loss."""
+    error: str | None = None
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of its run."""
+        return Path(os.path.normpath(self.path / self.run_folder)) if self.path else None
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary.json of its run, if there is one."""
+        return read_object(self.folder / SUMMARY_FILE) if self.folder else None
+
+    @property
+    def brief_error(self) -> str:
+        """The line of the error that says most: the first, but for a heading."""
+        lines = [line.strip() for line in (self.error or "").splitlines() if line.strip()]
+        if len(lines) > 1 and lines[0].endswith(":"):
+            return lines[1]
+        return lines[0] if lines else ""
+
+    def write(self) -> None:
+        """Replace ``job.json`` in its folder."""
+        from graphmoe.checkpoint.durable import write_durably  # imports torch
+
+        assert self.path is not None
+        kept = {name: value for name, value in vars(self).items() if name != "path"}
+        write_durably(self.path / JOB_FILE, json.dumps(kept, indent=2) + "\n")
+
+
+def read_job(path: Path) -> Job | None:
+    """The job that a folder belongs to, or None."""
+    found = read_object(path / JOB_FILE)
+    return Job(**{**found, "path": path, "status": JobStatus(found["status"])}) if found else None
+
+
+def jobs_of(sweep: Path) -> list[Job]:
+    """All jobs that have begun, by number."""
+    found = [job for file in sweep.rglob(JOB_FILE) if (job := read_job(file.parent))]
+    return sorted(found, key=lambda job: job.number)
+
+
+def fixed_words(overrides: Sequence[str]) -> set[str]:
+    """The overrides that make a job what it is."""
+    return {word for word in overrides if word.partition("=")[0].lstrip("+") not in FREE_KEYS}
+
+
+def varying_words(jobs: Sequence[Job]) -> dict[int, list[str]]:
+    """For each job's number the overrides that not all jobs have."""
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if jobs else set()
+    return {job.number: [word for word in job.overrides if word not in common] for job in jobs}
+
+
+def ranked(jobs: Sequence[Job]) -> list[Job]:
+    """Best first; then finished ones without a value, failed ones, and those that have not ended."""
+    order = [JobStatus.finished, JobStatus.written, JobStatus.failed]
+
+    def place(job: Job) -> tuple[int, float, int]:
+        group = order.index(job.status) if job.status in order else len(order)
+        return group, job.value if job.value is not None else math.inf, job.number
+
+    return sorted(jobs, key=place)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

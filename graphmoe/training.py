@@ -1,0 +1,124 @@
+"""What each rank of a run does in its folder: train, and on rank 0 write what the run leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, RunConfig
+from graphmoe.data import DataError
+from graphmoe.environment import check_memory, describe, open_device
+from graphmoe.generate import TOKENIZER_FILE, generate
+from graphmoe.logs import console
+from graphmoe.metrics import METRICS_FILE, summarise
+from graphmoe.model.attention import check_backend
+from graphmoe.progress import Progress
+from graphmoe.run_folder import ENVIRONMENT_FILE, SUMMARY_FILE
+from graphmoe.summary import write_json
+from graphmoe.trainer import Trainer, TrainingStopped
+from graphmoe.worker import LAUNCHED_AT
+from graphmoe.world import World
+from passes import select_passes
+from runtime.host.environment import HostLine, set_environment
+from runtime.host.tuning import log_host, start_host
+from runtime.launch.failures import RunFailed
+
+log = logging.getLogger(__name__)
+
+PROMPT = "def read_file(path):\n"
+
+
+def open_worker(config: RunConfig, world: World) -> list[HostLine]:
+    """Tune this process, select its GPU, and refuse what it cannot run: all before a folder is made.
+
+    A collective of all ranks. Returns what to log of the host.
+    """
+    lines = set_environment(config.host, config.run.device)
+    on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    lines += start_host(config.host, device, world.local_size, world.gather)
+    if on_gpu and 0 < torch.cuda.device_count() <= local_rank:
+        count = torch.cuda.device_count()
+        raise ConfigError(
+            f"{world.local_size} workers need a GPU each, and {count} are visible; start {count}"
+        )
+    if on_gpu and local_rank:
+        torch.cuda.set_device(device)
+    check_memory(config, open_device(config.run.device))
+    check_backend(config.model, device.type)
+    select_passes(config.passes, {})
+    return lines
+
+
+def run_worker(
+    config: RunConfig, folder: Path, world: World, host_lines: Sequence[HostLine] = ()
+) -> dict[str, Any]:
+    """Train to the end, or to a signal; the summary, which is in summary.json too, on rank 0 only.
+
+    *Raises* RunFailed, without need of a traceback, for data, checkpoints and losses that end a run.
+    """
+    log_host(host_lines)
+    _warn(config)
+    wanted = config.log.progress and world.is_first
+    with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
+        trainer = Trainer(config, folder, progress, world)
+        trainer.start()
+        if world.is_first:
+            write_json(folder / ENVIRONMENT_FILE, {**describe(trainer.device), "num_workers": world.size})
+            if trainer.corpus.tokenizer is not None:
+                trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
+        finished = trainer.run()
+    return _summarise(trainer, folder, finished) if world.is_first else {}
+
+
+def _warn(config: RunConfig) -> None:
+    if config.moe.force_balance:
+        log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
+    on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
+    if on_gpu and in_fp32 and not config.compile.enabled:
+        log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
+
+
+@contextmanager
+def _known_errors() -> Iterator[None]:
+    try:
+        yield
+    except (DataError, CheckpointError, TrainingStopped) as error:
+        raise RunFailed(str(error)) from error
+
+
+def _summarise(trainer: Trainer, folder: Path, finished: bool) -> dict[str, Any]:
+    started = trainer.first_step_s
+    summary = {
+        "finished": finished,
+        "stopped_by": trainer.stopped_by,
+        "steps": trainer.step,
+        "folder": str(folder),
+        **summarise(folder / METRICS_FILE),
+        "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
+    }
+    summary["sample"] = _sample(trainer) if finished else None
+    write_json(folder / SUMMARY_FILE, summary)
+    return summary
+
+
+def _seconds_after_launch() -> float:
+    """How long after the command, or the job of a sweep, this process began; 0 in the command's own."""
+    launched = os.environ.get(LAUNCHED_AT)
+    return psutil.Process().create_time() - float(launched) if launched else 0.0
+
+
+def _sample(trainer: Trainer) -> str | None:
+    """Text that the trained model writes, where the corpus has a tokenizer."""
+    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
+    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
+        return None
+    return generate(trainer.model, tokenizer, PROMPT, count, temperature=0.8, seed=0)

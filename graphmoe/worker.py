@@ -1,0 +1,191 @@
+"""One rank of a run whose configuration is composed: python -m graphmoe.worker outputs/tiny/resolved.yaml
+
+python -m graphmoe.train starts it on each rank. By hand it replays a past run, on one rank, or on as many
+as a torchrun of your own starts:
+
+torchrun --nproc-per-node 8 -m graphmoe.worker outputs/tiny/resolved.yaml
+
+What imports torch is imported by the functions: before it, a worker has to tie its life to its launcher's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from graphmoe.cli import emit
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.entry import load_config, to_plain
+from graphmoe.logs import FILE_ONLY, start_logging
+from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, die_with_launcher, ends_at_signals
+from graphmoe.summary import render
+from runtime.launch.failures import RunFailed, write_failure
+
+if TYPE_CHECKING:
+    from graphmoe.run_folder import RunFolder
+    from graphmoe.world import World
+
+log = logging.getLogger(__name__)
+
+FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"
+"""The folder that the launching process of the first node has claimed for the run."""
+LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
+"""When the command, or the job of a sweep, began: seconds since the epoch, from the launching process."""
+LOGS = "logs"
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_USAGE = "usage: python -m graphmoe.worker <resolved.yaml of a run>"
+
+
+def main() -> None:
+    """Run the command line."""
+    gc.disable()  # imports and tracing make no garbage to speak of, and collecting takes a quarter of them
+    die_with_launcher()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm may send it to all processes; the launcher hears it
+    faulthandler.enable()
+    log_dir: Path | None = None
+    try:
+        path = _path(sys.argv[1:])
+        with ends_at_signals():
+            config = load_config(path, _set_environment)
+            world = _join(config)
+            config, folder, claimed = _agree(config, path, world)
+            log_dir = folder / LOGS
+            _train(config, folder, claimed, world)
+    except BaseException as error:
+        _end(error, log_dir)
+    finally:
+        gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
+
+
+def _path(words: Sequence[str]) -> Path:
+    if list(words) in (["-h"], ["--help"]):
+        print(_USAGE)
+        sys.exit(0)
+    if len(words) != 1 or words[0].startswith("-"):
+        raise ConfigError(f"one path is wanted, not {' '.join(words) or 'nothing'}\n{_USAGE}")
+    return Path(words[0]).absolute()
+
+
+def _set_environment(config: RunConfig) -> None:
+    from runtime.host.environment import set_environment
+
+    set_environment(config.host, config.run.device)
+
+
+def _join(config: RunConfig) -> World:
+    """All ranks of the job, with a process group if there are several."""
+    import torch
+    import torch.distributed as dist
+
+    from graphmoe.world import World, backend_of
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        device = torch.device(config.run.device.value)
+        dist.init_process_group(backend_of(device), timeout=_COLLECTIVE_TIMEOUT)
+    return World()
+
+
+def _agree(config: RunConfig, path: Path, world: World) -> tuple[RunConfig, Path, RunFolder | None]:
+    """The configuration and the folder of all ranks; the claim on it, where this rank has it.
+
+    The launching process may have claimed the folder: it told the workers of its node. Else rank 0 does.
+    """
+    from graphmoe.run_folder import claim
+
+    held = os.environ.get(FOLDER_HELD)
+    offers = [offer for offer in world.gather((config, Path(held)) if held else None) if offer]
+    if offers:
+        return *offers[0], None
+    mine: list[RunFolder] = []
+
+    def take() -> tuple[RunConfig, Path]:
+        adapted = _adapted(config, world)
+        base = _base(path, adapted)
+        mine.append(claim(base, to_plain(adapted), resume=adapted.checkpoint.resume))
+        return adapted, mine[0].path
+
+    agreed, folder = world.on_first(take)
+    return agreed, folder, mine[0] if mine else None
+
+
+def _base(path: Path, config: RunConfig) -> Path:
+    """Where a run of this file goes: the folder it lies in, if it is a run's, or the usual one."""
+    from graphmoe.run_folder import CONFIG_FILE
+
+    return path.parent if path.name == CONFIG_FILE else Path("outputs", config.run.name).absolute()
+
+
+def _adapted(config: RunConfig, world: World) -> RunConfig:
+    """The configuration with the number of workers that there are. *Raises* ConfigError if it cannot run."""
+    from graphmoe.config_rules import check
+
+    nodes = world.size // world.local_size
+    launch = dataclasses.replace(config.launch, nproc=world.local_size, nodes=nodes)
+    counted = dataclasses.replace(config, launch=launch)
+    check(counted)
+    if config.launch.nodes == "auto":
+        launch.nodes = "auto"
+    return counted
+
+
+def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, world: World) -> None:
+    import torch.distributed as dist
+
+    from graphmoe.run_folder import announce
+    from graphmoe.training import open_worker, run_worker
+
+    start_logging(folder / LOGS, f"rank{world.rank}", on_console=world.is_first)
+    try:
+        lines = open_worker(config, world)
+        if claimed:
+            announce(claimed, to_plain(config))
+        summary = run_worker(config, folder, world, lines)
+        if claimed and LAUNCHER_PID not in os.environ:
+            emit(summary, render(summary), config.format)
+    except BaseException:
+        if claimed:
+            claimed.abandon()
+        raise
+    if world.size > 1:
+        world.barrier()
+        dist.destroy_process_group()
+
+
+def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
+    """Say what went wrong, where the launcher does not, leave it in a file, and end the process."""
+    if isinstance(error, SystemExit):
+        raise error
+    status = 2 if isinstance(error, ConfigError) else 1
+    if isinstance(error, KeyboardInterrupt):
+        status = error.status if isinstance(error, Interrupted) else 130
+    known = isinstance(error, (ConfigError, RunFailed, KeyboardInterrupt))
+    launched = LAUNCHER_PID in os.environ
+    if not known:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if log_dir is not None:
+            log.error("%s", text, extra=FILE_ONLY)
+        if log_dir is None or not launched:
+            print(text, file=sys.stderr)
+    elif not launched and not isinstance(error, KeyboardInterrupt):
+        print(f"error: {error}", file=sys.stderr)
+    if ELASTIC not in os.environ:
+        sys.exit(status)
+    write_failure(error, status, log_dir)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # an orderly exit may wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The ranks of a job, and what they say to each other outside the model."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+PATIENCE = timedelta(hours=12)
+"""For objects: other ranks wait while one tokenises a corpus or compiles."""
+
+
+class World:
+    """All ranks of the job and this one's place among them; one rank alone without a process group.
+
+    Tensors are reduced by the backend of their device (NCCL or RCCL, on a CPU gloo), objects by gloo.
+    """
+
+    def __init__(self) -> None:
+        spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if spread else 0
+        self.size = dist.get_world_size() if spread else 1
+        # LOCAL_RANK is 0 on every rank where each sees one GPU only (torch's virtual local rank)
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if spread else 1
+        self.local_index = self.rank % self.local_size
+        self._objects = dist.new_group(backend="gloo", timeout=PATIENCE) if spread else None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replace the tensor by its sum over all ranks. No device sync on a GPU."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sums(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Each tensor's sum over all ranks in its own dtype, all by one collective. No device sync on a GPU.
+
+        They travel as fp64, which keeps counts exact. One rank gets back what it gave.
+        """
+        if self.size == 1:
+            return tensors
+        total = self.sum_(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
+        parts = total.split([tensor.numel() for tensor in tensors])
+        return tuple(p.view_as(t).to(t.dtype) for p, t in zip(parts, tensors, strict=True))
+
+    def gather(self, item: T) -> list[T]:
+        """Every rank's item, in the order of ranks, on every rank."""
+        if self._objects is None:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self._objects)
+        return items
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Result of ``action``, run on rank 0 only; its error is raised on every rank."""
+        return self._from(0, action) if self.size > 1 else action()
+
+    def on_first_of_node(self, action: Callable[[], T]) -> T:
+        """Result of ``action``, run on the first rank of each node only; its error is raised on that node.
+
+        A collective of all ranks.
+        """
+        if self.size == 1:
+            return action()
+        mine = _outcome(action) if self.local_index == 0 else (None, None)
+        result, error = self.gather(mine)[self.rank - self.local_index]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        self.gather(None)
+
+    def _from(self, source: int, action: Callable[[], T]) -> T:
+        outcome: list[Any] = list(_outcome(action)) if self.rank == source else [None, None]
+        dist.broadcast_object_list(outcome, src=source, group=self._objects)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it would not survive the way to another rank."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def backend_of(device: torch.device) -> str:
+    """What ``init_process_group`` takes for tensors on a device."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

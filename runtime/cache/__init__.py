@@ -1,0 +1,1 @@
+"""The compile cache, docs/cache.md: `store` is where a reader begins, `job` how a run uses it."""

@@ -1,0 +1,141 @@
+"""Contents by their hash: a file of the compile cache proves by its name that it is what was written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DRAFT = ".draft"
+"""Ends the name of a file that is being written."""
+ORPHAN_AGE_S = 3600.0
+"""Seconds for which a file that no entry names may belong to an entry that is about to be written."""
+
+
+class DamagedBlob(Exception):
+    """A blob whose content does not have the hash that its name says."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A stored content, as the file system lists it."""
+
+    digest: str
+    num_bytes: int
+    written: float
+    """Unix time at which it was last stored."""
+
+
+class Blobs:
+    """``blobs/3f/3fa9...`` in the folder of a cache. Readers need no lock: a rename makes each visible."""
+
+    def __init__(self, cache: Path) -> None:
+        self._folder, self._damaged = cache / "blobs", cache / "damaged"
+
+    def path(self, digest: str) -> Path:
+        return self._folder / digest[:2] / digest
+
+    def put(self, content: bytes) -> str:
+        """Store the content if it is not there; returns its sha256. *Raises* OSError.
+
+        Nothing waits for the disk: what a power cut tears fails its check at the next read.
+        """
+        digest = hashlib.sha256(content).hexdigest()
+        path = self.path(digest)
+        if not self._renew(path, len(content)):
+            write_whole(path, content)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """The content. *Raises* DamagedBlob, or OSError such as FileNotFoundError."""
+        content = read_or_damaged(self.path(digest))
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DamagedBlob(digest)
+        return content
+
+    def has(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def set_aside(self, digest: str) -> None:
+        """Move a blob to ``damaged/``; nothing where it is gone or the folder is read-only."""
+        set_aside(self.path(digest), self._damaged)
+
+    def remove(self, blob: Blob) -> bool:
+        """Remove a blob that nobody has stored again since it was listed; returns whether it went."""
+        path = self.path(blob.digest)
+        try:
+            if path.stat().st_mtime > blob.written:
+                return False
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Blob]:
+        for path in self._folder.glob("??/*"):
+            if path.suffix == DRAFT:
+                continue
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            yield Blob(path.name, status.st_size, status.st_mtime)
+
+    def old_drafts(self) -> list[Path]:
+        """What killed writers left."""
+        drafts = self._folder.glob(f"??/*{DRAFT}")
+        return [draft for draft in drafts if age_s(draft) > ORPHAN_AGE_S]
+
+    def _renew(self, path: Path, num_bytes: int) -> bool:
+        """Whether the blob is there; its time then says that somebody is about to name it."""
+        try:
+            if path.stat().st_size != num_bytes:  # torn, and found before anyone read it
+                return False
+            os.utime(path)
+        except OSError:
+            return False
+        return True
+
+
+def read_or_damaged(path: Path) -> bytes:
+    """The file's content. *Raises* DamagedBlob where the disk cannot read it, OSError otherwise."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise DamagedBlob(path.name) from error
+        raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write the file so that nobody sees a part of it. *Raises* OSError, and then leaves nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{DRAFT}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def set_aside(path: Path, folder: Path) -> None:
+    """Move a file into a folder, under a name of its own, if that can be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.rename(folder / f"{path.name}.{secrets.token_hex(4)}")
+    except OSError:
+        pass
+
+
+def age_s(path: Path) -> float:
+    """Seconds since the last change; 0 for a file that is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,188 @@
+"""Entries of the compile cache: which files, by name and hash, belong to which facts.
+
+An entry is the union of its documents. Who publishes writes a new one, which takes in those that it has
+read, and then removes these. A document never changes, so nobody removes what he has not read, and two that
+publish at once lose nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from runtime.cache.blobs import set_aside, write_whole
+
+log = logging.getLogger(__name__)
+
+INDUCTOR, TRITON = "inductor", "triton"
+USED = "used"
+"""File whose time says when a job last opened the entry."""
+READS = 10
+"""Tries to read an entry that others rewrite meanwhile."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Document:
+    """What one process published."""
+
+    facts: dict[str, Any]
+    files: dict[str, str]
+    """Path below the work folder -> sha256."""
+    report: Any
+    notes: dict[str, Any]
+    created: float
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The union of an entry's documents; report and notes are the newest."""
+
+    key: str
+    facts: dict[str, Any]
+    files: dict[str, str]
+    report: Any
+    notes: dict[str, Any]
+    created: float
+    last_used: float
+    documents: tuple[Path, ...] = field(default=())
+    """Newest first."""
+
+
+class Entries:
+    """``entries/<key>/<name>.json`` in the folder of a cache."""
+
+    def __init__(self, cache: Path) -> None:
+        self._folder, self._damaged = cache / "entries", cache / "damaged"
+
+    def folder(self, key: str) -> Path:
+        return self._folder / key
+
+    def keys(self) -> list[str]:
+        """Keys of all entries, also of empty ones."""
+        try:
+            return sorted(path.name for path in self._folder.iterdir() if path.is_dir())
+        except OSError:
+            return []
+
+    def read(self, key: str) -> Entry | None:
+        """The entry, or None where no whole document is. One that is no document is set aside."""
+        for _ in range(READS):
+            documents = {path: self._document(path) for path in self._documents(key)}
+            if documents and all(path.exists() for path, document in documents.items() if document is None):
+                break  # else another process has put it into a document of its own meanwhile
+        whole = [(path, document) for path, document in documents.items() if document is not None]
+        if not whole:
+            return None
+        whole.sort(key=lambda pair: pair[1].created, reverse=True)
+        newest = whole[0][1]
+        reports = (document.report for _, document in whole if document.report is not None)
+        return Entry(
+            key,
+            newest.facts,
+            union([document.files for _, document in whole]),
+            next(reports, None),
+            {name: value for _, document in reversed(whole) for name, value in document.notes.items()},
+            newest.created,
+            self._last_used(key, newest.created),
+            tuple(path for path, _ in whole),
+        )
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for key in self.keys() if (entry := self.read(key)) is not None)
+
+    def write(self, key: str, document: Document, replaces: Iterable[Path]) -> None:
+        """Write a document, then remove those that it holds too. *Raises* OSError."""
+        text = json.dumps(vars(document), indent=0)
+        write_whole(self.folder(key) / f"{process_name()}.json", f"{text}\n".encode())
+        for old in replaces:
+            old.unlink(missing_ok=True)
+
+    def touch(self, key: str) -> None:
+        """Remember that the entry was used now, if the folder can be written."""
+        with contextlib.suppress(OSError):
+            (self.folder(key) / USED).touch()
+
+    def remove(self, key: str) -> None:
+        """Remove an entry's documents; others that are published meanwhile stay."""
+        for path in self._documents(key):
+            path.unlink(missing_ok=True)
+        try:
+            (self.folder(key) / USED).unlink(missing_ok=True)
+            self.folder(key).rmdir()
+        except OSError:
+            pass
+
+    def _documents(self, key: str) -> list[Path]:
+        return sorted(self.folder(key).glob("*.json"))
+
+    def _document(self, path: Path) -> Document | None:
+        """What the file says; None where it is gone or damaged."""
+        try:
+            found = json.loads(path.read_bytes())
+            document = Document(
+                dict(found["facts"]),
+                dict(found["files"]),
+                found["report"],
+                dict(found["notes"]),
+                found["created"],
+            )
+            _check(document)
+        except OSError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("compile cache: %s is damaged (%s); it is set aside", path, error)
+            set_aside(path, self._damaged)
+            return None
+        return document
+
+    def _last_used(self, key: str, created: float) -> float:
+        try:
+            return max(created, (self.folder(key) / USED).stat().st_mtime)
+        except OSError:
+            return created
+
+
+def process_name() -> str:
+    """<host>-<pid>-<random>, which nothing else is called."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Files of several documents; what belongs together comes from one of them, the newest that has it."""
+    files: dict[str, str] = {}
+    owners: dict[str, int] = {}
+    for number, document in enumerate(newest_first):
+        for path, digest in document.items():
+            if owners.setdefault(unit_of(path), number) == number:
+                files[path] = digest
+    return files
+
+
+def unit_of(path: str) -> str:
+    """What must be there as a whole: a kernel's folder of Triton's, any other file by itself.
+
+    Triton takes a kernel whose group file is there and fails where one of the group is not.
+    """
+    parts = path.split("/")
+    return "/".join(parts[:2]) if parts[0] == TRITON and len(parts) > 2 else path
+
+
+def _check(document: Document) -> None:
+    """*Raises* ValueError for a document that does not say what it should."""
+    if not isinstance(document.created, (int, float)):
+        raise ValueError(f"created={document.created!r} is no time")
+    for path, digest in document.files.items():
+        parts = PurePosixPath(path).parts
+        if parts[:1] not in ((INDUCTOR,), (TRITON,)) or ".." in parts or not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{path!r}: {digest!r} is no file of a work folder with its sha256")

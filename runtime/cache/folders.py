@@ -1,0 +1,130 @@
+"""Folders that running jobs compile to: made, recognised as dead, removed, and shown to torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from graphmoe.file_lock import FileLock
+from runtime.cache.blobs import age_s
+from runtime.cache.entries import INDUCTOR, TRITON, process_name
+
+log = logging.getLogger(__name__)
+
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": INDUCTOR, "TRITON_CACHE_DIR": TRITON}
+"""Where torch and Triton look for their caches, and the folder of ours that it should be."""
+OURS = "GRAPHMOE_WORK_FOLDER"
+"""Says which work folder a variable points to that the user has not set."""
+TEMPORARY = "graphmoe-work-"
+"""Begins the name of a work folder among other temporary files."""
+ALIVE = "alive"
+"""File that the process of a work folder holds locked."""
+YOUNG_S = 10.0
+"""Age below which a work folder is not yet called dead: its process may not have locked it."""
+FOREIGN_AGE_S = 7 * 24 * 3600.0
+"""Age at which one of another host is dead, if its file is not locked."""
+
+
+def make_work_folder(parent: Path, prefix: str = "") -> tuple[Path, FileLock | None]:
+    """A new folder of this process, and the lock that says so. *Raises* OSError."""
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent / f"{prefix}{process_name()}"
+    folder.mkdir(mode=0o700)  # what lies here is run, so nobody else may write here
+    return folder, _lock(folder)
+
+
+def make_temporary_folder() -> tuple[Path, FileLock | None]:
+    """The same in the system's folder for temporary files. *Raises* OSError."""
+    remove_dead(Path(tempfile.gettempdir()), TEMPORARY)
+    return make_work_folder(Path(tempfile.gettempdir()), TEMPORARY)
+
+
+def remove_dead(parent: Path, prefix: str = "") -> list[Path]:
+    """Remove this user's folders whose processes have ended; returns them."""
+    dead = [folder for folder in parent.glob(f"{prefix}*-*-*") if is_dead(folder, prefix)]
+    for folder in dead:
+        log.info("removing %s, left by a process that was killed", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    return dead
+
+
+def is_dead(folder: Path, prefix: str = "") -> bool:
+    """Whether the process of a work folder has ended; one of another host has if nothing tells for long."""
+    host, pid, _ = folder.name.removeprefix(prefix).rsplit("-", 2)
+    if not pid.isdigit() or not _is_mine(folder) or age_s(folder) < YOUNG_S or _is_locked(folder):
+        return False
+    if host == socket.gethostname():
+        return not _runs(int(pid))
+    return age_s(folder) > FOREIGN_AGE_S
+
+
+def point_torch_at(work: Path) -> list[str]:
+    """Let torch and Triton keep their caches in a work folder, each unless the user has set another place.
+
+    Returns the variables that were set.
+    """
+    names = [name for name in VARIABLES if not is_users(name)]
+    for name in names:
+        os.environ[name] = str(work / VARIABLES[name])
+    os.environ[OURS] = str(work)
+    return names
+
+
+def point_torch_away(work: Path) -> None:
+    """Take back what `point_torch_at` has set, where it still holds."""
+    for name, part in VARIABLES.items():
+        if os.environ.get(name) == str(work / part):
+            del os.environ[name]
+    if os.environ.get(OURS) == str(work):
+        del os.environ[OURS]
+
+
+def is_users(name: str) -> bool:
+    """Whether the user has set one of `VARIABLES`: not we, nor torch, which sets its own default."""
+    value = os.environ.get(name)
+    if not value:
+        return False
+    if OURS in os.environ and Path(value).is_relative_to(os.environ[OURS]):
+        return False
+    path = Path(value)
+    return not (path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_"))
+
+
+def _is_mine(folder: Path) -> bool:
+    try:
+        return folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _lock(folder: Path) -> FileLock | None:
+    try:
+        return FileLock.take(folder / ALIVE)
+    except OSError:  # a file system without locks: the process id must do
+        return None
+
+
+def _is_locked(folder: Path) -> bool:
+    if not (folder / ALIVE).exists():
+        return False
+    try:
+        lock = FileLock.take(folder / ALIVE)
+    except OSError:
+        return False
+    if lock is not None:
+        lock.release()
+    return lock is None
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

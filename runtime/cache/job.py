@@ -1,0 +1,92 @@
+"""The compile cache of one job: opened before its first compilation, added to after it has compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphmoe.world import World
+from runtime.cache.folders import is_users
+from runtime.cache.key import base_of
+from runtime.cache.store import CompileCache, WorkFolder, point_torch_at
+from runtime.cache.turns import CompileTurns
+from runtime.compiled import UnitReport
+
+TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch keeps compiled code; who sets it gets torch's own caches there."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What the first rank of a node tells the others."""
+
+    path: str
+    why: str
+    """Why code that is not found there is not there."""
+    measured: dict[str, int] = field(default_factory=dict)
+
+
+class JobCache:
+    """What a job takes from the compile cache and leaves there.
+
+    The ranks of a node share one work folder, which the first of them opens, keeps and removes, so what one
+    of them compiles the others find.
+    """
+
+    def __init__(self, cache: CompileCache, facts: Mapping[str, Any], world: World) -> None:
+        """A collective of all ranks. ``facts`` are those of ``cache_key.facts_of``."""
+        # An operation's gradient may change while the graph that calls it does not: other sources, other keys
+        torch.compiler.config.cache_key_tag = base_of(facts)
+        self._cache, self._world = cache, world
+        self._work: WorkFolder | None = None
+        self.measured: dict[str, int] = {}
+        """Bytes that graphs keep for their backward, by fingerprint."""
+        self.turns: CompileTurns | None = None
+        """Of the ranks of a node; None where there is one."""
+        if is_users(TORCHS_OWN):
+            self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
+            return
+        opened = world.on_first_of_node(lambda: self._open(facts))
+        self.why, self.measured = opened.why, dict(opened.measured)
+        if world.local_index > 0:
+            point_torch_at(Path(opened.path))
+        if world.local_size > 1:
+            self.turns = CompileTurns(Path(opened.path, "turns"))
+
+    def _open(self, facts: Mapping[str, Any]) -> _Opened:
+        self._work = work = self._cache.open(facts)
+        work.activate()
+        report = work.report if isinstance(work.report, dict) else {}
+        why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
+        return _Opened(str(work.path), why, report.get("measured", {}))
+
+    def publish(self, report: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+        """Keep what this node's ranks have compiled so far; a collective of all ranks."""
+        self._world.barrier()
+        if self._work is not None:
+            self._work.publish({**report, "measured": self.measured}, notes)
+
+    def lines(self, reports: Sequence[UnitReport]) -> list[str]:
+        """What was found in the cache, and why the rest was not."""
+        graphs, found = sum(r.graphs for r in reports), sum(r.from_cache for r in reports)
+        missed: dict[str, int] = {}
+        for report in reports:
+            missed[report.unit] = missed.get(report.unit, 0) + report.graphs - report.from_cache
+        listed = [f"{unit} ({count})" for unit, count in missed.items() if count]
+        line = f"compile cache: {found} of {graphs} graphs found"
+        return [f"{line}; compiled {', '.join(listed)}: {self.why}"] if listed else [line]
+
+
+def _why_compiled(work: WorkFolder) -> str:
+    if work.damaged:
+        return f"{len(work.damaged)} damaged files were set aside"
+    if work.found:
+        return "no earlier run of this configuration came to them"
+    if work.nearest:
+        return "; ".join(work.nearest.differences)
+    return "the cache has no code of these sources, versions and this device"

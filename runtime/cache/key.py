@@ -1,0 +1,222 @@
+"""What compiled code depends on: the facts of a run, their key, and how two sets of facts differ.
+
+What is no fact here is either no part of any compiled graph or reaches it as a tensor.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphmoe.config import RunConfig
+from passes import PASSES, PassSpec
+
+Facts = Mapping[str, Any]
+"""Plain values by dotted names. Those under ``base.`` say on what and of what the code was made."""
+
+WHOLE_SECTIONS = ("model", "precision", "recompute")
+"""Sections of the configuration whose keys are facts, but for `NOT_COMPILED`."""
+NOT_COMPILED = ("model.name", "model.peak_lr", "model.init_std", "model.bias_update_rate")
+SINGLE_KEYS = (
+    "data.seq_len",
+    "train.micro_batch_size",
+    "moe.experts",
+    "moe.force_balance",
+    "optim.schedule",
+    "graph.scope",
+)
+BASE = "base."
+OWN_PASS, EXTRA_PASS = "passes.own.", "passes.extra."
+SOURCES = {
+    "graphmoe/ops": "graphmoe/ops/**/*.py",
+    "graphmoe/model": "graphmoe/model/**/*.py",
+    "graphmoe": "graphmoe/{adamw,gradients,optim,schedule,segments,torch_compat}.py",
+    "passes": "passes/**/*.py",
+    "runtime": "runtime/*.py",
+}
+"""Sources that make or run compiled graphs, by the name in messages."""
+KEY_DIGITS = 24
+
+
+def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device) -> dict[str, Any]:
+    """The facts of a resolved configuration and its passes.
+
+    Reads the number of threads, so call it once that is set.
+    """
+    facts = {key: _plain(value) for key, value in _settings(config)}
+    facts["passes.enabled"] = [spec.name for spec in passes]
+    for spec in passes:
+        prefix = OWN_PASS if spec.name in (own.name for own in PASSES) else EXTRA_PASS
+        facts[prefix + spec.name] = _short_hash(spec.fingerprint())
+    return facts | {f"{BASE}{name}": value for name, value in base_facts(device).items()}
+
+
+def key_of(facts: Facts) -> str:
+    """24 hexadecimal digits that stand for the facts, whatever their order."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+def base_of(facts: Facts) -> str:
+    """A short hash of the base: sources, versions and device."""
+    return key_of({name: value for name, value in facts.items() if name.startswith(BASE)})
+
+
+def may_share(facts: Facts, other: Facts) -> bool:
+    """Whether code of equal graphs is the same code: one base, and no pass of the user's in two versions."""
+    names = {name for name in (*facts, *other) if name.startswith(BASE)}
+    names |= {name for name in facts if name.startswith(EXTRA_PASS) and name in other}
+    return all(name in facts and name in other and facts[name] == other[name] for name in names)
+
+
+def differences(facts: Facts, other: Facts) -> list[str]:
+    """What changed from ``other`` to ``facts``, one line each: 'model.num_experts changed: 8 -> 16'."""
+    names = [*facts, *(name for name in other if name not in facts)]
+    changed = [name for name in names if facts.get(name) != other.get(name)]
+    in_one = {name for name in changed if (name in facts) != (name in other)}
+    told_by_list = {name for name in in_one if name.startswith((OWN_PASS, EXTRA_PASS))}
+    return [
+        _difference(name, other.get(name), facts.get(name)) for name in changed if name not in told_by_list
+    ]
+
+
+def base_facts(device: torch.device) -> dict[str, Any]:
+    """Sources, versions and device, by names without prefix."""
+    return {
+        **{f"sources.{name}": digest for name, digest in source_hashes().items()},
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "libc": os.confstr("CS_GNU_LIBC_VERSION") if hasattr(os, "confstr") else None,
+        "machine": platform.machine(),
+        "cpu_instructions": _short_hash(_cpu_line("flags", "Features").encode()),
+        **(_gpu_facts(device) if device.type == "cuda" else _cpu_facts()),
+    }
+
+
+@functools.cache
+def source_hashes() -> dict[str, str]:
+    """A short hash of each group of `SOURCES`: names and contents."""
+    root = Path(__file__).parents[2]
+    hashes = {}
+    for name, pattern in SOURCES.items():
+        files = sorted({file for part in _alternatives(pattern) for file in root.glob(part)})
+        content = b"".join(
+            b"%s\0%d\0%s" % (str(file.relative_to(root)).encode(), len(text), text)
+            for file in files
+            for text in [file.read_bytes()]
+        )
+        hashes[name] = _short_hash(content)
+    return hashes
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Keys of the configuration that are facts, with their values."""
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for key in fields(values) if hasattr(values, "__dataclass_fields__") else ():
+            name = f"{section.name}.{key.name}"
+            if name in SINGLE_KEYS or (section.name in WHOLE_SECTIONS and name not in NOT_COMPILED):
+                yield name, getattr(values, key.name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """One line about a fact that changed."""
+    if name.startswith(f"{BASE}sources."):
+        return f"sources of {name.removeprefix(f'{BASE}sources.')} changed"
+    if name.startswith((OWN_PASS, EXTRA_PASS)):
+        return f"the pass {name.rpartition('.')[2]} changed"
+    name = name.removeprefix(BASE)
+    if name == "cpu_instructions":
+        return "the CPU's instructions changed"
+    if isinstance(before, list) and isinstance(now, list):
+        moves = [f"+ {item}" for item in now if item not in before]
+        moves += [f"- {item}" for item in before if item not in now]
+        return f"{name} changed: {' '.join(moves) or 'another order'}"
+    return f"{name} changed: {_shown(before)} -> {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+def _gpu_facts(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "capability": getattr(properties, "gcnArchName", None) or f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+
+
+def _cpu_facts() -> dict[str, Any]:
+    """Inductor writes the number of threads into the code, and compiles it for this very processor."""
+    return {
+        "device": _cpu_line("model name", "CPU part") or platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "compiler": _compiler_version(),
+    }
+
+
+def _cpu_line(*names: str) -> str:
+    """What /proc/cpuinfo says first under one of these names; empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in found if name.strip() in names), "")
+
+
+@functools.cache
+def _compiler_version() -> str | None:
+    """What the C++ compiler that Inductor takes says first; None without one."""
+    words = shlex.split(os.environ.get("CXX", "g++"))
+    try:
+        run = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, IndexError, subprocess.SubprocessError):
+        return None
+    return next(iter(run.stdout.splitlines()), None)
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _alternatives(pattern: str) -> Iterable[str]:
+    """``a/{b,c}.py`` -> a/b.py, a/c.py: a glob of Python's has no braces."""
+    head, brace, rest = pattern.partition("{")
+    names, _, tail = rest.partition("}")
+    return [f"{head}{name}{tail}" for name in names.split(",")] if brace else [pattern]
+
+
+def _short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -1,0 +1,122 @@
+"""The compile cache: what torch and Triton have compiled, kept by content for later jobs (docs/cache.md).
+
+A job compiles in a work folder of its own, which starts with verified copies of what earlier jobs published
+for the same facts. Nothing is locked while code is compiled, and a process may die at any moment.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.cache.blobs import Blobs, write_whole
+from runtime.cache.choices import Choices
+from runtime.cache.entries import Entries, Entry
+from runtime.cache.folders import make_temporary_folder, make_work_folder, point_torch_at, remove_dead
+from runtime.cache.key import Facts, differences, key_of, may_share
+from runtime.cache.work import Nearest, WorkFolder
+
+__all__ = ["CompileCache", "Nearest", "WorkFolder", "point_torch_at"]
+
+log = logging.getLogger(__name__)
+
+TAG_FILE = "CACHEDIR.TAG"
+TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/cache.md.\n"
+"""Says that the folder is a cache (bford.info/cachedir). Backups leave it out, the tool prunes no other."""
+MIN_FREE_BYTES = 256 * 2**20
+"""A disk with less room counts as full: a cold compilation would not fit."""
+
+
+class CompileCache:
+    """The store in one folder. Making one touches nothing; any number of processes may use it at once."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Without ``folder`` nothing is kept and nothing is found."""
+        self.folder = folder.absolute() if folder is not None else None
+        nowhere = self.folder or Path(os.devnull)  # below which there are no files
+        self.blobs, self.entries, self._choices = Blobs(nowhere), Entries(nowhere), Choices(nowhere)
+
+    @classmethod
+    def nowhere(cls) -> CompileCache:
+        """A cache that keeps nothing; its work folders lie in the folder of temporary files."""
+        return cls(None)
+
+    def open(self, facts: Facts) -> WorkFolder:
+        """A work folder of this process that starts with the verified files of these facts.
+
+        Where there is no entry of them it starts with those of the nearest entry of the same base: torch
+        takes what is of equal graphs. A folder that is damaged, read-only or full ends nothing: the log says
+        so, and the work folder lies among the temporary files. *Raises* OSError where that is full too.
+        """
+        ours: dict[str, Any] = json.loads(json.dumps(dict(facts)))  # as they are in a document
+        entry = self.entries.read(key_of(ours))
+        others = [] if entry else [other for other in self.entries if other.files]
+        source = entry or _nearest(ours, [other for other in others if may_share(ours, other.facts)])
+        work = self._filled(ours, source, found=entry is not None)
+        near = _nearest(ours, others)
+        work.nearest = Nearest(near.key, tuple(differences(ours, near.facts))) if near else None
+        if entry:
+            self.entries.touch(entry.key)
+        return work
+
+    def remember(self, name: str, facts: Facts, answer: Any) -> Any:
+        """Keep a small answer of plain values; returns the one that holds, the first that anybody kept."""
+        return self._choices.remember(name, facts, answer) if self.folder else answer
+
+    def recall(self, name: str, facts: Facts) -> Any | None:
+        """What holds for this name and these facts, or None."""
+        return self._choices.recall(name, facts)
+
+    def _filled(self, facts: dict[str, Any], source: Entry | None, *, found: bool) -> WorkFolder:
+        if self.folder is not None:
+            try:
+                return self._filled_in(self.folder, facts, source, found=found)
+            except OSError as error:
+                problem = f"{self.folder} cannot be written ({error.strerror or error})"
+                log.warning("compile cache: %s; what is compiled is not kept", problem)
+        work = WorkFolder(self.blobs, self.entries, facts, *make_temporary_folder(), keeps=False)
+        try:
+            work.fill(source, found=found)
+        except OSError as error:
+            log.warning("compile cache: nothing can be taken from it: %s", error)
+            work.clear()
+        return work
+
+    def _filled_in(
+        self, folder: Path, facts: dict[str, Any], source: Entry | None, *, found: bool
+    ) -> WorkFolder:
+        _make_cache(folder)
+        remove_dead(folder / "work")
+        place = make_work_folder(folder / "work")
+        work = WorkFolder(self.blobs, self.entries, facts, *place, keeps=True)
+        try:
+            work.fill(source, found=found)
+        except OSError:
+            work.close()
+            raise
+        return work
+
+
+def _nearest(facts: Facts, entries: Sequence[Entry]) -> Entry | None:
+    """The entry with the fewest differences; of several the one used last."""
+
+    def distance(entry: Entry) -> tuple[int, float]:
+        return len(differences(facts, entry.facts)), -entry.last_used
+
+    return min(entries, key=distance, default=None)
+
+
+def _make_cache(folder: Path) -> None:
+    """Make the cache's folder if it is not there. *Raises* OSError, also for a disk that is nearly full."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free")
+    if not (folder / TAG_FILE).exists():
+        write_whole(folder / TAG_FILE, TAG.encode())

@@ -1,0 +1,60 @@
+"""Ranks of a node that compile equal graphs: one does, the others wait and take it from torch's caches."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import fx
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 1800.0
+"""Seconds after which a rank compiles what it waits for."""
+
+
+class CompileTurns:
+    """One file for each graph in a folder of this job and node, which its first rank there makes.
+
+    Ranks that compile different graphs, as in a pipeline or for a device of another number, do not wait.
+    """
+
+    def __init__(self, folder: Path, patience_s: float = PATIENCE_S) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._patience_s = folder, patience_s
+
+    @contextmanager
+    def of(self, graph: fx.GraphModule) -> Iterator[None]:
+        """Compile the graph inside: at once if nobody has begun it, else when who began is done."""
+        begun = self._folder / fingerprint(graph)
+        done = begun.with_suffix(".done")
+        try:
+            os.close(os.open(begun, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            self._wait_for(done)
+            yield
+            return
+        try:
+            yield
+        finally:
+            done.touch()
+
+    def _wait_for(self, done: Path) -> None:
+        end = time.monotonic() + self._patience_s
+        while not done.exists():
+            if time.monotonic() > end:
+                log.warning("waited %.0f s for another rank's code; compiling it here", self._patience_s)
+                return
+            time.sleep(0.01)
+
+
+def fingerprint(graph: fx.GraphModule) -> str:
+    """Of the operations and of the tensors that go in: equal on ranks whose code is equal."""
+    values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    tensors = [(tuple(v.shape), v.stride(), str(v.dtype), str(v.device)) for v in values]
+    return hashlib.sha256(f"{graph.graph}\n{tensors}".encode()).hexdigest()[:24]

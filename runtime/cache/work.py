@@ -1,0 +1,229 @@
+"""The folder that one job compiles to: filled with what earlier jobs kept, and asked for what is new."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphmoe.file_lock import FileLock
+from runtime.cache.blobs import Blobs, DamagedBlob
+from runtime.cache.entries import Document, Entries, Entry, union, unit_of
+from runtime.cache.files import (
+    has_its_group,
+    kept_files,
+    mark_unread,
+    placed_form,
+    stored_form,
+    tells_reads,
+    was_read,
+)
+from runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
+from runtime.cache.key import key_of
+
+log = logging.getLogger(__name__)
+
+MANY_DOCUMENTS = 4
+"""Documents of one entry above which a job joins them though it has nothing new."""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The entry whose facts differ least from those that were asked for."""
+
+    key: str
+    differences: tuple[str, ...]
+
+
+class WorkFolder:
+    """Where the processes of a job compile to. ``CompileCache.open`` makes it."""
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        entries: Entries,
+        facts: dict[str, Any],
+        path: Path,
+        lock: FileLock | None,
+        *,
+        keeps: bool,
+    ) -> None:
+        self.path, self.key, self.facts = path, key_of(facts), facts
+        self.keeps = keeps
+        """Whether `publish` writes: not in a cache that is read-only, full or none."""
+        self.found = False
+        """Whether there was an entry of these facts."""
+        self.nearest: Nearest | None = None
+        """Without an entry: the one whose facts differ least, which may be of another base."""
+        self.shared_from: str | None = None
+        """Key of the other entry whose files lie here."""
+        self.num_files = self.num_bytes = 0
+        """What was put here."""
+        self.damaged: list[str] = []
+        """Files that were damaged or missing; torch makes them again."""
+        self.report: Any = None
+        """What the newest `publish` of the entry whose files lie here was given."""
+        self._blobs, self._entries, self._lock, self._pid = blobs, entries, lock, os.getpid()
+        self._files: dict[str, str] = {}
+        """What the entry holds, as far as it lies here."""
+        self._shared: dict[str, str] = {}
+        """What another entry holds; ours once torch has read it."""
+        self._new: dict[str, str] = {}
+        """What is stored and not yet in a document."""
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Size and time of each file as we know it."""
+        self._refused: set[tuple[str, str]] = set()
+        """Files of the entry that are not as they were, with their hashes."""
+        self.clear()
+        atexit.register(self.close)
+
+    def fill(self, source: Entry | None, *, found: bool) -> None:
+        """Put an entry's files here; ``found`` says that it is the entry of our facts. *Raises* OSError."""
+        if source is None:
+            return
+        self.found, self.report = found, source.report
+        self.shared_from = None if found else source.key
+        taken = {part for name, part in VARIABLES.items() if not is_users(name)}
+        wanted = {path: digest for path, digest in source.files.items() if path.split("/")[0] in taken}
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            problems = list(threads.map(self._place, wanted, wanted.values()))
+        for (path, digest), problem in zip(wanted.items(), problems, strict=True):
+            if problem:
+                self._refuse(path, digest, source.key, problem)
+        broken = {unit_of(path) for path in self.damaged}
+        broken |= {unit_of(path) for path in wanted if not has_its_group(self.path / path)}
+        placed = {path: digest for path, digest in wanted.items() if unit_of(path) not in broken}
+        for path in wanted.keys() - placed.keys():
+            (self.path / path).unlink(missing_ok=True)
+        self._know(placed, found=found)
+
+    def clear(self) -> None:
+        """Make the folder as it is where there is no entry."""
+        self.found, self.shared_from, self.report = False, None, None
+        for part in VARIABLES.values():
+            shutil.rmtree(self.path / part, ignore_errors=True)
+            (self.path / part).mkdir()
+
+    def activate(self) -> None:
+        """Let torch and Triton compile to here, each unless the user has set its folder; `close` ends it.
+
+        Call it before the first compilation.
+        """
+        point_torch_at(self.path)
+
+    def publish(self, report: Any = None, notes: Mapping[str, Any] | None = None) -> int:
+        """Keep what is new here; returns how many files that were. Call it while nothing compiles.
+
+        ``report`` is any plain value, which the next job of these facts gets; ``notes`` are for the tool that
+        lists entries (model, graphs). A full disk is a warning.
+        """
+        if not self.keeps:
+            return 0
+        try:
+            return self._publish(report, dict(notes or {}))
+        except OSError as error:
+            log.warning("compile cache: what was compiled is not kept: %s", error)
+            return 0
+
+    def close(self) -> None:
+        """Remove the work folder, as the end of the process does. A forked child leaves it alone."""
+        if os.getpid() != self._pid:
+            return
+        atexit.unregister(self.close)
+        point_torch_away(self.path)
+        if self._lock is not None:
+            self._lock.release()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _place(self, path: str, digest: str) -> str | None:
+        """Put one file here; returns what is wrong with it. *Raises* OSError where it cannot be written."""
+        try:
+            content = self._blobs.get(digest)
+        except DamagedBlob:
+            return "is damaged"
+        except OSError as error:
+            return f"is missing ({error.strerror})"
+        target = self.path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(placed_form(target, content, self.path))
+        return None
+
+    def _refuse(self, path: str, digest: str, key: str, problem: str) -> None:
+        log.warning("compile cache: %s of entry %s %s; it is compiled again", path, key, problem)
+        self.damaged.append(path)
+        self._refused.add((path, digest))
+        self._blobs.set_aside(digest)
+
+    def _know(self, placed: dict[str, str], *, found: bool) -> None:
+        """Remember what was put here, so that what torch adds or changes can be told from it."""
+        if found or not tells_reads(self.path):
+            self._files = placed
+        else:
+            self._shared = placed
+            for path in placed:
+                mark_unread(self.path / path)
+        statuses = {path: (self.path / path).stat() for path in placed}
+        self._seen = {path: (status.st_size, status.st_mtime_ns) for path, status in statuses.items()}
+        self.num_files, self.num_bytes = len(placed), sum(size for size, _ in self._seen.values())
+
+    def _publish(self, report: Any, notes: dict[str, Any]) -> int:
+        self._take_what_was_read()
+        self._take_what_changed()
+        entry = self._entries.read(self.key)
+        joins = entry is not None and (bool(self._refused) or len(entry.documents) > MANY_DOCUMENTS)
+        tells = entry is None or (entry.report is None and report is not None)
+        if not self._new and not joins and not (tells and self._files):
+            return 0
+        theirs = entry.files if entry else {}
+        refused = {unit_of(path) for path, digest in self._refused if theirs.get(path) == digest}
+        files = union([self._files, {p: d for p, d in theirs.items() if unit_of(p) not in refused}])
+        if entry:
+            report, notes = entry.report if report is None else report, {**entry.notes, **notes}
+        document = Document(self.facts, files, report, notes, time.time())
+        self._entries.write(self.key, document, entry.documents if entry else ())
+        self._restore()
+        count = len(self._new)
+        self._new.clear()
+        self._refused.clear()
+        return count
+
+    def _take_what_was_read(self) -> None:
+        """Make those files of another entry ours that torch has used here."""
+        used = {unit_of(path) for path in self._shared if was_read(self.path / path)}
+        for path in [path for path in self._shared if unit_of(path) in used]:
+            self._files[path] = self._new[path] = self._shared.pop(path)
+
+    def _take_what_changed(self) -> None:
+        """Store files that torch has added or changed."""
+        for name, path in kept_files(self.path):
+            try:
+                status = path.stat()
+                known = (status.st_size, status.st_mtime_ns)
+                if self._seen.get(name) == known:
+                    continue
+                content = stored_form(path, path.read_bytes(), self.path)
+            except FileNotFoundError:  # replaced meanwhile
+                continue
+            if content is None:
+                continue
+            digest = self._blobs.put(content)
+            self._seen[name] = known
+            self._shared.pop(name, None)
+            if self._files.get(name) != digest:
+                self._files[name] = self._new[name] = digest
+
+    def _restore(self) -> None:
+        """Store again what was pruned while we ran, or between being stored and being named."""
+        for name, digest in self._files.items():
+            path = self.path / name
+            if not self._blobs.has(digest) and path.exists():
+                content = stored_form(path, path.read_bytes(), self.path)
+                if content is not None:
+                    self._blobs.put(content)

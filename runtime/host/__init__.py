@@ -1,0 +1,1 @@
+"""What `host.*` does to the processes of a run, docs/launch.md."""

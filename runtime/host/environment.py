@@ -1,0 +1,151 @@
+"""Environment variables that ``host.*`` keys stand for.
+
+The GPU's runtime and the libraries for communication read them once, when they start, so they are set
+before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from graphmoe.config import ConfigError, DeviceChoice, HostConfig
+
+MARKER = "GRAPHMOE_ENVIRONMENT"
+"""Holds, as JSON, what `set_environment` has set, for its next call here or in a child process."""
+MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""Values that keep NCCL, torch's symmetric memory and NVSHMEM from using NVLink multicast."""
+
+
+@dataclass(frozen=True)
+class HostLine:
+    """What became of a setting of the host, for the log."""
+
+    text: str
+    warns: bool = False
+    """Something that was asked for has no effect."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable, its value, and the key that asks for it."""
+
+    name: str
+    value: str
+    key: str
+
+
+def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
+    """Set the variables for this process and its children; what was set, kept, or has no effect.
+
+    Call it before torch asks for GPUs, and again in each worker with the resolved device: a second call
+    changes what differs from the first, takes back what is no longer wanted, and says the same. A
+    variable that someone else has set stays as it is. *Raises* ConfigError for a name in host.env that
+    no variable can have.
+    """
+    wanted = variables(host, device)
+    ours = _set_earlier()
+    before = dict(os.environ)
+    for name in ours:
+        del os.environ[name]
+    lines = [HostLine(text, warns=True) for text in _without_effect(host, device)]
+    taken: dict[str, list[Variable]] = {}
+    for variable in wanted:
+        present = os.environ.get(variable.name)
+        if present is None:
+            os.environ[variable.name] = variable.value
+            taken.setdefault(variable.key, []).append(variable)
+        else:
+            lines.append(HostLine(_kept(variable, present)))
+    for key, group in taken.items():
+        lines.append(HostLine(f"{', '.join(f'{v.name}={v.value}' for v in group)} ({key})"))
+    done = {variable.name: variable.value for group in taken.values() for variable in group}
+    if done.items() - before.items() and _gpu_runtime_started():
+        lines.append(
+            HostLine("these were set after the GPU's runtime had started, maybe too late", warns=True)
+        )
+    _mark(done)
+    return lines
+
+
+def variables(host: HostConfig, device: DeviceChoice) -> list[Variable]:
+    """What a configuration asks for on this build of torch; host.env goes before the other keys."""
+    found = [Variable(name, value, "host.env") for name, value in host.env.items()]
+    for variable in found:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable.name) or "\0" in variable.value:
+            raise ConfigError(f"host.env has {variable.name!r}, which no environment variable can be named")
+    own = {variable.name for variable in found}
+    return found + [v for v in _variables_of_keys(host, device) if v.name not in own]
+
+
+def _variables_of_keys(host: HostConfig, device: DeviceChoice) -> Iterator[Variable]:
+    """Those of the other keys; none for a run on a CPU."""
+    if device is DeviceChoice.cpu:
+        return
+    if torch.version.hip and host.kernarg_pool_mb is not None:
+        size_bytes = host.kernarg_pool_mb * 2**20
+        yield Variable(
+            "HSA_KERNARG_POOL_SIZE", str(size_bytes), f"host.kernarg_pool_mb={host.kernarg_pool_mb}"
+        )
+    if torch.version.hip and host.max_hw_queues is not None:
+        yield Variable(
+            "GPU_MAX_HW_QUEUES", str(host.max_hw_queues), f"host.max_hw_queues={host.max_hw_queues}"
+        )
+    if torch.version.cuda and not host.nvlink_multicast:
+        for name, value in MULTICAST.items():
+            yield Variable(name, value, "host.nvlink_multicast=false")
+
+
+def _without_effect(host: HostConfig, device: DeviceChoice) -> Iterator[str]:
+    """Keys that were changed from their default and mean nothing here, with the reason."""
+    default = HostConfig()
+    for name, platform, build in (
+        ("kernarg_pool_mb", "ROCm", torch.version.hip),
+        ("max_hw_queues", "ROCm", torch.version.hip),
+        ("nvlink_multicast", "CUDA", torch.version.cuda),
+    ):
+        value = getattr(host, name)
+        if value is None or value == getattr(default, name):
+            continue
+        if device is DeviceChoice.cpu or not build:
+            on_cpu = device is DeviceChoice.cpu
+            reason = "the run is on a CPU" if on_cpu else f"torch is not built for {platform}"
+            yield f"host.{name}={str(value).lower()} has no effect: {reason}"
+        elif name == "nvlink_multicast":
+            kept = [f"{off}={value}" for off, value in MULTICAST.items() if os.environ.get(off) == value]
+            if kept:
+                yield f"host.{name}=true has no effect on what is set already: {', '.join(kept)}"
+
+
+def _kept(variable: Variable, present: str) -> str:
+    if present == variable.value:
+        return f"{variable.name}={present} is set already ({variable.key} would do the same)"
+    return f"{variable.name}={present} is set already and stays ({variable.key} would set {variable.value})"
+
+
+def _gpu_runtime_started() -> bool:
+    """Whether CUDA or ROCm has started here; Inductor, when imported, asks for GPUs, which starts ROCm."""
+    asked = bool(torch.version.hip) and "torch._inductor.runtime.benchmarking" in sys.modules
+    return asked or torch.cuda.is_initialized()
+
+
+def _set_earlier() -> dict[str, str]:
+    """What an earlier call, here or in the process that started this one, set and nobody has changed."""
+    marked = json.loads(os.environ.get(MARKER, "{}"))
+    return {name: value for name, value in marked.items() if os.environ.get(name) == value}
+
+
+def _mark(done: dict[str, str]) -> None:
+    os.environ.pop(MARKER, None)
+    if done:
+        os.environ[MARKER] = json.dumps(done)

@@ -1,0 +1,251 @@
+"""Starts the workers of this node through torch elastic, and passes signals on to them.
+
+Elastic runs in a thread of its own, since in the main thread it would take the signals itself and kill
+workers that need more than 30 seconds to save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+from torch.distributed.launcher.api import elastic_launch
+
+from graphmoe.config import LaunchConfig
+from runtime.launch.failures import RunFailed, attempt_of, error_file, first_failure
+from runtime.launch.nodes import Nodes
+
+log = logging.getLogger(__name__)
+
+MEETING_S = 900
+"""Seconds that nodes wait for each other."""
+ONE_GPU_EACH = True
+"""Each worker sees its own GPU only, as cuda:0, so that all ranks compile the same code."""
+_POLL_S = 0.2
+_IDLE_S = 2.0
+"""After a signal, how long elastic is waited for while there is no worker, as before all nodes are there."""
+_OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Workers that start again would else find the addresses of those before (pytorch #135712)."""
+_SHOWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def launch(
+    config: LaunchConfig,
+    resolved: Path,
+    environment: Mapping[str, str],
+    log_dir: Path,
+    *,
+    nodes: Nodes,
+    on_gpu: bool,
+) -> str | None:
+    """Run ``graphmoe.worker <resolved>`` on each rank of this node until all are done.
+
+    ``environment`` is added to that of the workers. Errors go to ``log_dir``, and on the first node the
+    output of all but local rank 0 too, which has this process's stdout and stderr. Returns the name of
+    the signal that asked to stop, if one did. *Raises* ConfigError or RunFailed with the first error.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    logs = RankLogs(log_dir, redirect=nodes.is_first)
+    agent = _Agent(_elastic_config(config, logs, nodes, on_gpu), resolved)
+    own_stores = _OWN_STORES if config.max_restarts else {}
+    added = _added_to_environment({**environment, **own_stores}, on_gpu and ONE_GPU_EACH)
+    with added, _elastic_log(log_dir), _Forwarding() as forwarding:
+        agent.start()
+        idle_s = 0.0
+        while agent.is_alive() and idle_s < _IDLE_S:
+            agent.join(_POLL_S)
+            waits_in_vain = forwarding.received and not forwarding.to_new_workers()
+            idle_s = idle_s + _POLL_S if waits_in_vain else 0.0
+    if isinstance(agent.error, ChildFailedError):
+        first = first_failure(agent.error.failures, log_dir, logs.attempt)
+        assert first is not None, "elastic names at least one"
+        if not (forwarding.received and first.was_stopped):
+            raise first.raised(log_dir)
+    elif isinstance(agent.error, RendezvousError):
+        raise RunFailed(f"the {nodes.count} nodes did not all meet at {nodes.endpoint}: {agent.error}")
+    elif agent.error is not None:
+        raise agent.error
+    return forwarding.received
+
+
+def _elastic_config(config: LaunchConfig, logs: RankLogs, nodes: Nodes, on_gpu: bool) -> ElasticConfig:
+    elastic = ElasticConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=config.nproc,
+        logs_specs=logs,
+        run_id=nodes.job,
+        rdzv_backend="c10d",
+        rdzv_endpoint=nodes.endpoint,
+        rdzv_configs={"timeout": MEETING_S, "read_timeout": MEETING_S, "is_host": str(nodes.is_first)},
+        local_addr="localhost" if nodes.count == 1 else None,
+        max_restarts=config.max_restarts,
+        virtual_local_rank=on_gpu and ONE_GPU_EACH,
+    )
+    elastic.numa_options = None  # each worker binds itself
+    return elastic
+
+
+class RankLogs(LogsSpecs):
+    """Where the output and the error of each worker go: files named by its rank."""
+
+    def __init__(self, log_dir: Path, *, redirect: bool) -> None:
+        super().__init__(str(log_dir))
+        self.log_dir, self.redirect = log_dir, redirect
+        self.attempt = ""
+        """The last one that was started, as ``attempt_of`` names it."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The files of an attempt to start; says so if it is not the first."""
+        number = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        if number:
+            self._say_restart(number, envs[0]["TORCHELASTIC_MAX_RESTARTS"])
+        self.attempt = attempt_of(envs[0])
+        files = LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""))
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            error = error_file(self.log_dir, rank)
+            error.unlink(missing_ok=True)
+            files.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(error)
+            if local_rank > 0 and self.redirect:
+                stem = f"rank{rank}.attempt{number}" if number else f"rank{rank}"
+                files.stdouts[local_rank] = str(self.log_dir / f"{stem}.stdout.log")
+                files.stderrs[local_rank] = str(self.log_dir / f"{stem}.stderr.log")
+        return files
+
+    def _say_restart(self, number: int, of: str) -> None:
+        first = first_failure({}, self.log_dir, self.attempt)
+        why = first.text.splitlines()[0] if first else "a worker was killed"
+        log.warning("%s; all workers start again (%d of %s)", why, number, of)
+
+
+class _Agent(threading.Thread):
+    """Runs elastic's agent, and keeps the error that it ended with."""
+
+    def __init__(self, config: ElasticConfig, resolved: Path) -> None:
+        super().__init__(name="elastic", daemon=True)
+        self.error: Exception | None = None
+        self._config, self._resolved = config, resolved
+
+    def run(self) -> None:
+        try:
+            elastic_launch(self._config, sys.executable)("-m", "graphmoe.worker", str(self._resolved))
+        except Exception as error:
+            self.error = error
+
+
+class _Forwarding:
+    """Inside a ``with`` block, the first signal goes to every worker once; a second kills all at once.
+
+    Workers that start later, as after a failure, get it when they are there. SIGUSR2, by which Slurm tells
+    submitit that time is up or that the job must make room, makes the workers save and stop too; at the end
+    of the block it goes back to submitit, which puts the job into the queue again and ends this process.
+    """
+
+    received: str | None = None
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Forwarding:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+            if callable(signal.getsignal(signal.SIGUSR2)):  # submitit waits for it
+                self._previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self.received == "SIGUSR2":
+            self._previous[signal.SIGUSR2](signal.SIGUSR2, None)
+
+    def to_new_workers(self) -> int:
+        """Send the signal to workers that have not had it; how many workers there are."""
+        pids = _workers()
+        for pid in pids:
+            if pid not in self._told:
+                self._told.add(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        return len(pids)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR2 and self.received is not None:
+            return
+        if self.received is not None:
+            for pid in _workers():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # elastic gives each worker a group of its own
+            os.write(2, f"{name} again: all workers are killed\n".encode())
+            os._exit(128 + number)
+        self.received = name
+        # straight to stderr: Python's streams may be in the middle of a write
+        os.write(2, f"{name} received: the workers stop after this step; a second kills them\n".encode())
+        self.to_new_workers()
+
+
+def _workers() -> list[int]:
+    """Process ids of the workers that run now."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if "graphmoe.worker" in child.cmdline():
+                found.append(child.pid)
+    return found
+
+
+@contextmanager
+def _elastic_log(log_dir: Path) -> Iterator[None]:
+    """Send what elastic says to ``elastic.log``, which is made if it says anything; users get our words."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = logging.FileHandler(log_dir / "elastic.log", encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(lambda record: "child thread" not in record.getMessage())  # where we want it to be
+    propagated, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+        handler.close()
+
+
+@contextmanager
+def _added_to_environment(variables: Mapping[str, str], one_gpu_each: bool) -> Iterator[None]:
+    """Set variables in this process, whose environment elastic hands on to the workers, for a while."""
+    before = {name: os.environ.get(name) for name in (*variables, *_SHOWN_GPUS)}
+    os.environ.update(variables)
+    if one_gpu_each and torch.version.hip and "HIP_VISIBLE_DEVICES" in os.environ:
+        # elastic splits CUDA_VISIBLE_DEVICES only, which ROCm reads where the other is not set
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop("HIP_VISIBLE_DEVICES")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

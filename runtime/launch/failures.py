@@ -1,0 +1,119 @@
+"""The first error of a job: each worker leaves its own in a file, the launching process words the first.
+
+The files are those of torch elastic, so a torchrun of the user's own shows them too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphmoe.config import ConfigError
+
+_OURS = "graphmoe"
+
+
+class RunFailed(RuntimeError):
+    """A run cannot start or go on; the message says all that the user needs."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a worker ended that did not finish."""
+
+    rank: int
+    host: str
+    message: str
+    time: float
+    """Seconds since the epoch."""
+    status: int
+    """What it exited with; minus the signal that killed it."""
+    attempt: str
+    """Of ``attempt_of``."""
+    log: str | None = None
+    """Its log, which has the traceback."""
+    wrong_config: bool = False
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it was asked to end, as elastic asks workers when another has failed."""
+        return self.status in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+    @property
+    def text(self) -> str:
+        """One line for the user."""
+        return f"rank {self.rank} on {self.host}: {self.message}"
+
+    def raised(self, log_dir: Path) -> Exception:
+        """The error that the launching process raises for it."""
+        log = self.log or log_dir / f"rank{self.rank}.log"
+        text = f"{self.text}\n  log of rank {self.rank}: {log}" if Path(log).exists() else self.text
+        return ConfigError(text) if self.wrong_config else RunFailed(text)
+
+
+def write_failure(error: BaseException, status: int, log_dir: Path | None) -> None:
+    """Leave an error where elastic looks for it, and in the log folder, which all nodes share."""
+    known = isinstance(error, (ConfigError, RunFailed, KeyboardInterrupt))
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    now, wrong_config = time.time(), isinstance(error, ConfigError)
+    rank, log = int(os.environ.get("RANK", "0")), None
+    if log_dir is not None:
+        log = str(log_dir / f"rank{rank}.log")
+    attempt = attempt_of(os.environ)
+    failure = Failure(rank, platform.node(), message, now, status, attempt, log, wrong_config)
+    trace = message if known else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": trace, "timestamp": str(int(now))}
+    document = {"message": {"message": message, "extraInfo": extra}, _OURS: asdict(failure)}
+    paths = {os.environ.get("TORCHELASTIC_ERROR_FILE"), log_dir and str(error_file(log_dir, rank))}
+    for path in paths:
+        if path:
+            Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def error_file(log_dir: Path, rank: int) -> Path:
+    """Where a rank leaves its error."""
+    return log_dir / f"rank{rank}.error.json"
+
+
+def attempt_of(environment: Mapping[str, str]) -> str:
+    """The job and its attempt, as elastic counts them for a worker; '/' without elastic."""
+    return "/".join(environment.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+
+
+def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> Failure | None:
+    """The failure that came first, of this node's workers and of all that left a file beside theirs.
+
+    ``of_agent`` are torch's ``ProcessFailure`` by rank. A worker that died without a word is known to be
+    dead only at elastic's next look, so it counts a second earlier: others fail when it leaves them.
+    """
+    found = [_of_agent(rank, failure, attempt) for rank, failure in of_agent.items()]
+    folders = {log_dir, *(Path(failure.log).parent for failure in found if failure.log)}
+    left = [failure for folder in folders for failure in _left_in(folder)]
+    found += [failure for failure in left if failure.attempt == attempt]
+    return min(found, key=lambda failure: (failure.was_stopped, failure.time), default=None)
+
+
+def _of_agent(rank: int, failure: Any, attempt: str) -> Failure:
+    if _OURS in failure.error_file_data:
+        return Failure(**failure.error_file_data[_OURS])
+    killed = failure.exitcode < 0
+    message = f"killed by {failure.signal_name()}" if killed else f"ended with status {failure.exitcode}"
+    if failure.exitcode == -signal.SIGKILL:
+        message += ", as a system does that is short of memory"
+    return Failure(rank, platform.node(), message, failure.timestamp - 1, failure.exitcode, attempt)
+
+
+def _left_in(log_dir: Path) -> Iterator[Failure]:
+    for path in log_dir.glob("rank*.error.json"):
+        try:
+            yield Failure(**json.loads(path.read_text(encoding="utf-8"))[_OURS])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # half written

@@ -1,0 +1,111 @@
+"""Several ranks on this machine, each a process, that run a list of cases one after the other.
+
+A rank on the CPU is a child of a server that has torch and graphmoe imported, so that a start costs half a
+second; one on a GPU is a process of its own, since imports of torch may ask for GPUs, which a child may not.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphmoe.world import World, backend_of
+
+Case = Callable[[World, Path], Any]
+"""Runs on every rank, with one folder for all of them; what it returns can be pickled."""
+
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["graphmoe.train", "graphmoe.trainer", "torch.distributed.checkpoint"])
+
+
+class Job:
+    """Ranks that are running cases, each on a GPU of its own or all on the CPU."""
+
+    def __init__(
+        self, folder: Path, cases: Mapping[str, Case], num_ranks: int = 2, device: str = "cpu"
+    ) -> None:
+        self.folder, self.cases = folder, cases
+        self._scratch = folder / f"ranks_{time.monotonic_ns()}"
+        self._scratch.mkdir(parents=True)
+        self.processes: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            arguments = (rank, num_ranks, device, folder, self._scratch, dict(cases))
+            context = _CONTEXT if device == "cpu" else multiprocessing.get_context("spawn")
+            self.processes.append(context.Process(target=_rank, args=arguments, daemon=True))
+            self.processes[-1].start()
+
+    def kill(self) -> None:
+        """End all ranks as ``kill -9`` does."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def wait_until(self, reached: Callable[[], bool], seconds: float = 60) -> None:
+        """Poll until something has happened; an error where a rank ends before."""
+        end = time.monotonic() + seconds
+        while not reached():
+            failed = [r for r, process in enumerate(self.processes) if process.exitcode is not None]
+            if failed or time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"ended: ranks {failed}, or too late; {self._errors()}")
+            time.sleep(0.005)
+
+    def results(self, seconds: float = 120) -> dict[str, list[Any]]:
+        """What each case returned, by rank; an error where a rank had one."""
+        end = time.monotonic() + seconds
+        while any(process.exitcode is None for process in self.processes):
+            failed = any(process.exitcode for process in self.processes)
+            if failed or time.monotonic() > end:
+                self.kill()
+            time.sleep(0.005)
+        assert not any(process.exitcode for process in self.processes), self._errors()
+        ranks = range(len(self.processes))
+        by_rank = [pickle.loads((self._scratch / f"{rank}.results").read_bytes()) for rank in ranks]
+        return {name: [results[name] for results in by_rank] for name in self.cases}
+
+    def _errors(self) -> str:
+        """The traces of the ranks, where they left any."""
+        return "\n".join(path.read_text() for path in sorted(self._scratch.glob("*.error"))) or "no trace"
+
+
+def run_ranks(folder: Path, cases: Mapping[str, Case], num_ranks: int = 2) -> dict[str, list[Any]]:
+    """What each case returned, by rank. Each gets a folder of its name."""
+    return Job(folder, cases, num_ranks).results()
+
+
+def _rank(
+    rank: int, num_ranks: int, device: str, folder: Path, scratch: Path, cases: dict[str, Case]
+) -> None:
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), **NO_MULTICAST}
+    torch.set_num_threads(1)
+    logging.basicConfig(filename=scratch / f"{rank}.log", level=logging.INFO)
+    backend, meeting = backend_of(torch.device(device)), f"file://{scratch}/meeting"
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=num_ranks)
+        world = World()
+        results = {name: case(world, folder / name) for name, case in cases.items()}
+        (scratch / f"{rank}.results").write_bytes(pickle.dumps(results))
+        world.barrier()
+    except BaseException:
+        (scratch / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise
+    dist.destroy_process_group()

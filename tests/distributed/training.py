@@ -1,0 +1,171 @@
+"""Training runs as cases of `tests.distributed.ranks`, and what they leave behind."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from graphmoe.checkpoint import store
+from graphmoe.checkpoint.entries import flatten
+from graphmoe.metrics import MetricsWriter, NoMetrics
+from graphmoe.progress import Progress
+from graphmoe.trainer import Trainer, TrainingStopped
+from graphmoe.world import World
+from tests.runs import TIMED, config
+
+Change = Callable[[Trainer], None]
+"""What is done to a trainer before it starts its loop."""
+
+
+@dataclass
+class Outcome:
+    """What a rank knows at the end of a run."""
+
+    rows: Tensor
+    """What each step returned."""
+    written: list[dict[str, Any]]
+    """The rows of metrics.jsonl that this rank would write, without what differs from run to run."""
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    """Of the last step, as clipped."""
+    state: dict[str, Any]
+    """All that a checkpoint holds."""
+    step: int
+    writes: bool
+    stopped_by: str | None = None
+    error: str = ""
+
+
+class Recorder(NoMetrics):
+    """Keeps the rows that go to the metrics of a rank."""
+
+    def __init__(self, inner: MetricsWriter) -> None:
+        self.inner, self.rows = inner, list[dict[str, Any]]()
+        self.close = inner.close
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += [{k: v for k, v in row.items() if k not in TIMED} for row in rows]
+        self.inner.write(rows)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of the tiny model on however many ranks there are."""
+
+    words: tuple[str, ...]
+    change: Change | None = None
+
+    def __call__(self, world: World, folder: Path) -> Outcome:
+        folder.mkdir(parents=True, exist_ok=True)
+        run_config = config(*self.words)
+        silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
+        trainer = Trainer(run_config, folder, silent, world)
+        trainer.start()
+        writes = not isinstance(trainer.metrics, NoMetrics)
+        recorder = trainer.metrics = Recorder(trainer.metrics)
+        rows = _kept_rows(trainer)
+        if self.change is not None:
+            self.change(trainer)
+        error = ""
+        try:
+            trainer.run()
+        except TrainingStopped as stopped:
+            error = str(stopped)
+        optimizer = trainer.optimizer
+        gradients = {
+            name: optimizer.gradient_of(weight).total
+            for name, weight in zip(optimizer.names, optimizer.weights, strict=True)
+        }
+        entries = flatten(trainer._state())
+        return Outcome(
+            torch.stack(rows).cpu() if rows else torch.zeros(0),
+            recorder.rows,
+            _on_host(optimizer.main_weights()),
+            _on_host(gradients),
+            {**_on_host(entries.tensors), **entries.values},
+            trainer.step,
+            writes,
+            trainer.stopped_by,
+            error,
+        )
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, which a later run in the same process leaves alone."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _kept_rows(trainer: Trainer) -> list[Tensor]:
+    rows, step = [], trainer._run_step
+
+    def run(batches):
+        rows.append(step(batches).clone())
+        return rows[-1]
+
+    trainer._run_step = run
+    return rows
+
+
+def on_rank(trainer: Trainer, rank: int) -> bool:
+    """Whether this is the rank; the last one where there are fewer."""
+    return trainer.world.rank == min(rank, trainer.world.size - 1)
+
+
+def nan_gradient_in_step_2(trainer: Trainer) -> None:
+    """On rank 1 only."""
+    _spoil(trainer, lambda step: step == 2)
+
+
+def nan_gradients_from_step_2(trainer: Trainer) -> None:
+    """On rank 1 only."""
+    _spoil(trainer, lambda step: step >= 2)
+
+
+def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:
+    whole = trainer.model.loss
+
+    def loss(*arguments):
+        output = whole(*arguments)
+        bad = torch.is_grad_enabled() and spoiled(trainer.step + 1)
+        return output._replace(total=output.total * math.nan) if bad else output
+
+    if on_rank(trainer, 1):
+        trainer.model.loss = loss
+
+
+def signal_in_step_3(trainer: Trainer) -> None:
+    """On rank 1 only."""
+    step = trainer._run_step
+
+    def run(batches):
+        if trainer.step + 1 == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(batches)
+
+    if on_rank(trainer, 1):
+        trainer._run_step = run
+
+
+def never_publish_step_4(trainer: Trainer) -> None:
+    """Rank 1 hangs once all have written their parts."""
+    write = store.write_entries
+
+    def hang(folder: Path, *arguments):
+        sums = write(folder, *arguments)
+        if "step_00000004" in folder.name:
+            time.sleep(600)
+        return sums
+
+    if on_rank(trainer, 1):
+        store.write_entries = hang

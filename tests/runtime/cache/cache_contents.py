@@ -1,0 +1,67 @@
+"""Small files in the place of compiled code, and what a cache makes of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from runtime.cache import folders as work_folders
+from runtime.cache.key import Facts, key_of
+from runtime.cache.store import CompileCache, WorkFolder
+
+FACTS = {"base.torch": "2.13.0", "model.num_experts": 8, "passes.enabled": ["fuse_loss"]}
+KERNEL = "triton/ABC/kernel.cubin"
+GROUP = "triton/ABC/__grp__kernel.json"
+
+
+def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CompileCache:
+    """A cache, and a folder for temporary files, below ``folder``; no user has set torch's folders."""
+    for name in (*work_folders.VARIABLES, work_folders.OURS):
+        monkeypatch.delenv(name, raising=False)
+    (folder / "temporary").mkdir()
+    monkeypatch.setattr(work_folders.tempfile, "tempdir", str(folder / "temporary"))
+    return CompileCache(folder / "cache")
+
+
+def write(work: WorkFolder, **contents: str) -> None:
+    """Write files below inductor/, as torch would."""
+    for name, text in contents.items():
+        path = work.path / "inductor" / "ab" / f"{name}.so"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def read(work: WorkFolder) -> dict[str, str]:
+    """What lies below inductor/."""
+    return {path.stem: path.read_text() for path in (work.path / "inductor").rglob("*.so")}
+
+
+def write_kernel(work: WorkFolder, code: str = "code") -> None:
+    """Write a kernel as Triton does, whose group file has absolute paths."""
+    folder = work.path / "triton" / "ABC"
+    folder.mkdir()
+    names = ("kernel.json", "kernel.cubin")
+    for name in names:
+        (folder / name).write_text(code)
+    group = {"child_paths": {name: str(folder / name) for name in names}}
+    (folder / "__grp__kernel.json").write_text(json.dumps(group))
+
+
+def kept(cache: CompileCache, facts: Facts = FACTS, **contents: str) -> None:
+    """Publish files for some facts; the work folder is gone afterwards."""
+    work = cache.open(facts)
+    write(work, **contents)
+    work.publish(notes={"model": "tiny"})
+    work.close()
+
+
+def blob_of(cache: CompileCache, path: str, facts: Facts = FACTS) -> Path:
+    """Where the content of an entry's file is kept."""
+    return cache.blobs.path(cache.entries.read(key_of(facts)).files[path])
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -1,0 +1,217 @@
+"""The facts that compiled code depends on, and how they are told apart."""
+
+import copy
+import dataclasses
+import enum
+import functools
+import json
+import typing
+
+import pytest
+import torch
+
+from graphmoe.config import RunConfig
+from graphmoe.config_rules import resolve
+from passes import PASSES, PassSpec, select_passes
+from runtime.cache import key as cache_key
+from runtime.cache.key import base_of, differences, facts_of, key_of, may_share
+from tests.runs import config
+
+CPU = torch.device("cpu")
+FACTS = """
+    model.vocab_size model.hidden_size model.num_layers model.num_dense_layers model.dense_ffn_size
+    model.attention model.num_heads model.num_kv_heads model.head_dim model.qk_norm model.q_lora_rank
+    model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim
+    model.attention_backend model.rope_theta model.rope_scaling model.yarn_factor
+    model.yarn_original_context model.yarn_beta_fast model.yarn_beta_slow model.yarn_mscale
+    model.yarn_mscale_all_dim model.context_length model.norm_eps model.num_experts model.top_k
+    model.expert_ffn_size model.shared_ffn_size model.score_function model.softmax_after_topk
+    model.renormalise model.routed_scale model.num_groups model.topk_groups model.group_score
+    model.selection_bias model.aux_loss model.aux_loss_coef model.z_loss_coef model.mtp_depth
+    model.mtp_loss_weight data.seq_len optim.schedule train.micro_batch_size precision.compute
+    precision.deterministic moe.experts moe.force_balance graph.scope recompute.all recompute.segments
+    recompute.ops
+    recompute.layer_ids
+"""
+BY_PASSES = "passes.enabled passes.disabled passes.extra"
+"""Facts by what they make of the passes."""
+BY_DEVICE = "run.device host.threads"
+"""Facts by what the process sees."""
+NO_FACTS = """
+    run.name model.name model.init_std model.bias_update_rate model.peak_lr
+    data.source data.seed data.paths data.val_paths data.val_fraction data.text_field data.tokenizer
+    data.eod_token data.bpe_vocab_size data.cache_dir data.hf_name data.hf_config data.hf_split
+    data.hf_val_split data.shuffle data.skip_bad data.prefetch
+    optim.lr optim.min_lr_ratio optim.warmup_steps optim.wsd_decay_fraction optim.beta1 optim.beta2 optim.eps
+    optim.weight_decay train.steps train.global_batch_size train.seed train.clip_grad_norm
+    train.val_interval train.val_batches train.max_nonfinite train.log_interval moe.sync_free_stage
+    compile.enabled compile.cache compile.cache_dir passes.dump graph.warmup_steps
+    checkpoint.enabled checkpoint.interval checkpoint.keep_last checkpoint.keep_every checkpoint.async_save
+    checkpoint.resume checkpoint.resume_from checkpoint.init_from
+    host.manual_gc host.gc_interval host.numa host.kernarg_pool_mb host.max_hw_queues host.nvlink_multicast
+    host.env launch.nproc launch.nodes launch.endpoint launch.max_restarts launch.gpus_per_job
+    launch.write_only sweep.resume log.tensorboard log.wandb log.wandb_project log.progress log.peak_tflops
+    log.sample_tokens format
+"""
+
+
+def extra_pass(graph) -> int:
+    return 0
+
+
+@functools.cache
+def _resolved(*words: str) -> RunConfig:
+    return resolve(config(*words))
+
+
+def resolved(*words: str) -> RunConfig:
+    """A configuration that the caller may change."""
+    return copy.deepcopy(_resolved(*words))
+
+
+def facts(run_config: RunConfig | None = None, **knobs) -> dict:
+    run_config = run_config or resolved()
+    return facts_of(run_config, select_passes(run_config.passes, knobs), CPU)
+
+
+def every_key() -> list[str]:
+    hints = typing.get_type_hints(RunConfig)
+    return [
+        f"{section.name}.{key.name}"
+        for section in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(hints[section.name])
+        for key in dataclasses.fields(hints[section.name])
+    ] + ["format"]
+
+
+def another(value):
+    """A value of the same kind that differs."""
+    if isinstance(value, enum.Enum):
+        return next(choice for choice in type(value) if choice is not value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, list):
+        return [*value, "mlp"]
+    return {**value, "NCCL_DEBUG": "INFO"} if isinstance(value, dict) else "layer"
+
+
+def changed(key: str) -> RunConfig:
+    run_config = resolved()
+    section, _, name = key.rpartition(".")
+    owner = getattr(run_config, section) if section else run_config
+    setattr(owner, name, another(getattr(owner, name)))
+    return run_config
+
+
+def test_of_every_key_of_a_run_it_is_said_whether_compiled_code_depends_on_it():
+    said = f"{FACTS} {BY_PASSES} {BY_DEVICE} {NO_FACTS}".split()
+    assert sorted(said) == sorted(every_key())
+
+
+@pytest.mark.parametrize("key", FACTS.split())
+def test_another_value_of_a_fact_gives_another_key_and_is_named(key):
+    before, now = facts(), facts(changed(key))
+    assert key_of(before) != key_of(now)
+    (line,) = differences(now, before)
+    assert line.startswith(f"{key} changed: ")
+
+
+def test_what_is_no_fact_leaves_the_key_as_it_is():
+    before = facts()
+    assert [name for name in NO_FACTS.split() if facts(changed(name)) != before] == []
+
+
+def test_a_pass_more_is_told_by_its_name():
+    less = resolved("passes.disabled=[fuse_router]")
+    assert differences(facts(), facts(less)) == ["passes.enabled changed: + fuse_router"]
+    assert differences(facts(less), facts()) == ["passes.enabled changed: - fuse_router"]
+
+
+def test_other_knobs_of_a_pass_give_another_key_and_the_same_ones_the_same():
+    one, other = facts(fuse_experts={"backend": "torch"}), facts(fuse_experts={"backend": "triton"})
+    assert key_of(one) != key_of(other) and may_share(one, other)
+    assert differences(one, other) == ["the pass fuse_experts changed"]
+    assert key_of(one) == key_of(facts(fuse_experts={"backend": "torch"}))
+
+
+def test_another_order_of_extra_passes_is_a_difference():
+    specs = [PassSpec(name, extra_pass, "forward", "bitwise") for name in ("one", "two")]
+    run_config = resolved()
+    before, now = (facts_of(run_config, [*PASSES, *extra], CPU) for extra in (specs, specs[::-1]))
+    assert differences(now, before) == ["passes.enabled changed: another order"]
+
+
+def test_code_is_shared_with_a_run_without_an_extra_pass_but_not_with_another_version_of_it():
+    def with_extra(**knobs) -> dict:
+        spec = PassSpec("mine", extra_pass, "forward", "bitwise", knobs=knobs)
+        return facts_of(resolved(), [*PASSES, spec], CPU)
+
+    assert may_share(with_extra(), facts()) and may_share(facts(), with_extra())
+    assert not may_share(with_extra(width=1), with_extra(width=2))
+    assert differences(with_extra(width=1), with_extra(width=2)) == ["the pass mine changed"]
+
+
+def test_the_base_has_sources_versions_and_the_device():
+    base = {name for name in facts() if name.startswith("base.")}
+    expected = ["torch", "triton", "python", "libc", "machine", "cpu_instructions"]
+    expected += ["device", "threads", "compiler"]
+    assert base == {
+        f"base.{name}" for name in [*expected, *(f"sources.{name}" for name in cache_key.SOURCES)]
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("base.torch", "torch changed: before -> now"),
+        ("base.threads", "threads changed: before -> now"),
+        ("base.cpu_instructions", "the CPU's instructions changed"),
+        ("base.sources.graphmoe/ops", "sources of graphmoe/ops changed"),
+    ],
+)
+def test_another_base_shares_nothing_and_is_named(name, line):
+    now, before = facts() | {name: "now"}, facts() | {name: "before"}
+    assert differences(now, before) == [line]
+    assert not may_share(now, before) and base_of(now) != base_of(before)
+    assert not may_share(now, {key: value for key, value in now.items() if key != name})
+
+
+def test_a_thread_more_is_another_base():
+    before = facts()
+    torch.set_num_threads(2)
+    assert differences(facts(), before) == ["threads changed: 1 -> 2"]
+
+
+def test_every_group_of_sources_names_files_that_exist():
+    empty = cache_key._short_hash(b"")
+    cache_key.source_hashes.cache_clear()
+    assert set(cache_key.source_hashes()) == set(cache_key.SOURCES)
+    assert empty not in cache_key.source_hashes().values()
+    names = [part for pattern in cache_key.SOURCES.values() for part in cache_key._alternatives(pattern)]
+    root = cache_key.Path(cache_key.__file__).parents[2]
+    assert [name for name in names if not any(root.glob(name))] == []
+
+
+def test_a_changed_source_changes_the_hash_of_its_group_only(tmp_path, monkeypatch):
+    for name in ("graphmoe/ops/a.py", "graphmoe/ops/deep/b.py", "passes/c.py", "runtime/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr(cache_key, "__file__", str(tmp_path / "runtime" / "cache" / "key.py"))
+    before = cache_key.source_hashes.__wrapped__()
+    (tmp_path / "graphmoe/ops/deep/b.py").write_text("x = 2\n")
+    after = cache_key.source_hashes.__wrapped__()
+    assert [name for name in before if before[name] != after[name]] == ["graphmoe/ops"]
+
+
+def test_facts_are_plain_values_whose_order_means_nothing():
+    known = facts()
+    assert json.loads(json.dumps(known)) == known
+    assert key_of(dict(reversed(known.items()))) == key_of(known)
+    assert len(key_of(known)) == 24
+
+
+def test_a_missing_compiler_is_a_fact_too(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cache_key._compiler_version.__wrapped__() is None

@@ -1,0 +1,288 @@
+"""The compile cache, by small files in the place of compiled code, and once by torch itself."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from runtime.cache.blobs import DRAFT
+from runtime.cache.key import key_of
+from runtime.cache.store import CompileCache
+from tests.runtime.cache.cache_contents import FACTS, blob_of, empty_cache, kept, read, warnings_of, write
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> CompileCache:
+    return empty_cache(tmp_path, monkeypatch)
+
+
+def test_what_one_job_published_the_next_one_has(cache):
+    first = cache.open(FACTS)
+    assert (first.found, first.nearest, first.num_files, first.report) == (False, None, 0, None)
+    write(first, a="1", b="22")
+    assert first.publish({"passes": 6}, {"model": "tiny"}) == 2
+    assert first.publish() == 0
+    second = cache.open(dict(reversed(FACTS.items())))
+    assert second.path != first.path and read(second) == {"a": "1", "b": "22"}
+    assert (second.found, second.num_files, second.num_bytes, second.damaged) == (True, 2, 3, [])
+    assert second.report == {"passes": 6} and second.publish({"passes": 7}) == 0
+    assert cache.entries.read(second.key).report == {"passes": 6}
+
+
+def test_a_later_publish_adds_to_the_entry(cache):
+    work = cache.open(FACTS)
+    write(work, a="1")
+    work.publish({"graphs": 1}, {"model": "tiny", "graphs": 1})
+    write(work, b="2")
+    assert work.publish(notes={"graphs": 2}) == 1
+    entry = cache.entries.read(work.key)
+    assert (entry.report, entry.notes, len(entry.documents)) == (
+        {"graphs": 1},
+        {"model": "tiny", "graphs": 2},
+        1,
+    )
+    assert read(cache.open(FACTS)) == {"a": "1", "b": "2"}
+
+
+def test_changing_a_file_in_a_work_folder_does_not_change_what_is_kept(cache, caplog):
+    kept(cache, a="1")
+    work = cache.open(FACTS)
+    with open(work.path / "inductor/ab/a.so", "r+") as file:
+        file.write("2")
+    assert read(cache.open(FACTS)) == {"a": "1"} and warnings_of(caplog) == []
+    assert work.publish() == 1
+    assert read(cache.open(FACTS)) == {"a": "2"}
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
+def test_a_damaged_file_is_named_set_aside_and_made_again(cache, caplog, damage):
+    kept(cache, a="1234", b="5678")
+    blob = blob_of(cache, "inductor/ab/a.so")
+    content = blob.read_bytes()
+    changed = {"flip": b"1235", "truncate": content[:2], "empty": b"", "remove": None}[damage]
+    blob.unlink() if changed is None else blob.write_bytes(changed)
+    work = cache.open(FACTS)
+    assert read(work) == {"b": "5678"} and work.found and work.damaged == ["inductor/ab/a.so"]
+    (line,) = warnings_of(caplog)
+    assert "inductor/ab/a.so" in line and work.key in line
+    assert len(list((cache.folder / "damaged").glob("*"))) == (0 if changed is None else 1)
+    write(work, a="1234")
+    assert work.publish() == 1
+    caplog.clear()
+    assert read(cache.open(FACTS)) == {"a": "1234", "b": "5678"} and warnings_of(caplog) == []
+
+
+def test_a_file_that_is_not_made_again_leaves_the_entry(cache, caplog):
+    kept(cache, a="1", b="2")
+    blob_of(cache, "inductor/ab/a.so").write_bytes(b"?")
+    cache.open(FACTS).publish()
+    caplog.clear()
+    work = cache.open(FACTS)
+    assert read(work) == {"b": "2"} and work.damaged == [] and warnings_of(caplog) == []
+
+
+def test_a_torn_document_is_set_aside_and_the_others_hold(cache, caplog):
+    kept(cache, a="1")
+    folder = cache.entries.folder(key_of(FACTS))
+    (folder / "other.json").write_text('{"facts": {')
+    (folder / "third.json").write_text(json.dumps({"facts": {}, "files": {"../x": "0"}, "report": 0}))
+    assert read(cache.open(FACTS)) == {"a": "1"}
+    assert len(warnings_of(caplog)) == 2 and "is damaged" in caplog.text
+    assert len(list((cache.folder / "damaged").iterdir())) == 2
+
+
+def test_a_document_cannot_name_files_outside_the_work_folder(cache, caplog):
+    kept(cache, a="1")
+    (document,) = cache.entries.read(key_of(FACTS)).documents
+    for path in ("../outside", "inductor/../../outside", "/etc/outside", "turns/x"):
+        text = json.loads(document.read_text()) | {"files": {path: "0" * 64}}
+        (document.parent / "bad.json").write_text(json.dumps(text))
+        assert read(cache.open(FACTS)) == {"a": "1"}
+    assert len(warnings_of(caplog)) == 4
+
+
+def test_two_that_publish_at_once_lose_nothing(cache):
+    one, other = cache.open(FACTS), cache.open(FACTS)
+    write(one, a="1")
+    write(other, b="2")
+    one.publish()
+    other.publish()
+    write(one, c="3")
+    one.publish()
+    assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"}
+    assert len(cache.entries.read(one.key).documents) == 1
+
+
+def test_of_two_contents_of_a_name_the_newest_holds(cache):
+    one, other = cache.open(FACTS), cache.open(FACTS)
+    write(one, a="1")
+    write(other, a="2")
+    one.publish()
+    other.publish()
+    assert read(cache.open(FACTS)) == {"a": "2"}
+
+
+def publish_many(folder: Path, number: int) -> None:
+    cache = CompileCache(folder)
+    work = cache.open(FACTS)
+    for step in range(10):
+        write(work, same="same", **{f"from_{number}_{step}": "x" * number})
+        work.publish({"rank": number})
+    work.close()
+
+
+def test_processes_that_publish_at_the_same_time_lose_nothing(cache, caplog):
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=publish_many, args=(cache.folder, number)) for number in range(4)]
+    for child in children:
+        child.start()
+    while any(child.is_alive() for child in children):  # a reader meanwhile sees whole documents
+        cache.entries.read(key_of(FACTS))
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+    expected = {f"from_{number}_{step}": "x" * number for number in range(4) for step in range(10)}
+    assert read(cache.open(FACTS)) == {"same": "same", **expected}
+    assert warnings_of(caplog) == []
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_a_kill_while_publishing_leaves_the_old_entry_or_the_new_one(cache, monkeypatch, caplog, step):
+    kept(cache, a="1")
+    work = cache.open(FACTS)
+    write(work, b="2", c="3")
+    calls = iter(range(100))
+    write_bytes, replace, unlink = Path.write_bytes, Path.replace, Path.unlink
+
+    def torn(path, content):
+        if next(calls) == step:
+            write_bytes(path, content[:1])
+            raise Killed
+        return write_bytes(path, content)
+
+    def before(function):
+        def call(path, *arguments, **named):
+            if next(calls) == step:
+                raise Killed
+            return function(path, *arguments, **named)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", torn)
+        patch.setattr(Path, "replace", before(replace))
+        patch.setattr(Path, "unlink", lambda path, **named: path.suffix == DRAFT or before(unlink)(path))
+        with pytest.raises(Killed):
+            work.publish()
+    later = cache.open(FACTS)
+    assert read(later) in ({"a": "1"}, {"a": "1", "b": "2", "c": "3"})
+    write(later, b="2", c="3")
+    later.publish()
+    assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"} and warnings_of(caplog) == []
+
+
+def test_the_folder_is_tagged_as_a_cache_for_backups(cache):
+    cache.open(FACTS)
+    assert (
+        (cache.folder / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
+    )
+
+
+def test_a_file_that_was_pruned_before_it_was_named_is_stored_again(cache, monkeypatch):
+    work = cache.open(FACTS)
+    write(work, a="1")
+    entry_write = cache.entries.write
+
+    def prune_first(*arguments):
+        shutil.rmtree(cache.folder / "blobs")
+        return entry_write(*arguments)
+
+    monkeypatch.setattr(cache.entries, "write", prune_first)
+    work.publish()
+    assert read(cache.open(FACTS)) == {"a": "1"}
+
+
+def test_a_torn_blob_is_written_again_by_who_has_the_content(cache):
+    kept(cache, a="1234")
+    blob_of(cache, "inductor/ab/a.so").write_bytes(b"12")  # as a power cut leaves it
+    cache.blobs.put(b"1234")
+    assert read(cache.open(FACTS)) == {"a": "1234"}
+
+
+def test_a_reader_is_not_confused_by_documents_that_are_joined_meanwhile(cache, monkeypatch):
+    kept(cache, a="1")
+    document = cache.entries._document
+
+    def join_first(path):
+        monkeypatch.setattr(cache.entries, "_document", document)
+        kept(CompileCache(cache.folder), b="2")  # removes what we are about to read
+        return document(path)
+
+    monkeypatch.setattr(cache.entries, "_document", join_first)
+    assert set(cache.entries.read(key_of(FACTS)).files) == {"inductor/ab/a.so", "inductor/ab/b.so"}
+
+
+JOB = """
+    import os, sys
+    from pathlib import Path
+    compiler = Path("compiler")
+    compiler.write_text('#!/bin/sh\\ncase "$*" in *-shared*) echo >> "$0.runs";; esac\\nexec g++ "$@"\\n')
+    compiler.chmod(0o755)
+    os.environ["CXX"] = str(compiler.absolute())
+    import torch
+    import torch._inductor.config
+    torch._inductor.config.cpp_cache_precompile_headers = False  # takes longer than what it would save here
+    from graphmoe.torch_compat import cache_counts
+    from runtime.cache.store import CompileCache
+
+    work = CompileCache(Path("cache")).open({"base.torch": torch.__version__, "model.width": 8})
+    work.activate()
+    with cache_counts() as counts, torch.no_grad():
+        result = torch.compile(lambda x: (x.sin() * 2).cumsum(0))(torch.arange(6.0))
+    num_kept = work.publish(result.tolist())
+    print(counts["fx_hits"], counts["fx_misses"], work.found, work.damaged, work.report == result.tolist())
+    print(num_kept, [str(path.relative_to(work.path)) for path in sorted(work.path.rglob("*.main.so"))])
+"""
+
+
+@pytest.mark.slow
+def test_torch_finds_its_code_in_another_work_folder_and_makes_again_what_is_damaged(cache, tmp_path):
+    def job() -> tuple[str, ...]:
+        """What a process that compiles prints, its log, and how often it ran the compiler to make code."""
+        runs = tmp_path / "compiler.runs"
+        runs.write_text("")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+        command = [sys.executable, "-c", textwrap.dedent(JOB)]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return *done.stdout.splitlines(), done.stderr, str(len(runs.read_text()))
+
+    result, made, _, runs = job()
+    assert (result, runs) == ("0 1 False [] False", "1")
+    code = made.split(" ", 1)[1]
+    path = json.loads(code.replace("'", '"'))[0]
+    result, made, log, runs = job()
+    assert (result, made, runs) == ("1 0 True [] True", f"0 {code}", "0") and "compile cache" not in log
+    (entry,) = cache.entries
+    blob = cache.blobs.path(entry.files[path])
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.write_bytes(content)
+    result, made, log, runs = job()
+    assert (result, made, runs) == (f"1 0 True ['{path}'] True", f"1 {code}", "1")
+    assert f"{path} of entry {entry.key} is damaged" in log
+    assert [file.name.split(".")[0] for file in (cache.folder / "damaged").iterdir()] == [blob.name]

@@ -1,0 +1,55 @@
+"""Of the ranks that compile equal graphs one does and the others wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from graphmoe.torch_compat import fake_mode, make_fx
+from runtime.cache.turns import CompileTurns, fingerprint
+
+
+def graph(width: int = 4, factor: float = 2.0):
+    with fake_mode():
+        return make_fx(lambda x: x * factor)(torch.empty(width))
+
+
+def test_the_second_waits_until_the_first_is_done(tmp_path):
+    order: list[str] = []
+    begun = threading.Event()
+
+    def first() -> None:
+        with CompileTurns(tmp_path).of(graph()):
+            begun.set()
+            time.sleep(0.2)
+            order.append("first")
+
+    rank = threading.Thread(target=first)
+    rank.start()
+    assert begun.wait(10)
+    with CompileTurns(tmp_path).of(graph()):
+        order.append("second")
+    rank.join()
+    assert order == ["first", "second"]
+
+
+def test_a_first_that_fails_lets_the_others_compile(tmp_path):
+    with pytest.raises(ValueError), CompileTurns(tmp_path).of(graph()):
+        raise ValueError
+    with CompileTurns(tmp_path, patience_s=0).of(graph()):
+        pass
+
+
+def test_a_first_that_never_ends_is_waited_for_only_so_long(tmp_path, caplog):
+    turns = CompileTurns(tmp_path, patience_s=0.05)
+    with turns.of(graph()), turns.of(graph()):
+        assert "waited 0 s for another rank's code; compiling it here" in caplog.text
+
+
+def test_other_graphs_and_other_shapes_do_not_wait(tmp_path):
+    turns = CompileTurns(tmp_path, patience_s=0)
+    with turns.of(graph()), turns.of(graph(width=8)), turns.of(graph(factor=3.0)):
+        assert len({fingerprint(g) for g in (graph(), graph(8), graph(4, 3.0), graph())}) == 3

@@ -1,0 +1,242 @@
+"""Folders that jobs compile to: where they lie, who points torch at them, when they go."""
+
+import errno
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.cache import folders as work_folders
+from runtime.cache import store as compile_cache
+from runtime.cache.store import CompileCache, point_torch_at
+from tests.runtime.cache.cache_contents import (
+    FACTS,
+    KERNEL,
+    blob_of,
+    empty_cache,
+    kept,
+    read,
+    warnings_of,
+    write,
+    write_kernel,
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> CompileCache:
+    return empty_cache(tmp_path, monkeypatch)
+
+
+def read_only(monkeypatch, folder: Path) -> None:
+    """Make every change below the folder fail, for root too."""
+
+    def refuse(function):
+        def call(path, *arguments, **named):
+            if Path(path).is_relative_to(folder):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return function(path, *arguments, **named)
+
+        return call
+
+    for name in ("mkdir", "write_bytes", "write_text", "rename", "replace", "touch", "unlink"):
+        monkeypatch.setattr(Path, name, refuse(getattr(Path, name)))
+
+
+def test_a_read_only_cache_is_read_and_the_work_folder_lies_elsewhere(cache, monkeypatch, caplog):
+    kept(cache, a="1", b="2")
+    blob_of(cache, "inductor/ab/b.so").write_bytes(b"?")
+    with monkeypatch.context() as patch:
+        read_only(patch, cache.folder)
+        work = cache.open(FACTS)
+        assert not work.path.is_relative_to(cache.folder) and read(work) == {"a": "1"}
+        write(work, b="2")
+        assert work.publish({"graphs": 1}) == 0 and not work.keeps
+        assert cache.remember("fastest", FACTS, "one") == "one"
+    assert "cannot be written (Read-only file system); what" in warnings_of(caplog)[0]
+    work.close()
+    assert not work.path.exists()
+
+
+def test_a_full_disk_is_a_warning(cache, monkeypatch, caplog):
+    kept(cache, a="1")
+    usage = shutil.disk_usage(cache.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache.shutil, "disk_usage", lambda folder: usage._replace(free=2**20))
+        work = cache.open(FACTS)
+    assert read(work) == {"a": "1"} and not work.path.is_relative_to(cache.folder)
+    assert "1 MiB are free" in caplog.text and "is not kept" in caplog.text
+
+
+@pytest.mark.parametrize("room", range(3))
+def test_a_disk_that_fills_up_while_publishing_leaves_no_part(cache, monkeypatch, caplog, room):
+    kept(cache, a="1")
+    work = cache.open(FACTS)
+    write(work, b="2", c="3")
+    write_bytes, written = Path.write_bytes, []
+
+    def full(path, content):
+        written.append(path)
+        if len(written) <= room:
+            return write_bytes(path, content)
+        write_bytes(path, content[:0])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert work.publish() == 0
+    assert "not kept: [Errno 28] No space left" in caplog.text
+    assert not list((cache.folder / "blobs").rglob("*.draft"))
+    assert work.publish() == 2  # there is room again
+    assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"}
+
+
+def test_where_no_disk_has_room_a_job_starts_with_nothing(cache, monkeypatch, caplog):
+    kept(cache, a="1")
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    work = cache.open(FACTS)
+    assert read(work) == {} and not work.found and "nothing can be taken" in caplog.text
+
+
+def test_a_disk_that_fills_up_while_opening_moves_the_work_folder(cache, monkeypatch, caplog):
+    kept(cache, a="1")
+    write_bytes = Path.write_bytes
+
+    def full(path, content):
+        if path.is_relative_to(cache.folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    work = cache.open(FACTS)
+    assert read(work) == {"a": "1"} and not work.path.is_relative_to(cache.folder)
+    assert list((cache.folder / "work").iterdir()) == []
+
+
+def test_a_cache_in_no_folder_keeps_nothing(cache):
+    nowhere = CompileCache.nowhere()
+    work = nowhere.open(FACTS)
+    write(work, a="1")
+    assert work.publish() == 0 and not work.found
+    assert nowhere.remember("fastest", FACTS, "one") == "one" and nowhere.recall("fastest", FACTS) is None
+    assert read(nowhere.open(FACTS)) == {}
+    work.close()
+    assert not work.path.exists()
+
+
+def test_torch_is_pointed_at_the_work_folder_until_it_is_closed(cache):
+    work = cache.open(FACTS)
+    work.activate()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(work.path / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == str(work.path / "triton")
+    other = cache.open(FACTS)  # of the same process, or of one that it has started
+    other.activate()
+    work.close()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(other.path / "inductor")
+    other.close()
+    assert not {*work_folders.VARIABLES, work_folders.OURS} & os.environ.keys()
+
+
+def test_a_folder_that_the_user_has_set_stays_and_is_neither_filled_nor_kept(cache, monkeypatch, tmp_path):
+    first = cache.open(FACTS)
+    write(first, a="1")
+    write_kernel(first)
+    first.publish()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    work = cache.open(FACTS)
+    assert read(work) == {} and (work.path / KERNEL).exists()
+    assert point_torch_at(work.path) == ["TRITON_CACHE_DIR"]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+    work.close()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert read(cache.open(FACTS)) == {"a": "1"}
+
+
+def test_torchs_own_default_is_not_the_users(cache, monkeypatch):
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", os.path.join(work_folders.tempfile.gettempdir(), "torchinductor_me")
+    )
+    assert not work_folders.is_users("TORCHINDUCTOR_CACHE_DIR")
+
+
+def test_closing_twice_or_after_the_folder_went_is_harmless(cache):
+    work = cache.open(FACTS)
+    shutil.rmtree(work.path)
+    assert work.publish() == 0
+    work.close()
+    work.close()
+
+
+def test_a_forked_child_leaves_the_work_folder_alone(cache):
+    work = cache.open(FACTS)
+    child = os.fork()
+    if child == 0:
+        work.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert work.path.exists()
+
+
+def old(folder: Path, days: float = 1.0) -> Path:
+    """Make a folder look as if it were so old."""
+    then = time.time() - days * 86400
+    os.utime(folder, (then, then))
+    return folder
+
+
+def dead_pid() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_work_folders_of_dead_processes_are_removed_and_others_stay(cache):
+    live = cache.open(FACTS)
+    work, host, dead = cache.folder / "work", socket.gethostname(), dead_pid()
+    names = {
+        f"{host}-{dead}-aa": 1.0,
+        f"{host}-{dead}-bb": 0.0,  # young: its process may not have locked it yet
+        f"{host}-{os.getpid()}-cc": 1.0,
+        f"other-host-{dead}-dd": 1.0,
+        f"other-host-{dead}-ee": 8.0,
+        "not-a-work-folder": 8.0,
+    }
+    for name, days in names.items():
+        (work / name / "inductor").mkdir(parents=True)
+        old(work / name, days)
+    old(live.path, 8.0)
+    later = cache.open(FACTS)
+    left = {path.name for path in work.iterdir()}
+    gone = {f"{host}-{dead}-aa", f"other-host-{dead}-ee"}
+    assert left == {*names, live.path.name, later.path.name} - gone
+
+
+def test_a_work_folder_that_another_process_holds_is_alive_whatever_its_name_says(cache):
+    work = cache.open(FACTS)
+    disguised = work.path.rename(work.path.with_name(f"{socket.gethostname()}-{dead_pid()}-aa"))
+    assert not work_folders.is_dead(old(disguised))
+    work._lock.release()
+    assert work_folders.is_dead(old(disguised))
+
+
+def test_a_killed_process_leaves_a_work_folder_that_the_next_one_removes(cache):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, str(CompileCache(cache.folder).open(FACTS).path).encode())
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    left = Path(os.read(reader, 4096).decode())
+    assert left.exists()
+    old(left)
+    cache.open(FACTS)
+    assert not left.exists()

@@ -1,0 +1,49 @@
+"""A machine for tests: files of a system, and GPUs with a place on its bus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime.host import numa
+
+
+class Machine:
+    """Stands in for the files below /sys, for torch's view of GPUs, and for the CPUs of this process."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.allowed, self.num_threads = folder, set(range(8)), 8
+        self._shown: list[int] | None = None
+        monkeypatch.setattr(numa, "SYS", folder)
+        monkeypatch.setattr(numa, "cpus_here", lambda: self.allowed)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", self._properties)
+
+    def write(self, path: str, text: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(text)
+
+    def has_nodes(self, cpus_of_node: dict[int, str]) -> None:
+        """NUMA nodes, each with a list of CPUs."""
+        self.write("devices/system/node/has_cpu", ",".join(map(str, cpus_of_node)) + "\n")
+        for node, cpus in cpus_of_node.items():
+            self.write(f"devices/system/node/node{node}/cpulist", f"{cpus}\n")
+
+    def has_gpus(self, node_of_gpu: dict[int, int]) -> None:
+        """GPUs, each on a NUMA node; -1 is what a system says that does not know."""
+        for gpu, node in node_of_gpu.items():
+            self.write(f"bus/pci/devices/0000:{0xA0 + gpu:02x}:00.0/numa_node", f"{node}\n")
+
+    def allows(self, cpus: set[int]) -> None:
+        """The process may use these CPUs."""
+        self.allowed = cpus
+
+    def shows_only(self, *gpus: int) -> None:
+        """torch counts only these GPUs, from 0."""
+        self._shown = list(gpus)
+
+    def _properties(self, device: torch.device) -> SimpleNamespace:
+        gpu = self._shown[device.index] if self._shown else device.index
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA0 + gpu, pci_device_id=0)

@@ -1,0 +1,197 @@
+"""Threads run near their GPU, as many as all ranks can have; garbage is collected at fixed steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+
+import pytest
+import torch
+
+from graphmoe.config import HostConfig, NumaBinding
+from runtime.host import tuning as host
+from runtime.host.environment import HostLine
+from runtime.host.tuning import GarbageCollection, bind_to_numa, log_host, set_threads, start_host
+from tests.runs import trainer_in
+from tests.runtime.host.machine import Machine
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def collections(monkeypatch):
+    """Collections that were asked for, counted."""
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    yield calls
+    gc.enable()
+
+
+def test_collections_happen_after_the_first_step_and_at_the_interval_only(collections):
+    with GarbageCollection(HostConfig(gc_interval=3)) as garbage:
+        assert not gc.isenabled() and collections == []
+        due = []
+        for step in range(4, 13):
+            before = len(collections)
+            garbage.after_step(step)
+            if len(collections) > before:
+                due.append(step)
+    assert due == [4, 6, 9, 12] and gc.isenabled()
+
+
+def test_an_error_inside_enables_the_collector_again(collections):
+    with pytest.raises(KeyError), GarbageCollection(HostConfig()):
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_without_manual_gc_python_decides_after_the_first_step(collections):
+    with GarbageCollection(HostConfig(manual_gc=False, gc_interval=1)) as garbage:
+        assert not gc.isenabled()
+        garbage.after_step(1)
+        assert gc.isenabled()
+    assert gc.isenabled() and collections == []
+
+
+def test_a_run_collects_by_itself_and_leaves_the_collector_on(tmp_path, monkeypatch, collections):
+    words = ("host.manual_gc=true", "host.gc_interval=2", "train.steps=5", "train.val_batches=0")
+    trainer = trainer_in(tmp_path, *words, "checkpoint.enabled=false")
+    inside, step = [], trainer._train_step
+    monkeypatch.setattr(trainer, "_train_step", lambda: (step(), inside.append(gc.isenabled())))
+    assert trainer.run()
+    assert inside == [False] * 5 and gc.isenabled()
+    assert len(collections) == 1 + 2
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Two NUMA nodes of two cores, a GPU on each, and a torch of four threads that is bound in words only."""
+    machine = Machine(tmp_path, monkeypatch)
+    machine.has_nodes({0: "0-1", 1: "2-3"})
+    machine.has_gpus({0: 0, 1: 1})
+    machine.allows({0, 1, 2, 3})
+    monkeypatch.setattr(host, "bind_threads", machine.allows)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: machine.num_threads)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: setattr(machine, "num_threads", number))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine.num_threads = 4
+    return machine
+
+
+def test_a_worker_is_bound_to_the_cpus_near_its_gpu(machine):
+    line = bind_to_numa(HostConfig(), GPU)
+    assert line == HostLine("threads run on 2 CPUs of NUMA node 1, that of GPU 1")
+    assert machine.allowed == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "reason"),
+    [
+        (HostConfig(numa=NumaBinding.none), GPU, "(host.numa=none)"),
+        (HostConfig(), torch.device("cpu"), "the run has no GPU to be near to"),
+        (HostConfig(), torch.device("cuda", 2), "the system does not say which NUMA node GPU 2"),
+    ],
+)
+def test_what_cannot_be_bound_runs_anywhere_and_the_line_says_why(machine, config, device, reason):
+    machine.has_gpus({0: 0, 1: 1, 2: -1})
+    line = bind_to_numa(config, device)
+    assert line.text.startswith("threads run on any CPU") and reason in line.text and not line.warns
+    assert machine.allowed == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError("not permitted"), RuntimeError("driver"), AssertionError("x")]
+)
+def test_a_system_that_refuses_does_not_end_the_run(machine, monkeypatch, error):
+    def refuse(cpus: set[int]) -> None:
+        raise error
+
+    monkeypatch.setattr(host, "bind_threads", refuse)
+    line = bind_to_numa(HostConfig(), GPU)
+    assert line.warns and str(error) in line.text
+
+
+def test_a_torch_of_one_worker_keeps_its_threads_unless_it_is_bound_to_fewer_cores(machine):
+    alone = [line.text for line in start_host(HostConfig(), torch.device("cpu"), 1, alone_in_the_job)]
+    assert alone[1] == "4 threads for operations on the CPU (torch's own choice)" and machine.num_threads == 4
+    start_host(HostConfig(), GPU, 1, alone_in_the_job)
+    assert machine.num_threads == 2
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(2, 2), (3, 1), (8, 1)])
+def test_workers_of_a_node_share_its_cores(machine, workers, threads):
+    line = set_threads(HostConfig(), workers, 4, alone_in_the_job)
+    assert machine.num_threads == threads
+    words = "thread" if threads == 1 else "threads"
+    assert line.text == f"{threads} {words} for operations on the CPU (4 cores, {workers} workers)"
+
+
+def test_a_number_that_was_asked_for_is_taken(machine, monkeypatch):
+    set_threads(HostConfig(threads=3), 2, 4, alone_in_the_job)
+    assert machine.num_threads == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    set_threads(HostConfig(), 1, 4, alone_in_the_job)
+    assert machine.num_threads == 1
+    text = set_threads(HostConfig(threads=2), 2, 4, alone_in_the_job).text
+    assert machine.num_threads == 2 and "host.threads=2" in text
+
+
+def test_a_variable_that_torchrun_may_have_set_is_named(machine, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "torchrun sets 1 where nothing is set" in set_threads(HostConfig(), 2, 4, alone_in_the_job).text
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    set_threads(HostConfig(), 2, 4, alone_in_the_job)
+    assert machine.num_threads == 1, "torch has read such a list itself"
+
+
+def test_all_ranks_take_the_least_number(machine):
+    line = set_threads(HostConfig(), 1, 4, lambda number: [number, 3])
+    assert machine.num_threads == 3 and "the least of all ranks, 4 here" in line.text
+
+
+def test_threads_that_run_and_threads_to_come_are_bound():
+    allowed = os.sched_getaffinity(0)
+    cpu, found, bound = {min(allowed)}, [], threading.Event()
+
+    def look() -> None:
+        bound.wait()
+        found.append(os.sched_getaffinity(0))
+
+    early, late = threading.Thread(target=look), threading.Thread(target=look)
+    early.start()
+    try:
+        host.bind_threads(cpu)
+        bound.set()
+        late.start()
+        early.join()
+        late.join()
+    finally:
+        host.bind_threads(allowed)
+    assert found == [cpu, cpu] and os.sched_getaffinity(0) == allowed
+
+
+def test_the_lines_are_logged_and_what_has_no_effect_warns(caplog):
+    with caplog.at_level(logging.INFO):
+        log_host([HostLine("a fact"), HostLine("no effect", warns=True)])
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "host: a fact"),
+        ("WARNING", "host: no effect"),
+    ]
+
+
+def test_the_line_about_garbage_says_when_it_is_collected(machine):
+    def last(config: HostConfig) -> str:
+        return start_host(config, torch.device("cpu"), 1, alone_in_the_job)[-1].text
+
+    assert last(HostConfig(gc_interval=7)) == "garbage is collected every 7 steps (host.manual_gc=true)"
+    assert (
+        last(HostConfig(manual_gc=False))
+        == "garbage is collected whenever Python pleases (host.manual_gc=false)"
+    )
+
+
+def alone_in_the_job(number: int) -> list[int]:
+    """What the only rank gathers."""
+    return [number]

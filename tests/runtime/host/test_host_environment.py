@@ -1,0 +1,193 @@
+"""What ``host.*`` sets in the environment, and that it never takes a variable from the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from graphmoe.config import ConfigError, DeviceChoice, HostConfig
+from runtime.host.environment import MARKER, MULTICAST, set_environment
+
+AUTO, CPU, GPU = DeviceChoice.auto, DeviceChoice.cpu, DeviceChoice.cuda
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """An environment of the test's own, without CUDA started."""
+    fake = {"PATH": "/bin"}
+    monkeypatch.setattr(os, "environ", fake)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    return fake
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """Lets torch be built for CUDA, for ROCm or for neither."""
+
+    def choose(name: str) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.0" if name == "cuda" else None)
+        monkeypatch.setattr(torch.version, "hip", "7.0" if name == "rocm" else None)
+        monkeypatch.delitem(sys.modules, "torch._inductor.runtime.benchmarking", raising=False)
+
+    return choose
+
+
+def texts(host: HostConfig, device: DeviceChoice = AUTO) -> list[str]:
+    return [line.text for line in set_environment(host, device)]
+
+
+def added(environment: dict[str, str]) -> dict[str, str]:
+    """What is there beside the marker, which is there only where something else is."""
+    found = {k: v for k, v in environment.items() if k not in ("PATH", "PYTEST_CURRENT_TEST")}
+    marked = json.loads(found.pop(MARKER, "{}"))
+    assert (MARKER in environment) == bool(marked) and marked.items() <= found.items()
+    return found
+
+
+def test_on_cuda_multicast_is_off(environment, build):
+    build("cuda")
+    assert texts(HostConfig()) == [
+        "NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NVSHMEM_DISABLE_NVLS=1 "
+        "(host.nvlink_multicast=false)"
+    ]
+    assert added(environment) == MULTICAST
+
+
+def test_multicast_that_is_asked_for_is_left_to_the_libraries(environment, build):
+    build("cuda")
+    assert texts(HostConfig(nvlink_multicast=True)) == [] and added(environment) == {}
+
+
+def test_on_rocm_the_pool_and_the_queues_are_set_and_nothing_of_nvlink(environment, build):
+    build("rocm")
+    assert texts(HostConfig(max_hw_queues=2)) == [
+        "HSA_KERNARG_POOL_SIZE=12582912 (host.kernarg_pool_mb=12)",
+        "GPU_MAX_HW_QUEUES=2 (host.max_hw_queues=2)",
+    ]
+    assert added(environment) == {"HSA_KERNARG_POOL_SIZE": "12582912", "GPU_MAX_HW_QUEUES": "2"}
+    assert texts(HostConfig(kernarg_pool_mb=None)) == [] and added(environment) == {}
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "cpu"])
+def test_a_run_on_a_cpu_sets_nothing_by_default_and_says_nothing(environment, build, name):
+    build(name)
+    assert texts(HostConfig(), CPU) == [] and added(environment) == {}
+
+
+def test_a_variable_that_is_set_stays_and_the_line_says_so(environment, build):
+    build("cuda")
+    environment |= {"NCCL_NVLS_ENABLE": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    lines = texts(HostConfig(env={"NCCL_DEBUG": "INFO"}))
+    assert "NCCL_NVLS_ENABLE=1 is set already and stays (host.nvlink_multicast=false would set 0)" in lines
+    assert "NVSHMEM_DISABLE_NVLS=1 is set already (host.nvlink_multicast=false would do the same)" in lines
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 (host.nvlink_multicast=false)" in lines
+    assert environment["NCCL_NVLS_ENABLE"] == "1" and environment["NCCL_DEBUG"] == "INFO"
+
+
+def test_an_empty_variable_counts_as_set(environment, build):
+    build("cuda")
+    environment["NCCL_DEBUG"] = ""
+    assert any(
+        line.startswith("NCCL_DEBUG= is set already") for line in texts(HostConfig(env={"NCCL_DEBUG": "W"}))
+    )
+
+
+@pytest.mark.parametrize(
+    ("build_name", "device", "changed", "text"),
+    [
+        (
+            "cuda",
+            AUTO,
+            {"kernarg_pool_mb": 24},
+            "host.kernarg_pool_mb=24 has no effect: torch is not built for ROCm",
+        ),
+        (
+            "cuda",
+            GPU,
+            {"max_hw_queues": 2},
+            "host.max_hw_queues=2 has no effect: torch is not built for ROCm",
+        ),
+        (
+            "rocm",
+            GPU,
+            {"nvlink_multicast": True},
+            "host.nvlink_multicast=true has no effect: torch is not built for CUDA",
+        ),
+        ("rocm", CPU, {"max_hw_queues": 2}, "host.max_hw_queues=2 has no effect: the run is on a CPU"),
+    ],
+)
+def test_a_changed_key_without_effect_warns_with_the_reason(build, build_name, device, changed, text):
+    build(build_name)
+    assert text in [line.text for line in set_environment(HostConfig(**changed), device) if line.warns]
+
+
+def test_multicast_cannot_be_had_against_variables_that_are_set(environment, build):
+    build("cuda")
+    environment |= {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "0"}
+    assert texts(HostConfig(nvlink_multicast=True)) == [
+        "host.nvlink_multicast=true has no effect on what is set already: NCCL_NVLS_ENABLE=0"
+    ]
+
+
+def test_env_goes_before_the_other_keys(environment, build):
+    build("cuda")
+    lines = texts(HostConfig(env={"NCCL_NVLS_ENABLE": "2", "NCCL_DEBUG": "INFO"}))
+    assert lines[0] == "NCCL_NVLS_ENABLE=2, NCCL_DEBUG=INFO (host.env)"
+    assert environment["NCCL_NVLS_ENABLE"] == "2" and environment["NVSHMEM_DISABLE_NVLS"] == "1"
+
+
+@pytest.mark.parametrize("name", ["", "A=B", "MY-NAME", "1A"])
+def test_a_name_that_no_variable_can_have_is_refused_before_anything_is_set(environment, build, name):
+    build("cuda")
+    with pytest.raises(ConfigError, match="host.env"):
+        set_environment(HostConfig(env={"GOOD": "1", name: "1"}), AUTO)
+    assert added(environment) == {}
+
+
+def test_a_worker_says_the_same_as_the_process_that_started_it(environment, build):
+    build("cuda")
+    host = HostConfig(env={"NCCL_DEBUG": "INFO"})
+    first, before = texts(host), dict(environment)
+    assert texts(host, GPU) == first and environment == before
+
+
+def test_a_worker_on_a_cpu_takes_the_variables_of_gpus_back(environment, build):
+    build("cuda")
+    host = HostConfig(env={"A": "1"})
+    texts(host)
+    assert texts(host, CPU) == ["A=1 (host.env)"] and added(environment) == {"A": "1"}
+
+
+def test_the_next_job_of_a_sweep_has_values_of_its_own(environment, build):
+    build("rocm")
+    texts(HostConfig(kernarg_pool_mb=24, max_hw_queues=4))
+    assert texts(HostConfig(max_hw_queues=2))[1] == "GPU_MAX_HW_QUEUES=2 (host.max_hw_queues=2)"
+    assert added(environment) == {"HSA_KERNARG_POOL_SIZE": str(12 * 2**20), "GPU_MAX_HW_QUEUES": "2"}
+
+
+def test_what_someone_changed_after_us_is_theirs(environment, build):
+    build("cuda")
+    texts(HostConfig())
+    environment["NCCL_NVLS_ENABLE"] = "1"
+    assert texts(HostConfig())[0].startswith("NCCL_NVLS_ENABLE=1 is set already and stays")
+    assert "NCCL_NVLS_ENABLE" not in json.loads(environment[MARKER])
+
+
+def test_it_warns_when_cuda_has_started_unless_nothing_changes(environment, build, monkeypatch):
+    build("cuda")
+    texts(HostConfig())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not any("too late" in line for line in texts(HostConfig(), GPU))
+    assert not any("too late" in line for line in texts(HostConfig(), CPU)), "taking back does no harm"
+    (late,) = [line for line in set_environment(HostConfig(env={"A": "1"}), GPU) if line.warns]
+    assert "too late" in late.text and environment["A"] == "1"
+
+
+def test_it_warns_when_inductor_has_asked_rocm_for_its_gpus(environment, build, monkeypatch):
+    build("rocm")
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.benchmarking", object())
+    assert any("too late" in line for line in texts(HostConfig()))

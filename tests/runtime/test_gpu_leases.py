@@ -1,0 +1,102 @@
+"""Leases of GPUs: disjoint, all or none, freed at death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from graphmoe.config import ConfigError
+from runtime import gpu_leases
+from runtime.gpu_leases import lease_folder, lease_gpus, visible_gpus
+from tests.runs import ROOT
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A machine with four GPUs and nobody on it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu_leases, "POLL_S", 0.01)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_leases_are_disjoint_and_free_again_afterwards():
+    with lease_gpus(1) as one, lease_gpus(3) as three:
+        assert (one, three) == ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1,2,3"})
+    with lease_gpus(4) as four:
+        assert four == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+def test_a_job_waits_until_enough_are_free_and_holds_none_meanwhile(caplog):
+    caplog.set_level("INFO")
+    got: list[str] = []
+
+    def wait() -> None:
+        with lease_gpus(2) as environment:
+            got.append(environment["CUDA_VISIBLE_DEVICES"])
+
+    with lease_gpus(3):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(0.1)
+        with lease_gpus(1) as other:  # the one that the waiting job could not use alone
+            assert other == {"CUDA_VISIBLE_DEVICES": "3"} and got == []
+    waiting.join(10)
+    assert got == ["0,1"]
+    assert caplog.text.count("waiting until 2 of the GPUs 0,1,2,3 are free") == 1
+
+
+def test_more_than_there_are_is_refused_with_what_there_is():
+    with pytest.raises(
+        ConfigError, match=r"launch.gpus_per_job=5 is more than the visible GPUs, 4; use at most 4"
+    ):
+        lease_gpus(5).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen"),
+    [
+        ({}, ["0", "1", "2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "6, 7"}, ["6", "7"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, ["GPU-aa", "GPU-bb"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"HIP_VISIBLE_DEVICES": "1"}, ["0", "1", "2", "3"]),
+    ],
+)
+def test_only_gpus_that_this_process_sees_are_leased(environment, seen):
+    assert visible_gpus(environment, 4) == seen
+
+
+def test_rocm_is_told_in_both_ways_and_asked_for_its_own_first(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "3"}, 4) == ["3"]
+    with lease_gpus(2) as environment:
+        assert environment == {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1"}
+
+
+def test_jobs_of_slurm_that_number_their_gpus_alike_do_not_wait_for_each_other():
+    assert lease_folder({"SLURM_JOB_ID": "7"}) != lease_folder({"SLURM_JOB_ID": "8"}) != lease_folder({})
+
+
+def test_the_gpus_of_a_job_that_was_killed_are_free(tmp_path):
+    code = (
+        f"import torch, tempfile, time; tempfile.tempdir = '{tmp_path}'\n"
+        "torch.cuda.device_count = lambda: 4\n"
+        "from runtime.gpu_leases import lease_gpus\n"
+        "with lease_gpus(4): print('has them', flush=True); time.sleep(60)"
+    )
+    words = [sys.executable, "-c", code]
+    holder = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, env=dict(os.environ))
+    assert holder.stdout.readline() == b"has them\n"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    with lease_gpus(4) as environment:
+        assert environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}

@@ -1,0 +1,108 @@
+"""Slurm's commands for tests: every node is this machine, and a job starts at once.
+
+A folder with this file under the names sbatch, srun, sacct and scontrol goes in front of PATH. Only what
+submitit and graphmoe use is there; ``scontrol requeue`` runs the job again when its step has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+JOB = 4242
+
+
+def install(folder: Path) -> None:
+    """Put the commands into a folder."""
+    folder.mkdir()
+    for name in ("sbatch", "srun", "sacct", "scontrol"):
+        path = folder / name
+        path.write_text(f"#!{sys.executable}\n{Path(__file__).read_text()}")
+        path.chmod(0o755)
+
+
+def sbatch(script: str) -> None:
+    """Start the job, or each job of an array, in the background; prints the number of the first."""
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", Path(script).read_text(), re.MULTILINE))
+    shared = {
+        "SLURM_JOB_NUM_NODES": options["nodes"],
+        "SLURM_JOB_NODELIST": ",".join(["localhost"] * int(options["nodes"])),
+        "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
+    }
+    last = options.get("array", "0-0").split("%")[0].split("-")[1]
+    for index in range(int(last) + 1):
+        of_array = {"SLURM_ARRAY_JOB_ID": str(JOB), "SLURM_ARRAY_TASK_ID": str(index)}
+        of_job = {"SLURM_JOB_ID": str(JOB + index), **(of_array if "array" in options else {})}
+        command, environment = [sys.executable, __file__, "run", script], {**os.environ, **shared, **of_job}
+        with Path(script).with_name(f"batch_{index}.log").open("w") as log:
+            subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    print(f"Submitted batch job {JOB}")
+
+
+def run(script: str) -> None:
+    """The job's script, and again as often as it was put into the queue again."""
+    again = _again(os.environ["SLURM_JOB_ID"])
+    while True:
+        again.unlink(missing_ok=True)
+        subprocess.run(["bash", script], check=False)
+        if not again.exists():
+            break
+
+
+def srun(*words: str) -> None:
+    """One task on each node, with the variables of a step."""
+    assert os.environ["SRUN_CPUS_PER_TASK"] == os.environ["SLURM_CPUS_PER_TASK"]
+    output, command = words[words.index("--output") + 1], words[words.index("--error") + 2 :]
+    nodes, tasks = int(os.environ["SLURM_JOB_NUM_NODES"]), []
+    for node in range(nodes):
+        environment = {
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_NODES": str(nodes),
+            "SLURM_STEP_NUM_TASKS": str(nodes),
+            "SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"],
+            "SLURM_NTASKS": str(nodes),
+            "SLURM_NODEID": str(node),
+            "SLURM_PROCID": str(node),
+            "SLURM_LOCALID": "0",
+        }
+        with Path(_filled(output, node)).open("a") as log:
+            task = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+        tasks.append(task)
+    sys.exit(max(task.wait() for task in tasks))
+
+
+def _filled(path: str, node: int) -> str:
+    """The path of a log with the numbers of its job and its task."""
+    signs = {"%j": "SLURM_JOB_ID", "%A": "SLURM_ARRAY_JOB_ID", "%a": "SLURM_ARRAY_TASK_ID"}
+    for sign, variable in signs.items():
+        path = path.replace(sign, os.environ.get(variable, ""))
+    return path.replace("%t", str(node))
+
+
+def sacct(*words: str) -> None:
+    """No job is known, so submitit waits for the file of the result."""
+    print("JobID|State|NodeList")
+
+
+def scontrol(action: str, *words: str) -> None:
+    """Hosts of a list, or a job that shall run again."""
+    if action == "show":
+        print("\n".join(words[1].split(",")))
+    elif action == "requeue":
+        _again(os.environ["SLURM_JOB_ID"]).touch()
+
+
+def _again(job: str) -> Path:
+    return Path(__file__).with_name(f"again_{job}")
+
+
+if __name__ == "__main__":
+    name = Path(sys.argv[0]).name
+    commands = {"sbatch": sbatch, "srun": srun, "sacct": sacct, "scontrol": scontrol, "run": run}
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["run"]:
+        name = arguments.pop(0)
+    commands[name](*arguments)

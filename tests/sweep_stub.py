@@ -1,0 +1,58 @@
+"""graphmoe.train with jobs that take no time: what a sweep does around them, without training.
+
+The learning rate says what becomes of a job.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+
+from graphmoe.config import RunConfig
+from graphmoe.entry import hydra_app
+from graphmoe.summary import write_json
+from graphmoe.sweep import record_folder
+from runtime.launch.failures import RunFailed
+
+FAILS, CRASHES, ENDS_BY_SIGNAL = 0.5, 0.6, 0.7
+"""Learning rates at which a job raises a known error, an unknown one, or ends as after a signal."""
+STARTS_FILE = "starts"
+"""In the current folder: the learning rate of each job that was started, on a line."""
+GONE = "cause-is-gone"
+"""A file in the current folder with which all jobs finish."""
+
+
+def main() -> None:
+    """Run the command line."""
+    hydra_app(task, prog="graphmoe.train", examples=(), makes_folder=True, known_errors=(RunFailed,))
+
+
+def task(config: RunConfig) -> float | None:
+    """Half the learning rate as validation loss."""
+    folder, rate = Path(HydraConfig.get().runtime.output_dir), config.optim.lr
+    record_folder(folder)
+    with open(STARTS_FILE, "a", encoding="utf-8") as starts:
+        starts.write(f"{rate}\n")
+    stopped = rate == ENDS_BY_SIGNAL and not Path(GONE).exists()
+    if not Path(GONE).exists() and rate == FAILS:
+        raise RunFailed("the workers are gone\nsecond line")
+    if not Path(GONE).exists() and rate == CRASHES:
+        raise ZeroDivisionError("a mistake of ours")
+    rows = [
+        {"step": n, "loss": rate / n, "step_s": 0.5, "tokens": 64 * n, "tokens_per_s": 128} for n in (1, 2)
+    ]
+    rows.append({"step": 2, "val_loss": rate / 2})
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    numbers = {"final_val_loss": rate / 2, "final_loss": rate, "median_tokens_per_s": 128.0}
+    write_json(
+        folder / "summary.json", {"finished": not stopped, "steps": 2, "folder": str(folder), **numbers}
+    )
+    if stopped:
+        raise KeyboardInterrupt
+    return rate / 2
+
+
+if __name__ == "__main__":
+    main()

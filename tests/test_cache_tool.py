@@ -1,0 +1,260 @@
+"""The tool that lists, verifies and prunes the compile cache."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from graphmoe import cache as tool
+from graphmoe.cli import run_tool
+from graphmoe.config import ConfigError
+from runtime.cache.key import key_of
+from runtime.cache.store import CompileCache
+from tests.runtime.cache.cache_contents import empty_cache
+
+FACTS = {"base.device": "GPU", "graph.scope": ["attn", "mlp"], "model.top_k": 2}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> CompileCache:
+    """Three entries of 100 + 30, 100 + 20 and 40 bytes, the first 100 in common; the first was used last."""
+    store = empty_cache(tmp_path, monkeypatch)
+    keep(store, 1, "both", "c" * 30)
+    keep(store, 2, "both", "b" * 20)
+    keep(store, 3, None, "a" * 40)
+    return store
+
+
+def keep(store: CompileCache, number: int, common: str | None, own: str) -> str:
+    """Publish an entry, last used so many hours before yesterday."""
+    work = store.open(facts(number))
+    folder = work.path / "inductor"
+    for path in folder.iterdir():  # what another entry has lent
+        path.unlink()
+    if common:
+        (folder / "common.so").write_text("x" * 100)
+    (folder / "own.so").write_text(own)
+    work._shared.clear()
+    work.publish(notes={"model": f"model-{number}", "graphs": number})
+    work.close()
+    age(store, number)
+    return work.key
+
+
+def age(store: CompileCache, number: int) -> None:
+    """Make an entry look unused for so many hours, and its files old."""
+    folder, then = store.entries.folder(key(number)), time.time() - 3600 * number - 86400
+    for path in folder.glob("*.json"):
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps(document | {"created": then}))
+    (folder / "used").touch()
+    os.utime(folder / "used", (then, then))
+
+
+def facts(number: int) -> dict:
+    return FACTS | {"model.num_experts": number}
+
+
+def key(number: int) -> str:
+    return key_of(facts(number))
+
+
+def run(store: CompileCache, capsys, *words: str) -> dict:
+    """The JSON document that the tool prints."""
+    tool.main([*words, f"cache_dir={store.folder}", "format=json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def sizes(store: CompileCache) -> list[int]:
+    return sorted(blob.num_bytes for blob in store.blobs)
+
+
+def test_the_list_has_entries_with_the_newest_use_first(cache, capsys):
+    document = run(cache, capsys)
+    assert document["total_bytes"] == 190 and document["cache_dir"] == str(cache.folder)
+    rows = document["entries"]
+    assert [(row["key"], row["bytes"], row["shared_bytes"]) for row in rows] == [
+        (key(1), 130, 100),
+        (key(2), 120, 100),
+        (key(3), 40, 0),
+    ]
+    assert (rows[0]["model"], rows[0]["graphs"], rows[0]["files"]) == ("model-1", 1, 2)
+    assert (rows[0]["device"], rows[0]["scope"]) == ("GPU", ["attn", "mlp"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", rows[0]["last_used"])
+
+
+def test_using_an_entry_moves_it_to_the_front_of_the_list(cache, capsys):
+    cache.open(facts(3)).close()
+    assert run(cache, capsys)["entries"][0]["key"] == key(3)
+
+
+def test_the_text_has_a_row_for_each_entry_and_the_sum(cache, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    tool.main([f"cache_dir={cache.folder}"])
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line.split() for line in lines if "model-2" in line)
+    assert row[0] == key(2)[:12]
+    assert row[3:] == ["120", "B", "100", "B", "2", "model-2", "GPU", "[attn,mlp]"]
+    assert lines[-1] == "3 entries, 190 B in all"
+
+
+def test_a_whole_cache_is_verified_without_a_word_of_damage(cache, capsys):
+    assert run(cache, capsys, "action=verify") == {"files": 4, "damaged": [], "lacking": {}}
+    tool.main(["action=verify", f"cache_dir={cache.folder}"])
+    assert capsys.readouterr().out == "4 of 4 files are whole\n"
+
+
+def test_verify_sets_damage_aside_names_it_and_ends_with_status_1(cache, capsys):
+    digest = cache.entries.read(key(1)).files["inductor/common.so"]
+    cache.blobs.path(digest).write_text("y" * 100)
+    with pytest.raises(SystemExit) as ended:
+        run(cache, capsys, "action=verify")
+    assert ended.value.code == 1
+    document = json.loads(capsys.readouterr().out)
+    lacking = {key(1): ["inductor/common.so"], key(2): ["inductor/common.so"]}
+    assert document == {"files": 4, "damaged": [digest], "lacking": lacking}
+    assert run(cache, capsys, "action=verify") == {"files": 3, "damaged": [], "lacking": {}}
+    work = cache.open(facts(1))
+    assert (work.found, work.num_files, work.damaged) == (True, 1, [])
+    work.close()
+
+
+def test_verify_says_in_words_which_files_an_entry_goes_on_without(cache, capsys):
+    cache.blobs.path(cache.entries.read(key(3)).files["inductor/own.so"]).unlink()
+    with pytest.raises(SystemExit):
+        tool.main(["action=verify", f"cache_dir={cache.folder}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "3 of 3 files are whole"
+    assert key(3) in lines[1] and lines[2:] == ["  inductor/own.so"]
+
+
+@pytest.mark.parametrize(
+    ("max_size", "gone", "left"),
+    [
+        ("190B", [], [20, 30, 40, 100]),
+        ("189B", [3], [20, 30, 100]),
+        ("0.15KB", [3], [20, 30, 100]),
+        ("149B", [3, 2], [30, 100]),
+        ("0", [3, 2, 1], []),
+        (None, [], [20, 30, 40, 100]),
+    ],
+)
+def test_prune_removes_the_entries_used_least_recently_and_what_only_they_had(
+    cache, capsys, max_size, gone, left
+):
+    words = [f"max_size={max_size}"] if max_size else []
+    document = run(cache, capsys, "action=prune", *words)
+    assert document["entries"] == [key(number) for number in gone] and sizes(cache) == left
+    assert (document["bytes_before"], document["bytes_after"]) == (190, sum(left))
+    assert document["files"] == 4 - len(left)
+    assert [row["key"] for row in run(cache, capsys)["entries"]] == [
+        key(n) for n in (1, 2, 3) if n not in gone
+    ]
+    assert not (cache.folder / "entries" / key(3)).exists() or 3 not in gone
+
+
+def test_prune_leaves_files_that_a_job_may_be_about_to_name(cache, capsys):
+    cache.blobs.put(b"young" * 10)
+    old = cache.blobs.put(b"old" * 20)
+    os.utime(cache.blobs.path(old), (0, 0))
+    (cache.blobs.path(old).parent / "torn.0.draft").write_text("")
+    os.utime(cache.blobs.path(old).parent / "torn.0.draft", (0, 0))
+    document = run(cache, capsys, "action=prune")
+    assert (document["files"], document["waiting_bytes"]) == (1, 50)
+    assert sizes(cache) == [20, 30, 40, 50, 100] and not list(cache.folder.rglob("*.draft"))
+
+
+def test_prune_leaves_a_file_that_was_stored_again_meanwhile(cache):
+    blob = next(blob for blob in cache.blobs if blob.num_bytes == 40)
+    os.utime(cache.blobs.path(blob.digest), (0, 0))
+    listed = next(blob for blob in cache.blobs if blob.num_bytes == 40)
+    cache.blobs.put(b"a" * 40)
+    assert not cache.blobs.remove(listed) and cache.blobs.has(blob.digest)
+
+
+def test_prune_removes_damage_and_work_folders_of_killed_jobs(cache, capsys):
+    (cache.folder / "damaged").mkdir()
+    (cache.folder / "damaged" / "blob").write_text("x" * 7)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    dead = cache.folder / "work" / f"{os.uname().nodename}-{child}-ab"
+    dead.mkdir()
+    os.utime(dead, (0, 0))
+    document = run(cache, capsys, "action=prune")
+    assert (document["damaged"], document["work_folders"]) == (1, [dead.name])
+    assert (document["bytes_before"], document["bytes_after"]) == (197, 190)
+    assert not dead.exists() and not list(cache.folder.glob("damaged/*"))
+
+
+def test_prune_says_in_words_what_went(cache, capsys):
+    tool.main(["action=prune", "max_size=150B", f"cache_dir={cache.folder}"])
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"entry {key(3)} (model-3, last used ") and first.endswith(") is gone")
+    assert last == "190 B -> 150 B; stored files removed: 1"
+
+
+def test_a_job_whose_entry_is_pruned_while_it_runs_keeps_its_code_again(cache, capsys, caplog):
+    work = cache.open(facts(1))
+    run(cache, capsys, "action=prune", "max_size=0")
+    assert list(cache.blobs) == []
+    work.publish()
+    work.close()
+    assert sizes(cache) == [30, 100] and caplog.text == ""
+
+
+def test_after_everything_was_pruned_a_job_starts_cold(cache, capsys):
+    run(cache, capsys, "action=prune", "max_size=0")
+    work = cache.open(facts(1))
+    assert not work.found and work.nearest is None
+    work.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20GB", 20 * 10**9),
+        ("20GiB", 20 * 2**30),
+        ("500 mb", 5 * 10**8),
+        ("1.5KiB", 1536),
+        ("7B", 7),
+        ("0", 0),
+        ("1TB", 10**12),
+    ],
+)
+def test_a_size_is_a_number_with_a_unit(text, size):
+    assert tool.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["20", "GB", "-1GB", "20XB", "1,5GB", ""])
+def test_anything_else_is_an_error_that_names_what_is_valid(text):
+    with pytest.raises(ConfigError, match=f"max_size={text} is no size.*GB, TB, KiB.*e.g. max_size=20GB"):
+        tool.parse_size(text)
+
+
+def test_a_size_is_for_prune_only(cache):
+    with pytest.raises(ConfigError, match="max_size=1GB is for action=prune, and action=verify"):
+        tool.main(["action=verify", "max_size=1GB", f"cache_dir={cache.folder}"])
+
+
+def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "mine").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        run_tool(tool.main, ["action=prune", f"cache_dir={tmp_path}"])
+    assert ended.value.code == 2 and "is no compile cache: it has no CACHEDIR.TAG" in capsys.readouterr().err
+    assert (tmp_path / "damaged" / "mine").exists()
+
+
+def test_the_default_folder_is_that_of_runs(monkeypatch, capsys):
+    monkeypatch.setenv("GRAPHMOE_CACHE", "~/somewhere")
+    assert tool.default_folder() == Path("~/somewhere/compiled").expanduser()
+
+
+def test_an_unknown_action_names_the_valid_ones(cache):
+    with pytest.raises(ConfigError, match="action=clean: expected one of list, verify, prune"):
+        tool.main(["action=clean"])

@@ -1,0 +1,292 @@
+"""Workers in processes of their own: what they leave, signals, errors, orphans, and many nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from graphmoe.config import ConfigError, LaunchConfig
+from runtime.launch.elastic import RankLogs, _added_to_environment
+from runtime.launch.failures import Failure, RunFailed, first_failure, write_failure
+from runtime.launch.nodes import find_nodes
+from tests.faults import RAISE_AT, STEP_S
+from tests.faults import WORDS as FAULTY
+from tests.runs import ROOT, TINY, Command, command, metrics, numbers
+
+TWO = ("launch.nproc=2", "train.steps=8", "checkpoint.interval=2", "hydra.run.dir=run")
+SLOW = {STEP_S: "0.15"}
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def workers_of(run: Command) -> list[psutil.Process]:
+    children = psutil.Process(run.pid).children()
+    return [child for child in children if "graphmoe.worker" in child.cmdline()]
+
+
+def assert_gone(workers: list[psutil.Process]) -> None:
+    """The processes are no more, or dead and waiting for somebody to ask how they died."""
+    end = time.monotonic() + 5
+    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
+        assert time.monotonic() < end, workers
+        time.sleep(0.02)
+
+
+def wait_for_rows(run: Command, folder: Path, count: int) -> None:
+    path = folder / "metrics.jsonl"
+    run.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Command:
+    """A run on two ranks that nothing disturbed."""
+    run = command(tmp_path_factory.mktemp("two"), *TINY, *TWO, *FAULTY)
+    assert run.wait() == 0, run.err.read_text()
+    return run
+
+
+def test_two_ranks_leave_one_summary_and_a_log_each_and_the_command_reports(undisturbed):
+    folder = undisturbed.out.parent / "run"
+    assert summary(folder)["finished"] and summary(folder)["steps"] == 8
+    assert undisturbed.out.read_text().endswith(" in 8 steps\nresults: run\n")
+    assert [row["step"] for row in metrics(folder) if "loss" in row] == list(range(1, 9))
+    for name in ("rank0.log", "rank1.log"):
+        assert (folder / "logs" / name).read_text().count(" INFO step 8/8 ") == 2
+    assert undisturbed.err.read_text().count("step 8/8 ") == 2  # rank 0 only, with the validation
+    assert (folder / "logs" / "rank1.stderr.log").read_text() == ""
+    assert not list(folder.glob("logs/*error*")) and not (folder / "logs" / "elastic.log").exists()
+
+
+def test_time_to_the_first_step_counts_from_the_command(undisturbed):
+    folder = undisturbed.out.parent / "run"
+    environment = json.loads((folder / "env.json").read_text())
+    assert environment["command"][1:3] == ["-m", "graphmoe.worker"]
+    began = (folder / "resolved.yaml").stat().st_mtime
+    assert summary(folder)["time_to_first_step_s"] < (folder / "summary.json").stat().st_mtime - began + 5
+
+
+def test_a_torchrun_of_ones_own_gives_bitwise_the_same_run(tmp_path, undisturbed):
+    written = command(tmp_path, *TINY, *TWO, *FAULTY, "launch.write_only=true")
+    torchrun, *words = written.out.read_text().split()
+    assert torchrun == "torchrun" and "--nproc-per-node=2" in words
+    run = command(tmp_path, *words, module="torch.distributed.run")
+    assert run.wait() == 0, run.err.read_text()
+    assert run.out.read_text().endswith("results: run\n")
+    assert numbers(tmp_path / "run") == numbers(undisturbed.out.parent / "run")
+
+
+def test_killed_and_stopped_no_worker_stays_and_the_run_goes_on_bitwise(tmp_path, undisturbed):
+    folder, words = tmp_path / "run", (*TINY, *TWO, *FAULTY)
+    killed = Command(tmp_path, words, environment=SLOW)
+    wait_for_rows(killed, folder, 3)
+    workers = workers_of(killed)
+    killed.kill(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL and len(workers) == 2
+    assert_gone(workers)
+
+    killed.err.unlink()
+    stopped = Command(tmp_path, words, environment=SLOW)
+    stopped.wait_until(lambda: stopped.err.exists() and "grad norm" in stopped.err.read_text())
+    workers = workers_of(stopped)
+    stopped.kill(signal.SIGTERM)
+    assert stopped.wait() == 0, stopped.err.read_text()
+    assert_gone(workers)
+    step = summary(folder)["steps"]
+    assert not summary(folder)["finished"] and summary(folder)["stopped_by"] == "SIGTERM" and step < 8
+    assert (folder / "checkpoints" / f"step_{step:08d}" / "manifest.json").exists()
+    assert "SIGTERM received: the workers stop after this step" in stopped.err.read_text()
+    assert stopped.out.read_text().startswith(f"stopped after step {step},")
+
+    again = command(tmp_path, *words)
+    assert again.wait() == 0 and "(continued)" in again.err.read_text()
+    assert numbers(folder) == numbers(undisturbed.out.parent / "run")
+
+
+def test_a_failed_worker_starts_all_again_and_the_first_error_is_what_the_user_reads(tmp_path):
+    faults = {RAISE_AT: "1:0:4 1:1:6"}
+    run = command(tmp_path, *TINY, *TWO, *FAULTY, "launch.max_restarts=1", environment=faults)
+    assert run.wait() == 1
+    host, log = socket.gethostname(), tmp_path / "run" / "logs" / "rank1.log"
+    again = f"rank 1 on {host}: RuntimeError: the cause, before step 4; all workers start again (1 of 1)"
+    said = run.err.read_text()
+    assert said.count(again) == 1 and "continuing after step 2 of" in said
+    end = f"error: rank 1 on {host}: RuntimeError: the cause, before step 6\n  log of rank 1: {log}\n"
+    assert said.endswith(end) and "Traceback" not in said
+    assert log.read_text().count("RuntimeError: the cause, before step 6") == 1
+    assert "Traceback" in log.read_text() and run.out.read_text() == ""
+
+
+def test_a_second_signal_kills_the_workers_at_once(tmp_path):
+    run = Command(tmp_path, (*TINY, *TWO, *FAULTY), environment={STEP_S: "60"})
+    run.wait_until(lambda: (tmp_path / "run" / "env.json").exists())
+    workers = workers_of(run)
+    run.kill(signal.SIGINT)
+    run.wait_until(lambda: "SIGINT received" in run.err.read_text())
+    run.kill(signal.SIGTERM)
+    assert run.wait(10) == 128 + signal.SIGTERM
+    assert_gone(workers)
+    assert run.err.read_text().endswith("SIGTERM again: all workers are killed\n")
+
+
+@pytest.mark.slow
+def test_two_nodes_share_one_folder_and_one_report(tmp_path, undisturbed):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"launch.endpoint=localhost:{free.getsockname()[1]}"
+    nodes = []
+    for index in ("1", "0"):
+        step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": index}
+        folder = tmp_path / f"node{index}"
+        folder.mkdir()
+        words = (*TINY, *TWO, "launch.nproc=1", *FAULTY, endpoint, f"hydra.run.dir={tmp_path}/run")
+        nodes.append(Command(folder, words, environment=step))
+    assert [node.wait(120) for node in nodes] == [0, 0], nodes[0].err.read_text()
+    assert [node.out.read_text().count("results:") for node in nodes] == [0, 1]
+    assert numbers(tmp_path / "run") == numbers(undisturbed.out.parent / "run")
+    assert not (tmp_path / "run-2").exists()
+
+
+def failed(rank: int, code: int, error_file: Path | str = "") -> ProcessFailure:
+    return ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(error_file))
+
+
+@pytest.fixture
+def left(tmp_path, monkeypatch):
+    """Leaves the error of a rank at a second of the clock, as its worker does."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+
+    def leave(rank: int, error: BaseException, at: float, status: int = 1, attempt: int = 0) -> Path:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setattr("time.time", lambda: at)
+        write_failure(error, status, tmp_path)
+        return tmp_path / f"rank{rank}.error.json"
+
+    return leave
+
+
+def test_the_first_of_two_errors_in_one_second_is_found(tmp_path, left):
+    files = [left(0, RuntimeError("closed by peer"), 10.9), left(1, ConfigError("the cause"), 10.1, status=2)]
+    of_agent = {rank: failed(rank, 1, file) for rank, file in enumerate(files)}
+    first = first_failure(of_agent, tmp_path, "job/0")
+    assert first == Failure(1, first.host, "the cause", 10.1, 2, "job/0", str(tmp_path / "rank1.log"), True)
+    raised = first.raised(tmp_path)
+    assert isinstance(raised, ConfigError) and str(raised) == f"rank 1 on {first.host}: the cause"
+    (tmp_path / "rank1.log").touch()
+    assert str(first.raised(tmp_path)).endswith(f"\n  log of rank 1: {tmp_path}/rank1.log")
+
+
+def test_a_worker_that_died_without_a_word_is_the_cause_of_errors_of_that_second(tmp_path, left):
+    file = left(0, RuntimeError("closed by peer"), 10.3)
+    first = first_failure({0: failed(0, 1, file), 1: failed(1, -signal.SIGKILL)}, tmp_path, "job/0")
+    assert (first.rank, first.message.split(",")[0]) == (1, "killed by SIGKILL")
+    assert isinstance(first.raised(tmp_path), RunFailed)
+
+
+def test_workers_that_elastic_ended_and_errors_of_earlier_attempts_are_not_the_first(tmp_path, left):
+    left(2, RuntimeError("of the attempt before"), 1.0)
+    file = left(0, RuntimeError("the cause"), 10.3, attempt=1)
+    of_agent = {0: failed(0, 1, file), 1: failed(1, -signal.SIGTERM)}
+    assert first_failure(of_agent, tmp_path, "job/1").message == "RuntimeError: the cause"
+
+
+def test_an_error_of_another_node_that_came_first_is_found_in_the_runs_folder(tmp_path, left):
+    left(1, RuntimeError("the cause"), 10.0)
+    here = tmp_path / "temporary"
+    here.mkdir()
+    file = left(0, RuntimeError("closed by peer"), 10.2)
+    assert first_failure({0: failed(0, 1, file)}, here, "job/0").rank == 1
+
+
+def test_output_of_all_but_the_first_local_rank_goes_to_files_named_by_rank(tmp_path):
+    env = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "job"}
+    envs = {local: {**env, "RANK": str(4 + local)} for local in range(2)}
+    files = RankLogs(tmp_path, redirect=True).reify(envs)
+    assert files.stdouts == {0: "", 1: str(tmp_path / "rank5.stdout.log")}
+    assert files.stderrs == {0: "", 1: str(tmp_path / "rank5.stderr.log")}
+    assert envs[1]["TORCHELASTIC_ERROR_FILE"] == str(tmp_path / "rank5.error.json")
+    assert set(RankLogs(tmp_path, redirect=False).reify(envs).stdouts.values()) == {""}
+
+
+def test_variables_of_the_workers_are_taken_back_and_rocms_list_of_gpus_is_the_one_that_is_split(monkeypatch):
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with _added_to_environment({"FOR_WORKERS": "1"}, one_gpu_each=True):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5" and "HIP_VISIBLE_DEVICES" not in os.environ
+        assert os.environ["FOR_WORKERS"] == "1"
+    assert os.environ["HIP_VISIBLE_DEVICES"] == "4,5"
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and "FOR_WORKERS" not in os.environ
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """Sets the variables of a Slurm step of two nodes; this process is its second task."""
+    values = {"JOB_ID": 123456, "STEP_ID": 0, "STEP_NUM_NODES": 2, "STEP_NUM_TASKS": 2, "NODEID": 1}
+    for name, value in {**values, "STEP_NODELIST": "gpu[07-08]", "JOB_NODELIST": "gpu[07-08]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+
+def test_nodes_are_those_of_the_slurm_step_which_meet_at_its_first(step):
+    pytest.importorskip("submitit")
+    nodes = find_nodes(LaunchConfig())
+    assert (nodes.count, nodes.is_first) == (2, False)
+    assert (nodes.endpoint, nodes.job) == ("gpu07:23456", "123456.0")
+    assert find_nodes(LaunchConfig(endpoint="gpu08:1")).endpoint == "gpu08:1"
+
+
+def test_without_submitit_slurms_own_command_reads_the_nodes(step, tmp_path, monkeypatch):
+    command_of_slurm = tmp_path / "scontrol"
+    command_of_slurm.write_text("#!/bin/sh\necho $1 $2 $3 > $0.asked; echo gpu07; echo gpu08\n")
+    command_of_slurm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("shutil.which", lambda name: str(command_of_slurm))
+    assert find_nodes(LaunchConfig()).endpoint == "gpu07:23456"
+    assert (tmp_path / "scontrol.asked").read_text() == "show hostnames gpu[07-08]\n"
+
+
+def test_without_slurm_there_is_one_node_or_the_endpoint_says_which_is_first(monkeypatch):
+    monkeypatch.delenv("SLURM_STEP_NUM_NODES", raising=False)
+    assert find_nodes(LaunchConfig()).count == 1
+    here = find_nodes(LaunchConfig(nodes=2, endpoint="127.0.0.1:29500"))
+    away = find_nodes(LaunchConfig(nodes=2, endpoint="nowhere.invalid:29500"))
+    assert (here.is_first, away.is_first) == (True, False) and here.job != away.job
+
+
+@pytest.mark.parametrize(
+    ("launch", "tasks", "said"),
+    [
+        (LaunchConfig(nodes=4), "2", "launch.nodes=4, but the Slurm step has 2 nodes"),
+        (LaunchConfig(), "16", "16 tasks on 2 nodes, .*use srun --ntasks-per-node=1"),
+    ],
+)
+def test_a_slurm_step_of_another_shape_is_refused(step, monkeypatch, launch, tasks, said):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    with pytest.raises(ConfigError, match=said):
+        find_nodes(launch)
+
+
+def test_nodes_without_a_place_to_meet_are_refused(monkeypatch):
+    monkeypatch.delenv("SLURM_STEP_NUM_NODES", raising=False)
+    with pytest.raises(ConfigError, match=r"launch.nodes=2 .* e.g. launch.endpoint=node0:29500"):
+        find_nodes(LaunchConfig(nodes=2))
+
+
+def test_a_worker_whose_launcher_was_gone_before_it_could_ask_ends_at_once():
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "GRAPHMOE_LAUNCHER_PID": "1"}
+    line = [sys.executable, "-c", "from graphmoe.signals import die_with_launcher as d; d(); print('alive')"]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")

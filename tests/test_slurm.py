@@ -1,0 +1,77 @@
+"""Sweeps by submitit through the real command: on this machine, and on a Slurm that a test plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import faults
+from tests.runs import TINY, Command, command
+from tests.slurm_cluster import install
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+
+WORDS = ("-m", *(word for word in TINY if not word.startswith("optim.lr=")), "log.progress=false")
+
+
+def summaries(folder: Path) -> list[dict[str, Any]]:
+    """What the jobs of the only sweep in a folder left behind, in their order."""
+    (sweep,) = (folder / "multirun/mini").iterdir()
+    return [json.loads(path.read_text()) for path in sorted(sweep.glob("*/summary.json"))]
+
+
+def test_local_jobs_of_submitit_are_runs_like_any_other(tmp_path):
+    words = ("hydra/launcher=submitit_local", "optim.lr=1e-2,2e-2", "train.steps=2")
+    sweep = command(tmp_path, *WORDS, *words, seconds=180)
+    assert sweep.wait() == 0, sweep.err.read_text()
+    first, second = summaries(tmp_path)
+    assert first["finished"] and second["finished"] and first["steps"] == second["steps"] == 2
+    assert first["final_loss"] != second["final_loss"]
+    assert sweep.out.read_text().count("finished") == 2
+
+
+def on_slurm(folder: Path, *words: str, **environment: str) -> Command:
+    """A sweep of one job, started where Slurm's commands are found first."""
+    install(folder / "bin")
+    environment["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+    return Command(folder, (*WORDS, "hydra/launcher=slurm", *words), environment=environment)
+
+
+def test_two_nodes_of_a_slurm_job_train_together_as_one_worker_would(tmp_path):
+    pair, alone = tmp_path / "pair", tmp_path / "alone"
+    pair.mkdir()
+    alone.mkdir()
+    sweep = on_slurm(pair, "hydra.launcher.nodes=2", "optim.lr=1e-2")
+    assert sweep.wait(180) == 0, sweep.err.read_text()
+    (summary,) = summaries(pair)
+    folder = Path(summary["folder"])
+    assert {path.name for path in (folder / "logs").glob("rank*.log")} == {"rank0.log", "rank1.log"}
+    assert command(alone, *WORDS[1:], "optim.lr=1e-2").wait() == 0
+    by_one = json.loads((alone / "outputs/mini/summary.json").read_text())
+    assert summary["final_loss"] == pytest.approx(by_one["final_loss"], rel=1e-5)
+    assert summary["final_val_loss"] == pytest.approx(by_one["final_val_loss"], rel=1e-5)
+
+
+def test_a_job_whose_time_is_up_saves_and_goes_on_when_it_has_another_turn(tmp_path):
+    words = ("optim.lr=1e-2", "train.steps=20", "train.log_interval=1", "checkpoint.interval=100")
+    sweep = on_slurm(tmp_path, *words, *faults.WORDS, **{faults.STEP_S: "0.3"})
+    job = "multirun/mini/*/0"
+    sweep.wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob(f"{job}/metrics.jsonl")))
+    for process in psutil.process_iter(["cmdline"]):
+        of_task = process.info["cmdline"] or []
+        if "submitit.core._submit" in of_task and str(tmp_path) in of_task[-1] and "--output" not in of_task:
+            process.send_signal(signal.SIGUSR2)
+    assert sweep.wait(180) == 0, sweep.err.read_text()
+    (summary,) = summaries(tmp_path)
+    assert summary["finished"] and summary["steps"] == 20
+    (log,) = tmp_path.glob(f"{job}/logs/rank0.log")
+    assert "stopped after step" in log.read_text() and "continuing after step" in log.read_text()
+    (output,) = tmp_path.glob("multirun/mini/*/.submitit/*/*_0_log.out")
+    assert "Requeued job" in output.read_text()

@@ -1,0 +1,351 @@
+"""Sweeps: failed and interrupted jobs, the table, going on, other launchers and sweepers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from graphmoe.config import ConfigError, DeviceChoice, LaunchConfig, RunConfig
+from graphmoe.file_lock import FileLock
+from graphmoe.sweep import in_sweep, job_gpus
+from graphmoe.sweep_folder import Job, JobStatus, read_job
+from tests.faults import STEP_S, WORDS
+from tests.runs import ROOT, TINY, Command, command, metrics
+from tests.sweep_stub import CRASHES, ENDS_BY_SIGNAL, FAILS, GONE, STARTS_FILE
+
+STUB = "tests.sweep_stub"
+DIR = "hydra.sweep.dir=sweep"
+
+
+def stub(folder: Path, *words: str) -> Command:
+    """A sweep whose jobs take no time."""
+    run = command(folder, "-m", "run.device=cpu", *words, module=STUB)
+    run.wait()
+    return run
+
+
+def last_line(run: Command) -> str:
+    return run.err.read_text().splitlines()[-1]
+
+
+def states(sweep: Path) -> dict[int, str]:
+    """The state of each job in sweep.json."""
+    return {job["job"]: job["status"] for job in json.loads((sweep / "sweep.json").read_text())["jobs"]}
+
+
+def numbers_of_table(run: Command, states: tuple[str, ...] = tuple(JobStatus)) -> list[int]:
+    """The jobs of the table, from top to bottom."""
+    rows = [line.split() for line in run.out.read_text().splitlines() if line.rstrip().endswith(states)]
+    return [int(row[0]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep of real jobs: one finishes, one diverges, and two cannot run."""
+    folder = tmp_path_factory.mktemp("swept")
+    rest = ("train.steps=4", "train.max_nonfinite=2", "train.log_interval=1", "checkpoint.interval=0", DIR)
+    run = command(folder, "-m", *TINY, "optim.lr=1e38,1e-2", "model.top_k=99,2", *rest)
+    run.wait()
+    return folder / "sweep", run
+
+
+def test_failed_jobs_do_not_stop_a_sweep_which_ends_with_status_1(swept):
+    sweep, run = swept
+    assert run.wait() == 1, run.err.read_text()
+    assert states(sweep) == {0: "failed", 1: "failed", 2: "failed", 3: "finished"}
+    summary = json.loads((sweep / "3" / "summary.json").read_text())
+    assert summary["finished"] and read_job(sweep / "3").value == summary["final_val_loss"]
+    assert [row["step"] for row in metrics(sweep / "3") if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_a_sweep_ends_with_a_table_best_first_and_then_the_failed_ones_with_their_error(swept):
+    _, run = swept
+    table = " ".join(run.out.read_text().split())
+    assert numbers_of_table(run) == [3, 0, 1, 2] and "lr top_k" in table
+    assert "job 0 failed: model.top_k=99 exceeds model.num_experts=4; use 1 to 4" in table
+    assert "job 1 failed: rank 0 on" in table and "train.max_nonfinite=2" in table
+
+
+def test_errors_on_stderr_name_the_jobs_that_have_them(swept):
+    _, run = swept
+    text = run.err.read_text()
+    assert "error: job 0 (optim.lr=1e+38 model.top_k=99), job 2 (optim.lr=0.01 model.top_k=99): " in text
+    assert "Traceback" not in text and "error: job 1 (optim.lr=1e+38 model.top_k=2): rank 0" in text
+
+
+def test_a_sweep_leaves_a_page_and_its_data(swept):
+    sweep, run = swept
+    assert (sweep / "sweep.html").stat().st_size > 1_000_000  # plotly's code is in it
+    whole = json.loads((sweep / "sweep.json").read_text())
+    assert (
+        whole["command"].startswith("python -m graphmoe.train -m ") and "sweep.resume" not in whole["command"]
+    )
+    assert whole["jobs"][3]["differs_by"] == ["optim.lr=0.01", "model.top_k=2"]
+    assert whole["jobs"][3]["steps"] == 4 and "curves: sweep/sweep.html" in run.err.read_text()
+
+
+def test_a_sweep_prints_one_json_document_with_failed_jobs_in_it(tmp_path):
+    run = stub(tmp_path, f"optim.lr=0.1,{FAILS}", "format=json", DIR)
+    assert run.wait() == 1
+    good, bad = json.loads(run.out.read_text())
+    assert (good["job"], good["status"], good["steps"], good["value"]) == (0, "finished", 2, 0.05)
+    assert (bad["status"], bad["error"]) == ("failed", "the workers are gone\nsecond line")
+
+
+def test_an_error_that_nobody_expected_has_its_traceback_and_stops_no_other_job(tmp_path):
+    run = stub(tmp_path, f"optim.lr={CRASHES},0.1", DIR)
+    assert run.wait() == 1 and states(tmp_path / "sweep") == {0: "failed", 1: "finished"}
+    assert "Traceback" in run.err.read_text()
+    assert last_line(run) == f"error: job 0 (optim.lr={CRASHES}): ZeroDivisionError('a mistake of ours')"
+
+
+def test_a_sweep_whose_jobs_all_finish_ends_with_status_0_and_offers_nothing_to_go_on_with(tmp_path):
+    run = stub(tmp_path, "optim.lr=0.3,0.1,0.2", "run.name=mine")
+    assert run.wait() == 0 and numbers_of_table(run) == [1, 2, 0]
+    assert "sweep.resume" not in run.err.read_text()
+    assert len(list(tmp_path.glob("multirun/mine/*/sweep.html"))) == 1
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was_by_the_command_that_it_prints(tmp_path):
+    run = stub(tmp_path, f"optim.lr=0.1,{FAILS},{ENDS_BY_SIGNAL},0.2", DIR)
+    assert run.wait() == 130
+    assert numbers_of_table(run) == [0, 1, 2, 3]
+    assert states(tmp_path / "sweep") == {0: "finished", 1: "failed", 2: "interrupted", 3: "not started"}
+    line = next(line for line in run.err.read_text().splitlines() if line.startswith("to go on"))
+    words = shlex.split(line.partition(": ")[2])
+    assert words[:4] == ["python", "-m", "graphmoe.train", "-m"] and words[-1] == "sweep.resume=sweep"
+
+    (tmp_path / STARTS_FILE).unlink()
+    (tmp_path / GONE).touch()
+    again = stub(tmp_path, *words[5:])
+    assert again.wait() == 0, again.err.read_text()
+    assert set(states(tmp_path / "sweep").values()) == {"finished"}
+    assert (tmp_path / STARTS_FILE).read_text().split() == [str(FAILS), str(ENDS_BY_SIGNAL), "0.2"]
+    assert numbers_of_table(again) == [0, 3, 1, 2] and "job 0 is finished already" in again.err.read_text()
+
+
+def test_a_job_that_was_killed_after_its_last_step_is_finished(tmp_path):
+    assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
+    job = read_job(tmp_path / "sweep" / "1")
+    job.status, job.value = JobStatus.running, None
+    job.write()
+    again = stub(tmp_path, "optim.lr=0.1,0.2", "sweep.resume=sweep")
+    assert again.wait() == 0 and read_job(tmp_path / "sweep" / "1").value == 0.1
+    assert len((tmp_path / STARTS_FILE).read_text().split()) == 2
+
+
+def test_going_on_with_other_words_shows_both_and_starts_nothing(tmp_path):
+    assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
+    run = stub(tmp_path, "optim.lr=0.1,0.3,0.2", "sweep.resume=sweep")
+    assert run.wait() == 2
+    assert last_line(run).startswith(
+        "error: job 1 of this sweep was run with optim.lr=0.2, now it has optim.lr=0.3;"
+    )
+    more = stub(
+        tmp_path, "optim.lr=0.1,0.2,0.3", "sweep.resume=sweep", "format=json", "launch.gpus_per_job=1"
+    )
+    assert more.wait() == 0 and [job["value"] for job in json.loads(more.out.read_text())] == [
+        0.05,
+        0.1,
+        0.15,
+    ]
+    assert (tmp_path / STARTS_FILE).read_text().split() == ["0.1", "0.2", "0.3"]
+
+
+def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "empty").mkdir()
+    run = stub(tmp_path, "optim.lr=0.1,0.2", "sweep.resume=empty")
+    assert run.wait() == 2 and not list((tmp_path / "empty").iterdir())
+    assert last_line(run).startswith(
+        "error: sweep.resume=empty is no sweep's folder: it has no sweep.json; name "
+    )
+    assert stub(tmp_path, "optim.lr=0.1", DIR).wait() == 0
+    begun = stub(tmp_path, "optim.lr=0.1", DIR)
+    assert begun.wait() == 2 and "holds a sweep already; sweep.resume=sweep goes on with it" in last_line(
+        begun
+    )
+    other = stub(tmp_path, "optim.lr=0.1", "hydra.sweep.dir=other", "sweep.resume=sweep")
+    assert other.wait() == 2 and "leave hydra.sweep.dir out" in last_line(other)
+    lock = FileLock.take(tmp_path / "sweep" / "sweep.lock")
+    held = stub(tmp_path, "optim.lr=0.1", "sweep.resume=sweep")
+    assert held.wait() == 2 and "belongs to a sweep that is going on" in last_line(held)
+    lock.release()
+    single = command(tmp_path, "run.device=cpu", "sweep.resume=sweep", module=STUB)
+    assert single.wait() == 2 and "sweep.resume=sweep goes on with a sweep, and this is one run" in last_line(
+        single
+    )
+
+
+def test_a_sweep_that_ends_before_its_first_job_leaves_no_report(tmp_path):
+    run = stub(tmp_path, "optim.lrr=0.1,0.2", DIR)
+    assert run.wait() == 2 and "did you mean 'optim.lr'" in last_line(run)
+    assert run.out.read_text() == "" and not (tmp_path / "sweep" / "sweep.json").exists()
+    assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
+
+
+def test_other_tools_have_no_report_of_a_sweep(tmp_path):
+    run = command(tmp_path, "-m", "model=tiny,tiny_gqa", module="graphmoe.info")
+    assert run.wait() == 0 and run.out.read_text().count("Parameters") == 2
+    assert not list(tmp_path.rglob("sweep.*"))
+
+
+def test_optuna_takes_the_value_of_a_job_and_survives_one_that_fails(tmp_path):
+    optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.sampler.seed=1")
+    run = stub(tmp_path, *optuna, f"optim.lr=0.2,{FAILS},0.1", DIR)
+    assert run.wait() == 1, run.err.read_text()
+    assert sorted(states(tmp_path / "sweep").values()) == ["failed", "finished", "finished"]
+    best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
+    assert best.best_value == 0.05 and best.best_params["optim.lr"] == 0.1
+    assert "Traceback" not in run.err.read_text()
+
+
+def test_a_study_whose_trials_all_fail_ends_with_the_table_and_the_errors(tmp_path):
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}", DIR)
+    run = stub(tmp_path, *words)
+    assert run.wait() == 1 and set(states(tmp_path / "sweep").values()) == {"failed"}
+    assert last_line(run) == "error: No trials are completed yet."
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_whole_sweep_which_goes_on_from_a_checkpoint(tmp_path):
+    words = ("-m", *TINY, *WORDS, "train.steps=12", "train.val_interval=0", "optim.lr=1e-2,2e-2", DIR)
+    run = Command(tmp_path, words, environment={STEP_S: "0.2"})
+    first = tmp_path / "sweep" / "0"
+    run.wait_until(lambda: (first / "checkpoints" / "step_00000003" / "manifest.json").exists())
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 130, run.err.read_text()
+    assert states(tmp_path / "sweep") == {0: "interrupted", 1: "not started"}
+    steps = json.loads((first / "summary.json").read_text())["steps"]
+    assert 3 <= steps < 12 and not (tmp_path / "sweep" / "1").exists()
+
+    again = command(tmp_path, *words[:-1], "sweep.resume=sweep")
+    assert again.wait() == 0, again.err.read_text()
+    assert set(states(tmp_path / "sweep").values()) == {"finished"}
+    assert "run folder: sweep/0 (continued)" in again.err.read_text()
+    for number in ("0", "1"):
+        rows = metrics(tmp_path / "sweep" / number)
+        assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+
+
+def beside(folder: Path, module: str, *words: str) -> subprocess.Popen[bytes]:
+    """A sweep with two jobs at a time; a daemon of multiprocessing, as Command is, would run one."""
+    pair = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "run.device=cpu", DIR)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_S: "0.2"}
+    arguments = [sys.executable, "-m", module, "-m", *pair, *words]
+    with (folder / "stderr.txt").open("w") as err:
+        return subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=err)
+
+
+@pytest.mark.slow
+def test_jobs_run_side_by_side_in_processes_of_joblib(tmp_path):
+    run = beside(tmp_path, STUB, f"optim.lr=0.1,0.2,{FAILS}")
+    assert run.wait(60) == 1
+    assert states(tmp_path / "sweep") == {0: "finished", 1: "finished", 2: "failed"}
+    jobs = [read_job(tmp_path / "sweep" / number) for number in "012"]
+    assert run.pid not in {job.pid for job in jobs}
+    assert f"error: job 2 (optim.lr={FAILS}): the workers are gone" in (tmp_path / "stderr.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_lets_all_jobs_that_run_side_by_side_save_and_starts_no_more(tmp_path):
+    rest = ("optim.lr=1e-2,2e-2,3e-2", "train.steps=500", "train.val_interval=0")
+    run = beside(tmp_path, "graphmoe.train", *TINY, *WORDS, *rest)
+    folders = [tmp_path / "sweep" / number for number in "01"]
+    end = time.monotonic() + 60
+    while not all((folder / "metrics.jsonl").exists() for folder in folders):
+        assert run.poll() is None and time.monotonic() < end, (tmp_path / "stderr.txt").read_text()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 130, (tmp_path / "stderr.txt").read_text()
+    assert states(tmp_path / "sweep") == {0: "interrupted", 1: "interrupted", 2: "not started"}
+    for folder in folders:
+        steps = json.loads((folder / "summary.json").read_text())["steps"]
+        assert (folder / "checkpoints" / f"step_{steps:08d}" / "manifest.json").exists()
+
+
+@pytest.fixture
+def job_of(monkeypatch):
+    """Makes this process one that runs a job of a sweep with these words, on a machine with GPUs."""
+
+    def start(*words: str) -> None:
+        ConfigStore.instance().store(name="schema", node=RunConfig)
+        with initialize_config_module("conf", version_base="1.3"):
+            cfg = compose("config", ["hydra.mode=MULTIRUN", *words], return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    yield start
+    HydraConfig.instance().cfg = None
+
+
+def config_of(*, nproc: int = 1, gpus: int | None = None, device: str = "cuda") -> RunConfig:
+    found = RunConfig(launch=LaunchConfig(nproc=nproc, gpus_per_job=gpus))
+    found.run.device = DeviceChoice(device)
+    return found
+
+
+@pytest.fixture
+def leases(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_jobs_side_by_side_have_gpus_of_their_own(job_of, leases):
+    job_of("hydra/launcher=joblib")
+    assert in_sweep()
+    with job_gpus(config_of(nproc=2, gpus=2)) as first, job_gpus(config_of(nproc=2, gpus=2)) as second:
+        shown = [environment["CUDA_VISIBLE_DEVICES"] for environment in (first, second)]
+    assert shown == ["0,1", "2,3"]
+
+
+def test_jobs_that_would_share_gpus_are_refused(job_of):
+    job_of("hydra/launcher=joblib")
+    with pytest.raises(
+        ConfigError, match=r"launcher=joblib .*; launch.gpus_per_job=2 gives each job its own"
+    ):
+        job_gpus(config_of(nproc=2)).__enter__()
+    with pytest.raises(
+        ConfigError, match=r"launch.nproc=2 workers need a GPU each, and launch.gpus_per_job=1;"
+    ):
+        job_gpus(config_of(nproc=2, gpus=1)).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        (["hydra/launcher=joblib"], config_of(device="cpu")),
+        (["hydra/launcher=basic"], config_of()),
+        (["hydra/launcher=joblib", "hydra.mode=RUN"], config_of(gpus=9)),
+    ],
+)
+def test_a_job_that_shares_with_nobody_takes_the_gpus_as_they_are(job_of, words, config):
+    job_of(*words)
+    with job_gpus(config) as environment:
+        assert environment == {}
+
+
+def test_a_job_of_less_workers_than_gpus_says_which_are_idle(job_of, leases, caplog):
+    job_of("hydra/launcher=joblib")
+    with job_gpus(config_of(nproc=1, gpus=2)):
+        assert "launch.nproc=1 leaves 1 of the launch.gpus_per_job=2 GPUs of this job idle" in caplog.text
+
+
+def test_a_sweep_can_be_moved(tmp_path):
+    (tmp_path / "a" / "0-2").mkdir(parents=True)
+    (tmp_path / "a" / "0").mkdir()
+    Job(0, ["x=1"], tmp_path / "a" / "0", run_folder="../0-2").write()
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    assert read_job(tmp_path / "b" / "0").folder == tmp_path / "b" / "0-2"

@@ -1,0 +1,200 @@
+"""A worker by hand, signals in one process, and the words for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from graphmoe.config import ConfigError
+from graphmoe.entry import load_config, to_plain
+from graphmoe.run_folder import ENVIRONMENT_FILE, announce, claim
+from graphmoe.signals import ELASTIC, Interrupted, StopSignal, ends_at_signals
+from graphmoe.train import train
+from graphmoe.worker import _adapted
+from tests.runs import ROOT, TINY, Command, command, config, numbers
+
+SHORT = ("train.steps=4", "hydra.run.dir=run")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of the command line, one worker."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert command(folder, *TINY, *SHORT).wait() == 0
+    return folder / "run"
+
+
+def test_a_replay_of_a_finished_run_gets_a_folder_of_its_own_and_the_same_numbers(finished):
+    replay = command(finished.parent, "run/resolved.yaml", module="graphmoe.worker")
+    assert replay.wait() == 0, replay.err.read_text()
+    assert replay.out.read_text().endswith("results: run-2\n")
+    assert numbers(finished.parent / "run-2") == numbers(finished)
+
+
+def test_a_replay_goes_on_with_an_unfinished_run(tmp_path, finished):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "resolved.yaml").write_bytes((finished / "resolved.yaml").read_bytes())
+    replay = command(tmp_path, "run/resolved.yaml", module="graphmoe.worker")
+    assert replay.wait() == 0 and replay.out.read_text().endswith("results: run\n")
+    assert numbers(run) == numbers(finished)
+
+
+def test_a_folder_that_was_only_written_is_run_by_the_same_command(tmp_path):
+    written = command(tmp_path, *TINY, *SHORT, "launch.write_only=true", "format=json")
+    document = json.loads(written.out.read_text())
+    assert document["folder"] == str(tmp_path / "run")
+    assert document["command"][-3:] == ["-m", "graphmoe.worker", "run/resolved.yaml"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    run = command(tmp_path, *TINY, *SHORT)
+    assert run.wait() == 0 and run.out.read_text().endswith("results: run\n")
+    assert "run folder: run\n" in run.err.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            "model: {num_layer: 3}",
+            "unknown key 'model.num_layer' in {}.yaml; did you mean 'model.num_layers'?",
+        ),
+        ("train: {steps: many}", "train.steps in {}.yaml: Value 'many'"),
+        ("train: {micro_batch_size: 3}", "train.global_batch_size=4 is not a multiple"),
+        ("a: [", "{}.yaml is no YAML: "),
+        ("just words", "{}.yaml holds no keys of a configuration"),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, change, said):
+    path = tmp_path / "bad.yaml"
+    changed = yaml.safe_load(change) if change.count(":") == 2 else None
+    if changed is None:
+        path.write_text(change)
+    else:
+        plain = to_plain(config())
+        for section, values in changed.items():
+            plain[section] |= values
+        path.write_text(yaml.safe_dump(plain))
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert said.format(path.with_suffix("")) in str(error.value)
+
+
+def test_a_worker_without_a_file_says_what_it_wants_and_ends_with_status_2(tmp_path):
+    missing = command(tmp_path, "run/resolved.yaml", module="graphmoe.worker")
+    assert missing.wait() == 2
+    assert "run/resolved.yaml cannot be read (No such file or directory)" in missing.err.read_text()
+    assert "Traceback" not in missing.err.read_text()
+
+
+def test_hosts_variables_are_set_between_the_check_and_the_search_for_gpus(tmp_path, monkeypatch):
+    path, calls = tmp_path / "resolved.yaml", []
+    path.write_text(yaml.safe_dump({**to_plain(config()), "run": {"name": "x", "device": "auto"}}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: calls.append("gpus") or False)
+    load_config(path, lambda loaded: calls.append("prepare"))
+    assert calls[:2] == ["prepare", "gpus"]
+
+
+class Ranks:
+    """As much of a World as the number of workers needs."""
+
+    size, local_size = 4, 2
+
+
+def test_a_worker_takes_the_number_of_workers_that_there_are():
+    adapted = _adapted(config("train.micro_batch_size=1"), Ranks())
+    assert (adapted.launch.nproc, adapted.launch.nodes) == (2, "auto")
+    with pytest.raises(ConfigError, match="not a multiple of train.micro_batch_size=2 times 4 workers"):
+        _adapted(config(), Ranks())
+
+
+@pytest.mark.parametrize("variable", [{"TORCHELASTIC_RUN_ID": "x"}, {"WORLD_SIZE": "2"}])
+def test_under_torchrun_train_is_refused_with_what_to_type_instead(monkeypatch, variable):
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="for your own torchrun use -m graphmoe.worker <resolved.yaml>"):
+        train(config())
+
+
+def test_a_misspelt_key_is_answered_without_torch():
+    words = ["graphmoe.train", "model.num_layer=6"]
+    script = f"""
+import sys
+from graphmoe.train import main
+sys.argv = {words}
+try:
+    main()
+finally:
+    print(*(name for name in ("torch", "sympy", "torch._inductor") if name in sys.modules), "loaded")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout.strip() == "loaded"
+    assert done.stderr.startswith("error: unknown key 'model.num_layer'") and done.stderr.count("\n") == 1
+
+
+def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_folder_free(tmp_path):
+    run = Command(tmp_path, (*TINY, *SHORT), slow={"graphmoe.trainer:Trainer.start": 30})
+    log = tmp_path / "run" / "logs" / "rank0.log"
+    run.wait_until(lambda: log.exists() and "data: source synthetic" in log.read_text())
+    run.kill(signal.SIGTERM)
+    assert run.wait(15) == 128 + signal.SIGTERM
+    assert run.err.read_text().endswith("SIGTERM received before the first step: ending\n")
+    assert not (tmp_path / "run" / "resolved.yaml").exists()
+
+
+def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch):
+    monkeypatch.setenv(ELASTIC, "x")
+    monkeypatch.setattr("graphmoe.signals._heard._at", -2.0)
+    with StopSignal() as stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert stop.received == "SIGTERM"
+
+
+def test_outside_the_steps_a_signal_raises_and_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="SIGTERM") as interrupted, ends_at_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupted.value.status == 143 and signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "json"},
+        {"sweep": {"resume": "x"}},
+        {"launch": {"nproc": 1, "write_only": True}},
+        {"compile": {"enabled": True, "cache": False, "cache_dir": "elsewhere"}},
+    ],
+)
+def test_what_no_number_depends_on_does_not_make_another_run(tmp_path, change):
+    plain = {
+        "format": "text",
+        "sweep": {"resume": None},
+        "launch": {"nproc": 1, "write_only": False},
+        "compile": {"enabled": True, "cache": True, "cache_dir": "here"},
+    }
+    claim(tmp_path / "run", plain, resume=True).release()
+    same = claim(tmp_path / "run", {**plain, **change}, resume=True)
+    assert same.resumed and same.path == tmp_path / "run"
+    same.release()
+    other = claim(tmp_path / "run", {**plain, "launch": {"nproc": 2}}, resume=True)
+    assert other.path == tmp_path / "run-2"
+    other.release()
+
+
+def test_only_a_folder_in_which_training_began_is_said_to_begin_again(tmp_path, caplog):
+    caplog.set_level("INFO")
+    claim(tmp_path / "run", {"a": 1}, resume=True).release()
+    again = claim(tmp_path / "run", {"a": 1}, resume=True)
+    announce(again, {"a": 1})
+    assert "again" not in caplog.text
+    (again.path / ENVIRONMENT_FILE).touch()
+    announce(again, {"a": 1})
+    assert "(again: it saved nothing)" in caplog.text
+    again.release()

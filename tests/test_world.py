@@ -1,0 +1,119 @@
+"""What ranks say to each other: sums, objects, and errors of one that all raise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphmoe.agreement import StopAgreement
+from graphmoe.config import ConfigError
+from graphmoe.world import World
+from tests.distributed.ranks import run_ranks
+
+
+class Picky(Exception):
+    """An error that cannot be made again from its message."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def refuse(error: Exception) -> None:
+    raise error
+
+
+def caught(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def summed(world: World, folder: Path) -> tuple[torch.Tensor, ...]:
+    count = torch.tensor([2**24 + 1, 5], dtype=torch.int32) * (world.rank + 1)
+    loss = torch.tensor([[0.1], [float("nan")]]) if world.rank else torch.tensor([[0.2], [1.0]])
+    return (*world.sums(loss, count), world.sum_(torch.ones(2)))
+
+
+def objects(world: World, folder: Path) -> dict[str, Any]:
+    world.barrier()
+    found = {
+        "places": world.gather((world.rank, world.size, world.local_index, world.is_first)),
+        "first": world.on_first(lambda: f"rank {world.rank}"),
+        "one node": world.on_first_of_node(lambda: f"rank {world.rank}"),
+    }
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    two_nodes = World()
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    found["two nodes"] = two_nodes.on_first_of_node(lambda: f"rank {world.rank}")
+    return found
+
+
+def errors(world: World, folder: Path) -> list[str]:
+    return [
+        caught(lambda: world.on_first(lambda: refuse(ConfigError(f"of rank {world.rank}")))),
+        caught(lambda: world.on_first(lambda: refuse(Picky(1, 2)))),
+        caught(lambda: world.on_first_of_node(lambda: refuse(ConfigError(f"of rank {world.rank}")))),
+    ]
+
+
+def agreed(world: World, folder: Path) -> list[str | None]:
+    """What each of six calls says, where rank 1 has a signal from the third on and rank 0 from the fourth."""
+    agreement = StopAgreement(world)
+    names = ["SIGINT" if call >= 3 and world.rank else None for call in range(1, 7)]
+    if not world.rank:
+        names[3:] = ["SIGTERM"] * 3
+    answers: list[str | None] = []
+    for name in names:
+        answers.append(agreement.signal(name))
+        if answers[-1]:
+            break
+    agreement.close()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks found."""
+    cases = {case.__name__: case for case in (summed, objects, errors, agreed)}
+    return run_ranks(tmp_path_factory.mktemp("world"), cases)
+
+
+def test_sums_are_exact_for_counts_and_keep_shape_and_dtype(two):
+    for loss, count, ones in two["summed"]:
+        assert loss.dtype == torch.float32 and loss.shape == (2, 1)
+        assert loss[0].item() == pytest.approx(0.3) and loss[1].isnan()
+        assert count.dtype == torch.int32 and count.tolist() == [3 * (2**24 + 1), 15]
+        assert ones.tolist() == [2, 2]
+
+
+def test_every_rank_knows_what_all_said_and_what_the_first_did(two):
+    for rank, found in enumerate(two["objects"]):
+        assert found["places"] == [(0, 2, 0, True), (1, 2, 1, False)]
+        assert found["first"] == found["one node"] == "rank 0"
+        assert found["two nodes"] == f"rank {rank}"
+
+
+def test_an_error_of_the_first_is_raised_on_every_rank_even_if_it_cannot_travel(two):
+    for found in two["errors"]:
+        assert found == ["ConfigError: of rank 0", "RuntimeError: Picky: 1 and 2", "ConfigError: of rank 0"]
+
+
+def test_a_signal_at_one_rank_is_known_to_all_one_call_later(two):
+    assert two["agreed"] == [[None, None, None, "SIGINT"]] * 2
+
+
+def test_one_rank_gives_back_what_it_got_and_knows_a_signal_at_once():
+    world, tensor = World(), torch.ones(2)
+    assert (world.rank, world.size, world.local_index, world.is_first) == (0, 1, 0, True)
+    assert world.sum_(tensor) is tensor and world.sums(tensor, tensor) == (tensor, tensor)
+    assert world.gather(3) == [3] and world.on_first(lambda: 4) == world.on_first_of_node(lambda: 4) == 4
+    agreement = StopAgreement(world)
+    assert agreement.signal(None) is None and agreement.signal("SIGTERM") == "SIGTERM"
+    agreement.close()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.world import World
+from graphmoe.world import PATIENCE, World
 
 NOTHING = 0
 """No signal has this number."""
@@ -22,7 +22,7 @@ class StopAgreement:
     """
 
     def __init__(self, world: World) -> None:
-        self._group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
         self._sent: tuple[Tensor, dist.Work] | None = None
 
     def signal(self, received: str | None) -> str | None:

@@ -30,7 +30,21 @@ ENVIRONMENT_FILE = "env.json"
 _LOCK_FILE = "run.lock"
 _TRACES = (CONFIG_FILE, SUMMARY_FILE, "metrics.jsonl", "checkpoints")
 _FREE_SECTIONS = ("format", "sweep")
-_FREE_KEYS = ("launch.write_only", "launch.gpus_per_job", "compile.cache", "compile.cache_dir")
+_FREE_KEYS = (
+    "compile.cache",
+    "compile.cache_dir",
+    "host.env",
+    "host.gc_interval",
+    "host.kernarg_pool_mb",
+    "host.manual_gc",
+    "host.max_hw_queues",
+    "host.numa",
+    "host.nvlink_multicast",
+    "launch.endpoint",
+    "launch.gpus_per_job",
+    "launch.max_restarts",
+    "launch.write_only",
+)
 """What makes no difference to which run a configuration stands for."""
 
 
@@ -69,7 +83,7 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write ``resolved.yaml``."""
+    """Write ``resolved.yaml``, which workers read."""
     write_durably(folder / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
 
 
@@ -154,8 +168,7 @@ def _enter(path: Path, base: Path, config: dict[str, Any], usable: tuple[_State,
     if state not in usable:
         lock.release()
         return None
-    if state is _State.free:
-        write_config(path, config)
+    write_config(path, config)  # of a resumed run too: what tells no run from another may have changed
     return RunFolder(path, base, state is _State.unfinished, lock)
 
 

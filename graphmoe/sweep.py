@@ -105,7 +105,7 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
         with _signals_of_a_job() if own_process else contextlib.nullcontext():
             value = job()
     except KeyboardInterrupt:
-        _end(record, JobStatus.interrupted)
+        _end_at_signal(record)
         if not own_process:
             raise
         if os.getppid() != parent:  # nobody waits for this process any more
@@ -205,6 +205,16 @@ def _end(
     job.status, job.error = status, error
     job.value = value if value is not None and math.isfinite(value) else None
     _note(job)
+
+
+def _end_at_signal(record: Job) -> None:
+    """Write what became of a job that a signal ended, or that finished when it came."""
+    assert record.path is not None
+    summary = (read_job(record.path) or record).summary
+    if summary and summary.get("finished"):
+        _end(record, JobStatus.finished, value=value_of(summary))
+    else:
+        _end(record, JobStatus.interrupted)
 
 
 def _note(job: Job) -> None:

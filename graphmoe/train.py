@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ def train(config: RunConfig) -> float | None:
 
     In a sweep the summary is not printed, and a signal ends the whole sweep.
     """
+    from graphmoe.config_rules import check
     from graphmoe.sweep import in_sweep
     from runtime.launch.nodes import find_nodes
 
@@ -81,6 +83,7 @@ def train(config: RunConfig) -> float | None:
         _write_only(config)
         return None
     nodes, sweeps = find_nodes(config.launch), in_sweep()
+    check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     alone = nodes.count == config.launch.nproc == 1 and not config.launch.max_restarts
     summary = _train_here(config) if alone and not sweeps else _train_in_workers(config, nodes)
     if summary is None:
@@ -159,7 +162,7 @@ def _new_summary(path: Path, before: int | None, stopped: str | None) -> dict[st
     if _written(path) == before:
         raise RunFailed(f"the workers ended without {path}; do all nodes share the folder?")
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return summary
+    return summary | {"stopped_by": summary["stopped_by"] or stopped}  # after the last step, of the sweep
 
 
 def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:

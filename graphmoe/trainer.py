@@ -131,9 +131,9 @@ class Trainer:
             if self.step not in self.store.latest():
                 self._save(wait=True)
             self.store.wait()
-        self.execution.keep_code()
-        if self.world.is_first:
-            self.execution.write_report(self.folder)  # validation may have compiled after the first step
+            self.execution.keep_code()
+            if self.world.is_first:
+                self.execution.write_report(self.folder)  # validation may have compiled after the first step
         capture = self.execution.capture
         if capture and not capture.ready:
             log.warning(

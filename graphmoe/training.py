@@ -22,6 +22,7 @@ from graphmoe.metrics import METRICS_FILE, summarise
 from graphmoe.model.attention import check_backend
 from graphmoe.progress import Progress
 from graphmoe.run_folder import ENVIRONMENT_FILE, SUMMARY_FILE
+from graphmoe.signals import StopSignal
 from graphmoe.summary import write_json
 from graphmoe.trainer import Trainer, TrainingStopped
 from graphmoe.worker import LAUNCHED_AT
@@ -76,7 +77,8 @@ def run_worker(
             if trainer.corpus.tokenizer is not None:
                 trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
         finished = trainer.run()
-    return _summarise(trainer, folder, finished) if world.is_first else {}
+    with StopSignal():  # all steps are done: a signal is for what comes after this run
+        return _summarise(trainer, folder, finished) if world.is_first else {}
 
 
 def _warn(config: RunConfig) -> None:

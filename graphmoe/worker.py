@@ -180,11 +180,13 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
     if ELASTIC not in os.environ:
         sys.exit(status)
-    write_failure(error, status, log_dir)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # an orderly exit may wait for ranks that are gone
+    try:
+        write_failure(error, status, log_dir)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)  # an orderly exit may wait for ranks that are gone
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from graphmoe.gradients import Gradient
 from graphmoe.segments import Segment
 from graphmoe.torch_compat import cache_counts
 from passes import MadeBy, PassReport, PassRunner
-from runtime.cache.turns import CompileTurns
+from runtime.cache.turns import CompileTurns, Turn
 from runtime.captured_units import CapturedUnit, UnitCapture
 from runtime.recompute import NOTHING, Recompute, UnitRecompute
 from runtime.tracing import fakes_of, trace_in_place
@@ -47,11 +47,13 @@ class UnitReport:
     """Intermediate results that the forward keeps for the backward, beside inputs."""
     recomputed: int = 0
     """Operations of the forward that the backward computes again because of ``recompute``."""
+    of_other_ranks: int = 0
+    """Graphs that another rank of the job compiled while this one waited."""
 
     @property
     def from_cache(self) -> int:
-        """Graphs that were found in torch's caches."""
-        return self.cache.get("fx_hits", 0)
+        """Graphs that were found in torch's caches, but for what another rank has just put there."""
+        return self.cache.get("fx_hits", 0) - self.of_other_ranks
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -65,8 +67,13 @@ class UnitReport:
 
     def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
         """Compile one more graph of this unit, in turn with other ranks if there are any."""
-        with self.measured(), nullcontext() if turns is None else turns.of(graph):
-            code = compile_graph(graph)
+        hits, asked = self.cache.get("fx_hits", 0), time.perf_counter()
+        with nullcontext(Turn()) if turns is None else turns.of(graph) as turn:
+            self.seconds += time.perf_counter() - asked
+            with self.measured():
+                code = compile_graph(graph)
+            turn.compiles = self.cache["fx_hits"] == hits
+        self.of_other_ranks += turn.elsewhere and not turn.compiles
         self.graphs += 1
         return code
 

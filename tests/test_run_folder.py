@@ -46,6 +46,22 @@ def test_an_unfinished_run_of_the_same_configuration_is_continued(tmp_path):
     assert claim_and_leave(tmp_path / "tiny", reordered) == ("tiny", True)
 
 
+def test_where_nodes_meet_and_what_tunes_the_host_tell_no_run_from_another(tmp_path):
+    one, other = (
+        {
+            **CONFIG,
+            "launch": {"nproc": 2, "endpoint": f"node{i}:29500"},
+            "host": {"threads": 1, "env": {"A": i}},
+        }
+        for i in range(2)
+    )
+    claim_and_leave(tmp_path / "tiny", one)
+    assert claim_and_leave(tmp_path / "tiny", other) == ("tiny", True)
+    assert yaml.safe_load((tmp_path / "tiny" / "resolved.yaml").read_text()) == other  # what workers read
+    more = {**other, "launch": {"nproc": 4}}, {**other, "host": {"threads": 2}}
+    assert [claim_and_leave(tmp_path / "tiny", config)[0] for config in more] == ["tiny-2", "tiny-3"]
+
+
 def test_a_summary_that_does_not_say_finished_leaves_the_run_unfinished(tmp_path, caplog):
     claim_and_leave(tmp_path / "tiny", CONFIG)
     for text in ('{"finished": false}', '{"finished": tr'):

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from graphmoe.world import PATIENCE
+
 T = TypeVar("T")
 
 
@@ -19,7 +21,9 @@ class Ranks:
 
     def __init__(self) -> None:
         spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if spread else None
+        self.group: dist.ProcessGroup | None = (
+            dist.new_group(backend="gloo", timeout=PATIENCE) if spread else None
+        )
         self.index = dist.get_rank() if spread else 0
         self.count = dist.get_world_size() if spread else 1
 

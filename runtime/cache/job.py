@@ -12,7 +12,7 @@ import torch
 
 from graphmoe.world import World
 from runtime.cache.folders import is_users
-from runtime.cache.key import base_of
+from runtime.cache.key import EXTRA_PASS, base_of, key_of
 from runtime.cache.store import CompileCache, WorkFolder, point_torch_at
 from runtime.cache.turns import CompileTurns
 from runtime.compiled import UnitReport
@@ -39,9 +39,9 @@ class JobCache:
     """
 
     def __init__(self, cache: CompileCache, facts: Mapping[str, Any], world: World) -> None:
-        """A collective of all ranks. ``facts`` are those of ``cache_key.facts_of``."""
+        """A collective of all ranks. ``facts`` are those of ``key.facts_of``."""
         # An operation's gradient may change while the graph that calls it does not: other sources, other keys
-        torch.compiler.config.cache_key_tag = base_of(facts)
+        torch.compiler.config.cache_key_tag = base_of(facts) + _extra_passes(facts)
         self._cache, self._world = cache, world
         self._work: WorkFolder | None = None
         self.measured: dict[str, int] = {}
@@ -66,10 +66,16 @@ class JobCache:
         return _Opened(str(work.path), why, report.get("measured", {}))
 
     def publish(self, report: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-        """Keep what this node's ranks have compiled so far; a collective of all ranks."""
+        """Keep what this node's ranks have compiled so far; a collective of all ranks.
+
+        None of them compiles meanwhile: compilers write libraries in place.
+        """
         self._world.barrier()
-        if self._work is not None:
-            self._work.publish({**report, "measured": self.measured}, notes)
+        try:
+            if self._work is not None:
+                self._work.publish({**report, "measured": self.measured}, notes)
+        finally:
+            self._world.barrier()
 
     def lines(self, reports: Sequence[UnitReport]) -> list[str]:
         """What was found in the cache, and why the rest was not."""
@@ -80,6 +86,12 @@ class JobCache:
         listed = [f"{unit} ({count})" for unit, count in missed.items() if count]
         line = f"compile cache: {found} of {graphs} graphs found"
         return [f"{line}; compiled {', '.join(listed)}: {self.why}"] if listed else [line]
+
+
+def _extra_passes(facts: Mapping[str, Any]) -> str:
+    """Stands for the sources of the user's passes, which may bring operations of their own."""
+    extra = {name: value for name, value in facts.items() if name.startswith(EXTRA_PASS)}
+    return key_of(extra) if extra else ""
 
 
 def _why_compiled(work: WorkFolder) -> str:

@@ -7,7 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import fx
@@ -16,6 +17,17 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 1800.0
 """Seconds after which a rank compiles what it waits for."""
+_COMPILED = "compiled"
+
+
+@dataclass
+class Turn:
+    """A rank's turn at one graph."""
+
+    elsewhere: bool = False
+    """Whether another rank has compiled it for this job."""
+    compiles: bool = True
+    """For who begins it to say: whether it had to be compiled, or was found."""
 
 
 class CompileTurns:
@@ -29,28 +41,32 @@ class CompileTurns:
         self._folder, self._patience_s = folder, patience_s
 
     @contextmanager
-    def of(self, graph: fx.GraphModule) -> Iterator[None]:
+    def of(self, graph: fx.GraphModule) -> Iterator[Turn]:
         """Compile the graph inside: at once if nobody has begun it, else when who began is done."""
         begun = self._folder / fingerprint(graph)
-        done = begun.with_suffix(".done")
+        done, draft = begun.with_suffix(".done"), begun.with_suffix(".draft")
         try:
             os.close(os.open(begun, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            self._wait_for(done)
-            yield
+            yield Turn(elsewhere=self._wait_for(done))
             return
+        turn = Turn()
         try:
-            yield
+            yield turn
         finally:
-            done.touch()
+            with suppress(OSError):  # what is raised inside says more
+                draft.write_text(_COMPILED if turn.compiles else "found")
+                draft.replace(done)
 
-    def _wait_for(self, done: Path) -> None:
+    def _wait_for(self, done: Path) -> bool:
+        """Whether who began it has compiled it."""
         end = time.monotonic() + self._patience_s
         while not done.exists():
             if time.monotonic() > end:
                 log.warning("waited %.0f s for another rank's code; compiling it here", self._patience_s)
-                return
+                return False
             time.sleep(0.01)
+        return done.read_text() == _COMPILED
 
 
 def fingerprint(graph: fx.GraphModule) -> str:

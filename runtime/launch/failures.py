@@ -12,6 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def write_failure(error: BaseException, status: int, log_dir: Path | None) -> No
     paths = {os.environ.get("TORCHELASTIC_ERROR_FILE"), log_dir and str(error_file(log_dir, rank))}
     for path in paths:
         if path:
-            Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            with suppress(OSError):  # a full disk may be the error
+                Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def error_file(log_dir: Path, rank: int) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import statistics
@@ -240,8 +241,16 @@ def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str,
         "backends": names,
         "torch": torch.__version__,
         "triton": _triton_version(),
+        "packages": {name: _version(PACKAGES[name]) for name in names if name in PACKAGES},
         "source": _source_hash(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _triton_version() -> str | None:

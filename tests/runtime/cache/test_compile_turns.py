@@ -22,7 +22,8 @@ def test_the_second_waits_until_the_first_is_done(tmp_path):
     begun = threading.Event()
 
     def first() -> None:
-        with CompileTurns(tmp_path).of(graph()):
+        with CompileTurns(tmp_path).of(graph()) as turn:
+            assert not turn.elsewhere
             begun.set()
             time.sleep(0.2)
             order.append("first")
@@ -30,10 +31,18 @@ def test_the_second_waits_until_the_first_is_done(tmp_path):
     rank = threading.Thread(target=first)
     rank.start()
     assert begun.wait(10)
-    with CompileTurns(tmp_path).of(graph()):
+    with CompileTurns(tmp_path).of(graph()) as turn:
+        assert turn.elsewhere
         order.append("second")
     rank.join()
     assert order == ["first", "second"]
+
+
+def test_what_the_first_found_in_a_cache_was_compiled_by_no_rank(tmp_path):
+    with CompileTurns(tmp_path).of(graph()) as turn:
+        turn.compiles = False
+    with CompileTurns(tmp_path).of(graph()) as turn:
+        assert not turn.elsewhere
 
 
 def test_a_first_that_fails_lets_the_others_compile(tmp_path):

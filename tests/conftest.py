@@ -36,6 +36,7 @@ def _set_switches() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.compiler.config.cache_key_tag = ""  # a run that compiles sets it
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -96,9 +96,10 @@ def fixed_words(overrides: Sequence[str]) -> set[str]:
 
 
 def varying_words(jobs: Sequence[Job]) -> dict[int, list[str]]:
-    """For each job's number the overrides that not all jobs have."""
-    common = set.intersection(*(set(job.overrides) for job in jobs)) if jobs else set()
-    return {job.number: [word for word in job.overrides if word not in common] for job in jobs}
+    """For each job's number the overrides that make it what it is and that not all jobs have."""
+    words = {job.number: fixed_words(job.overrides) for job in jobs}
+    common = set.intersection(*words.values()) if words else set()
+    return {job.number: [w for w in job.overrides if w in words[job.number] - common] for job in jobs}
 
 
 def ranked(jobs: Sequence[Job]) -> list[Job]:

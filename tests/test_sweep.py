@@ -134,6 +134,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was_by_the_command_that_it_prints
     assert again.wait() == 0, again.err.read_text()
     assert set(states(tmp_path / "sweep").values()) == {"finished"}
     assert (tmp_path / STARTS_FILE).read_text().split() == [str(FAILS), str(ENDS_BY_SIGNAL), "0.2"]
+    assert "resume" not in again.out.read_text()
     assert numbers_of_table(again) == [0, 3, 1, 2] and "job 0 is finished already" in again.err.read_text()
 
 

@@ -162,7 +162,7 @@ def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
             count - workers,
             count,
         )
-    from runtime.gpu_leases import lease_gpus  # imports torch
+    from runtime.launch.gpu_leases import lease_gpus  # imports torch
 
     with lease_gpus(count) as environment:
         yield environment

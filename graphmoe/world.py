@@ -20,7 +20,8 @@ PATIENCE = timedelta(hours=12)
 class World:
     """All ranks of the job and this one's place among them; one rank alone without a process group.
 
-    Tensors are reduced by the backend of their device (NCCL or RCCL, on a CPU gloo), objects by gloo.
+    Tensors are reduced by the backend of their device (NCCL or RCCL, on a CPU gloo), objects by a gloo group
+    of its own: who talks from another thread makes another World. Making one is collective.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,8 @@ class World:
         # LOCAL_RANK is 0 on every rank where each sees one GPU only (torch's virtual local rank)
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if spread else 1
         self.local_index = self.rank % self.local_size
-        self._objects = dist.new_group(backend="gloo", timeout=PATIENCE) if spread else None
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if spread else None
+        """For objects; None where there is one rank."""
 
     @property
     def is_first(self) -> bool:
@@ -55,10 +57,10 @@ class World:
 
     def gather(self, item: T) -> list[T]:
         """Every rank's item, in the order of ranks, on every rank."""
-        if self._objects is None:
+        if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self._objects)
+        dist.all_gather_object(items, item, group=self.group)
         return items
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -84,7 +86,7 @@ class World:
 
     def _from(self, source: int, action: Callable[[], T]) -> T:
         outcome: list[Any] = list(_outcome(action)) if self.rank == source else [None, None]
-        dist.broadcast_object_list(outcome, src=source, group=self._objects)
+        dist.broadcast_object_list(outcome, src=source, group=self.group)
         result, error = outcome
         if error is not None:
             raise error

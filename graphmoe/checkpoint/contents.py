@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.manifest import FileSum
-from graphmoe.checkpoint.ranks import Ranks
+from graphmoe.world import World
 
 _BUFFER_BYTES = 2**20
 
 
 def write_entries(
-    folder: Path, entries: Entries, copies: dict[str, torch.Tensor], ranks: Ranks
+    folder: Path, entries: Entries, copies: dict[str, torch.Tensor], world: World
 ) -> dict[str, FileSum]:
     """Write this rank's share into the folder and fsync it; the sums of the files written here.
 
@@ -45,8 +45,8 @@ def write_entries(
             {**entries.tensors, **entries.values},
             storage_writer=writer,
             planner=_CopiesPlanner(copies),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
+            process_group=world.group,
+            no_dist=world.group is None,
         )
     return files.sums
 
@@ -62,7 +62,7 @@ def value_names(saved: Metadata) -> set[str]:
     return {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
 
 
-def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
+def read_entries(folder: Path, wanted: Entries, values: set[str], world: World) -> dict[str, Any]:
     """Fill the tensors of ``wanted`` in place; the plain values of these names."""
     flat: dict[str, Any] = {**wanted.tensors, **dict.fromkeys(sorted(values))}
     with _dcp_errors():
@@ -70,8 +70,8 @@ def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) 
             flat,
             storage_reader=FileSystemReader(folder),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
+            process_group=world.group,
+            no_dist=world.group is None,
         )
     return {name: flat[name] for name in values}
 

@@ -12,6 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
+import psutil
+
 from graphmoe.checkpoint.durable import sync_folder
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ def clean_leftovers(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         match = _TEMPORARY.fullmatch(path.name)
         # our own pid: a container may give each run the same one
-        if match and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+        if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
             log.info("removing %s, left by a process that died", path)
             shutil.rmtree(path)
     for path in sorted(folder.glob("step_*.replaced")):
@@ -114,16 +116,6 @@ def clean_leftovers(folder: Path) -> None:
             shutil.rmtree(path)
         else:  # died between the two renames of publish
             path.rename(final)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _remove(path: Path) -> None:

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from torch.distributed.tensor import DTensor
 
 from graphmoe.checkpoint.entries import Entries
-from graphmoe.checkpoint.ranks import Ranks
+from graphmoe.world import World
 
 
-def own_share(entries: Entries, ranks: Ranks) -> Entries:
+def own_share(entries: Entries, world: World) -> Entries:
     """What this rank saves: its parts of sharded tensors, and its share of the rest. A collective.
 
     What only it names is in its share; plain values that several name are the first such rank's.
     """
-    if ranks.count == 1:
+    if world.size == 1:
         return entries
     sizes = {n: t.nbytes for n, t in entries.tensors.items() if not isinstance(t, DTensor)}
-    named = ranks.gather((sizes, list(entries.values)))
+    named = world.gather((sizes, list(entries.values)))
     writers = assign([sizes for sizes, _ in named])
     values = [set(names) for _, names in named]
-    earlier = set().union(*values[: ranks.index])
+    earlier = set().union(*values[: world.rank])
     return Entries(
-        {n: t for n, t in entries.tensors.items() if writers.get(n, ranks.index) == ranks.index},
+        {n: t for n, t in entries.tensors.items() if writers.get(n, world.rank) == world.rank},
         {n: value for n, value in entries.values.items() if n not in earlier},
     )
 

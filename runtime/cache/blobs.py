@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
+import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 DRAFT = ".draft"
 """Ends the name of a file that is being written."""
 ORPHAN_AGE_S = 3600.0
@@ -131,6 +137,18 @@ def set_aside(path: Path, folder: Path) -> None:
         path.rename(folder / f"{path.name}.{secrets.token_hex(4)}")
     except OSError:
         pass
+
+
+def read_document(path: Path, read: Callable[[Any], T], damaged: Path) -> T | None:
+    """What ``read`` makes of a JSON file; None where it is gone, or damaged and therefore set aside."""
+    try:
+        return read(json.loads(path.read_bytes()))
+    except OSError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("compile cache: %s is damaged (%s); it is set aside", path, error)
+        set_aside(path, damaged)
+        return None
 
 
 def age_s(path: Path) -> float:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from runtime.cache.blobs import set_aside
+from runtime.cache.blobs import read_document
 from runtime.cache.entries import process_name
 from runtime.cache.key import Facts, key_of
 
@@ -23,15 +23,7 @@ class Choices:
 
     def recall(self, name: str, facts: Facts) -> Any | None:
         """The answer, or None."""
-        path = self._path(name, facts)
-        try:
-            return json.loads(path.read_bytes())["answer"]
-        except OSError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            log.warning("compile cache: %s is damaged (%s); it is set aside", path, error)
-            set_aside(path, self._damaged)
-            return None
+        return read_document(self._path(name, facts), lambda found: found["answer"], self._damaged)
 
     def remember(self, name: str, facts: Facts, answer: Any) -> Any:
         """Keep an answer that is not None, unless there is one; returns the one that holds."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from runtime.cache.blobs import set_aside, write_whole
+from runtime.cache.blobs import read_document, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -128,23 +128,7 @@ class Entries:
 
     def _document(self, path: Path) -> Document | None:
         """What the file says; None where it is gone or damaged."""
-        try:
-            found = json.loads(path.read_bytes())
-            document = Document(
-                dict(found["facts"]),
-                dict(found["files"]),
-                found["report"],
-                dict(found["notes"]),
-                found["created"],
-            )
-            _check(document)
-        except OSError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            log.warning("compile cache: %s is damaged (%s); it is set aside", path, error)
-            set_aside(path, self._damaged)
-            return None
-        return document
+        return read_document(path, _checked, self._damaged)
 
     def _last_used(self, key: str, created: float) -> float:
         try:
@@ -178,11 +162,14 @@ def unit_of(path: str) -> str:
     return "/".join(parts[:2]) if parts[0] == TRITON and len(parts) > 2 else path
 
 
-def _check(document: Document) -> None:
-    """*Raises* ValueError for a document that does not say what it should."""
+def _checked(found: Any) -> Document:
+    """The document that a file says. *Raises* ValueError, KeyError or TypeError where it says none."""
+    facts, files, notes = (dict(found[name]) for name in ("facts", "files", "notes"))
+    document = Document(facts, files, found["report"], notes, found["created"])
     if not isinstance(document.created, (int, float)):
         raise ValueError(f"created={document.created!r} is no time")
     for path, digest in document.files.items():
         parts = PurePosixPath(path).parts
         if parts[:1] not in ((INDUCTOR,), (TRITON,)) or ".." in parts or not _DIGEST.fullmatch(digest):
             raise ValueError(f"{path!r}: {digest!r} is no file of a work folder with its sha256")
+    return document

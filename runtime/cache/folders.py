@@ -9,6 +9,8 @@ import socket
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from graphmoe.file_lock import FileLock
 from runtime.cache.blobs import age_s
 from runtime.cache.entries import INDUCTOR, TRITON, process_name
@@ -58,7 +60,7 @@ def is_dead(folder: Path, prefix: str = "") -> bool:
     if not pid.isdigit() or not _is_mine(folder) or age_s(folder) < YOUNG_S or _is_locked(folder):
         return False
     if host == socket.gethostname():
-        return not _runs(int(pid))
+        return not psutil.pid_exists(int(pid))
     return age_s(folder) > FOREIGN_AGE_S
 
 
@@ -118,13 +120,3 @@ def _is_locked(folder: Path) -> bool:
     if lock is not None:
         lock.release()
     return lock is None
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from runtime.cache.key import EXTRA_PASS, base_of, key_of
 from runtime.cache.store import CompileCache, WorkFolder, point_torch_at
 from runtime.cache.turns import CompileTurns
 from runtime.compiled import UnitReport
+
+log = logging.getLogger(__name__)
 
 TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch keeps compiled code; who sets it gets torch's own caches there."""
@@ -61,6 +64,9 @@ class JobCache:
     def _open(self, facts: Mapping[str, Any]) -> _Opened:
         self._work = work = self._cache.open(facts)
         work.activate()
+        if work.num_files:
+            entry, megabytes = work.shared_from or work.key, work.num_bytes / 1e6
+            log.info("compile cache: %d files (%.1f MB) of entry %s", work.num_files, megabytes, entry)
         report = work.report if isinstance(work.report, dict) else {}
         why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
         return _Opened(str(work.path), why, report.get("measured", {}))

@@ -42,11 +42,6 @@ class CompileCache:
         nowhere = self.folder or Path(os.devnull)  # below which there are no files
         self.blobs, self.entries, self._choices = Blobs(nowhere), Entries(nowhere), Choices(nowhere)
 
-    @classmethod
-    def nowhere(cls) -> CompileCache:
-        """A cache that keeps nothing; its work folders lie in the folder of temporary files."""
-        return cls(None)
-
     def open(self, facts: Facts) -> WorkFolder:
         """A work folder of this process that starts with the verified files of these facts.
 

@@ -5,15 +5,8 @@ import multiprocessing
 import os
 from pathlib import Path
 
-import pytest
-
 from runtime.cache.store import CompileCache
-from tests.runtime.cache.cache_contents import FACTS, empty_cache
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> CompileCache:
-    return empty_cache(tmp_path, monkeypatch)
+from tests.runtime.cache.cache_contents import FACTS
 
 
 def test_the_first_answer_that_is_remembered_holds(cache):

@@ -11,13 +11,11 @@ import pytest
 from runtime.cache import files as cache_files
 from runtime.cache import work as cache_work
 from runtime.cache.key import key_of
-from runtime.cache.store import CompileCache
 from tests.runtime.cache.cache_contents import (
     FACTS,
     GROUP,
     KERNEL,
     blob_of,
-    empty_cache,
     kept,
     read,
     warnings_of,
@@ -26,11 +24,6 @@ from tests.runtime.cache.cache_contents import (
 )
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> CompileCache:
-    return empty_cache(tmp_path, monkeypatch)
 
 
 def test_locks_and_what_is_half_written_are_not_kept(cache):

@@ -14,14 +14,9 @@ import pytest
 from runtime.cache.blobs import DRAFT
 from runtime.cache.key import key_of
 from runtime.cache.store import CompileCache
-from tests.runtime.cache.cache_contents import FACTS, blob_of, empty_cache, kept, read, warnings_of, write
+from tests.runtime.cache.cache_contents import FACTS, blob_of, kept, read, warnings_of, write
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> CompileCache:
-    return empty_cache(tmp_path, monkeypatch)
 
 
 def test_what_one_job_published_the_next_one_has(cache):

@@ -16,18 +16,12 @@ from tests.runtime.cache.cache_contents import (
     FACTS,
     KERNEL,
     blob_of,
-    empty_cache,
     kept,
     read,
     warnings_of,
     write,
     write_kernel,
 )
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> CompileCache:
-    return empty_cache(tmp_path, monkeypatch)
 
 
 def read_only(monkeypatch, folder: Path) -> None:
@@ -120,7 +114,7 @@ def test_a_disk_that_fills_up_while_opening_moves_the_work_folder(cache, monkeyp
 
 
 def test_a_cache_in_no_folder_keeps_nothing(cache):
-    nowhere = CompileCache.nowhere()
+    nowhere = CompileCache(None)
     work = nowhere.open(FACTS)
     write(work, a="1")
     assert work.publish() == 0 and not work.found

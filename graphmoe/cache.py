@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import math
-import os
 import re
 import sys
 import time
@@ -22,11 +21,12 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from graphmoe.cache_folders import compiled_folder
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, OutputFormat
 from runtime.cache.key import BASE
 from runtime.cache.store import TAG_FILE, CompileCache
-from runtime.cache.upkeep import Held, Pruned, Verified, holdings, prune, total_bytes, verify
+from runtime.cache.upkeep import Held, Pruned, Verified, bytecode_sizes, holdings, prune, total_bytes, verify
 
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     if args.max_size is not None and args.action is not Action.prune:
         raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
     max_bytes = None if args.max_size is None else parse_size(args.max_size)
-    folder = (args.cache_dir or default_folder()).absolute()
+    folder = compiled_folder(None if args.cache_dir is None else str(args.cache_dir))
     if not (folder / TAG_FILE).exists():
         raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
     cache = CompileCache(folder)
@@ -73,11 +73,6 @@ def main(argv: list[str]) -> None:
     else:
         gone = prune(cache, max_bytes)
         emit(prune_document(gone), prune_text(gone), args.format)
-
-
-def default_folder() -> Path:
-    """Where runs keep compiled code if compile.cache_dir is not set."""
-    return Path(os.environ.get("GRAPHMOE_CACHE", "~/.cache/graphmoe"), "compiled").expanduser()
 
 
 def parse_size(text: str) -> int:
@@ -97,6 +92,7 @@ def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
     return {
         "cache_dir": str(cache.folder),
         "total_bytes": total_bytes(cache),
+        "bytecode_bytes": sum(bytecode_sizes(cache).values()),
         "entries": [
             {
                 "key": one.entry.key,
@@ -132,7 +128,10 @@ def list_text(cache: CompileCache, held: list[Held]) -> Group:
             escape(str(row["device"] or "?")),
             escape(_scope(row["scope"])),
         )
-    return Group(table, f"{len(held)} entries, {shown_size(total_bytes(cache))} in all")
+    total = f"{len(held)} entries, {shown_size(total_bytes(cache))} in all"
+    if bytecode := sum(bytecode_sizes(cache).values()):
+        total += f", of it {shown_size(bytecode)} Python's bytecode"
+    return Group(table, total)
 
 
 def verify_document(found: Verified) -> dict[str, Any]:
@@ -161,6 +160,7 @@ def prune_document(gone: Pruned) -> dict[str, Any]:
         "waiting_bytes": gone.waiting_bytes,
         "damaged": gone.num_damaged,
         "work_folders": gone.work_folders,
+        "bytecode_folders": gone.bytecode_folders,
     }
 
 
@@ -171,6 +171,8 @@ def prune_text(gone: Pruned) -> str:
         for entry in gone.entries
     ]
     lines += [f"the work folder {name} of a killed job is gone" for name in gone.work_folders]
+    if gone.bytecode_folders:
+        lines.append(f"Python's bytecode of packages removed, folders: {len(gone.bytecode_folders)}")
     if gone.num_damaged:
         lines.append(f"damaged files removed: {gone.num_damaged}")
     if gone.waiting_bytes:

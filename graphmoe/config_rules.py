@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from graphmoe.cache_folders import cache_root, compiled_folder
 from graphmoe.config import (
     AttentionBackend,
     AttentionKind,
@@ -85,10 +84,8 @@ def resolve(config: RunConfig) -> RunConfig:
         config.precision.compute = ComputeDtype.bf16 if on_gpu else ComputeDtype.fp32
     if config.data.seq_len is None:
         config.data.seq_len = min(config.model.context_length, DEFAULT_SEQ_LEN)
-    caches = os.environ.get("GRAPHMOE_CACHE", "~/.cache/graphmoe")
-    config.data.cache_dir = str(Path(config.data.cache_dir or caches).expanduser())
-    in_caches = Path(caches, "compiled")
-    config.compile.cache_dir = str(Path(config.compile.cache_dir or in_caches).expanduser().absolute())
+    config.data.cache_dir = str(cache_root(config.data.cache_dir))
+    config.compile.cache_dir = str(compiled_folder(config.compile.cache_dir))
     if config.launch.nproc == "auto":
         on_gpu = config.run.device is DeviceChoice.cuda
         gpus = config.launch.gpus_per_job or max(torch.cuda.device_count(), 1)

@@ -19,11 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe import completion
+from graphmoe.cache_folders import compiled_folder
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_errors import explain
 from graphmoe.running_sweep import SweepError
 from graphmoe.signals import Interrupted
 from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, run_job
+from runtime.cache.bytecode import keep_bytecode
 
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
@@ -146,6 +148,8 @@ def _typed(plain: Any) -> RunConfig:
 
 
 def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
+    if config.compile.cache:
+        keep_bytecode(compiled_folder(config.compile.cache_dir))
     from graphmoe.config_rules import check, resolve  # imports torch
 
     check(config)

@@ -5,6 +5,8 @@ Each function says what it stands on; nothing else in the project imports a priv
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +19,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -40,10 +43,13 @@ __all__ = [
     "partition",
     "remove_marks",
     "set_grad_enabled",
+    "set_key_tag",
     "tensors_of",
     "tree_map_only",
+    "tune_each_kernel_once",
 ]
 
+_KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
 set_grad_enabled = torch._C._set_grad_enabled
 """What ``torch.no_grad`` and its like call, as a TorchFunctionMode sees it."""
 
@@ -195,6 +201,42 @@ def cache_counts() -> Iterator[dict[str, int]]:
         yield counts
     finally:
         counts.update({name: counters[group][key] - before[name] for name, (group, key) in names.items()})
+
+
+def set_key_tag(tag: str) -> None:
+    """Make a tag part of all keys of torch's compile caches, beside the user's own, until the next call.
+
+    In the processes that compile Triton kernels too, which are to find and name the configurations that
+    kernels were tuned to: they read the variable when they start, at the first compilation.
+    (torch/compiler/config.py; torch/_inductor/runtime/autotune_cache.py.)
+    """
+    own = os.environ.get(_KEY_TAG, "").partition(_OURS)[0]
+    torch.compiler.config.cache_key_tag = os.environ[_KEY_TAG] = f"{own}{_OURS}{tag}"
+
+
+def tune_each_kernel_once() -> None:
+    """Let all instances of a generated Triton kernel take the configuration that the first one was tuned to.
+
+    Each graph loads its kernels when it is compiled and tunes them when it runs first, so a kernel of
+    several graphs is tuned as often, and not always alike. A later job takes the configuration stored last
+    for all of them: its reductions would group their sums otherwise than those of the job that compiled.
+    (torch/_inductor/runtime/triton_heuristics.py: CachingAutotuner, whose file is named by its content.)
+    """
+    tune = CachingAutotuner.autotune_to_one_config
+    if getattr(tune, "once", False):
+        return
+    chosen: dict[str | None, str] = {}
+
+    @functools.wraps(tune)
+    def tune_once(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        same = [one for one in self.launchers if str(one.config) == chosen.get(self.filename)]
+        self.launchers = same or self.launchers
+        tune(self, *args, **kwargs)
+        if self.filename is not None:
+            chosen[self.filename] = str(self.launchers[0].config)
+
+    tune_once.once = True  # type: ignore[attr-defined]
+    CachingAutotuner.autotune_to_one_config = tune_once  # type: ignore[method-assign]
 
 
 def bind_threads(cpus: set[int]) -> None:

@@ -28,6 +28,7 @@ from graphmoe.trainer import Trainer, TrainingStopped
 from graphmoe.worker import LAUNCHED_AT
 from graphmoe.world import World
 from passes import select_passes
+from runtime.cache.bytecode import folder_in_use
 from runtime.host.environment import HostLine, set_environment
 from runtime.host.tuning import log_host, start_host
 from runtime.launch.failures import RunFailed
@@ -45,6 +46,8 @@ def open_worker(config: RunConfig, world: World) -> list[HostLine]:
     lines = set_environment(config.host, config.run.device)
     on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if kept := folder_in_use():
+        lines.append(HostLine(f"Python's bytecode is kept in {kept}: torch was installed without it"))
     lines += start_host(config.host, device, world.local_size, world.gather)
     if on_gpu and 0 < torch.cuda.device_count() <= local_rank:
         count = torch.cuda.device_count()

@@ -36,7 +36,8 @@ def _set_switches() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.compiler.config.cache_key_tag = ""  # a run that compiles sets it
+    torch.compiler.config.cache_key_tag = ""  # a run that compiles sets it, and the variable
+    os.environ.pop("TORCH_COMPILE_CACHE_KEY_TAG", None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,8 @@ import pytest
 
 from graphmoe import cache as tool
 from graphmoe.cli import run_tool
-from graphmoe.config import ConfigError
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config_rules import resolve
 from runtime.cache.key import key_of
 from runtime.cache.store import CompileCache
 from tests.runtime.cache.cache_contents import empty_cache
@@ -191,6 +192,30 @@ def test_prune_removes_damage_and_work_folders_of_killed_jobs(cache, capsys):
     assert not dead.exists() and not list(cache.folder.glob("damaged/*"))
 
 
+@pytest.mark.parametrize(
+    ("max_size", "entries", "folders", "left"),
+    [
+        (None, [], [], 990),
+        ("950B", [], ["old"], 590),
+        ("550B", [3], ["old"], 550),
+        ("0", [3, 2, 1], ["old", "new"], 0),
+    ],
+)
+def test_bytecode_counts_and_goes_by_age_like_entries(cache, capsys, max_size, entries, folders, left):
+    for name, age_s in (("old", 1e6), ("new", 0.0)):
+        folder = cache.folder / "bytecode" / name
+        (folder / "lib").mkdir(parents=True)
+        (folder / "lib" / "torch.cpython-312.pyc").write_bytes(b"x" * 400)
+        os.utime(folder, (time.time() - age_s, time.time() - age_s))
+    assert run(cache, capsys)["bytecode_bytes"] == 800
+    tool.main([f"cache_dir={cache.folder}"])
+    assert "3 entries, 990 B in all, of it 800 B Python's bytecode" in capsys.readouterr().out
+    document = run(cache, capsys, "action=prune", *([f"max_size={max_size}"] if max_size else []))
+    assert document["entries"] == [key(number) for number in entries]
+    assert document["bytecode_folders"] == folders and document["bytes_after"] == left
+    assert {path.name for path in (cache.folder / "bytecode").glob("*")} == {"old", "new"} - set(folders)
+
+
 def test_prune_says_in_words_what_went(cache, capsys):
     tool.main(["action=prune", "max_size=150B", f"cache_dir={cache.folder}"])
     first, last = capsys.readouterr().out.splitlines()
@@ -252,7 +277,10 @@ def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
 
 def test_the_default_folder_is_that_of_runs(monkeypatch, capsys):
     monkeypatch.setenv("GRAPHMOE_CACHE", "~/somewhere")
-    assert tool.default_folder() == Path("~/somewhere/compiled").expanduser()
+    folder = Path("~/somewhere/compiled").expanduser()
+    with pytest.raises(ConfigError, match=f"{folder} is no compile cache"):
+        tool.main([])
+    assert resolve(RunConfig()).compile.cache_dir == str(folder)
 
 
 def test_an_unknown_action_names_the_valid_ones(cache):

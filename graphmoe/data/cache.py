@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from graphmoe.cache_folders import cache_root
 from graphmoe.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,7 @@ META = "meta.json"
 
 def cache_folder(configured: str | None) -> Path:
     """The folder for tokenised corpora: data.cache_dir, $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
-    chosen = configured or os.environ.get("GRAPHMOE_CACHE") or "~/.cache/graphmoe"
-    folder = Path(chosen).expanduser().absolute()
+    folder = cache_root(configured)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

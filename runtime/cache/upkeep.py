@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.cache.blobs import ORPHAN_AGE_S, Blob, DamagedBlob
+from runtime.cache.blobs import ORPHAN_AGE_S, Blob, DamagedBlob, age_s
+from runtime.cache.bytecode import BYTECODE
 from runtime.cache.entries import Document, Entry, unit_of
 from runtime.cache.folders import remove_dead
 from runtime.cache.store import CompileCache
@@ -50,6 +51,8 @@ class Pruned:
     num_damaged: int = 0
     work_folders: list[str] = field(default_factory=list)
     """Of jobs that were killed."""
+    bytecode_folders: list[str] = field(default_factory=list)
+    """Of installed packages that were used long ago."""
 
 
 def holdings(cache: CompileCache) -> list[Held]:
@@ -66,8 +69,16 @@ def holdings(cache: CompileCache) -> list[Held]:
 
 
 def total_bytes(cache: CompileCache) -> int:
-    """Bytes of the stored files, and of those that were set aside."""
-    return sum(blob.num_bytes for blob in cache.blobs) + sum(size for _, size in _damaged(cache))
+    """Bytes of the stored files, of those that were set aside, and of bytecode."""
+    damaged = sum(size for _, size in _damaged(cache))
+    return sum(blob.num_bytes for blob in cache.blobs) + damaged + sum(bytecode_sizes(cache).values())
+
+
+def bytecode_sizes(cache: CompileCache) -> dict[Path, int]:
+    """Bytes of the bytecode of each set of installed packages."""
+    assert cache.folder is not None
+    folders = (cache.folder / BYTECODE).glob("*")
+    return {folder: sum(file.stat().st_size for file in folder.rglob("*.pyc")) for folder in folders}
 
 
 def verify(cache: CompileCache) -> Verified:
@@ -89,9 +100,10 @@ def verify(cache: CompileCache) -> Verified:
 
 
 def prune(cache: CompileCache, max_bytes: int | None) -> Pruned:
-    """Remove entries, least recently used first, until the rest is not larger; then what nobody needs.
+    """Remove entries and bytecode, least recently used first, until the rest is not larger.
 
-    A stored file that was never in an entry stays for an hour: a job may be about to name it.
+    Before, what nobody needs goes. A stored file that was never in an entry stays for an hour: a job may
+    be about to name it.
     """
     assert cache.folder is not None
     result = Pruned(bytes_before=total_bytes(cache))
@@ -100,26 +112,37 @@ def prune(cache: CompileCache, max_bytes: int | None) -> Pruned:
     for draft in cache.blobs.old_drafts():
         draft.unlink(missing_ok=True)
     blobs = {blob.digest: blob for blob in cache.blobs}
-    entries = sorted(cache.entries, key=lambda entry: entry.last_used)
+    entries = list(cache.entries)
     users = Counter(digest for entry in entries for digest in set(entry.files.values()))
     for blob in [blob for digest, blob in blobs.items() if not users[digest]]:
         if time.time() - blob.written > ORPHAN_AGE_S:
             result.num_files += cache.blobs.remove(blobs.pop(blob.digest))
         else:
             result.waiting_bytes += blob.num_bytes
-    held = sum(blob.num_bytes for blob in blobs.values())
-    for entry in entries:
+    bytecode = bytecode_sizes(cache)
+    held = sum(blob.num_bytes for blob in blobs.values()) + sum(bytecode.values())
+    candidates: list[Entry | Path] = [*entries, *bytecode]
+    for old in sorted(candidates, key=_last_used):
         if max_bytes is None or held <= max_bytes:
             break
-        cache.entries.remove(entry.key)
-        result.entries.append(entry)
-        digests = set(entry.files.values())
+        if isinstance(old, Path):
+            shutil.rmtree(old, ignore_errors=True)
+            result.bytecode_folders.append(old.name)
+            held -= bytecode[old]
+            continue
+        cache.entries.remove(old.key)
+        result.entries.append(old)
+        digests = set(old.files.values())
         users.subtract(digests)
         for blob in [blobs.pop(digest) for digest in digests & blobs.keys() if not users[digest]]:
             held -= blob.num_bytes
             result.num_files += cache.blobs.remove(blob)
     result.bytes_after = total_bytes(cache)
     return result
+
+
+def _last_used(what: Entry | Path) -> float:
+    return time.time() - age_s(what) if isinstance(what, Path) else what.last_used
 
 
 def _is_whole(cache: CompileCache, blob: Blob) -> bool:

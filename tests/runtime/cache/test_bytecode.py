@@ -1,0 +1,145 @@
+"""Bytecode of packages that were installed without: kept in the compile cache, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.cache.bytecode import PREFIX
+
+RUN = """
+import sys
+from pathlib import Path
+from runtime.cache.bytecode import folder_in_use, keep_bytecode
+{before}
+keep_bytecode(Path(sys.argv[1]))
+import torch
+print(torch.NAME, folder_in_use(), torch.__cached__)
+"""
+NAME = "NAME = 'source'\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder of installed packages without bytecode, with small ones named torch and sympy."""
+    folder = tmp_path / "site"
+    for package in ("torch", "sympy"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text(NAME)
+        (folder / f"{package}-1.0.dist-info").mkdir()
+    return folder
+
+
+def run(
+    site: Path, cache: Path, before: str = "", command: tuple[str, ...] = (sys.executable,), **variables: str
+) -> tuple[str, str, str]:
+    """The value that ``torch`` has in a new process, where bytecode is kept, and the file of its own."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"} | variables
+    environment["PYTHONPATH"] = f"{site}:{Path(__file__).parents[3]}"
+    words = [*command, "-c", RUN.format(before=before), str(cache)]
+    found = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=site)
+    value, folder, file = found.stdout.split()
+    return value, folder, file
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted((cache / "bytecode").rglob("torch/*.pyc"))
+
+
+def test_bytecode_is_written_once_and_read_by_the_next_process(site, tmp_path):
+    value, folder, file = run(site, tmp_path / "cache")
+    assert value == "source" and Path(folder).parent == tmp_path / "cache" / "bytecode"
+    assert kept(tmp_path / "cache") == [Path(file)] and not list(site.rglob("*.pyc"))
+    code = Path(file).read_bytes()
+    Path(file).write_bytes(code.replace(b"source", b"cached"))  # shows who reads it
+    assert run(site, tmp_path / "cache") == ("cached", folder, file)
+
+
+def test_a_child_keeps_it_in_the_same_place_and_reads_it_from_its_first_import(site, tmp_path):
+    _, folder, file = run(site, tmp_path / "cache")
+    Path(file).write_bytes(Path(file).read_bytes().replace(b"source", b"cached"))
+    assert run(site, tmp_path / "cache", **{PREFIX: folder}) == ("cached", folder, file)
+
+
+def test_a_changed_source_is_compiled_again(site, tmp_path):
+    run(site, tmp_path / "cache")
+    source = site / "torch" / "__init__.py"
+    source.write_text("NAME = 'longer_source'\n")
+    assert run(site, tmp_path / "cache")[0] == "longer_source"
+
+
+def test_another_version_has_a_folder_of_its_own_though_times_and_sizes_are_the_same(site, tmp_path):
+    source = site / "torch" / "__init__.py"
+    os.utime(source, (1e9, 1e9))
+    first = run(site, tmp_path / "cache")
+    source.write_text(NAME.replace("source", "update"))
+    os.utime(source, (1e9, 1e9))
+    (site / "torch-1.0.dist-info").rename(site / "torch-1.1.dist-info")
+    second = run(site, tmp_path / "cache")
+    assert (first[0], second[0]) == ("source", "update") and first[1] != second[1]
+
+
+def test_our_own_sources_count_by_content_where_all_have_one_time(site, tmp_path):
+    repository = tmp_path / "repository"
+    for package in ("graphmoe", "passes", "runtime"):
+        shutil.copytree(Path(__file__).parents[3] / package, repository / package)
+    before = f"sys.path.insert(0, {str(repository)!r}); sys.modules.pop('runtime.cache.bytecode')\n"
+    before += "sys.modules.pop('runtime.cache'); sys.modules.pop('runtime')\n"
+    before += "from runtime.cache.bytecode import folder_in_use, keep_bytecode"
+
+    def folder(note: str, *, one_time: bool) -> str:
+        (repository / "passes" / "note.py").write_text(note)
+        for number, path in enumerate(sorted(repository.rglob("*.py"))):
+            os.utime(path, (1e9, 1e9 if one_time else 1e9 + number))
+        return run(site, tmp_path / "cache", before)[1]
+
+    same = [folder("A = 1\n", one_time=True), folder("A = 1\n", one_time=True)]
+    assert same[0] == same[1] != folder("A = 2\n", one_time=True)
+    assert folder("A = 1\n", one_time=False) == folder("A = 2\n", one_time=False)
+
+
+@pytest.mark.parametrize(
+    "case", ["has it", "may be written", "the user's place", "imported already", "no folder"]
+)
+def test_nothing_changes_where_it_is_not_needed_or_cannot_be(site, tmp_path, case):
+    variables, before = {}, ""
+    if case == "has it":
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(site)], check=True)
+    elif case == "may be written":
+        variables["PYTHONDONTWRITEBYTECODE"] = ""
+    elif case == "the user's place":
+        variables[PREFIX] = str(tmp_path / "mine")
+    elif case == "imported already":
+        before = "import torch"
+    else:
+        (tmp_path / "cache").write_text("a file")
+    value, folder, file = run(site, tmp_path / "cache", before, **variables)
+    assert (value, folder) == ("source", "None") and not (tmp_path / "cache" / "bytecode").exists()
+    assert file.startswith(str(tmp_path / "mine" if case == "the user's place" else site))
+
+
+def test_stale_bytecode_counts_as_none(site, tmp_path):
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(site)], check=True)
+    os.utime(site / "sympy" / "__init__.py", (1e9, 1e9))
+    assert run(site, tmp_path / "cache")[1] != "None"
+
+
+def test_bytecode_that_is_checked_by_content_counts(site, tmp_path):
+    words = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", str(site)]
+    subprocess.run([sys.executable, *words], check=True)
+    os.utime(site / "sympy" / "__init__.py", (1e9, 1e9))
+    assert run(site, tmp_path / "cache")[1] == "None"
+
+
+def test_a_run_says_where_it_is_kept(site, tmp_path, monkeypatch):
+    from runtime.cache import bytecode
+
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode" / "key"))
+    assert bytecode.folder_in_use() == tmp_path / "bytecode" / "key"
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "mine"))
+    assert bytecode.folder_in_use() is None

@@ -24,7 +24,7 @@ from rich.table import Table
 from graphmoe.cache_folders import compiled_folder
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, OutputFormat
-from runtime.cache.key import BASE
+from runtime.cache.key import BASE, differences
 from runtime.cache.store import TAG_FILE, CompileCache
 from runtime.cache.upkeep import Held, Pruned, Verified, bytecode_sizes, holdings, prune, total_bytes, verify
 
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
     max_bytes = None if args.max_size is None else parse_size(args.max_size)
     folder = compiled_folder(None if args.cache_dir is None else str(args.cache_dir))
-    if not (folder / TAG_FILE).exists():
+    if folder.exists() and any(folder.iterdir()) and not (folder / TAG_FILE).exists():
         raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
     cache = CompileCache(folder)
     if args.action is Action.list:
@@ -112,23 +112,25 @@ def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
 
 
 def list_text(cache: CompileCache, held: list[Held]) -> Group:
-    """The entries as a table for a terminal."""
+    """The entries as a table for a terminal; of those that look alike, what differs from the one above."""
     table = Table(title=escape(str(cache.folder)), title_justify="left", box=SIMPLE)
-    for name in ("key", "last used", "size", "shared", "graphs", "model", "device", "scope"):
-        number, long = name in ("size", "shared", "graphs"), name in ("model", "device", "scope")
-        table.add_column(name, justify="right" if number else "left", no_wrap=not long, overflow="fold")
-    for row in list_document(cache, held)["entries"]:
+    for name in ("key", "last used", "size", "graphs", "what"):
+        table.add_column(
+            name, justify="right" if name in ("size", "graphs") else "left", no_wrap=name != "what"
+        )
+    first: dict[str, Held] = {}
+    for one, row in zip(held, list_document(cache, held)["entries"], strict=True):
+        what = f"{row['model'] or '?'} on {row['device'] or '?'}, scope {_scope(row['scope'])}"
+        other = differences(one.entry.facts, first.setdefault(what, one).entry.facts)
         table.add_row(
-            row["key"][:12],
+            row["key"][:8],
             row["last_used"],
             shown_size(row["bytes"]),
-            shown_size(row["shared_bytes"]),
             str(row["graphs"] or "?"),
-            escape(row["model"] or "?"),
-            escape(str(row["device"] or "?")),
-            escape(_scope(row["scope"])),
+            escape("; ".join([what, *other])),
         )
-    total = f"{len(held)} entries, {shown_size(total_bytes(cache))} in all"
+    entries = "1 entry" if len(held) == 1 else f"{len(held)} entries"
+    total = f"{entries}, {shown_size(total_bytes(cache))} in all"
     if bytecode := sum(bytecode_sizes(cache).values()):
         total += f", of it {shown_size(bytecode)} Python's bytecode"
     return Group(table, total)

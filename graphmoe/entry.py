@@ -5,6 +5,7 @@ Nothing here imports torch before the configuration is composed: a misspelt key 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -69,6 +71,9 @@ def hydra_app(
             check_single(cfg.sweep.resume)
             return task(to_config(cfg, prepare))
         except known as error:
+            if makes_folder:
+                with contextlib.suppress(OSError):  # what is in it stays
+                    Path(HydraConfig.get().runtime.output_dir).rmdir()
             errors.append(error)  # Hydra would print a second line about the job
             return None
 

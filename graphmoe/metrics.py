@@ -150,15 +150,19 @@ def log_line(row: dict[str, Any], total_steps: int) -> str:
 
 
 def summarise(path: Path) -> dict[str, Any]:
-    """Final losses and medians of a metrics.jsonl; the first step is left out of the medians."""
+    """Final losses and medians of a metrics.jsonl; the first step is left out of the medians.
+
+    The final validation loss is that of the last step, and None where an earlier one was validated last.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "loss" in row]
     validations = [row for row in rows if "val_loss" in row]
     timed = steps[1:] or steps
+    last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
     summary: dict[str, Any] = {
         "final_loss": steps[-1]["loss"] if steps else None,
         "first_val_loss": validations[0]["val_loss"] if validations else None,
-        "final_val_loss": validations[-1]["val_loss"] if validations else None,
+        "final_val_loss": last["val_loss"] if last else None,
         "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
         "skipped_steps": steps[-1]["skipped_total"] if steps else 0,
         "peak_memory_gib": max((row["memory_gib"] for row in steps), default=None),

@@ -131,7 +131,7 @@ class RunningSweep:
             print(f"to go on with what is not finished: {command}", file=sys.stderr)
         for text in dict.fromkeys(job.error for job in jobs if job.error):
             failed = [job for job in jobs if job.error == text]
-            names = ", ".join(f"job {job.number} ({' '.join(words[job.number])})" for job in failed)
+            names = ", ".join(f"job {job.number}{_in_brackets(words[job.number])}" for job in failed)
             print(f"error: {names}: {text}", file=sys.stderr)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -201,6 +201,10 @@ def _command(resume: Path | None = None) -> str:
     words = [word for word in sys.argv[1:] if not word.startswith("sweep.resume=")]
     words += [f"sweep.resume={_word(resume)}"] if resume else []
     return shlex.join(["python", "-m", "graphmoe.train", *words])
+
+
+def _in_brackets(words: Sequence[str]) -> str:
+    return f" ({' '.join(words)})" if words else ""
 
 
 def _word(folder: Path) -> str:

@@ -149,7 +149,7 @@ class Trainer:
                 "%s: stopped after step %d%s",
                 signal,
                 self.step,
-                ", which is saved; the same command goes on from there"
+                f", which is saved: a run in {self.folder} goes on from there"
                 if self.config.checkpoint.enabled
                 else "; nothing is saved (checkpoint.enabled=false)",
             )
@@ -263,14 +263,18 @@ class Trainer:
             if len(self.rows):
                 self._write(self.rows.hand_over(), self.loader.epochs)
             self._save(wait=True)
-            saved = f"the last good weights are saved at step {self.step} in {self.store.folder}"
-            raise TrainingStopped(
-                f"{int(read[-1].values['longest_skip'])} steps in a row had a loss or gradient that is not "
-                f"finite (train.max_nonfinite={config.train.max_nonfinite}); "
-                f"{saved if config.checkpoint.enabled else 'nothing is saved (checkpoint.enabled=false)'}. "
-                f"Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look "
-                f"at the data around this step"
-            )
+            raise self._diverged(int(read[-1].values["longest_skip"]))
+
+    def _diverged(self, skipped: int) -> TrainingStopped:
+        config = self.config
+        saved = f"the weights before them are saved at step {self.step} in {self.store.folder}"
+        return TrainingStopped(
+            f"{skipped} steps in a row had a loss or gradient that is not finite "
+            f"(train.max_nonfinite={config.train.max_nonfinite}); "
+            f"{saved if config.checkpoint.enabled else 'nothing is saved (checkpoint.enabled=false)'}. "
+            f"Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look "
+            f"at the data around this step"
+        )
 
     def _write(self, pending: PendingRows, epoch: float) -> list[StepRow]:
         """Write metrics and log them; returns them as read."""
@@ -340,6 +344,9 @@ class Trainer:
                 f"train.steps={self.config.train.steps}, but {store.folder} is at step {self.step} already; "
                 f"use more steps"
             )
+        skipped = int(self.optimizer.skipped_in_row.item())
+        if self.step == self.config.train.steps and skipped >= self.config.train.max_nonfinite:
+            raise self._diverged(skipped)  # no step is left that could show it again
         self.optimizer.restored()
         self.loader.load_state_dict(state["loader"])
         restore_random_state(state["random"])

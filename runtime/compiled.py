@@ -252,7 +252,8 @@ class CompiledSegments:
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
         log.info(
-            "compiled %s for %s: %d graphs in %.1f s",
+            "%s %s for %s: %d graphs in %.1f s",
+            "loaded" if report.from_cache == report.graphs else "compiled",
             report.unit,
             "training" if report.trains else "inference",
             report.graphs,

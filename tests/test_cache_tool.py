@@ -93,13 +93,42 @@ def test_using_an_entry_moves_it_to_the_front_of_the_list(cache, capsys):
 
 
 def test_the_text_has_a_row_for_each_entry_and_the_sum(cache, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     tool.main([f"cache_dir={cache.folder}"])
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in lines if "model-2" in line)
-    assert row[0] == key(2)[:12]
-    assert row[3:] == ["120", "B", "100", "B", "2", "model-2", "GPU", "[attn,mlp]"]
+    assert row[0] == key(2)[:8]
+    assert row[3:] == ["120", "B", "2", "model-2", "on", "GPU,", "scope"]
     assert lines[-1] == "3 entries, 190 B in all"
+
+
+def test_entries_that_look_alike_say_what_differs(cache, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    for number in (4, 5):
+        work = cache.open(facts(number))
+        (work.path / "inductor" / "own.so").write_text("z" * number)
+        work.publish(notes={"model": "tiny", "graphs": 1})
+        work.close()
+        age(cache, number)
+    tool.main([f"cache_dir={cache.folder}"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if "tiny on GPU" in line]
+    assert ["changed" in row for row in rows] == [False, True]
+    assert rows[1].rstrip().endswith("scope [attn,mlp]; model.num_experts changed: 4 -> 5")
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["no folder", "empty folder"])
+def test_before_any_run_the_cache_is_empty(tmp_path, capsys, made):
+    if made:
+        (tmp_path / "compiled").mkdir()
+    words = [f"cache_dir={tmp_path}/compiled", "format=json"]
+    tool.main(words)
+    assert json.loads(capsys.readouterr().out)["entries"] == []
+    tool.main(["action=verify", *words])
+    assert json.loads(capsys.readouterr().out) == {"files": 0, "damaged": [], "lacking": {}}
+    tool.main(["action=prune", "max_size=0", *words])
+    assert json.loads(capsys.readouterr().out)["bytes_before"] == 0
+    tool.main([f"cache_dir={tmp_path}/compiled"])
+    assert "0 entries, 0 B in all" in capsys.readouterr().out
 
 
 def test_a_whole_cache_is_verified_without_a_word_of_damage(cache, capsys):
@@ -278,8 +307,8 @@ def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
 def test_the_default_folder_is_that_of_runs(monkeypatch, capsys):
     monkeypatch.setenv("GRAPHMOE_CACHE", "~/somewhere")
     folder = Path("~/somewhere/compiled").expanduser()
-    with pytest.raises(ConfigError, match=f"{folder} is no compile cache"):
-        tool.main([])
+    tool.main(["format=json"])
+    assert json.loads(capsys.readouterr().out)["cache_dir"] == str(folder)
     assert resolve(RunConfig()).compile.cache_dir == str(folder)
 
 

@@ -105,6 +105,9 @@ def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_pat
     assert found["final_loss"] == 6.0 and found["median_step_s"] == 3 and found["median_mfu"] == 0.04
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, 2.0, 1.0]
     assert found["peak_memory_gib"] == 5.0 and found["skipped_steps"] == 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*validations[:2], *rows]))
+    found = summarise(path)  # it was interrupted
+    assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, None, 1.0]
 
 
 def test_the_summary_of_a_run_without_steps_or_with_nothing_finite_has_nulls(tmp_path):

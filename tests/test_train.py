@@ -125,6 +125,26 @@ def test_a_run_that_was_stopped_goes_on_once_the_cause_is_gone(tmp_path, monkeyp
     assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == list(range(1, 10))
 
 
+def test_a_run_whose_last_steps_were_all_skipped_is_not_finished_by_starting_it_again(tmp_path, monkeypatch):
+    overrides = ("train.steps=4", "train.max_nonfinite=2", "train.log_interval=1")
+    trainer = trainer_in(tmp_path / "run", *overrides)
+    spoil(monkeypatch, trainer, {3, 4})
+    with pytest.raises(TrainingStopped, match="weights before them are saved at step 4"):
+        trainer.run()
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(TrainingStopped, match="^2 steps in a row"):
+            train_in(tmp_path / "run", *overrides)
+    again = train_in(tmp_path / "run", *overrides[1:], "train.steps=6")
+    assert again.optimizer.applied.item() == 4
+    assert train_in(tmp_path / "run", *overrides[1:], "train.steps=6").step == 6
+
+
+def test_a_refused_command_leaves_no_empty_folder(tmp_path):
+    run = command(tmp_path, *TINY, "launch.nproc=3", "hydra.run.dir=run/inner")
+    assert run.wait() == 2 and not (tmp_path / "run" / "inner").exists()
+
+
 def test_an_attention_backend_that_cannot_run_here_is_refused_before_a_run_is_made(tmp_path):
     run = command(tmp_path, *TINY, "model.attention_backend=padded_flash", "hydra.run.dir=run")
     assert run.wait() == 2

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Part of every key; raise it when the content of entries changes."""
 META = "meta.json"
+_OTHER = "set data.cache_dir=... or the variable GRAPHMOE_CACHE"
 
 
 def cache_folder(configured: str | None) -> Path:
@@ -31,9 +32,9 @@ def cache_folder(configured: str | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the cache {folder}: {error}; set data.cache_dir=...") from error
+        raise ConfigError(f"cannot make the cache {folder}: {error}; {_OTHER}") from error
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"the cache folder {folder} is not writable; set data.cache_dir=...")
+        raise ConfigError(f"the cache folder {folder} is not writable; {_OTHER}")
     return folder
 
 
@@ -135,5 +136,5 @@ def _remove_left_overs(folder: Path, name: str) -> None:
     for left_over in folder.glob(f"{name}.tmp-*"):
         pid = left_over.name.removeprefix(prefix)
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            log.info("removing %s, left by a process that was killed", left_over)
+            log.info("removing %s, left by a process that has ended", left_over)
             shutil.rmtree(left_over, ignore_errors=True)

@@ -24,8 +24,9 @@ from rich.table import Table
 from graphmoe.cache_folders import compiled_folder
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, OutputFormat
+from runtime.cache.folders import TAG_FILE
 from runtime.cache.key import BASE, differences
-from runtime.cache.store import TAG_FILE, CompileCache
+from runtime.cache.store import CompileCache
 from runtime.cache.upkeep import Held, Pruned, Verified, bytecode_sizes, holdings, prune, total_bytes, verify
 
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
     max_bytes = None if args.max_size is None else parse_size(args.max_size)
     folder = compiled_folder(None if args.cache_dir is None else str(args.cache_dir))
-    if folder.exists() and any(folder.iterdir()) and not (folder / TAG_FILE).exists():
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_empty and not (folder / TAG_FILE).exists():
         raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
     cache = CompileCache(folder)
     if args.action is Action.list:
@@ -112,7 +114,7 @@ def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
 
 
 def list_text(cache: CompileCache, held: list[Held]) -> Group:
-    """The entries as a table for a terminal; of those that look alike, what differs from the one above."""
+    """The entries as a table for a terminal; of those that look alike, what differs from the first."""
     table = Table(title=escape(str(cache.folder)), title_justify="left", box=SIMPLE)
     for name in ("key", "last used", "size", "graphs", "what"):
         table.add_column(

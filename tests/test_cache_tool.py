@@ -304,6 +304,12 @@ def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
     assert (tmp_path / "damaged" / "mine").exists()
 
 
+def test_a_file_is_no_cache(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="file is no compile cache"):
+        tool.main([f"cache_dir={tmp_path}/file"])
+
+
 def test_the_default_folder_is_that_of_runs(monkeypatch, capsys):
     monkeypatch.setenv("GRAPHMOE_CACHE", "~/somewhere")
     folder = Path("~/somewhere/compiled").expanduser()

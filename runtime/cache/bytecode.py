@@ -1,7 +1,7 @@
 """Python's bytecode of installed packages, kept beside compiled code where the installation has none.
 
 Images are often built without it (PYTHONDONTWRITEBYTECODE, or an installer that compiles nothing). Each
-process then compiles torch's 2,500 modules for itself, which takes most of a warm start.
+process then compiles torch's 2,500 modules for itself, which is a large part of a warm start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from runtime.cache.folders import make_cache
 
 BYTECODE = "bytecode"
 """The folder below the compile cache's; in it one for each set of installed packages."""
@@ -35,6 +37,7 @@ def keep_bytecode(cache: Path) -> None:
     if sys.pycache_prefix not in (None, str(folder)):
         return
     try:
+        make_cache(cache)
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)  # used now
     except OSError:

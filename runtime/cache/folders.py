@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from graphmoe.file_lock import FileLock
-from runtime.cache.blobs import age_s
+from runtime.cache.blobs import age_s, write_whole
 from runtime.cache.entries import INDUCTOR, TRITON, process_name
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,25 @@ TEMPORARY = "graphmoe-work-"
 """Begins the name of a work folder among other temporary files."""
 ALIVE = "alive"
 """File that the process of a work folder holds locked."""
+TAG_FILE = "CACHEDIR.TAG"
+TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/cache.md.\n"
+"""Says that the folder is a cache (bford.info/cachedir). Backups leave it out, the tool prunes no other."""
+MIN_FREE_BYTES = 256 * 2**20
+"""A disk with less room counts as full: a cold compilation would not fit."""
 YOUNG_S = 10.0
 """Age below which a work folder is not yet called dead: its process may not have locked it."""
 FOREIGN_AGE_S = 7 * 24 * 3600.0
 """Age at which one of another host is dead, if its file is not locked."""
+
+
+def make_cache(folder: Path) -> None:
+    """Make the cache's folder if it is not there. *Raises* OSError, also for a disk that is nearly full."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free")
+    if not (folder / TAG_FILE).exists():
+        write_whole(folder / TAG_FILE, TAG.encode())
 
 
 def make_work_folder(parent: Path, prefix: str = "") -> tuple[Path, FileLock | None]:

@@ -6,31 +6,29 @@ for the same facts. Nothing is locked while code is compiled, and a process may 
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.cache.blobs import Blobs, write_whole
+from runtime.cache.blobs import Blobs
 from runtime.cache.choices import Choices
 from runtime.cache.entries import Entries, Entry
-from runtime.cache.folders import make_temporary_folder, make_work_folder, point_torch_at, remove_dead
+from runtime.cache.folders import (
+    make_cache,
+    make_temporary_folder,
+    make_work_folder,
+    point_torch_at,
+    remove_dead,
+)
 from runtime.cache.key import Facts, differences, key_of, may_share
 from runtime.cache.work import Nearest, WorkFolder
 
 __all__ = ["CompileCache", "Nearest", "WorkFolder", "point_torch_at"]
 
 log = logging.getLogger(__name__)
-
-TAG_FILE = "CACHEDIR.TAG"
-TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/cache.md.\n"
-"""Says that the folder is a cache (bford.info/cachedir). Backups leave it out, the tool prunes no other."""
-MIN_FREE_BYTES = 256 * 2**20
-"""A disk with less room counts as full: a cold compilation would not fit."""
 
 
 class CompileCache:
@@ -86,7 +84,7 @@ class CompileCache:
     def _filled_in(
         self, folder: Path, facts: dict[str, Any], source: Entry | None, *, found: bool
     ) -> WorkFolder:
-        _make_cache(folder)
+        make_cache(folder)
         remove_dead(folder / "work")
         place = make_work_folder(folder / "work")
         work = WorkFolder(self.blobs, self.entries, facts, *place, keeps=True)
@@ -105,13 +103,3 @@ def _nearest(facts: Facts, entries: Sequence[Entry]) -> Entry | None:
         return len(differences(facts, entry.facts)), -entry.last_used
 
     return min(entries, key=distance, default=None)
-
-
-def _make_cache(folder: Path) -> None:
-    """Make the cache's folder if it is not there. *Raises* OSError, also for a disk that is nearly full."""
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < MIN_FREE_BYTES:
-        raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free")
-    if not (folder / TAG_FILE).exists():
-        write_whole(folder / TAG_FILE, TAG.encode())

@@ -35,13 +35,11 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def run(
-    site: Path, cache: Path, before: str = "", command: tuple[str, ...] = (sys.executable,), **variables: str
-) -> tuple[str, str, str]:
+def run(site: Path, cache: Path, before: str = "", **variables: str) -> tuple[str, str, str]:
     """The value that ``torch`` has in a new process, where bytecode is kept, and the file of its own."""
     environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"} | variables
     environment["PYTHONPATH"] = f"{site}:{Path(__file__).parents[3]}"
-    words = [*command, "-c", RUN.format(before=before), str(cache)]
+    words = [sys.executable, "-c", RUN.format(before=before), str(cache)]
     found = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=site)
     value, folder, file = found.stdout.split()
     return value, folder, file
@@ -54,6 +52,7 @@ def kept(cache: Path) -> list[Path]:
 def test_bytecode_is_written_once_and_read_by_the_next_process(site, tmp_path):
     value, folder, file = run(site, tmp_path / "cache")
     assert value == "source" and Path(folder).parent == tmp_path / "cache" / "bytecode"
+    assert (tmp_path / "cache" / "CACHEDIR.TAG").exists()  # or the tool would not prune it
     assert kept(tmp_path / "cache") == [Path(file)] and not list(site.rglob("*.pyc"))
     code = Path(file).read_bytes()
     Path(file).write_bytes(code.replace(b"source", b"cached"))  # shows who reads it

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from runtime.cache import folders as work_folders
-from runtime.cache import store as compile_cache
 from runtime.cache.store import CompileCache, point_torch_at
 from tests.runtime.cache.cache_contents import (
     FACTS,
@@ -58,7 +57,7 @@ def test_a_full_disk_is_a_warning(cache, monkeypatch, caplog):
     kept(cache, a="1")
     usage = shutil.disk_usage(cache.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(compile_cache.shutil, "disk_usage", lambda folder: usage._replace(free=2**20))
+        patch.setattr(work_folders.shutil, "disk_usage", lambda folder: usage._replace(free=2**20))
         work = cache.open(FACTS)
     assert read(work) == {"a": "1"} and not work.path.is_relative_to(cache.folder)
     assert "1 MiB are free" in caplog.text and "is not kept" in caplog.text

@@ -304,6 +304,14 @@ def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
     assert (tmp_path / "damaged" / "mine").exists()
 
 
+def test_bytecode_that_goes_while_it_is_counted_is_no_error(cache, capsys):
+    folder = cache.folder / "bytecode" / "key"
+    folder.mkdir(parents=True)
+    (folder / "whole.pyc").write_bytes(b"x" * 40)
+    (folder / "gone.pyc").symlink_to(folder / "nothing")  # listed, and not there
+    assert run(cache, capsys)["bytecode_bytes"] == 40
+
+
 def test_a_file_is_no_cache(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="file is no compile cache"):

@@ -78,7 +78,7 @@ def bytecode_sizes(cache: CompileCache) -> dict[Path, int]:
     """Bytes of the bytecode of each set of installed packages."""
     assert cache.folder is not None
     folders = (cache.folder / BYTECODE).glob("*")
-    return {folder: sum(file.stat().st_size for file in folder.rglob("*.pyc")) for folder in folders}
+    return {folder: sum(_size(file) for file in folder.rglob("*.pyc")) for folder in folders}
 
 
 def verify(cache: CompileCache) -> Verified:
@@ -139,6 +139,13 @@ def prune(cache: CompileCache, max_bytes: int | None) -> Pruned:
             result.num_files += cache.blobs.remove(blob)
     result.bytes_after = total_bytes(cache)
     return result
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # removed meanwhile
+        return 0
 
 
 def _last_used(what: Entry | Path) -> float:

@@ -11,7 +11,7 @@ train: $(VENV)/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m graphmoe.train
 
 test: $(VENV)/installed-dev lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # On a machine with a GPU, with whatever Python has torch there: make test-gpu PYTHON=python3
 test-gpu:

@@ -90,13 +90,31 @@ def fused_adamw_(
     scalars: StepScalars,
 ) -> None:
     """The same by torch's fused kernel, which without a compiler moves the fewest bytes; scales ``grad``."""
+    fused_adamw_of_many_(
+        [main], [grad], [exp_avg], [exp_avg_sq], config=config, decays=decays, scalars=scalars
+    )
+    if weight is not None:
+        weight.copy_(main)
+
+
+def fused_adamw_of_many_(
+    mains: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    config: OptimConfig,
+    decays: bool,
+    scalars: StepScalars,
+) -> None:
+    """The same over lists of tensors, in few kernels."""
     adamw(
-        [main],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
+        mains,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
         [],
-        [scalars.done.clone()],
+        [*scalars.done.expand(len(mains)).clone().unbind()],  # torch counts each of them up
         fused=True,
         grad_scale=scalars.shrink,
         found_inf=(~scalars.ok).float(),
@@ -108,8 +126,6 @@ def fused_adamw_(
         eps=config.eps,
         maximize=False,
     )
-    if weight is not None:
-        weight.copy_(main)
 
 
 def _bias_correction(log_beta: Tensor, step: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Measure operations, or whole training steps, against the time that their FLOPs or bytes take at least.
+"""Measure operations, training steps or exchanges of tokens against what their FLOPs or bytes take at least.
 
 python -m graphmoe.bench suite=ops
 python -m graphmoe.bench only=grouped_mlp/v2_lite,swiglu out=ops.json
 python -m graphmoe.bench suite=step
 python -m graphmoe.bench suite=step overrides=model=mixtral_8x7b,model.num_layers=2 micro_batch_sizes=1,2
 python -m graphmoe.bench device=cpu format=json
+torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch
 
 Times are medians of device time; operations find cold caches. A case that fails is a row with the reason, the
 others go on, and the exit status is 1.
@@ -15,16 +16,17 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from graphmoe.benchmarks import step_suite, step_times
+from graphmoe.benchmarks import dispatch_suite, dispatch_times, step_suite, step_times
 from graphmoe.benchmarks.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
@@ -34,8 +36,11 @@ from graphmoe.benchmarks.cases import (
     run_case,
     without_folders,
 )
+from graphmoe.benchmarks.dispatch_suite import BLOCKS, DispatchSuite, dispatch_cases
+from graphmoe.benchmarks.dispatch_table import LINK_BYTES_PER_S, DispatchRow, render_dispatch
 from graphmoe.benchmarks.ops_suite import FULL, TINY, ops_suite
 from graphmoe.benchmarks.ops_table import brief, render_operations
+from graphmoe.benchmarks.rank_group import joined_ranks
 from graphmoe.benchmarks.step_suite import run_step_case, step_cases
 from graphmoe.benchmarks.step_table import UPDATE_BYTES, StepRow, render_steps
 from graphmoe.cli import emit, parse_args, run_tool
@@ -47,9 +52,14 @@ log = logging.getLogger(__name__)
 CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show that every case runs"
 
 
+Measured = tuple[Sequence[object], list[str], dict[str, Any]]
+"""Rows, what was left out, and how they were measured."""
+
+
 class Suite(enum.Enum):
     ops = "ops"
     step = "step"
+    dispatch = "dispatch"
 
 
 class ShapeChoice(enum.Enum):
@@ -63,7 +73,7 @@ class BenchArgs:
     """What the tool is asked."""
 
     suite: Suite = Suite.ops
-    """What is measured: ops is each operation of graphmoe/ops alone, step is training by graph.scope."""
+    """What is measured: operations alone, training by graph.scope, or, by torchrun, how tokens travel."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""
     repeats: int = 20
@@ -84,6 +94,8 @@ class BenchArgs:
     """step: what else is set, separated by commas, such as model=mixtral_8x7b,model.num_layers=2."""
     limit_s: int = 120
     """step: seconds that a row may take, > 0."""
+    blocks: str = BLOCKS
+    """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None
     """File for the JSON document, written at the end; default: none."""
     format: OutputFormat = OutputFormat.text
@@ -94,6 +106,8 @@ def main(argv: list[str]) -> None:
     args = parse_args(BenchArgs, argv, prog="graphmoe.bench")
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # on stderr
     document = bench(args, argv)
+    if not _is_first():
+        sys.exit(any(row["error"] for row in document["rows"]))
     if args.out is not None:
         try:
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -108,7 +122,7 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run the suite and return the JSON document; progress goes to the log. *Raises* ConfigError."""
     device, full = _check(args)
     started = time.monotonic()
-    rows, left_out, method = (_operations if args.suite is Suite.ops else _steps)(args, device, full)
+    rows, left_out, method = SUITES[args.suite](args, device, full)
     return {
         "suite": args.suite.name,
         "environment": _environment(device, argv),
@@ -179,9 +193,46 @@ def _steps(
     return rows, [], method
 
 
+def _exchanges(
+    args: BenchArgs, device: torch.device, full: bool
+) -> tuple[list[DispatchRow], list[str], dict[str, Any]]:
+    """Rows of ``suite=dispatch``, nothing left out, and how it is measured; equal on all ranks."""
+    cases = dispatch_cases(dispatch_suite.FULL if full else dispatch_suite.TINY, args.blocks)
+    cases = _chosen(cases, args.only)
+    rows: list[DispatchRow] = []
+    with joined_ranks(device) as ranks:
+        if ranks.rank:
+            logging.getLogger().setLevel(logging.WARNING)
+        suite = DispatchSuite(ranks, args.repeats)
+        for number, case in enumerate(cases, start=1):
+            case_started = time.monotonic()
+            found = suite.run(case)
+            told = ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found)
+            seconds = time.monotonic() - case_started
+            log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told, seconds)
+            rows += found
+    method = {
+        "ranks": ranks.size,
+        "rounds": dispatch_times.ROUNDS[device.type],
+        "warm_up_samples": dispatch_times.WARM_UP_SAMPLES,
+        "experts": suite.backends,
+        "priority": dispatch_times.PRIORITY,
+        "link_bytes_per_s": LINK_BYTES_PER_S,
+    }
+    return rows, [], method
+
+
+SUITES: dict[Suite, Callable[[BenchArgs, torch.device, bool], Measured]] = {
+    Suite.ops: _operations,
+    Suite.step: _steps,
+    Suite.dispatch: _exchanges,
+}
+RENDERERS = {"ops": render_operations, "step": render_steps, "dispatch": render_dispatch}
+
+
 def render(document: dict[str, Any]) -> str:
     """The table as Markdown, with what a reader must know of it below."""
-    table = render_steps if document["suite"] == Suite.step.name else render_operations
+    table = RENDERERS[document["suite"]]
     return "\n".join([*table(document), *_footnotes(document)])
 
 
@@ -193,7 +244,7 @@ def _check(args: BenchArgs) -> tuple[torch.device, bool]:
         problems.append(f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20")
     if not 1 <= args.limit_s <= MOST_S:
         problems.append(f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120")
-    problems += _without_effect(args)
+    problems += [*_without_effect(args), *_wrong_ranks(args)]
     if args.device is DeviceChoice.cuda and not gpu:
         problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
     on_gpu = gpu and args.device is not DeviceChoice.cpu
@@ -207,22 +258,55 @@ def _check(args: BenchArgs) -> tuple[torch.device, bool]:
         )
     if problems:
         raise ConfigError("; ".join(problems))
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", _own_gpu()) if on_gpu else torch.device("cpu")
     return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
 
 
 MOST_S = 86_400
 """A day: the longest that a row may be given."""
-STEP_ONLY = ("scopes", "micro_batch_sizes", "seq_lens", "overrides", "limit_s")
+OF_ONE_SUITE = {
+    Suite.ops: ("peers",),
+    Suite.step: ("scopes", "micro_batch_sizes", "seq_lens", "overrides", "limit_s"),
+    Suite.dispatch: ("blocks",),
+}
 
 
 def _without_effect(args: BenchArgs) -> Iterator[str]:
-    """Arguments of the other suite that were set."""
+    """Arguments of other suites that were set."""
     default = BenchArgs()
-    other, names = (Suite.step, STEP_ONLY) if args.suite is Suite.ops else (Suite.ops, ("peers",))
-    for name in names:
-        if (value := getattr(args, name)) != getattr(default, name):
-            yield f"{name}={value} has no effect with suite={args.suite.name}; use suite={other.name}"
+    for suite, names in OF_ONE_SUITE.items():
+        for name in names if suite is not args.suite else ():
+            if (value := getattr(args, name)) != getattr(default, name):
+                yield f"{name}={value} has no effect with suite={args.suite.name}; use suite={suite.name}"
+
+
+def _wrong_ranks(args: BenchArgs) -> Iterator[str]:
+    """What speaks against so many processes: only suite=dispatch has ranks, and needs several."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.suite is Suite.dispatch and size == 1:
+        yield (
+            "suite=dispatch measures how tokens travel between ranks, and here is one; start it with "
+            "torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch"
+        )
+    if args.suite is Suite.dispatch and size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        yield "suite=dispatch is for the ranks of one node; use torchrun --nnodes=1"
+    if args.suite is Suite.dispatch and args.device is not DeviceChoice.cpu:
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < size:
+            yield f"suite=dispatch: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
+    if args.suite is not Suite.dispatch and size > 1:
+        yield f"suite={args.suite.name} is for one process; start it with python -m graphmoe.bench"
+
+
+def _own_gpu() -> int:
+    """The one of this rank, where torchrun started several."""
+    local = os.environ.get("LOCAL_RANK")
+    return torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
+
+
+def _is_first() -> bool:
+    """Whether this process says what was measured."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 class Named(Protocol):

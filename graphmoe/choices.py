@@ -49,6 +49,33 @@ class ExpertsBackend(enum.Enum):
     te = "te"
 
 
+class DispatcherChoice(enum.Enum):
+    auto = "auto"
+    local = "local"
+    alltoall = "alltoall"
+    symm = "symm"
+    nvshmem = "nvshmem"
+    deepep = "deepep"
+    turbo = "turbo"
+
+
+class Transport(enum.Enum):
+    auto = "auto"
+    copy_engine = "copy_engine"
+    pull = "pull"
+
+
+class DpShard(enum.Enum):
+    zero1 = "zero1"
+    fsdp2 = "fsdp2"
+
+
+class ContextMethod(enum.Enum):
+    auto = "auto"
+    alltoall = "alltoall"
+    ring = "ring"
+
+
 class DataSource(enum.Enum):
     stdlib = "stdlib"
     files = "files"

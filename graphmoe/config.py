@@ -17,12 +17,16 @@ from graphmoe.choices import AttentionKind as AttentionKind
 from graphmoe.choices import AuxLoss as AuxLoss
 from graphmoe.choices import (
     ComputeDtype,
+    ContextMethod,
     DataSource,
     DeviceChoice,
+    DispatcherChoice,
+    DpShard,
     ExpertsBackend,
     LrSchedule,
     NumaBinding,
     OutputFormat,
+    Transport,
 )
 from graphmoe.choices import GroupScore as GroupScore
 from graphmoe.choices import RopeScaling as RopeScaling
@@ -98,6 +102,8 @@ class OptimConfig:
     """AdamW's epsilon, > 0."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases have none, >= 0."""
+    bucket_mb: float = 100.0
+    """Size in MB of the pieces in which ranks sum fp32 gradients, while the backward makes the next, > 0."""
 
 
 @dataclass
@@ -143,6 +149,17 @@ class MoEConfig:
     experts: ExpertsBackend = ExpertsBackend.auto
     """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
     the fastest, and takes torch on a CPU."""
+    dispatcher: DispatcherChoice = DispatcherChoice.auto
+    """How tokens reach the ranks of their experts: local (each rank holds all of them), alltoall
+    (torch.distributed), symm (kernels that read the memory of other GPUs of the node), nvshmem (torch on
+    NVSHMEM), deepep (the package DeepEP), turbo (its port in Primus-Turbo), or auto: local where
+    parallel.ep * parallel.etp is 1, else alltoall."""
+    transport: Transport = Transport.auto
+    """Who moves the rows of symm: pull (kernels), copy_engine (copies of blocks of a fixed size beside the
+    kernels, which pull what a block has no place for), or auto, which is pull."""
+    receive_budget: Any = 1.5
+    """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
+    > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md."""
     sync_free_stage: Any = "auto"
     """How far a MoE layer never waits for the host: 0 nothing is promised; 1 router and routing plan; 2
     dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest
@@ -258,6 +275,31 @@ class GraphConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the ranks are laid out, docs/parallel.md. Ranks = dp * cp * tp * pp; experts fold the same ranks as
+    edp * ep * etp * pp."""
+
+    dp: int | None = None
+    """Copies of the dense weights, each with batches of its own; default: what the others leave over, > 0."""
+    tp: int = 1
+    """Ranks that share each matrix of attention, dense and shared MLPs, embedding and head, > 0."""
+    cp: int = 1
+    """Ranks that share each sequence, > 0."""
+    cp_method: ContextMethod = ContextMethod.auto
+    """How attention sees what other ranks of cp have: alltoall (heads for positions), ring (keys and values
+    go round), or auto: alltoall where the heads of a rank of tp divide by cp, else ring."""
+    pp: int = 1
+    """Pipeline stages, > 0; this version has 1 only."""
+    ep: int = 1
+    """Ranks that share the experts; may be more than dp, > 0."""
+    etp: int = 1
+    """Ranks that share each expert's matrices, > 0."""
+    dp_shard: DpShard = DpShard.zero1
+    """What ranks with the same weights share out: zero1 main weights and moments, fsdp2 weights and gradients
+    too, which takes more exchange and no graph.scope."""
+
+
+@dataclass
 class LaunchConfig:
     """The processes of a run, docs/launch.md."""
 
@@ -270,10 +312,20 @@ class LaunchConfig:
     """host:port where the nodes meet; default: the first host of the Slurm job."""
     max_restarts: int = 0
     """Times that all workers are started again, from the last checkpoint, after one failed, >= 0."""
+    hang_timeout_s: int | None = 45
+    """Seconds without progress of a worker after which the job ends; three times the longest step so far if
+    that is more, > 0; null waits for ever."""
     gpus_per_job: int | None = None
     """GPUs of each job of a sweep whose jobs run side by side, > 0."""
     write_only: bool = False
     """Write resolved.yaml into the run's folder, print the command for a torchrun of your own, and stop."""
+    fake_world: int | None = None
+    """Dry run of one rank of so many, alone and without data: reports collectives and memory of a step,
+    docs/dry_run.md, > 0."""
+    fake_rank: int = 0
+    """The rank that a dry run runs, >= 0."""
+    fake_memory_gb: float = 192.0
+    """Memory of the device that a dry run plans for, as its vendor states it, in units of 2^30 bytes, > 0."""
 
 
 @dataclass
@@ -301,6 +353,15 @@ class RecomputeConfig:
 
 
 @dataclass
+class PipelineConfig:
+    """How micro-batches follow each other."""
+
+    ep_overlap: bool = False
+    """Run the backward of each micro-batch in turns with the forward of the next, and shared experts and
+    weight gradients while tokens travel, so that transfers hide beside products, docs/expert_parallel.md."""
+
+
+@dataclass
 class RunConfig:
     """The root of a run's configuration."""
 
@@ -318,6 +379,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     host: HostConfig = field(default_factory=HostConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     log: LogConfig = field(default_factory=LogConfig)
     format: OutputFormat = OutputFormat.text

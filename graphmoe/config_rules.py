@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -13,7 +12,6 @@ from graphmoe.cache_folders import cache_root, compiled_folder
 from graphmoe.config import (
     AttentionBackend,
     AttentionKind,
-    AuxLoss,
     CheckpointConfig,
     ComputeDtype,
     ConfigError,
@@ -22,22 +20,36 @@ from graphmoe.config import (
     DeviceChoice,
     GroupScore,
     ModelConfig,
-    RecomputeConfig,
     RopeScaling,
     RunConfig,
     ScoreFunction,
 )
+from graphmoe.dispatch_rules import (
+    dispatch_rules,
+    dispatcher_of,
+    has_experts,
+    one_node_rules,
+    overlap_rules,
+    stage_rules,
+)
+from graphmoe.dry_run_rules import dry_run_rules, with_dry_batch
+from graphmoe.layout import Layout
+from graphmoe.parallel_rules import (
+    context_method,
+    context_parallel_rules,
+    pipeline_rules,
+    shard_rules,
+    tensor_parallel_rules,
+)
+from graphmoe.recompute_rules import recompute_rules
 from graphmoe.segments import (
     CAPTURABLE,
     FULL_ITERATION,
-    LAYER_SEGMENTS,
-    PARTS,
     SCOPES,
-    SYNC_FREE_STAGES,
     lowest_stage,
     segments_of,
-    waiting_segments,
 )
+from graphmoe.vendor_dispatch import vendor_dispatch_rules
 
 DEFAULT_SEQ_LEN = 4096
 
@@ -51,6 +63,7 @@ def check(config: RunConfig) -> None:
 
 def violations(config: RunConfig) -> list[str]:
     """Every violated rule of a configuration, each with what would be valid. Pure."""
+    config = with_dry_batch(config)
     return [
         *_ranges(config),
         *_model_rules(config.model),
@@ -60,14 +73,23 @@ def violations(config: RunConfig) -> list[str]:
         *_batch_rules(config.train.global_batch_size, config.train.micro_batch_size),
         *_compile_rules(config.model.attention_backend, config.compile.enabled),
         *_graph_rules(config.graph.scope, config.compile.enabled),
-        *_stage_rules(config.moe.sync_free_stage, config.graph.scope, config.model, config.compile.enabled),
-        *_recompute_rules(config.recompute, config.model, config.compile.enabled),
+        *dispatch_rules(config.moe, config.parallel, config.model),
+        *one_node_rules(config.moe, config.launch.nodes),
+        *vendor_dispatch_rules(config.moe, config.parallel, config.model, config.precision.compute),
+        *stage_rules(config.moe, config.parallel, config.graph.scope, config.model, config.compile.enabled),
+        *overlap_rules(config),
+        *recompute_rules(config.recompute, config.model, config.compile.enabled),
         *_launch_rules(config),
+        *pipeline_rules(config.parallel),
+        *tensor_parallel_rules(config.parallel, config.model, seq_len_of(config)),
+        *shard_rules(config.parallel, config.graph.scope),
+        *context_parallel_rules(config.parallel, config.model, seq_len_of(config)),
     ]
 
 
 def resolve(config: RunConfig) -> RunConfig:
     """A copy in which ``auto`` and ``null`` have their values; backends of kernels are chosen later."""
+    config = with_dry_batch(config)
     config = dataclasses.replace(
         config,
         run=dataclasses.replace(config.run),
@@ -76,23 +98,31 @@ def resolve(config: RunConfig) -> RunConfig:
         moe=dataclasses.replace(config.moe),
         compile=dataclasses.replace(config.compile),
         launch=dataclasses.replace(config.launch),
+        parallel=dataclasses.replace(config.parallel),
     )
     if config.run.device is DeviceChoice.auto:
         config.run.device = DeviceChoice.cuda if torch.cuda.is_available() else DeviceChoice.cpu
     if config.precision.compute is ComputeDtype.auto:
-        on_gpu = config.run.device is DeviceChoice.cuda
+        on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
         config.precision.compute = ComputeDtype.bf16 if on_gpu else ComputeDtype.fp32
     if config.data.seq_len is None:
-        config.data.seq_len = min(config.model.context_length, DEFAULT_SEQ_LEN)
+        config.data.seq_len = seq_len_of(config)
     config.data.cache_dir = str(cache_root(config.data.cache_dir))
     config.compile.cache_dir = str(compiled_folder(config.compile.cache_dir))
     if config.launch.nproc == "auto":
         on_gpu = config.run.device is DeviceChoice.cuda
         gpus = config.launch.gpus_per_job or max(torch.cuda.device_count(), 1)
         config.launch.nproc = gpus if on_gpu else 1
+    config.moe.dispatcher = dispatcher_of(config.moe, config.parallel)
+    config.parallel.cp_method = context_method(config.parallel, config.model)
     if config.moe.sync_free_stage == "auto":
         config.moe.sync_free_stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
     return config
+
+
+def seq_len_of(config: RunConfig) -> int:
+    """Tokens of a sequence, where ``data.seq_len`` may be null."""
+    return config.data.seq_len or min(config.model.context_length, DEFAULT_SEQ_LEN)
 
 
 POSITIVE = """
@@ -100,19 +130,22 @@ POSITIVE = """
     model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim model.head_dim
     model.rope_theta model.yarn_original_context model.yarn_beta_slow model.context_length
     model.norm_eps model.init_std model.peak_lr model.num_experts model.top_k model.expert_ffn_size
-    model.routed_scale model.num_groups model.topk_groups optim.lr optim.eps train.steps
+    model.routed_scale model.num_groups model.topk_groups optim.lr optim.eps optim.bucket_mb
+    train.steps launch.fake_memory_gb
     train.global_batch_size train.micro_batch_size train.max_nonfinite train.log_interval
-    checkpoint.keep_last host.gc_interval graph.warmup_steps
+    checkpoint.keep_last host.gc_interval graph.warmup_steps parallel.tp parallel.cp parallel.pp parallel.ep
+    parallel.etp
 """
 POSITIVE_IF_SET = """
-    data.seq_len host.threads host.kernarg_pool_mb host.max_hw_queues launch.gpus_per_job
+    data.seq_len parallel.dp host.threads host.kernarg_pool_mb host.max_hw_queues launch.gpus_per_job
+    launch.hang_timeout_s launch.fake_world
 """
 NOT_NEGATIVE = """
     model.num_dense_layers model.q_lora_rank model.yarn_mscale model.yarn_mscale_all_dim
     model.shared_ffn_size model.bias_update_rate model.aux_loss_coef model.z_loss_coef model.mtp_depth
     model.mtp_loss_weight data.prefetch optim.warmup_steps optim.weight_decay train.clip_grad_norm
     train.val_interval train.val_batches checkpoint.interval checkpoint.keep_every log.sample_tokens
-    launch.max_restarts
+    launch.max_restarts launch.fake_rank
 """
 BELOW_ONE = "data.val_fraction optim.beta1 optim.beta2"
 SHARES = "optim.min_lr_ratio optim.wsd_decay_fraction"
@@ -254,27 +287,40 @@ def _batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
 
 
 def _launch_rules(config: RunConfig) -> Iterator[str]:
-    launch, train = config.launch, config.train
+    launch = config.launch
     for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
         if value != "auto" and (type(value) is not int or value < 1):
             yield f"launch.{key}={value!r} must be auto or a number greater than 0"
     host, colon, port = (launch.endpoint or "").rpartition(":")
     if launch.endpoint is not None and not (host and colon and port.isdigit()):
         yield f"launch.endpoint={launch.endpoint} must be host:port, e.g. launch.endpoint=node0:29500"
-    counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]
-    ranks = math.prod(counts)
-    if ranks < 2:
+    if launch.fake_world is not None:
+        yield from dry_run_rules(config)
+        if launch.fake_world > 0:
+            yield from _layout_rules(config, launch.fake_world, exact=True)
         return
-    if config.model.aux_loss is AuxLoss.global_batch:
-        yield (
-            f"model.aux_loss=global_batch counts the tokens of one worker, and there are {ranks}; use "
-            f"aux_loss=micro_batch or sequence, or launch.nproc=1"
-        )
-    together = train.micro_batch_size * ranks
-    if together > 0 and train.global_batch_size % together:
+    counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]
+    if all(count > 0 for count in counts):
+        yield from _layout_rules(config, math.prod(counts), exact=len(counts) == 2)
+
+
+def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str]:
+    """Of so many ranks, or of a multiple of them where it is not exact."""
+    train, parallel = config.train, config.parallel
+    if min(parallel.dp or 1, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp) < 1:
+        return
+    try:
+        dp = Layout.of(parallel, ranks).dp
+    except ConfigError as error:
+        if exact:
+            yield str(error)
+        return
+    together = train.micro_batch_size * dp
+    if dp > 1 and together > 0 and train.global_batch_size % together:
         yield (
             f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
-            f"{train.micro_batch_size} times {ranks} workers; use a multiple of {together}"
+            f"{train.micro_batch_size} times {dp} {'workers' if dp == ranks else 'data-parallel ranks'}; "
+            f"use a multiple of {together}"
         )
 
 
@@ -310,75 +356,6 @@ def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
             f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
             f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
         )
-
-
-def _stage_rules(stage: object, scope: object, model: ModelConfig, compiles: bool) -> Iterator[str]:
-    if stage == "auto":
-        return
-    if type(stage) is not int or stage not in SYNC_FREE_STAGES:  # True and 1.0 equal 1, and are none
-        yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"
-    elif isinstance(scope, str | list) and has_experts(model) and (waiting := waiting_segments(scope, stage)):
-        kept = [name for name in (segments_of(scope) or CAPTURABLE) if name not in waiting and compiles]
-        without = f"[{','.join(kept)}]" if kept else "none"
-        yield (
-            f"graph.scope={scope} captures {', '.join(waiting)}, which may wait for the host at "
-            f"moe.sync_free_stage={stage}; use moe.sync_free_stage={lowest_stage(scope)} or auto, or "
-            f"graph.scope={without}"
-        )
-
-
-def has_experts(model: ModelConfig) -> bool:
-    """Whether any layer has routed experts."""
-    return model.mtp_depth > 0 or model.num_layers > model.num_dense_layers
-
-
-def _recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool) -> Iterator[str]:
-    last = model.num_layers + model.mtp_depth - 1
-    known: dict[str, tuple[list[Any], Sequence[Any]]] = {
-        "segments": (wanted.segments, LAYER_SEGMENTS),
-        "ops": (wanted.ops, PARTS),
-        "layer_ids": (wanted.layer_ids, range(last + 1)),
-    }
-    if last < 0:
-        return  # of such a model other rules speak
-    if wanted.all and any(given for given, _ in known.values()):
-        named = " and ".join(f"recompute.{key}={given}" for key, (given, _) in known.items() if given)
-        yield f"recompute.all=true computes every layer again; leave out {named}, or use recompute.all=false"
-    for key, (given, valid) in known.items():
-        bad = [str(each) for each in given if each not in valid]
-        twice = sorted({str(each) for each in given if given.count(each) > 1})
-        if bad:
-            words = f"0 to {last}" if key == "layer_ids" else ", ".join(map(str, valid))
-            yield f"recompute.{key}={given} has {', '.join(bad)}; use {words}"
-        elif twice:
-            yield f"recompute.{key}={given} names {', '.join(twice)} twice; name each once"
-    if wanted.ops and not compiles:
-        yield (
-            f"recompute.ops={wanted.ops} are chosen in compiled graphs, and compile.enabled=false; use "
-            f"compile.enabled=true, or recompute.segments"
-        )
-    layers = [i for i in wanted.layer_ids if 0 <= i <= last] or range(last + 1)
-    for key, name in [*(("segments", n) for n in wanted.segments), *(("ops", n) for n in wanted.ops)]:
-        having = _layers_with(name, model)
-        if name in known[key][1] and not having:
-            yield f"recompute.{key} names {name}, which the model has not; leave it out"
-        elif name in known[key][1] and not set(layers) & set(having):
-            yield (
-                f"recompute.{key} names {name}, which no layer of recompute.layer_ids={wanted.layer_ids} "
-                f"has; leave it out, or name some of the layers {having[0]} to {having[-1]}"
-            )
-
-
-def _layers_with(name: str, model: ModelConfig) -> range:
-    """The layers that have a segment or a part; none for those of an attention or of experts not there."""
-    end = model.num_layers + model.mtp_depth
-    moe = range(model.num_dense_layers, end)
-    having = {
-        "mlp": range(model.num_dense_layers),
-        "shared_experts": moe if model.shared_ffn_size else range(0),
-        "mla_up_proj": range(end if model.attention is AttentionKind.mla else 0),
-    }
-    return having.get(name, moe if name.startswith("moe_") else range(end))
 
 
 def _divisors(number: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import math
 import os
 import platform
 import random
@@ -18,6 +19,8 @@ import psutil
 import torch
 
 from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, PrecisionConfig, RunConfig
+from graphmoe.layout import Layout
+from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
 
 PACKAGES = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors")
@@ -32,18 +35,21 @@ def open_device(choice: DeviceChoice) -> torch.device:
     return torch.device("cpu")
 
 
-def check_memory(config: RunConfig, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and moments alone exceed the memory of the device."""
+def check_memory(config: RunConfig, device: torch.device, num_ranks: int = 1) -> None:
+    """Refuse a model whose weights, gradients and moments alone exceed the memory of a rank's device."""
     parameters = count_parameters(config.model).total.full
-    # bf16: weights 2 bytes, main weights 4, gradients 4, moments 8; fp32: weights are the main weights.
-    needed = parameters * (18 if config.precision.compute is ComputeDtype.bf16 else 16)
+    layout = Layout.of(config.parallel, num_ranks)
+    rounded = config.precision.compute is ComputeDtype.bf16
+    kinds = state_bytes(config.model, layout, rounded=rounded, dp_shard=config.parallel.dp_shard)
+    needed = sum(kinds.values())
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if needed > there:
         raise ConfigError(
             f"model={config.model.name} with model.num_layers={config.model.num_layers} has {parameters:,} "
-            f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB, and this "
-            f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller model"
+            f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB"
+            f"{f' on each of {num_ranks} ranks' if num_ranks > 1 else ''}, and this {device.type} has "
+            f"{there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller model"
         )
 
 
@@ -118,6 +124,14 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def free_bytes(device: torch.device) -> float:
+    """What may still be allocated: free memory of a GPU and what torch holds of it unused; inf on a CPU."""
+    if device.type != "cuda":
+        return math.inf
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def seconds_since_process_start() -> float:

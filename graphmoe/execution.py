@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
-from graphmoe.config_rules import has_experts
+from graphmoe.dispatch_rules import has_experts
 from graphmoe.environment import device_name
+from graphmoe.layout import Layout
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
-from graphmoe.optim import Optimizer
+from graphmoe.receive_budget import routed_tokens
 from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments, segments_of
+from graphmoe.step_optimizer import StepOptimizer
 from graphmoe.world import World
 from passes import PassRunner, select_passes
 from runtime.cache.job import JobCache
@@ -29,6 +31,7 @@ from runtime.capture import Capture
 from runtime.captured_units import UnitCapture
 from runtime.compile_report import REPORT_FILE, to_json, to_text
 from runtime.compiled import CompiledSegments
+from runtime.overlap.runner import Overlap
 from runtime.recompute import Recompute, RecomputedSegments
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ class Execution:
         config: RunConfig,
         dtype: torch.dtype,
         device: torch.device,
-        optimizer: Optimizer,
+        optimizer: StepOptimizer,
         world: World | None = None,
     ) -> None:
         self.config, self.dtype, self.device, self.optimizer = config, dtype, device, optimizer
@@ -56,11 +59,15 @@ class Execution:
         names = frozenset(segments_of(scope))
         units = UnitCapture(names, self.capture) if self.capture and names else None
         self._recompute = Recompute.of(config.recompute)
+        self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
+        """What runs two micro-batches in turns; None where one follows the other."""
         assert config.compile.cache_dir is not None
         self._store = CompileCache(Path(config.compile.cache_dir) if config.compile.cache else None)
         self._compiled: CompiledSegments | None = None
         if config.compile.enabled:
-            self._compiled = CompiledSegments(self._runner, optimizer.gradient_of, units, self._recompute)
+            self._compiled = CompiledSegments(
+                self._runner, optimizer.gradient_of, units, self._recompute, self.overlap
+            )
         self._dump: Path | None = None
         self._cache: JobCache | None = None
         self._published = 0
@@ -74,10 +81,7 @@ class Execution:
         """
         if self._recompute:
             log.info("the backward computes again: %s", self._recompute.words())
-        fuses = self._compiled is not None and "fuse_experts" in [
-            spec.name for spec in select_passes(self.config.passes, {})
-        ]
-        refuse_waiting_experts(self.config, self.dtype, self.device, fuses=fuses)
+        refuse_waiting_experts(self.config, self.dtype, self.device, fuses=self.fuses)
         log.info("moe.sync_free_stage=%d", self.config.moe.sync_free_stage)
         if self._compiled is None:
             self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
@@ -90,16 +94,22 @@ class Execution:
         passes = select_passes(self.config.passes, {})
         self._cache = JobCache(self._store, facts_of(self.config, passes, self.device), self.world)
         self._compiled.turns, self._compiled.measured = self._cache.turns, self._cache.measured
-        if not fuses:
+        if not self.fuses:
             self._warn("the pass fuse_experts off", self._experts_set())
             self.experts = experts
         elif has_experts(self.config.model):
             self.experts = self.world.on_first(lambda: self._choose(experts))
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
-        if fuses and "moe_act" in self._recompute.parts:
+        if self.fuses and "moe_act" in self._recompute.parts:
             self._warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
         self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
         return self._compiled
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the routed experts run as one operation."""
+        passes = select_passes(self.config.passes, {})
+        return self._compiled is not None and "fuse_experts" in [spec.name for spec in passes]
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
@@ -111,6 +121,17 @@ class Execution:
             notes = {"model": self.config.model.name, "device": device_name(self.device), "scope": scope}
             self._cache.publish(self._content(), {**notes, "graphs": graphs})
         self._published = graphs
+
+    def warn_if_uncaptured(self) -> None:
+        """At the end of a run: say so where no step was left to capture."""
+        if self.capture and not self.capture.has_captured:
+            log.warning(
+                "graph.scope=%s captured nothing: the run did %d steps, and graph.warmup_steps=%d run "
+                "uncaptured first",
+                self.capture.report.scope,
+                self.capture.steps,
+                self.capture.warmup_steps,
+            )
 
     def write_report(self, folder: Path) -> None:
         """Write compile_report.json."""
@@ -155,16 +176,8 @@ class Execution:
             log.warning("%s=%s has no effect with %s", key, value, because)
 
     def _choose(self, remembered: str) -> str:
-        model, requested = self.config.model, self.config.moe.experts
-        assert self.config.data.seq_len is not None
-        shape = MlpShape(
-            self.config.train.micro_batch_size * self.config.data.seq_len,
-            model.hidden_size,
-            model.expert_ffn_size,
-            model.num_experts,
-            model.top_k,
-            self.dtype,
-        )
+        requested = self.config.moe.experts
+        shape = mlp_shape(self.config, Layout.of(self.config.parallel, self.world.size), self.dtype)
         sync_free = self.config.moe.sync_free_stage >= EXPERTS_STAGE
         if requested is ExpertsBackend.auto and remembered:
             try:
@@ -174,6 +187,23 @@ class Execution:
         # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
         sync_free = sync_free or requested is not ExpertsBackend.torch
         return choose_backends(requested.value, shape, self.device, self._store, sync_free=sync_free)
+
+
+def mlp_shape(config: RunConfig, layout: Layout, dtype: torch.dtype) -> MlpShape:
+    """The experts of one rank of a layout, with as many rows for each as a balanced routing sends.
+
+    Its tokens are those that arrive, and a token has as many experts as it has on this rank, 1 at least.
+    """
+    model, routed = config.model, routed_tokens(config, layout)
+    top_k = max(model.top_k // layout.ep, 1)
+    return MlpShape(
+        routed * layout.etp * model.top_k // top_k,
+        model.hidden_size,
+        model.expert_ffn_size // layout.etp,
+        model.num_experts // layout.ep,
+        top_k,
+        dtype,
+    )
 
 
 def refuse_waiting_experts(

@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import ConfigError, DataSource, DeviceChoice, OutputFormat, RunConfig
+from graphmoe.config import ConfigError, DataSource, DeviceChoice, MoEConfig, OutputFormat, RunConfig
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.environment import open_device
 from graphmoe.model import Transformer, build_model
@@ -102,6 +102,24 @@ def load_model(
     loaded = CheckpointStore.open_any(folder).load(state, step, partial=True)
     assert loaded is not None
     return model, loaded
+
+
+def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
+    """A model that this rank can run alone, with the same weights; None where other ranks have parts of them.
+
+    Ranks of cp have all weights, and a model that runs on whole sequences shares them; so does one without
+    a dispatcher, whose room is for the tokens of a micro-batch.
+    """
+    layout = model.layout
+    if layout.tp * layout.pp * layout.size("ep_etp") > 1:
+        return None
+    if layout.cp == 1 and model.dispatcher is None:
+        return model
+    alone = build_model(model.config, device="meta", execution=execution)
+    alone.load_state_dict(model.state_dict(), assign=True)
+    for router, other in zip(alone.routers(), model.routers(), strict=True):
+        router.earlier_counts = other.earlier_counts  # no part of the state
+    return alone
 
 
 @torch.no_grad()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 
 class Gradient:
-    """One parameter's gradient. ``total`` keeps its address; the optimizer's update may scale it."""
+    """One parameter's gradient. ``total`` keeps its address; the optimizer's update may scale it.
+
+    Who writes into ``total`` without ``add`` reports it to ``delivered``.
+    """
 
     def __init__(self, total: Tensor) -> None:
         self.total = total
         self.begun = False
         """Whether ``total`` holds anything of this step; a flag of the host, so nothing waits for it."""
+        self.on_delivery: Callable[[], None] | None = None
+        """Called each time that something was stored in ``total`` or added to it."""
 
     def add(self, value: Tensor) -> None:
         """Add a micro-batch's gradient, of any dtype."""
@@ -21,12 +26,17 @@ class Gradient:
             self.total.add_(value)
         else:
             self.total.copy_(value)
+        delivered([self])
+
+    def fill(self) -> None:
+        """Make it zeros if nothing came so far; more may be added."""
+        if not self.begun:
+            self.total.zero_()
         self.begun = True
 
     def finish(self) -> None:
         """End the step: zeros where no micro-batch gave anything; the next ``add`` begins anew."""
-        if not self.begun:
-            self.total.zero_()
+        self.fill()
         self.begun = False
 
 
@@ -37,3 +47,12 @@ def have_begun(gradients: Sequence[Gradient]) -> bool:
         if begun and not gradient.begun:
             gradient.total.zero_()
     return begun
+
+
+def delivered(gradients: Sequence[Gradient]) -> None:
+    """Say that each ``total`` has something more of this step; all were written before any is reported."""
+    for gradient in gradients:
+        gradient.begun = True
+    for gradient in gradients:
+        if gradient.on_delivery is not None:
+            gradient.on_delivery()

@@ -7,18 +7,21 @@ python -m graphmoe.info model=mixtral_8x7b model.num_layers=4 data.seq_len=8192 
 from __future__ import annotations
 
 import dataclasses
+import math
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
 from graphmoe.cli import emit
-from graphmoe.config import ModelConfig, RunConfig
+from graphmoe.config import ConfigError, DpShard, ModelConfig, RunConfig
 from graphmoe.entry import hydra_app
 from graphmoe.flops import flops_per_token
+from graphmoe.layout import ALONE, Layout
+from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
 
-BYTES_PER_PARAMETER = {"weights_bf16": 2, "main_weights_fp32": 4, "gradients_fp32": 4, "moments_fp32": 8}
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",
     "python -m graphmoe.info model=deepseek_v2_lite model.num_layers=6 data.seq_len=8192",
@@ -34,15 +37,43 @@ def main() -> None:
 def show(cfg: RunConfig) -> None:
     """Print the figures of the configured model."""
     assert cfg.data.seq_len is not None  # filled when the configuration is resolved
-    document = describe(cfg.model, cfg.data.seq_len)
+    document = describe(cfg.model, cfg.data.seq_len, layout_of_run(cfg), cfg.parallel.dp_shard)
     emit(document, render(document), cfg.format)
 
 
-def describe(model: ModelConfig, seq_len: int) -> dict[str, Any]:
-    """All figures as plain values: parameters by component, FLOPs of one token, bytes of training state."""
+def layout_of_run(cfg: RunConfig) -> Layout:
+    """The layout of all workers, or of ``launch.fake_world``.
+
+    Where nodes are to be counted at start, of as few nodes as it fits.
+    """
+    launch, parallel = cfg.launch, cfg.parallel
+    if launch.fake_world is not None:
+        return Layout.of(parallel, launch.fake_world)
+    nproc = launch.nproc if type(launch.nproc) is int else 1
+    if type(launch.nodes) is int:
+        return Layout.of(parallel, nproc * launch.nodes)
+    fits_all = math.lcm(
+        parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1), parallel.ep * parallel.etp
+    )
+    for nodes in range(1, fits_all + 1):
+        with suppress(ConfigError):
+            return Layout.of(parallel, nproc * nodes)
+    return Layout.of(parallel, nproc)
+
+
+def describe(
+    model: ModelConfig, seq_len: int, layout: Layout = ALONE, dp_shard: DpShard = DpShard.zero1
+) -> dict[str, Any]:
+    """All figures as plain values: parameters by component, FLOPs of one token, bytes of training state.
+
+    The bytes are those of one rank alone, and of each rank of the layout.
+    """
     counts = count_parameters(model)
     flops = flops_per_token(model, seq_len)
-    memory = {name: size * counts.total.full for name, size in BYTES_PER_PARAMETER.items()}
+    memory, per_rank = (
+        {name: round(size) for name, size in kinds.items()}
+        for kinds in (state_bytes(model, ALONE), state_bytes(model, layout, dp_shard=dp_shard))
+    )
     return {
         "model": model.name,
         "num_layers": model.num_layers,
@@ -58,7 +89,9 @@ def describe(model: ModelConfig, seq_len: int) -> dict[str, Any]:
             "backward": flops.backward,
             "total": flops.total,
         },
+        "num_ranks": layout.size("world"),
         "memory_bytes": {**memory, "total": sum(memory.values())},
+        "memory_bytes_per_rank": {**per_rank, "total": sum(per_rank.values())},
     }
 
 
@@ -72,8 +105,8 @@ def render(document: dict[str, Any]) -> Group:
         _parameter_table(document["parameters"]),
         f"\n[bold]FLOPs per token[/bold] at data.seq_len={seq_len}, causal attention halved",
         _flops_table(document["flops_per_token"]),
-        "\n[bold]Memory of bf16 training[/bold], all ranks together, without activations",
-        _memory_table(document["memory_bytes"]),
+        "\n[bold]Memory of bf16 training[/bold], without activations",
+        _memory_table(document["memory_bytes"], document["memory_bytes_per_rank"], document["num_ranks"]),
     )
 
 
@@ -109,14 +142,16 @@ def _flops_table(flops: dict[str, Any]) -> Table:
     return table
 
 
-def _memory_table(memory: dict[str, int]) -> Table:
-    """Bytes of everything that grows with the number of parameters."""
+def _memory_table(memory: dict[str, int], per_rank: dict[str, int], num_ranks: int) -> Table:
+    """Bytes of everything that grows with the number of parameters: on one rank, and on each of several."""
     scale, unit = (2**30, "GiB") if memory["total"] >= 2**30 else (2**20, "MiB")
-    table = _table("state", unit)
-    for name, size in memory.items():
+    columns = [memory, per_rank] if num_ranks > 1 else [memory]
+    names = [f"{unit} on one rank", f"{unit} on each of {num_ranks}"] if num_ranks > 1 else [unit]
+    table = _table("state", *names)
+    for name in memory:
         if name == "total":
             table.add_section()
-        table.add_row(_words(name), f"{size / scale:,.3f}")
+        table.add_row(_words(name), *(f"{sizes.get(name, 0) / scale:,.3f}" for sizes in columns))
     return table
 
 

@@ -119,6 +119,7 @@ def to_json(
         "load_max_over_mean": row.load,
         "skipped": bool(values["skipped"]),
         "skipped_total": int(values["skipped_total"]),
+        **({"receive_load": values["receive_load"]} if "receive_load" in values else {}),
     }
 
 
@@ -140,6 +141,8 @@ def log_line(row: dict[str, Any], total_steps: int) -> str:
         more = "/.." if len(row["load_max_over_mean"]) > 8 else ""
         parts.append(f"load max/mean {loads}{more}")
         parts.append(f"entropy {row['router_entropy']:.2f} balance {row['balance_loss']:.3f}")
+    if "receive_load" in row:
+        parts.append(f"receive load {row['receive_load']:.2f}")
     if row["z_loss"]:
         parts.append(f"z {row['z_loss']:.3f}")
     if row["mtp_loss"]:

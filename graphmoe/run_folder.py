@@ -42,6 +42,7 @@ _FREE_KEYS = (
     "host.nvlink_multicast",
     "launch.endpoint",
     "launch.gpus_per_job",
+    "launch.hang_timeout_s",
     "launch.max_restarts",
     "launch.write_only",
 )

@@ -48,6 +48,8 @@ SYNC_FREE_STAGES = (0, 1, 2, 3)
 """Values of ``moe.sync_free_stage`` but auto: how far a MoE layer never waits for the host."""
 EXPERTS_STAGE = 2
 """The stage from which the experts' products do not wait."""
+DISPATCHER_STAGES = {"local": 3, "alltoall": 1, "symm": 3, "nvshmem": 3, "deepep": 3, "turbo": 3}
+"""The highest stage that holds with each dispatcher."""
 CAPTURED_FROM = {
     "moe_router": 1,
     "moe_preprocess": 1,
@@ -86,6 +88,12 @@ class Segment:
     stream: Literal["compute", "comm"] = "compute"
     layer: int | None = None
     """The layer that it is a piece of, multi-token-prediction layers last; None for what is in no layer."""
+    dynamic: bool = False
+    """Whether sizes of its tensors differ from call to call: then it is part of no graph."""
+    fused: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None
+    """A dynamic segment's ``run`` as the pass fuse_experts would leave it, which sees graphs only. Its first
+    arguments are the backend of the experts' kernels, and a ``Gradient`` for each parameter of its module,
+    or none."""
 
     def __post_init__(self) -> None:
         assert self.name in SEGMENT_NAMES, self.name

@@ -1,4 +1,4 @@
-"""Metrics of the steps since the last read, kept on the device."""
+"""Metrics of the steps since the last read, on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from graphmoe.model.moe import ROUTER_STATS
 
 SCALARS = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", *ROUTER_STATS)
+RECEIVED = ("receive_load", "received_rows", "received_slots", "void")
+"""Of a run that makes room for what arrives without a count: the most that arrived at any rank at once, over
+what a balanced routing sends, and as a `graphmoe.receive_budget.Load`; and 1.0 where it found no room."""
 
 
 Mark = torch.cuda.Event | float
@@ -24,62 +27,86 @@ class StepRow(NamedTuple):
     step: int
     seconds: float
     values: dict[str, float]
-    """By the names in ``SCALARS``."""
+    """By the names in ``SCALARS``, and in ``RECEIVED`` where there are such."""
     load: list[float]
     """Largest over mean load of the experts, for each MoE layer."""
 
 
 @torch.no_grad()
 def device_row(scalars: dict[str, Tensor], counts_LE: Tensor) -> Tensor:
-    """A step's row: ``SCALARS``, then the largest over mean expert load of each MoE layer; fp32."""
+    """A step's row, fp32: ``SCALARS``, ``RECEIVED`` where room is planned, then a load for each MoE layer.
+
+    That is the largest over the mean load of its experts.
+    """
     load_L = counts_LE.amax(dim=1) / counts_LE.float().mean(dim=1).clamp_min(1e-9)
-    return torch.cat([torch.stack([scalars[name].float() for name in SCALARS]), load_L])
+    names = names_of(RECEIVED[0] in scalars)
+    return torch.cat([torch.stack([scalars[name].float() for name in names]), load_L])
+
+
+def names_of(planned: bool) -> tuple[str, ...]:
+    """Names of a row's scalars; ``planned`` says whether room is made for what arrives."""
+    return SCALARS + RECEIVED if planned else SCALARS
 
 
 class StepRows:
-    """A device buffer of metrics, one row a step; the host reads all rows at once."""
+    """Metrics of the last steps, one row each, which travel to the host as soon as the device has made them.
 
-    def __init__(self, capacity: int, num_moe_layers: int, device: torch.device) -> None:
-        self.buffer = torch.zeros(capacity, len(SCALARS) + num_moe_layers, device=device)
-        self.steps: list[int] = []
+    The host waits where it reads them, and for those that it reads only.
+    """
+
+    def __init__(
+        self, capacity: int, num_moe_layers: int, device: torch.device, *, planned: bool = False
+    ) -> None:
+        """``capacity`` rows at most are there between two reads."""
+        self._names = names_of(planned)
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(capacity, len(self._names) + num_moe_layers, pin_memory=on_gpu)
+        self._arrived = [torch.cuda.Event() for _ in range(capacity)] if on_gpu else []
+        self._steps: list[int] = []
+        self._next = 0
+        """Where in the ring of rows the next one comes."""
         self.clock = StepClock(device)
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self._steps)
 
     def append(self, step: int, row: Tensor) -> None:
-        """Keep the row of a finished step, from ``device_row``. No device sync."""
-        self.buffer[len(self.steps)].copy_(row)
-        self.steps.append(step)
-        self.clock.mark()
+        """Take the row of a step, from ``device_row``. No device sync."""
+        assert len(self) < len(self._host)
+        self.clock.mark()  # before the row: who has that has the time too
+        self._host[self._next].copy_(row, non_blocking=True)
+        if self._arrived:
+            self._arrived[self._next].record()
+        self._next = (self._next + 1) % len(self._host)
+        self._steps.append(step)
 
-    def hand_over(self) -> PendingRows:
-        """The rows since the last time, on their way to the host. No device sync."""
-        rows = self.buffer[: len(self.steps)]
-        pending = PendingRows(self.steps, rows, self.clock.hand_over())
-        self.steps = []
-        return pending
+    def drop(self, count: int) -> None:
+        """Forget the last rows, of steps that are void. Their time is that of the next row."""
+        self._steps = self._steps[: len(self) - count]
+        self._next = (self._next - count) % len(self._host)
+        self.clock.drop(count)
 
+    def values(self, step: int) -> dict[str, float]:
+        """The scalars of one step by name; waits until they are there, not for what came after."""
+        return dict(zip(self._names, self._row(self._steps.index(step)), strict=False))
 
-class PendingRows:
-    """Rows on their way to the host."""
-
-    def __init__(self, steps: list[int], rows: Tensor, intervals: list[Interval]) -> None:
-        self._steps, self._intervals = steps, intervals
-        self._host = torch.empty(rows.shape, pin_memory=rows.is_cuda).copy_(rows, non_blocking=True)
-        self._arrived = torch.cuda.Event() if rows.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def read(self) -> list[StepRow]:
-        """The rows; waits until they are there, not for what the device was given after them."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        parts = zip(self._steps, self._intervals, self._host.tolist(), strict=True)
+    def read(self, last: int | None = None) -> list[StepRow]:
+        """The rows up to a step, or all, which are forgotten. Waits as ``values`` does."""
+        count = len(self) if last is None else self._steps.index(last) + 1
+        rows = [self._row(place) for place in range(count)]
+        steps, self._steps = self._steps[:count], self._steps[count:]
+        names = self._names
         return [
-            StepRow(step, seconds(*interval), dict(zip(SCALARS, row, strict=False)), row[len(SCALARS) :])
-            for step, interval, row in parts
+            StepRow(step, seconds(*interval), dict(zip(names, row, strict=False)), row[len(names) :])
+            for step, interval, row in zip(steps, self.clock.hand_over(count), rows, strict=True)
         ]
+
+    def _row(self, place: int) -> list[float]:
+        """One of those that are there."""
+        number = (self._next - len(self) + place) % len(self._host)
+        if self._arrived:
+            self._arrived[number].synchronize()
+        return self._host[number].tolist()
 
 
 class StepClock:
@@ -98,10 +125,14 @@ class StepClock:
         """End an interval here and start the next. No device sync."""
         self._marks.append(self._now())
 
-    def hand_over(self) -> list[Interval]:
-        """Each finished interval since the last time, for ``seconds``. No device sync."""
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))
-        self._marks = self._marks[-1:]
+    def drop(self, count: int) -> None:
+        """Let the last intervals be part of the next one."""
+        self._marks = self._marks[: len(self._marks) - count]
+
+    def hand_over(self, count: int) -> list[Interval]:
+        """The first intervals that were not handed over yet, for ``seconds``. No device sync."""
+        pairs = list(zip(self._marks, self._marks[1:], strict=False))[:count]
+        self._marks = self._marks[count:]
         return pairs
 
     def _now(self) -> Mark:

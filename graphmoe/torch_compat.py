@@ -19,6 +19,8 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,24 +31,33 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "FakeTensorMode",
+    "all_to_all_by_splits",
     "bind_threads",
     "cache_counts",
     "compile_inference",
     "custom_function_of",
     "draws_random_numbers",
+    "fake_process_group",
     "fake_mode",
+    "has_nvshmem",
+    "in_backward",
     "is_recomputed",
     "joint_graph",
     "make_fx",
     "mark_kept",
     "mark_recomputed",
+    "nvshmem_empty",
     "partition",
+    "process_group_in",
     "remove_marks",
     "set_grad_enabled",
     "set_key_tag",
+    "storage_of",
+    "symmetric_memory",
     "tensors_of",
     "tree_map_only",
     "tune_each_kernel_once",
+    "without_modes",
 ]
 
 _KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
@@ -215,28 +226,65 @@ def set_key_tag(tag: str) -> None:
 
 
 def tune_each_kernel_once() -> None:
-    """Let all instances of a generated Triton kernel take the configuration that the first one was tuned to.
+    """Let all instances of a generated Triton kernel run as the first one was tuned, in this job or before.
 
     Each graph loads its kernels when it is compiled and tunes them when it runs first, so a kernel of
-    several graphs is tuned as often, and not always alike. A later job takes the configuration stored last
-    for all of them: its reductions would group their sums otherwise than those of the job that compiled.
-    (torch/_inductor/runtime/triton_heuristics.py: CachingAutotuner, whose file is named by its content.)
+    several graphs is tuned as often, and not always alike. One that comes with a cached graph looks for the
+    result only where the job that compiled it had its files. Otherwise tuned, a reduction groups its sums
+    otherwise. (torch/_inductor/runtime/triton_heuristics.py: CachingAutotuner, whose file is named by its
+    content; autotune_cache.py; codecache.py: StaticAutotunerFuture.)
     """
-    tune = CachingAutotuner.autotune_to_one_config
+    recheck, tune = CachingAutotuner.recheck_autotune_cache, CachingAutotuner.autotune_to_one_config
     if getattr(tune, "once", False):
         return
-    chosen: dict[str | None, str] = {}
+    chosen: dict[str, str] = {}
+
+    @functools.wraps(recheck)
+    def recheck_here(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        if self.filename is not None:
+            self.filename = os.path.join(cache_dir(), *self.filename.split(os.sep)[-2:])
+            if self.save_cache_hook is not None:
+                of_compiler: AutotuneCache = self.save_cache_hook.__self__
+                here = AutotuneCache.create(self.inductor_meta, self.filename, of_compiler.configs_hash)
+                self.save_cache_hook = here and here.save
+        recheck(self, *args, **kwargs)
 
     @functools.wraps(tune)
     def tune_once(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
-        same = [one for one in self.launchers if str(one.config) == chosen.get(self.filename)]
-        self.launchers = same or self.launchers
-        tune(self, *args, **kwargs)
-        if self.filename is not None:
-            chosen[self.filename] = str(self.launchers[0].config)
+        if self.filename is None:
+            tune(self, *args, **kwargs)
+            return
+        name = os.path.basename(self.filename)
+        tuned = [one for one in self.launchers if str(one.config) == chosen.get(name)]
+        tuned = tuned or _stored(self, self.filename)
+        if len(tuned) == 1:
+            self.launchers = tuned
+            getattr(self, "_release_static_launchers_except", lambda launcher: None)(tuned[0])  # torch 2.13
+        else:
+            tune(self, *args, **kwargs)
+        chosen[name] = str(self.launchers[0].config)
 
     tune_once.once = True  # type: ignore[attr-defined]
+    CachingAutotuner.recheck_autotune_cache = recheck_here  # type: ignore[method-assign]
     CachingAutotuner.autotune_to_one_config = tune_once  # type: ignore[method-assign]
+
+
+def _stored(kernel: CachingAutotuner, file: str) -> list[Any]:
+    """The launcher of a kernel with the configuration that an earlier job has stored, if there is one.
+
+    Also one that is not among those that the kernel was compiled with, but was derived from the registers
+    that they take: torch 2.11 does not look for these.
+    """
+    cache = AutotuneCache.create(kernel.inductor_meta, file, "")
+    best = cache._read() if cache else None
+    if not best:
+        return []
+
+    def is_best(config: Any) -> bool:
+        numbers = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+        return all(best.get(name) == value for name, value in numbers.items())
+
+    return [launcher for launcher in kernel.launchers if is_best(launcher.config)]
 
 
 def bind_threads(cpus: set[int]) -> None:
@@ -246,3 +294,105 @@ def bind_threads(cpus: set[int]) -> None:
     ``--numa-binding``, which takes an unknown NUMA node for node 0 and wants the command numactl.)
     """
     numa_binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cpus)
+
+
+@contextmanager
+def fake_process_group(num_ranks: int, rank: int) -> Iterator[None]:
+    """``torch.distributed`` as one of many ranks sees it, without the others: collectives do nothing.
+
+    (torch/testing/_internal/distributed/fake_pg.py, the backend "fake" of torch's own dry runs.)
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def process_group_in(argument: Any) -> torch.distributed.ProcessGroup | None:
+    """The process group that an operation of c10d was given; None for anything else.
+
+    (torch/csrc/distributed/c10d/Ops.cpp: they take it as an object of TorchScript.)
+    """
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        return torch.distributed.ProcessGroup.unbox(argument)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def has_nvshmem() -> bool:
+    """Whether this torch was built with NVSHMEM and its library is here.
+
+    (torch/distributed/_symmetric_memory/__init__.py.)
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.is_nvshmem_available()
+
+
+def nvshmem_empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: torch.distributed.ProcessGroup
+) -> Tensor:
+    """Memory that the kernels of other ranks of a group can reach. A collective of all ranks of the job.
+
+    No symmetric memory of another backend may have been taken in this process before.
+    """
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.set_backend("NVSHMEM")
+    tensor = _symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    _symmetric_memory.rendezvous(tensor, group)
+    return tensor
+
+
+def all_to_all_by_splits(
+    rows: Tensor, out: Tensor, splits: Tensor, out_splits: Tensor, group: torch.distributed.ProcessGroup
+) -> None:
+    """``splits[p]`` of the rows, which lie behind each other, to rank p; what comes lies so in ``out``.
+
+    All four are symmetric memory, splits int64 [P], and out_splits [2, P] tells how many rows came and where
+    they begin. The host waits for nothing, and nobody looks whether ``out`` is long enough.
+    (torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, ``all_to_all_vdev``.)
+    """
+    torch.ops.symm_mem.all_to_all_vdev(rows, out, splits, out_splits, group.group_name)
+
+
+def symmetric_memory(
+    num_bytes: int, group: torch.distributed.ProcessGroup
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Memory of each GPU of a group that all of them can read, by rank, and a barrier on the current stream.
+
+    Collective; the host waits for the other ranks. The memory is there as long as tensors and barrier are.
+    It is not taken from a pool, as ``torch.distributed._symmetric_memory.empty`` does, so each tensor begins
+    where the handle's addresses do. (torch/distributed/_symmetric_memory/__init__.py;
+    torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu, whose barrier is a kernel.)
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    handle = _SymmetricMemory.rendezvous(own, group.group_name)
+    buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(handle.world_size)]
+    buffers[handle.rank] = own  # the others do not own their memory: the handle does
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    assert addresses == list(handle.buffer_ptrs) and not any(address % 16 for address in addresses)
+    return buffers, functools.partial(handle.barrier, channel=0)
+
+
+def storage_of(tensor: Tensor) -> tuple[int, torch.UntypedStorage]:
+    """What tells the memory of a tensor from all other memory that is there, and that memory."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread. (torch/csrc/autograd/python_engine.cpp.)"""
+    return torch._C._current_graph_task_id() != -1
+
+
+without_modes = torch.utils._python_dispatch._disable_current_modes
+"""A context in which no TorchDispatchMode sees anything, fake tensors' neither."""

@@ -82,6 +82,9 @@ def train(config: RunConfig) -> float | None:
     if config.launch.write_only:
         _write_only(config)
         return None
+    if config.launch.fake_world is not None:
+        _dry_run(config)
+        return None
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     alone = nodes.count == config.launch.nproc == 1 and not config.launch.max_restarts
@@ -116,6 +119,25 @@ def _write_only(config: RunConfig) -> None:
     emit(document, shlex.join(words), config.format)
 
 
+def _dry_run(config: RunConfig) -> None:
+    """Report one rank of a layout without the others. The folder of the report stays free for a run."""
+    from graphmoe.dry_run import dry_run
+    from graphmoe.dry_run_report import FILE, render
+    from graphmoe.summary import write_json
+    from graphmoe.sweep import in_sweep
+
+    if in_sweep():
+        raise ConfigError(
+            "launch.fake_world is a dry run, which has no result that a sweep could compare; start one "
+            "command for each layout, without -m"
+        )
+    with _claimed(config, "dry_run") as run_folder:
+        document = {**dry_run(config), "folder": str(run_folder.path)}
+        write_json(run_folder.path / FILE, document)
+        run_folder.abandon()
+    emit(document, render(document), config.format)
+
+
 def _train_here(config: RunConfig) -> dict[str, Any]:
     """The summary of a run whose one worker is this process."""
     from graphmoe.training import open_worker, run_worker
@@ -129,6 +151,7 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     """The summary of a run in workers of their own; None on nodes other than the first."""
+    from graphmoe.dispatch_rules import reads_peers
     from graphmoe.run_folder import CONFIG_FILE, SUMMARY_FILE, write_config
     from graphmoe.sweep import in_sweep, job_gpus
     from runtime.launch.elastic import launch
@@ -137,6 +160,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     launched_at = time.time() if in_sweep() else psutil.Process().create_time()
     environment = {LAUNCHER_PID: str(os.getpid()), LAUNCHED_AT: str(launched_at)}
     on_gpu = config.run.device is DeviceChoice.cuda
+    one_gpu_each = on_gpu and not reads_peers(config.moe, config.parallel)
     with ExitStack() as stack:
         environment |= stack.enter_context(job_gpus(config))
         _check_gpus(config, environment)
@@ -149,7 +173,12 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
             start_logging(None, "launch", on_console=True)
         before = _written(folder / SUMMARY_FILE)
         stopped = launch(
-            config.launch, folder / CONFIG_FILE, environment, folder / LOGS, nodes=nodes, on_gpu=on_gpu
+            config.launch,
+            folder / CONFIG_FILE,
+            environment,
+            folder / LOGS,
+            nodes=nodes,
+            one_gpu_each=one_gpu_each,
         )
         return _new_summary(folder / SUMMARY_FILE, before, stopped) if nodes.is_first else None
 

@@ -8,21 +8,21 @@ steps, a step later where steps are captured, and only then learns of skipped st
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphmoe.agreement import StopAgreement
+from graphmoe.captured_run import CapturedRun
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.config import ComputeDtype, ConfigError, RunConfig
-from graphmoe.data import Corpus, Loader, first_batches, open_data
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.entry import to_plain
 from graphmoe.environment import (
     device_name,
+    free_bytes,
     memory_gib,
     open_device,
     random_state,
@@ -32,25 +32,28 @@ from graphmoe.environment import (
 )
 from graphmoe.execution import Execution
 from graphmoe.flops import flops_per_token
+from graphmoe.launches import Launches
+from graphmoe.layout import Layout
 from graphmoe.metrics import METRICS_FILE, MetricsWriter, NoMetrics, Throughput, log_line, to_json
-from graphmoe.model import build_model
-from graphmoe.optim import Optimizer
+from graphmoe.ops.collectives import use_groups
+from graphmoe.optimizers import DTYPES, build
+from graphmoe.pace import Pace
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
-from graphmoe.segments import FULL_ITERATION
 from graphmoe.signals import StopSignal
-from graphmoe.step_rows import PendingRows, StepRow, StepRows
+from graphmoe.step_rows import StepRow, StepRows
 from graphmoe.torch_compat import tensors_of
 from graphmoe.train_step import TrainStep
+from graphmoe.validation import Validation
 from graphmoe.weights import explained_mismatch, load_weights
 from graphmoe.world import World
-from runtime.capture import Place
-from runtime.captured_step import CapturedStep, Step
+from runtime.captured_step import Step
+from runtime.dispatch import close_dispatcher, make_room, open_dispatcher
 from runtime.host.tuning import GarbageCollection
+from runtime.mesh import Mesh
+from runtime.receive_ladder import ReceiveLadder, Rung, rungs_of
 
 log = logging.getLogger(__name__)
-
-DTYPES = {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.fp32: torch.float32}
 
 
 class TrainingStopped(RuntimeError):
@@ -67,38 +70,40 @@ class Trainer:
         assert config.data.seq_len is not None
         self.config, self.folder, self.progress = config, folder, progress
         self.world = world or World()
+        self.layout = Layout.of(config.parallel, self.world.size)
+        self.mesh = Mesh(self.layout)
+        use_groups(self.mesh)
         self.device = open_device(config.run.device)
+        open_dispatcher(config, self.mesh, self.device)
         seed_everything(config.train.seed, config.precision, self.device)
         self.corpus: Corpus = open_data(
             config.data, seq_len=config.data.seq_len, vocab_size=config.model.vocab_size
         )
-        self.model = build_model(
-            config.model,
-            device=self.device,
-            dtype=DTYPES[config.precision.compute],
-            seed=config.train.seed,
-            execution=config.moe,
-        )
-        self.optimizer = Optimizer(self.model, config.optim, config.train)
+        self.model, self.optimizer = build(config, self.device, self.mesh)
         dtype = DTYPES[config.precision.compute]
         self.execution = Execution(config, dtype, self.device, self.optimizer, self.world)
         self.loader = Loader(
             self.corpus.train,
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
-            rank=self.world.rank,
-            world_size=self.world.size,
+            rank=self.layout.index("dp", self.world.rank),
+            world_size=self.layout.dp,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
         )
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
         self.rows = StepRows(
-            min(config.train.log_interval, config.train.steps), len(self.model.routers()), self.device
+            min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
+            len(self.model.routers()),
+            self.device,
+            planned=self._plans,
         )
         self.throughput = self._throughput()
         self.agreement = StopAgreement(self.world)
-        self._pending: tuple[PendingRows, float] | None = None
-        """Metrics on their way to the host, and the epoch of the last of them."""
+        capture = self.execution.capture
+        self.pace = Pace(config.launch.hang_timeout_s, capture.warmup_steps + 1 if capture else 1)
+        self._pending: tuple[int, float] | None = None
+        """The last step whose metrics are due to be written, and the epoch after it."""
         self.step = 0
         self.first_step_s: float | None = None
         self.stopped_by: str | None = None
@@ -106,9 +111,22 @@ class Trainer:
 
     def start(self) -> None:
         """Take over the state to start from, and open the metrics: the last that can be refused."""
-        self.execute = self.execution.start(self.folder, self._restore())
-        self.train_step = TrainStep(self.config, self.model, self.optimizer, self.execute, self.world)
-        self._run_step: Step = self._captured(self.train_step)
+        self.execute = self.optimizer.executor(self.execution.start(self.folder, self._restore()))
+        self.train_step = TrainStep(
+            self.config, self.model, self.optimizer, self.execute, self.mesh, self.execution.overlap
+        )
+        capture, folder = self.execution.capture, self.folder if self.world.is_first else None
+        places = {**tensors_of(self.model), **self.optimizer.places()} if capture else {}
+        graph = self.config.graph
+        self._captured = CapturedRun(self.train_step, graph, capture, self.device, places, folder)
+        self._run_step: Step = self._captured
+        ladder = self._ladder()
+        self.launches = Launches(
+            lambda batches: self._run_step(batches), self.rows, self.optimizer.void, self.pace, ladder
+        )
+        self.validation = Validation(
+            self.config.train, self.corpus, self.model, self.execute, self.mesh, self.pace, ladder
+        )
         self.metrics: MetricsWriter = NoMetrics()
         self.world.on_first(self._open_metrics)
 
@@ -122,7 +140,8 @@ class Trainer:
             stack.callback(self.metrics.close)
             stack.callback(self.store.close)
             stack.callback(self.loader.close)
-            stack.callback(self._release_graph)
+            stack.callback(self._captured.release)
+            stack.push(self.pace.leave)
             if self.step == 0:
                 self._validate()
             signal = self._loop(stop, garbage)
@@ -131,18 +150,12 @@ class Trainer:
             if self.step not in self.store.latest():
                 self._save(wait=True)
             self.store.wait()
+            self.optimizer.gather()  # for who reads the model after training
             self.execution.keep_code()
             if self.world.is_first:
                 self.execution.write_report(self.folder)  # validation may have compiled after the first step
-        capture = self.execution.capture
-        if capture and not capture.ready:
-            log.warning(
-                "graph.scope=%s captured nothing: the run did %d steps, and "
-                "graph.warmup_steps=%d run uncaptured first",
-                capture.report.scope,
-                capture.steps,
-                capture.warmup_steps,
-            )
+        close_dispatcher()
+        self.execution.warn_if_uncaptured()
         if signal and not finished:
             self.stopped_by = signal
             log.warning(
@@ -169,11 +182,10 @@ class Trainer:
     def _train_step(self) -> None:
         """One optimizer step, and what is due after it."""
         train, checkpoint = self.config.train, self.config.checkpoint
+        self.pace.step(self.step + 1)
         batches = (next(self.loader) for _ in range(self.train_step.num_micro_batches))
-        row = self._run_step(batches)
-        self._report_capture()
+        self.launches(self.step + 1, batches)
         self.step += 1
-        self.rows.append(self.step, row)
         if self.first_step_s is None:
             self._synchronize()
             self.first_step_s = seconds_since_process_start()
@@ -185,9 +197,12 @@ class Trainer:
         last = self.step == train.steps
         validates = train.val_batches > 0 and (last or _due(self.step, train.val_interval))
         saves = last or _due(self.step, checkpoint.interval)
+        waits = validates or saves or self.execution.capture is None
         if validates or saves or len(self.rows) == train.log_interval:
-            self._pending = self.rows.hand_over(), self.loader.epochs
-        if validates or saves or self.execution.capture is None:
+            self._pending = self.step, self.loader.epochs
+            if waits:
+                self.launches.settle()
+        if waits:
             self._report_pending()
         if validates:
             self._validate()
@@ -196,72 +211,54 @@ class Trainer:
         if validates or saves:
             self.rows.clock.restart()
 
-    def _captured(self, step: TrainStep) -> Step:
-        """The step, or what replays it or parts of it from graphs."""
-        capture = self.execution.capture
-        if capture is None:
-            return step
-        capture.watch(self._at_fixed_addresses())
-        if self.device.type == "cpu":
-            scope = capture.report.scope
-            log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", scope)
-        if self.config.graph.scope == FULL_ITERATION:
-            return CapturedStep(step, self.device, capture)
+    @property
+    def _plans(self) -> bool:
+        """Whether room is made for what arrives without a count."""
+        return self.model.dispatcher is not None and self.model.dispatcher.capacity is not None
 
-        def run(batches: Iterable[Tensor]) -> Tensor:
-            with capture.step():
-                return step(batches)
+    def _ladder(self) -> ReceiveLadder | None:
+        """What makes more room where it is too little; None where there is always enough."""
+        if not self._plans:
+            return None
+        element_bytes = DTYPES[self.config.precision.compute].itemsize
+        rungs = rungs_of(self.config, self.mesh, element_bytes, fused=self.execution.fuses)
 
-        return run
+        def use(rung: Rung) -> None:
+            make_room(self.config, self.mesh, rung.dispatcher, self.device)
+            self.model.use(rung.dispatcher)
+            if self.execution.capture:
+                self.execution.capture.use(rung.number if rung.has_limit else None)
 
-    def _release_graph(self) -> None:
-        """Drop the graph of a captured step: NCCL ends only after the last graph that holds its sums."""
-        self._run_step = self.train_step
+        def has_memory(num_bytes: int) -> bool:
+            # Steps that warm up run beside the graphs, whose pool is as large as what they need.
+            maker = self.execution.capture.maker if self.execution.capture else None
+            pool, idle = (maker.pool_bytes(), maker.pool_unused_bytes()) if maker else (0, 0)
+            return all(self.world.gather(num_bytes + pool <= free_bytes(self.device) - idle))
 
-    def _at_fixed_addresses(self) -> dict[str, Place]:
-        """Weights, buffers, gradients and the optimizer's state: graphs use them without being given them."""
-        optimizer = self.optimizer
-        places: dict[str, Place] = {**tensors_of(self.model)}
-        for name, weight in zip(optimizer.names, optimizer.weights, strict=True):
-            places[f"the gradient of {name}"] = vars(optimizer.gradient_of(weight)), "total"
-        for name, value in vars(optimizer).items():
-            if isinstance(value, Tensor):
-                places[f"the optimizer's {name.lstrip('_')}"] = vars(optimizer), name
-        return places
-
-    def _report_capture(self) -> None:
-        """Write capture_report.json when the first captured step was launched."""
-        capture = self.execution.capture
-        if capture and capture.steps == capture.warmup_steps + 1:
-            capture.report.pool_bytes = capture.maker.pool_bytes()
-            if self.world.is_first:
-                capture.report.write(self.folder)
-            log.info(capture.report.line())
-            if isinstance(self.config.graph.scope, str):
-                return  # a word stands for segments that a model may lack; the report has them
-            for segment, reason in capture.report.not_captured.items():
-                log.warning("graph.scope names %s, which is not captured: %s", segment, reason)
+        return ReceiveLadder(rungs, use, has_memory) if rungs else None
 
     def _flush(self) -> None:
         """Report the metrics of all steps so far."""
+        self.launches.settle()
         self._report_pending()
         if len(self.rows):
-            self._pending = self.rows.hand_over(), self.loader.epochs
+            self._pending = self.step, self.loader.epochs
             self._report_pending()
 
     def _report_pending(self) -> None:
-        """Write the metrics that were handed over, if any were, and stop a run that keeps failing.
+        """Write the metrics that are due, if any are, and stop a run that keeps failing.
 
         A captured step is launched before those of the step before it are read, so that the device has
         work meanwhile.
         """
         if self._pending is None:
             return
-        config, (pending, epoch), self._pending = self.config, self._pending, None
-        read = self._write(pending, epoch)
+        config, (step, epoch), self._pending = self.config, self._pending, None
+        read = self._write(step, epoch)
         if read[-1].values["longest_skip"] >= config.train.max_nonfinite:
+            self.launches.settle()
             if len(self.rows):
-                self._write(self.rows.hand_over(), self.loader.epochs)
+                self._write(self.step, self.loader.epochs)
             self._save(wait=True)
             raise self._diverged(int(read[-1].values["longest_skip"]))
 
@@ -276,42 +273,31 @@ class Trainer:
             f"at the data around this step"
         )
 
-    def _write(self, pending: PendingRows, epoch: float) -> list[StepRow]:
-        """Write metrics and log them; returns them as read."""
+    def _write(self, step: int, epoch: float) -> list[StepRow]:
+        """Write the metrics up to a step and log them; returns them as read."""
         memory, per_step = memory_gib(self.device), self.throughput.tokens_per_step
-        read = pending.read()
+        read = self.rows.read(step)
+        self.pace.has_read()
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
         self.metrics.write(rows)
         for row in rows:
             log.info(log_line(row, self.config.train.steps))
         return read
 
-    @torch.no_grad()
     def _validate(self) -> None:
-        """Mean cross-entropy over the first validation batches, as a row of its own."""
-        train = self.config.train
-        if train.val_batches == 0 or self.corpus.val is None:
+        """The validation loss, as a row of its own."""
+        if not self.validation.wanted:
             return
-        total, count = torch.zeros((), device=self.device), 0
-        for count, tokens in enumerate(self._validation_batches(), start=1):
-            if (count - 1) % self.world.size == self.world.rank:  # dealt out among ranks
-                tokens = tokens.to(self.device, non_blocking=True)
-                total += self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute).cross_entropy
-        (total,) = self.world.sums(total)
-        loss = total.item() / count
-        self.metrics.write([{"step": self.step, "val_loss": loss}])
-        log.info("step %d/%d  validation loss %.4f (%d micro-batches)", self.step, train.steps, loss, count)
-
-    def _validation_batches(self) -> Iterator[Tensor]:
-        assert self.corpus.val is not None
-        return first_batches(
-            self.corpus.val, self.config.train.val_batches, self.config.train.micro_batch_size
-        )
+        self.optimizer.gather()
+        mean, count = self.validation()
+        self.metrics.write([{"step": self.step, "val_loss": mean}])
+        steps = self.config.train.steps
+        log.info("step %d/%d  validation loss %.4f (%d micro-batches)", self.step, steps, mean, count)
 
     def _state(self) -> dict[str, Any]:
-        """All that the next step depends on; tensors are the live ones."""
+        """All that the next step depends on; tensors are the live ones where there are such. A collective."""
         return {
-            "model": self.model.state_dict(),
+            "model": self.optimizer.model_state(),
             "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(),
             "random": random_state(),
@@ -321,6 +307,7 @@ class Trainer:
 
     def _save(self, *, wait: bool = False) -> None:
         if self.config.checkpoint.enabled:
+            self.pace.slow(f"the checkpoint of step {self.step}")
             self.store.save(self.step, self._state(), wait=wait)
 
     def _restore(self) -> str:
@@ -367,8 +354,9 @@ class Trainer:
         """Start from the weights of checkpoint.init_from, if it names any."""
         folder = self.config.checkpoint.init_from
         if folder:
-            kind = load_weights(self.model, folder, into=self.optimizer.main_weights())
-            self.optimizer.publish()
+            weights = self.optimizer.weights_to_fill()
+            kind = load_weights(self.model, folder, weights, self.layout, self.world.rank)
+            self.optimizer.adopt(weights)
             log.info("weights taken from %s (%s)", folder, kind.value)
 
     def _throughput(self) -> Throughput:

@@ -13,10 +13,21 @@ import psutil
 import torch
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, RunConfig
+from graphmoe.config import (
+    ComputeDtype,
+    ConfigError,
+    DeviceChoice,
+    DispatcherChoice,
+    DpShard,
+    MoEConfig,
+    OptimConfig,
+    RunConfig,
+)
 from graphmoe.data import DataError
+from graphmoe.dispatch_rules import dispatcher_of, reads_peers
 from graphmoe.environment import check_memory, describe, open_device
-from graphmoe.generate import TOKENIZER_FILE, generate
+from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
+from graphmoe.layout import Layout
 from graphmoe.logs import console
 from graphmoe.metrics import METRICS_FILE, summarise
 from graphmoe.model.attention import check_backend
@@ -29,6 +40,7 @@ from graphmoe.worker import LAUNCHED_AT
 from graphmoe.world import World
 from passes import select_passes
 from runtime.cache.bytecode import folder_in_use
+from runtime.dispatch.vendors import check_dispatcher
 from runtime.host.environment import HostLine, set_environment
 from runtime.host.tuning import log_host, start_host
 from runtime.launch.failures import RunFailed
@@ -48,16 +60,17 @@ def open_worker(config: RunConfig, world: World) -> list[HostLine]:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if kept := folder_in_use():
         lines.append(HostLine(f"Python's bytecode is kept in {kept}: torch was installed without it"))
-    lines += start_host(config.host, device, world.local_size, world.gather)
     if on_gpu and 0 < torch.cuda.device_count() <= local_rank:
         count = torch.cuda.device_count()
         raise ConfigError(
             f"{world.local_size} workers need a GPU each, and {count} are visible; start {count}"
         )
+    lines += start_host(config.host, device, world.local_size, world.gather)
     if on_gpu and local_rank:
         torch.cuda.set_device(device)
-    check_memory(config, open_device(config.run.device))
+    check_memory(config, open_device(config.run.device), world.size)
     check_backend(config.model, device.type)
+    check_dispatcher(config.moe.dispatcher, device, Layout.of(config.parallel, world.size), world)
     select_passes(config.passes, {})
     return lines
 
@@ -70,7 +83,7 @@ def run_worker(
     *Raises* RunFailed, without need of a traceback, for data, checkpoints and losses that end a run.
     """
     log_host(host_lines)
-    _warn(config)
+    warn_of_unused(config, world)
     wanted = config.log.progress and world.is_first
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
         trainer = Trainer(config, folder, progress, world)
@@ -84,12 +97,26 @@ def run_worker(
         return _summarise(trainer, folder, finished) if world.is_first else {}
 
 
-def _warn(config: RunConfig) -> None:
+def warn_of_unused(config: RunConfig, world: World) -> None:
+    """Warn of settings without effect, and of those that a run should not have by mistake."""
     if config.moe.force_balance:
         log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
+    dispatcher = dispatcher_of(config.moe, config.parallel)
+    has_effect = {
+        "receive_budget": reads_peers(config.moe, config.parallel),
+        "transport": dispatcher is DispatcherChoice.symm,
+    }
+    for key, value in ((key, getattr(config.moe, key)) for key, has in has_effect.items() if not has):
+        if value != getattr(MoEConfig, key):
+            shown = getattr(value, "value", value)
+            log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, shown, dispatcher.value)
+    zero1 = config.parallel.dp_shard is DpShard.zero1
+    if config.optim.bucket_mb != OptimConfig.bucket_mb and (world.size == 1 or not zero1):
+        given, why = config.optim.bucket_mb, "one rank" if zero1 else "parallel.dp_shard=fsdp2"
+        log.warning("optim.bucket_mb=%g has no effect with %s", given, why)
 
 
 @contextmanager
@@ -124,6 +151,13 @@ def _seconds_after_launch() -> float:
 def _sample(trainer: Trainer) -> str | None:
     """Text that the trained model writes, where the corpus has a tokenizer."""
     count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
+    if count and not trainer.optimizer.model_is_whole:
+        log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
+        return None
     if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
         return None
-    return generate(trainer.model, tokenizer, PROMPT, count, temperature=0.8, seed=0)
+    model = model_of_one_rank(trainer.model, trainer.config.moe)
+    if model is None:
+        log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
+        return None
+    return generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0)

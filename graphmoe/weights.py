@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.errors import MismatchError
+from graphmoe.checkpoint.flat_shards import FlatShard, shards_of, whole_shape
 from graphmoe.config import ComputeDtype, ConfigError, ModelConfig
+from graphmoe.layout import ALONE, Layout
 from graphmoe.model.hf.families import different_keys, same_function
 from graphmoe.model.hf.folder import fill, open_hf, shapes_of
 from graphmoe.model.hf.names import Piece
@@ -63,9 +65,13 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def load_weights(
-    model: nn.Module, folder: str | Path, into: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    folder: str | Path,
+    into: Mapping[str, Tensor | FlatShard] | None = None,
+    layout: Layout = ALONE,
+    rank: int = 0,
 ) -> FolderKind:
-    """Fill a model in place with the weights of a folder of any kind; the kind it was.
+    """Fill what a rank has of a model in place with the weights of a folder of any kind; the kind it was.
 
     ``into`` names tensors that are filled instead of the model's own of the same names, such as fp32
     main weights. Weights are cast to the dtype of what they fill. Keys that change what the same weights
@@ -75,7 +81,7 @@ def load_weights(
     mis-shaped; the model is unchanged then.
     """
     folder = Path(folder)
-    config, state = model.config, {**model.state_dict(), **(into or {})}
+    config, state = model.config, shards_of(model, layout, rank, instead=into)
     assert isinstance(config, ModelConfig)
     kind = kind_of(folder)
     if kind is FolderKind.run:
@@ -89,7 +95,7 @@ def load_weights(
         else:
             weights = open_weights(folder)
             theirs, files, found = weights.config, weights.files, own_pieces(state)
-        shapes = {name: tensor.shape for name, tensor in state.items()}
+        shapes = {name: whole_shape(tensor) for name, tensor in state.items()}
         files.check(found, shapes, hints=same_function(config, theirs))
         fill(state, files, found)
     for line in same_function(config, theirs):
@@ -222,7 +228,7 @@ def read_run(folder: Path, step: int | None) -> tuple[ModelConfig, dict[str, Ten
     return config, state, found
 
 
-def _places_in_run(folder: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dict[str, Any]:
     """The tensors of ``state`` under the names that a run's checkpoint has its fp32 weights by."""
     precision = yaml.safe_load(_config_file(folder).read_text(encoding="utf-8")).get("precision") or {}
     if precision.get("compute") != ComputeDtype.bf16.name:

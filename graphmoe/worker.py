@@ -19,7 +19,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,6 +29,7 @@ from graphmoe.logs import FILE_ONLY, start_logging
 from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, die_with_launcher, ends_at_signals
 from graphmoe.summary import render
 from runtime.launch.failures import RunFailed, write_failure
+from runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
     from graphmoe.run_folder import RunFolder
@@ -42,7 +42,6 @@ FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"
 LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
 """When the command, or the job of a sweep, began: seconds since the epoch, from the launching process."""
 LOGS = "logs"
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _USAGE = "usage: python -m graphmoe.worker <resolved.yaml of a run>"
 
 
@@ -52,6 +51,7 @@ def main() -> None:
     die_with_launcher()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm may send it to all processes; the launcher hears it
     faulthandler.enable()
+    begin_stamps()
     log_dir: Path | None = None
     try:
         path = _path(sys.argv[1:])
@@ -60,6 +60,7 @@ def main() -> None:
             world = _join(config)
             config, folder, claimed = _agree(config, path, world)
             log_dir = folder / LOGS
+            name_log_dir(log_dir)
             _train(config, folder, claimed, world)
     except BaseException as error:
         _end(error, log_dir)
@@ -87,11 +88,11 @@ def _join(config: RunConfig) -> World:
     import torch
     import torch.distributed as dist
 
-    from graphmoe.world import World, backend_of
+    from graphmoe.world import COLLECTIVE_TIMEOUT, World, backend_of
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         device = torch.device(config.run.device.value)
-        dist.init_process_group(backend_of(device), timeout=_COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend_of(device), timeout=COLLECTIVE_TIMEOUT)
     return World()
 
 

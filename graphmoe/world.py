@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""For tensors: other ranks wait in a collective while one compiles. The launcher finds hangs sooner."""
 PATIENCE = timedelta(hours=12)
 """For objects: other ranks wait while one tokenises a corpus or compiles."""
 
@@ -20,8 +22,8 @@ PATIENCE = timedelta(hours=12)
 class World:
     """All ranks of the job and this one's place among them; one rank alone without a process group.
 
-    Tensors are reduced by the backend of their device (NCCL or RCCL, on a CPU gloo), objects by a gloo group
-    of its own: who talks from another thread makes another World. Making one is collective.
+    They exchange objects, by a gloo group of its own: who talks from another thread makes another World.
+    Making one is collective. For tensors there are the groups of ``runtime.mesh``.
     """
 
     def __init__(self) -> None:
@@ -37,23 +39,6 @@ class World:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Replace the tensor by its sum over all ranks. No device sync on a GPU."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def sums(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Each tensor's sum over all ranks in its own dtype, all by one collective. No device sync on a GPU.
-
-        They travel as fp64, which keeps counts exact. One rank gets back what it gave.
-        """
-        if self.size == 1:
-            return tensors
-        total = self.sum_(torch.cat([tensor.detach().double().flatten() for tensor in tensors]))
-        parts = total.split([tensor.numel() for tensor in tensors])
-        return tuple(p.view_as(t).to(t.dtype) for p, t in zip(parts, tensors, strict=True))
 
     def gather(self, item: T) -> list[T]:
         """Every rank's item, in the order of ranks, on every rank."""
@@ -91,6 +76,19 @@ class World:
         if error is not None:
             raise error
         return result
+
+
+def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor's sum over a group in its own dtype, all by one collective. No device sync on a GPU.
+
+    They travel as fp64, which keeps counts exact. One rank alone, None, gets back what it gave.
+    """
+    if group is None:
+        return tensors
+    total = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    dist.all_reduce(total, group=group)
+    parts = total.split([tensor.numel() for tensor in tensors])
+    return tuple(p.view_as(t).to(t.dtype) for p, t in zip(parts, tensors, strict=True))
 
 
 def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

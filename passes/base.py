@@ -38,6 +38,8 @@ class Rewrites(NamedTuple):
     """Why each candidate that looks alike was left as it is, one line each."""
     absent: str = ""
     """The reason where there is no candidate: what is in the graph instead."""
+    expected: bool = True
+    """False where the graph is known to compute the same in a form that the pass is not for."""
 
 
 @dataclass(frozen=True)

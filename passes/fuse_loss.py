@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+import graphmoe.ops.collectives
 import graphmoe.ops.linear_cross_entropy  # noqa: F401  # registers the operation
 from passes.base import Rewrites
 from passes.matching import (
@@ -56,6 +57,9 @@ def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
             continue
         _replace(nll, found, needs_grad)
         matches += 1
+    if not matches and not left and calls(graph, ops.all_reduce):
+        reason = "ranks share the vocabulary: each sums over its part of the logits, and they add their sums"
+        return Rewrites(0, (), reason, expected=False)
     log_softmax = len(calls(graph, aten._log_softmax))
     return Rewrites(matches, tuple(left), f"{log_softmax} log_softmax, and no nll_loss behind one")
 

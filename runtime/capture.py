@@ -97,19 +97,37 @@ class Capture:
         self.report = CaptureReport(scope, self.maker.on, warmup_steps)
         self.steps = 0
         """Training steps that have begun."""
+        self.program: int | None = 0
+        """What steps run now, where there are several with graphs of their own; None replays nothing."""
+        self._begun: dict[int | None, int] = {}
+        """Steps of each program."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._names: list[str] = []
         self._places: list[Place] = []
-        self._addresses: list[int] = []
+        self._addresses: list[int] | None = None
 
     def watch(self, places: Mapping[str, Place]) -> None:
         """Tensors by name that graphs find where they lie at the first step that is captured."""
         self._names, self._places = list(places), list(places.values())
 
+    def use(self, program: int | None) -> None:
+        """From now on steps run this program; each warms up for itself, before its first graphs."""
+        self.program = program
+
     @property
     def ready(self) -> bool:
-        """Whether graphs replay by now."""
-        return self.steps > self.warmup_steps
+        """Whether graphs replay now."""
+        return self.program is not None and self._begun.get(self.program, 0) > self.warmup_steps
+
+    @property
+    def is_first_replay(self) -> bool:
+        """Whether this is the step that the graphs of a program were made in."""
+        return self.ready and self._begun[self.program] == self.warmup_steps + 1
+
+    @property
+    def has_captured(self) -> bool:
+        """Whether any program got that far."""
+        return self._addresses is not None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -118,10 +136,10 @@ class Capture:
         *Raises* RuntimeError for a tensor that has moved since graphs were made.
         """
         self.steps += 1
-        if self.steps == self.warmup_steps + 1:
+        self._begun[self.program] = self._begun.get(self.program, 0) + 1
+        if self.is_first_replay:
             self.maker.prepare()
-            self._addresses = self._look()
-        elif self.ready:
+        if self.ready:
             self._check_addresses()
         if self._stream is None:
             yield
@@ -139,6 +157,8 @@ class Capture:
     def _check_addresses(self) -> None:
         """On the host alone: 0.1 microseconds for each tensor."""
         found = self._look()
+        if self._addresses is None:
+            self._addresses = found
         if found == self._addresses:
             return
         moved = [n for n, a, b in zip(self._names, found, self._addresses, strict=True) if a != b]

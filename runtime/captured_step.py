@@ -24,7 +24,9 @@ class CapturedStep:
     def __init__(self, step: Step, device: torch.device, capture: Capture) -> None:
         self._step, self._device, self._capture = step, device, capture
         self._static: list[Tensor] = []
-        self._graph: Graph | None = None
+        self._span = Span("full_iteration", (), places=1)
+        self._graphs: dict[int | None, Graph] = {}
+        """Of each program of the capture."""
         self._arrivals = _Arrivals(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
@@ -43,9 +45,9 @@ class CapturedStep:
                 self._arrivals.taken()
             if not self._capture.ready:
                 return self._step(self._static)
-            if self._graph is None:
-                self._graph = self._make(given)
-            return self._graph.replay()[0]
+            if self._capture.program not in self._graphs:
+                self._graphs[self._capture.program] = self._make(given)
+            return self._graphs[self._capture.program].replay()[0]
 
     def _check(self, given: Sequence[Tensor]) -> None:
         for number, (batch, static) in enumerate(zip(given, self._static, strict=True)):
@@ -57,9 +59,9 @@ class CapturedStep:
                 )
 
     def _make(self, given: Sequence[Tensor]) -> Graph:
-        span = Span("full_iteration", (), places=1)
-        graph = span.make(self._capture.maker, lambda: (self._step(self._static),), given)
-        self._capture.report.spans.append(span)
+        graph = self._span.make(self._capture.maker, lambda: (self._step(self._static),), given)
+        if not self._graphs:
+            self._capture.report.spans.append(self._span)
         return graph
 
 

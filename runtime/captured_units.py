@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.gradients import Gradient, have_begun
+from graphmoe.gradients import Gradient, delivered, have_begun
 from runtime.capture import Capture, Span
 from runtime.graphs import static_copy
 from runtime.unit_code import UnitCode, differentiable
@@ -139,8 +139,7 @@ class _Lane:
             static = [self._shared.scratch(i, gradient) for i, gradient in enumerate(of_outputs)]
             self._backward[add] = self._replay(run, static, [False] * len(static), ())
         results = self._backward[add](of_outputs)
-        for gradient in sums:
-            gradient.begun = True
+        delivered(sums)
         return [result.detach() for result in results], [None] * len(sums)
 
     def _replay(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -19,13 +20,17 @@ from graphmoe.torch_compat import cache_counts
 from passes import MadeBy, PassReport, PassRunner
 from runtime.cache.turns import CompileTurns, Turn
 from runtime.captured_units import CapturedUnit, UnitCapture
-from runtime.recompute import NOTHING, Recompute, UnitRecompute
+from runtime.overlap.runner import Overlap
+from runtime.recompute import NOTHING, Recompute, UnitRecompute, executor_outside_graphs
 from runtime.tracing import fakes_of, trace_in_place
-from runtime.unit_code import Compiled, UnitCode, compile_graph
+from runtime.unit_code import Compiled, Later, UnitCode, compile_graph
 from runtime.unit_graphs import unit_graphs
-from runtime.units import BoundUnit, Unit, units_of
+from runtime.units import BoundUnit, Unit, owner_of, units_of
 
 log = logging.getLogger(__name__)
+
+OVERLAPPED = frozenset({"shared_experts"})
+"""Segments that are units of their own, so that they can run while a transfer is under way."""
 
 
 @dataclass
@@ -102,6 +107,7 @@ class CompiledSegments:
         gradient_of: Callable[[Tensor], Gradient] | None = None,
         capture: UnitCapture | None = None,
         recompute: Recompute | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self.turns: CompileTurns | None = None
         """Of the ranks that share a folder of compiled code."""
@@ -114,7 +120,11 @@ class CompiledSegments:
         self._capture = capture
         """Which segments replay from graphs in training; None for none."""
         self._recompute = recompute or Recompute()
-        self._places: dict[tuple[Any, ...], list[_Place]] = {}
+        self._overlap = overlap
+        """What runs the units of two micro-batches in turns; None where each runs for itself."""
+        self._run_dynamic = executor_outside_graphs(self._recompute)
+        self._places: dict[tuple[Any, ...], list[_Place | Unit]] = {}
+        """The units of a list of segments; those that are dynamic run as they are."""
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self.reports: list[UnitReport] = []
         self.recompiled = 0
@@ -130,14 +140,30 @@ class CompiledSegments:
         values = dict(tensors)
         made_by: dict[str, MadeBy | None] = {}
         for position, place in enumerate(self._places_of(segments, keep)):
+            if isinstance(place, Unit):
+                fused = [self._fused(segment) for segment in place.segments]
+                made = self._run_dynamic(fused, {name: values[name] for name in place.reads}, place.writes)
+                values.update(zip(place.writes, made, strict=True))
+                made_by |= dict.fromkeys(place.writes)
+                continue
             # A slice has strides of its own, which would need code of its own.
             read = [values[name].contiguous() for name in place.bound.unit.reads]
             code = self._code(place, read, made_by)
-            results = code([*place.bound.tensors, *read], place.gradients)
+            results = self._run(place, code, read)
             values.update(zip(place.bound.unit.writes, results, strict=True))
             for name, maker in zip(place.bound.unit.writes, code.graphs.made_by, strict=True):
                 made_by[name] = maker and maker.at(position)
         return tuple(values[name] for name in keep)
+
+    def _run(self, place: _Place, code: UnitCode | CapturedUnit, read: list[Tensor]) -> Sequence[Tensor]:
+        if self._overlap is None or not self._overlap.runs:
+            return code([*place.bound.tensors, *read], place.gradients)
+        assert isinstance(code, UnitCode), f"{place.bound.unit.name} is captured alone, and others run inside"
+
+        def call(own: Sequence[Tensor], later: Later) -> Sequence[Tensor]:
+            return code([*place.bound.tensors, *own], place.gradients, later)
+
+        return self._overlap.run_unit(place.bound.unit, read, call)
 
     def in_place(
         self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
@@ -153,12 +179,29 @@ class CompiledSegments:
         self._add(report)
         return code
 
-    def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place]:
-        key = (*(_identity(segment) for segment in segments), keep)
+    def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place | Unit]:
+        # Graphs know where the results of others lie, so each program of a capture has places of its own.
+        program = self._capture.capture.program if self._capture else None
+        key = (*(_identity(segment) for segment in segments), keep, program)
         if key not in self._places:
-            units = units_of(segments, keep, self._capture.names if self._capture else frozenset())
-            self._places[key] = [self._place(BoundUnit.of(unit)) for unit in units]
+            captured = self._capture.names if self._capture and program is not None else frozenset[str]()
+            units = units_of(segments, keep, captured, OVERLAPPED if self._overlap else frozenset())
+            self._places[key] = [unit if unit.dynamic else self._place(BoundUnit.of(unit)) for unit in units]
         return self._places[key]
+
+    def _fused(self, segment: Segment) -> Segment:
+        """A dynamic segment as the pass fuse_experts would leave it."""
+        if segment.fused is None or self._experts is None:
+            return segment
+        owner = owner_of(segment.run)
+        totals = [self._gradient_of(p) for p in owner.parameters()] if owner and self._gradient_of else []
+        return dataclasses.replace(segment, run=functools.partial(segment.fused, self._experts, totals))
+
+    @functools.cached_property
+    def _experts(self) -> str | None:
+        """The backend of the experts' kernels; None where the pass fuse_experts does not run."""
+        knobs = {spec.name: spec.knobs for spec in self._runner(True).specs}
+        return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
 
     def _place(self, bound: BoundUnit) -> _Place:
         parameters = bound.tensors[: bound.num_parameters]

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ class GraphMaker:
 
     def __init__(self, device: torch.device) -> None:
         self.on = "device" if device.type == "cuda" else "host"
+        self._made: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def make(self, run: Run, given: Sequence[Tensor] = ()) -> Graph:
@@ -42,7 +44,19 @@ class GraphMaker:
 
         ``given`` is what ``run`` must not read, since others stand in for it; a CPU's stand-in spoils it.
         """
-        return HostGraph(run, given) if self._pool is None else DeviceGraph(run, self._pool)
+        if self._pool is None:
+            return HostGraph(run, given)
+        graph = DeviceGraph(run, self._pool)
+        self._made.add(graph)
+        return graph
+
+    def release(self) -> None:
+        """End all graphs, wherever they are held: NCCL's groups end only after the last that has their sums.
+
+        None of them may replay any more.
+        """
+        for graph in self._made:
+            graph.release()
 
     def prepare(self) -> None:
         """Give the memory that others hold in reserve back to the device, where a pool can take it."""
@@ -57,6 +71,13 @@ class GraphMaker:
             return 0
         segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
         return sum(segment["total_size"] for segment in segments)
+
+    def pool_unused_bytes(self) -> int:
+        """What of that nothing holds: the next graph may take it, and nobody else."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
+        return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
 class DeviceGraph:
@@ -81,6 +102,10 @@ class DeviceGraph:
         """Launch the graph on the current stream."""
         self._graph.replay()
         return self._results
+
+    def release(self) -> None:
+        """Give the graph back to the device, with what it holds of communicators."""
+        self._graph.reset()
 
 
 class HostGraph:

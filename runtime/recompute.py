@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from graphmoe.config import ConfigError, RecomputeConfig
-from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
+from graphmoe.segments import LAYER_SEGMENTS, Executor, Segment, run_segments
 from graphmoe.torch_compat import draws_random_numbers
 from runtime.units import Unit, joined
 
@@ -63,8 +63,8 @@ class Recompute:
         return f"{named} of {f'layers {layers}' if layers else 'every layer'}"
 
     def covers(self, segment: Segment) -> bool:
-        """Whether the segment is computed again as a whole."""
-        if segment.name not in LAYER_SEGMENTS or not self._reaches(segment):
+        """Whether the segment is computed again as a whole; what came from other ranks is kept."""
+        if segment.name not in LAYER_SEGMENTS or segment.stream == "comm" or not self._reaches(segment):
             return False
         named = self.segments or self.parts
         return self.all or segment.name in self.segments or bool(self.layers and not named)
@@ -118,6 +118,14 @@ class RecomputedSegments:
             results = _checkpointed(unit, *read)
         self._checked.add(key)
         return results
+
+
+def executor_outside_graphs(recompute: Recompute) -> Executor:
+    """What runs segments that are part of no graph, and so have no parts to choose from."""
+    whole = replace(recompute, parts=frozenset())
+    if recompute.parts and not recompute.segments:
+        return run_segments  # the layers say where the parts are
+    return RecomputedSegments(whole) if whole else run_segments
 
 
 def refuse_random_numbers(where: str, target: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:

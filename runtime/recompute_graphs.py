@@ -70,17 +70,17 @@ def _mark(graph: fx.Graph, wanted: UnitRecompute) -> None:
     regions = {name: number for number, names in enumerate(wanted.regions) for name in names}
 
     def region(node: fx.Node) -> int | None:
-        return regions.get(_said(node, "segment"))
+        return regions.get(said_of(node, "segment"))
 
     of_parts: set[fx.Node] = set()
     forward = _forward_of(graph)
     for node in forward:
         if region(node) is None:
             moved = node.target in MOVES and {*node.all_input_nodes} <= of_parts
-            if _said(node, "part") not in wanted.parts and not (moved and node.all_input_nodes):
+            if said_of(node, "part") not in wanted.parts and not (moved and node.all_input_nodes):
                 continue
             of_parts.add(node)
-        refuse_random_numbers(f"segment {_said(node, 'segment')}", node.target, node.args, node.kwargs)
+        refuse_random_numbers(f"segment {said_of(node, 'segment')}", node.target, node.args, node.kwargs)
         mark_recomputed(node)
     for number in range(len(wanted.regions)):
         inside = {node for node in graph.nodes if region(node) == number}
@@ -89,7 +89,7 @@ def _mark(graph: fx.Graph, wanted: UnitRecompute) -> None:
                 _close(graph, node, inside)
 
 
-def _said(node: fx.Node, key: str) -> str:
+def said_of(node: fx.Node, key: str) -> str:
     """What ``torch.fx.traceback.annotate`` said about a node, or about the one whose gradient it makes."""
     return node.meta.get("custom", {}).get(key, "")
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
-from graphmoe.gradients import Gradient, have_begun
+from graphmoe.gradients import Gradient, delivered, have_begun
 from graphmoe.torch_compat import FakeTensorMode, compile_inference
 from runtime.accumulation import deliver_outputs
 from runtime.unit_graphs import UnitGraphs
 
 Compiled = Callable[..., Sequence[Tensor]]
+Later = list[Callable[[], object]]
+"""What a backward has left to be done."""
 
 
 def compile_graph(graph: fx.GraphModule) -> Compiled:
@@ -48,16 +51,24 @@ class UnitCode:
             if graphs.weight_gradients:
                 self._weights_code(add=False)
 
-    def __call__(self, tensors: Sequence[Tensor], gradients: Sequence[Gradient]) -> tuple[Tensor, ...]:
+    def compile_rest(self) -> None:
+        """Compile what else waits for its first use: W that adds."""
+        if self.graphs.weight_gradients:
+            self._weights_code(add=True)
+
+    def __call__(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Gradient], later: Later | None = None
+    ) -> tuple[Tensor, ...]:
         """The unit's outputs from (parameters, buffers, inputs); differentiable if it was compiled so.
 
         Where the code delivers, the backward adds to each parameter's gradient in ``gradients``, and
-        autograd gets none.
+        autograd gets none. It leaves that to a call that it puts into ``later``, if it is given.
         """
         if self.graphs.backward is None:
             results = tuple(self._forward(*tensors))
         else:
-            results = differentiable(self, tensors, gradients)
+            code = self if later is None else _Postponing(self, later, len(gradients))
+            results = differentiable(code, tensors, gradients)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -109,8 +120,7 @@ class UnitCode:
             return list(self._weights_code(add=False)(*handed))
         sums = [gradients[i] for i in wanted]
         self.run_weights(handed, sums, add=have_begun(sums))
-        for gradient in sums:
-            gradient.begun = True
+        delivered(sums)
         return [None] * len(wanted)
 
     def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:
@@ -125,6 +135,24 @@ class UnitCode:
             graph = self.graphs.backward.weights
             self._weights[add] = self._compiler(deliver_outputs(graph, add=add) if self.delivers else graph)
         return self._weights[add]
+
+
+class _Postponing:
+    """A unit whose backward is I, and leaves W for later."""
+
+    def __init__(self, code: UnitCode, later: Later, num_weights: int) -> None:
+        assert code.delivers, "autograd wants weight gradients at once"
+        of_inputs = code.graphs.input_gradients
+        assert all(i >= num_weights for i in of_inputs), "the backward is not cut into I and W"
+        self.graphs, self.forward, self._code, self._later = code.graphs, code.forward, code, later
+
+    def backward(
+        self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        of_inputs, handed = self._code.backward_inputs(kept, of_outputs)
+        if self.graphs.weight_gradients:
+            self._later.append(functools.partial(self._code.backward_weights, handed, gradients))
+        return of_inputs, [None] * len(self.graphs.weight_gradients)
 
 
 class Differentiable(Protocol):

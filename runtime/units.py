@@ -33,6 +33,8 @@ class Unit:
     """Tensors that are needed after it."""
     captured: bool = False
     """Whether its segments are in the scope of a capture."""
+    dynamic: bool = False
+    """Whether its sizes differ from call to call: it runs as it is."""
 
     @property
     def name(self) -> str:
@@ -42,18 +44,27 @@ class Unit:
 
 
 def units_of(
-    segments: Sequence[Segment], keep: Sequence[str], captured: Set[str] = frozenset()
+    segments: Sequence[Segment],
+    keep: Sequence[str],
+    captured: Set[str] = frozenset(),
+    apart: Set[str] = frozenset(),
 ) -> list[Unit]:
-    """Cut a list of segments where the stream changes, and where those named in ``captured`` begin and end.
+    """Cut a list of segments where the stream changes, and where captured or dynamic ones begin and end.
 
-    ``keep`` names the tensors that are wanted at the end.
+    ``keep`` names the tensors that are wanted at the end, ``captured`` the segments that are captured, and
+    ``apart`` those that are no part of larger units.
     """
 
-    def kind(segment: Segment) -> tuple[str, bool]:
-        return segment.stream, segment.name in captured
+    def kind(segment: Segment) -> tuple[str, bool, bool, str]:
+        own = segment.name if segment.name in apart else ""
+        return segment.stream, segment.name in captured, segment.dynamic, own
 
     units = joined([[*group] for _, group in itertools.groupby(segments, key=kind)], keep)
-    return [dataclasses.replace(unit, captured=unit.segments[0].name in captured) for unit in units]
+    for i, unit in enumerate(units):
+        _, is_captured, is_dynamic, _ = kind(unit.segments[0])
+        assert not (is_captured and is_dynamic), f"{unit.name} waits for the host, and no graph can hold it"
+        units[i] = dataclasses.replace(unit, captured=is_captured, dynamic=is_dynamic)
+    return units
 
 
 def joined(groups: Sequence[Sequence[Segment]], keep: Sequence[str]) -> list[Unit]:
@@ -92,7 +103,10 @@ class BoundUnit:
 
     @classmethod
     def of(cls, unit: Unit) -> BoundUnit:
-        owners = tuple(_owner(segment.run) for segment in unit.segments)
+        owners = tuple(owner_of(segment.run) for segment in unit.segments)
+        for owner, segment in zip(owners, unit.segments, strict=True):
+            known = owner is not None or getattr(segment.run, "__self__", None) is None
+            assert known, f"{segment.run} has state that no fingerprint would tell"
         held = [(i, owner) for i, owner in enumerate(owners) if owner is not None]
         parameters = [(i, n, p) for i, o in held for n, p in o.named_parameters(remove_duplicate=False)]
         buffers = [(i, n, b) for i, o in held for n, b in o.named_buffers(remove_duplicate=False)]
@@ -140,12 +154,10 @@ class BoundUnit:
         return segments, self.unit.reads, self.unit.writes, tuple(map(_description, self.owners)), self.names
 
 
-def _owner(run: Callable[..., Any]) -> nn.Module | None:
-    if isinstance(run, nn.Module):
-        return run
-    owner = getattr(run, "__self__", None)
-    assert owner is None or isinstance(owner, nn.Module), run
-    return owner
+def owner_of(run: Callable[..., Any]) -> nn.Module | None:
+    """The module behind a segment; None for a plain function, or a method of anything else."""
+    owner = getattr(run, "__self__", run)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _function_of(run: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -195,6 +207,8 @@ def _plain(value: Any, module: nn.Module) -> Any:
         return type(value), value  # 1, 1.0 and True are equal
     if isinstance(value, tuple | list):
         return tuple(_plain(item, module) for item in value)
+    if isinstance(value, dict):
+        return tuple((_plain(key, module), _plain(item, module)) for key, item in value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return tuple(_plain(getattr(value, f.name), module) for f in dataclasses.fields(value))
+        return type(value), *(_plain(getattr(value, f.name), module) for f in dataclasses.fields(value))
     return id(module)

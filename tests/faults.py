@@ -6,6 +6,7 @@ For workers in processes of their own, which a test reaches by ``passes.extra`` 
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import torch.fx
@@ -17,6 +18,10 @@ STEP_S = "FAULT_STEP_S"
 """Seconds that each step takes longer."""
 RAISE_AT = "FAULT_RAISE_AT"
 """'rank:attempt:step ...': where a worker raises, before that step."""
+HANG_AT = "FAULT_HANG_AT"
+"""The same for where it sleeps for an hour."""
+SIGNAL_AT = {number: f"FAULT_{number.name}_AT" for number in (signal.SIGKILL, signal.SIGSTOP)}
+"""The same for where it sends itself a signal."""
 
 _whole_step = Trainer._train_step
 
@@ -28,10 +33,19 @@ def nothing(graph: torch.fx.Graph) -> int:
 
 def _step(self: Trainer) -> None:
     time.sleep(float(os.environ.get(STEP_S, "0")))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if f"{self.world.rank}:{attempt}:{self.step + 1}" in os.environ.get(RAISE_AT, "").split():
+    if _is_due(self, RAISE_AT):
         raise RuntimeError(f"the cause, before step {self.step + 1}")
+    if _is_due(self, HANG_AT):
+        time.sleep(3600)
+    for number, name in SIGNAL_AT.items():
+        if _is_due(self, name):
+            os.kill(os.getpid(), number)
     _whole_step(self)
+
+
+def _is_due(trainer: Trainer, name: str) -> bool:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    return f"{trainer.world.rank}:{attempt}:{trainer.step + 1}" in os.environ.get(name, "").split()
 
 
 Trainer._train_step = _step  # type: ignore[method-assign]

@@ -63,6 +63,15 @@ TINY = (
     "compile.enabled=false",
     "log.tensorboard=false",
 )
+COMPILED_MODEL = (
+    "model.q_lora_rank=8",
+    "model.aux_loss=sequence",
+    "model.aux_loss_coef=0.1",
+    "model.z_loss_coef=0.1",
+)
+"""The model of tests that compile: what one of them compiled the others find in torch's cache. More or
+fewer micro-batches are asked for by the global batch, since the size of each is part of every graph."""
+COMPILED = ("compile.enabled=true", *COMPILED_MODEL)
 TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "epoch"}
 """Keys of a metrics row that may differ between two runs of the same configuration."""
 

@@ -1,9 +1,8 @@
-"""The configuration: every option composes, every rule speaks up, every key is documented."""
+"""The configuration: every option composes, every key is documented, autos are resolved."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from pathlib import Path
 
@@ -16,19 +15,12 @@ from omegaconf import OmegaConf
 import conf
 from graphmoe.config import (
     ComputeDtype,
-    ConfigError,
     DeviceChoice,
     ModelConfig,
     RunConfig,
 )
 from graphmoe.config_errors import known_keys
 from graphmoe.config_rules import (
-    BELOW_ONE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_IF_SET,
-    SHARES,
-    check,
     resolve,
     violations,
 )
@@ -104,6 +96,24 @@ def test_the_resolved_stage_is_the_lowest_that_the_scope_needs_or_the_one_that_i
     assert to_plain(found)["moe"]["sync_free_stage"] == resolved
 
 
+@pytest.mark.parametrize(
+    "words, resolved",
+    [
+        ((), "local"),
+        (("parallel.ep=2",), "alltoall"),
+        (("parallel.etp=2",), "alltoall"),
+        (("moe.dispatcher=alltoall",), "alltoall"),
+    ],
+)
+def test_tokens_stay_where_every_rank_has_all_experts(words, resolved):
+    assert to_plain(config(*words))["moe"]["dispatcher"] == resolved
+
+
+def test_with_a_dispatcher_that_waits_what_stands_before_it_is_captured():
+    found = config("parallel.ep=2", "graph.scope=partial", "compile.enabled=true")
+    assert found.moe.sync_free_stage == 1
+
+
 def test_a_model_without_experts_needs_no_stage():
     words = ("graph.scope=layer", "compile.enabled=true", "model.num_dense_layers=${model.num_layers}")
     assert (
@@ -131,174 +141,6 @@ def test_every_key_has_its_documentation(section):
     docs = field_docs(section)
     assert set(docs) == wanted
     assert all(len(text) > 10 and text.endswith(".") and "\n" not in text for text in docs.values())
-
-
-def changed(**sections: dict) -> RunConfig:
-    """The default configuration with other values."""
-    found = RunConfig()
-    for section, values in sections.items():
-        setattr(found, section, dataclasses.replace(getattr(found, section), **values))
-    return found
-
-
-RANGES = [
-    *((key, bad, "greater than 0") for key in f"{POSITIVE} {POSITIVE_IF_SET}".split() for bad in (0, -1)),
-    *((key, -1, "0 or greater") for key in NOT_NEGATIVE.split()),
-    *((key, bad, "at least 0 and below 1") for key in BELOW_ONE.split() for bad in (-0.1, 1.0)),
-    *((key, bad, "between 0 and 1") for key in SHARES.split() for bad in (-0.1, 1.1)),
-    *(("optim.lr", bad, "greater than 0") for bad in (math.nan, math.inf)),
-]
-
-
-@pytest.mark.parametrize("key, bad, wanted", RANGES, ids=str)
-def test_a_value_out_of_its_range_is_named_with_the_range(key, bad, wanted):
-    section, name = key.split(".")
-    assert f"{key}={bad} must be {wanted}" in violations(changed(**{section: {name: bad}}))
-
-
-def test_every_number_of_the_schema_has_a_range_or_a_rule():
-    ranged = set(f"{POSITIVE} {POSITIVE_IF_SET} {NOT_NEGATIVE} {BELOW_ONE} {SHARES}".split())
-    ruled = {"model.num_kv_heads", "model.yarn_factor", "model.yarn_beta_fast"}
-    ruled |= {"data.bpe_vocab_size", "log.peak_tflops"}
-    free = {"data.seed", "train.seed"}
-    numbers = set()
-    for name, kind in typing.get_type_hints(RunConfig).items():
-        if dataclasses.is_dataclass(kind):
-            for key, hint in typing.get_type_hints(kind).items():
-                if hint in (int, float, int | None, float | None):
-                    numbers.add(f"{name}.{key}")
-    assert numbers == ranged | ruled | free
-
-
-RULES = [
-    ("model.num_dense_layers=5", "exceeds model.num_layers=4; use 0 to 4"),
-    ("model.attention=gqa model.num_kv_heads=3", "does not divide model.num_heads=4; use one of [1, 2, 4]"),
-    ("model.attention=gqa model.num_kv_heads=0", "model.num_kv_heads=0 does not divide"),
-    ("model.attention=gqa model.head_dim=7", "model.head_dim=7 must be even"),
-    ("model.qk_rope_head_dim=5", "model.qk_rope_head_dim=5 must be even"),
-    ("model.qk_norm=true", "model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false"),
-    ("model.rope_scaling=yarn model.yarn_factor=0.5", "model.yarn_factor=0.5 must be 1 or greater"),
-    ("model.rope_scaling=yarn model.yarn_factor=.nan", "model.yarn_factor=nan must be 1 or greater"),
-    ("model.rope_scaling=yarn model.yarn_beta_fast=0.5", "model.yarn_beta_slow=1.0; swap them"),
-    ("model.top_k=9", "model.top_k=9 exceeds model.num_experts=8; use 1 to 8"),
-    (
-        "model.softmax_after_topk=true model.score_function=sigmoid",
-        "model.softmax_after_topk=true needs model.score_function=softmax, not sigmoid",
-    ),
-    ("model.softmax_after_topk=true model.renormalise=true", "has no effect with"),
-    ("model.num_groups=3", "does not divide model.num_experts=8; use one of [1, 2, 4, 8]"),
-    ("model.num_groups=2 model.topk_groups=3", "exceeds model.num_groups=2; use 1 to 2"),
-    ("model.num_groups=8 model.topk_groups=1", "leaves 1 experts for model.top_k=2; use topk_groups=2"),
-    ("data.bpe_vocab_size=5000", "data.bpe_vocab_size=5000 must be from 300 to model.vocab_size=4096"),
-    ("model.attention_backend=te", "use auto or sdpa, or compile.enabled=false"),
-    ("data.bpe_vocab_size=299", "data.bpe_vocab_size=299 must be from 300"),
-    ("data.source=files data.tokenizer=t", "data.source=files needs data.paths, e.g. 'data.paths=["),
-    ("data.source=memmap", "data.source=memmap needs data.paths"),
-    ("data.source=files data.paths=[a]", "data.source=files needs data.tokenizer"),
-    ("data.source=hf data.tokenizer=t", "data.source=hf needs data.hf_name"),
-    ("data.seq_len=5000", "data.seq_len=5000 exceeds model.context_length=4096; use at most 4096"),
-    ("data.seq_len=0", "data.seq_len=0 must be greater than 0"),
-    ("data.seq_len=2 model.mtp_depth=2", "leaves no label for model.mtp_depth=2; use at least 3"),
-    ("log.peak_tflops=0", "log.peak_tflops=0.0 must be greater than 0; null looks it up"),
-    ("optim.wsd_decay_fraction=0", "never decays; use a share above 0, or optim.schedule=constant"),
-    ("run.name=a/b", "run.name='a/b' names a folder: use a name without slashes"),
-    ("run.name=..", "run.name='..' names a folder"),
-    ("run.name=''", "run.name='' names a folder"),
-    (
-        "train.global_batch_size=10 train.micro_batch_size=4",
-        "is not a multiple of train.micro_batch_size=4; use e.g. micro_batch_size=2 or global_batch_size=12",
-    ),
-    ("checkpoint.init_from=a checkpoint.resume_from=b", "use one of the two"),
-    (
-        "recompute.all=true recompute.segments=[attn] recompute.layer_ids=[1]",
-        "leave out recompute.segments=['attn'] and recompute.layer_ids=[1], or use recompute.all=false",
-    ),
-    (
-        "recompute.segments=[attn,loss,embed]",
-        "recompute.segments=['attn', 'loss', 'embed'] has loss, embed; use attn, mlp, moe_router, moe_pre",
-    ),
-    ("recompute.segments=[attn,mlp,attn]", "names attn twice; name each once"),
-    (
-        "recompute.ops=[moe_act,norm]",
-        "has norm; use layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts",
-    ),
-    (
-        "recompute.ops=[layernorm] compile.enabled=false",
-        "and compile.enabled=false; use compile.enabled=true, or recompute.segments",
-    ),
-    ("recompute.layer_ids=[-1,2]", "recompute.layer_ids=[-1, 2] has -1; use 0 to 3"),
-    ("recompute.layer_ids=[4,5] model.mtp_depth=1", "has 5; use 0 to 4"),
-    ("recompute.layer_ids=[1,1]", "recompute.layer_ids=[1, 1] names 1 twice"),
-    ("recompute.segments=[moe_router] recompute.layer_ids=[9]", "has 9; use 0 to 3"),
-    (
-        "recompute.segments=[attn,moe_experts] recompute.layer_ids=[0]",
-        "names moe_experts, which no layer of recompute.layer_ids=[0] has; leave it out, or name some of the "
-        "layers 1 to 3",
-    ),
-    ("recompute.segments=[shared_experts] model.shared_ffn_size=0", "shared_experts, which the model has"),
-    ("recompute.ops=[mla_up_proj] model.attention=gqa", "recompute.ops names mla_up_proj, which the model"),
-    ("recompute.ops=[mlp] model.num_dense_layers=0", "names mlp, which the model has not; leave it out"),
-    ("recompute.segments=[moe_router] model.num_dense_layers=4", "names moe_router, which the model has not"),
-    ("graph.scope=attn", "graph.scope=attn is one segment; name it in a list: 'graph.scope=[attn]'"),
-    ("graph.scope=[attn,attn]", "names a segment twice; name each once"),
-    (
-        "graph.scope=full_iteration moe.sync_free_stage=2 compile.enabled=false",
-        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
-    ),
-    ("moe.sync_free_stage=4", "moe.sync_free_stage=4 must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=most", "moe.sync_free_stage='most' must be auto, 0, 1, 2 or 3"),
-    ('moe.sync_free_stage="1"', "moe.sync_free_stage='1' must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=true", "moe.sync_free_stage=True must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=1.0", "moe.sync_free_stage=1.0 must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=[1]", "moe.sync_free_stage=[1] must be auto, 0, 1, 2 or 3"),
-    (
-        "moe.sync_free_stage=0 graph.scope=partial",
-        "graph.scope=partial captures moe_router, moe_preprocess, which may wait for the host at "
-        "moe.sync_free_stage=0; use moe.sync_free_stage=1 or auto, or graph.scope=[attn]",
-    ),
-    (
-        "moe.sync_free_stage=2 graph.scope=moe",
-        "captures moe_dispatch, moe_experts, moe_combine, which may wait for the host at "
-        "moe.sync_free_stage=2; use moe.sync_free_stage=3 or auto, or graph.scope=[moe_router,",
-    ),
-    (
-        "moe.sync_free_stage=2 graph.scope=[moe_experts]",
-        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
-    ),
-    (
-        "moe.sync_free_stage=1 graph.scope=full_iteration",
-        "or graph.scope=[embed,attn,mlp,moe_router,moe_preprocess,shared_experts,loss]",
-    ),
-    ("moe.sync_free_stage=1 graph.scope=all", "graph.scope=all has all; use one of"),
-]
-
-
-@pytest.mark.parametrize("words, message", RULES, ids=[words for words, _ in RULES])
-def test_a_broken_rule_is_the_one_violation_and_says_what_would_do(words, message):
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(words.split()))
-    found = violations(OmegaConf.to_object(merged))
-    assert len(found) == 1 and message in found[0]
-
-
-def test_all_violations_are_reported_together():
-    broken = changed(
-        model={"num_experts": 0, "num_heads": 0, "attention": "gqa", "num_kv_heads": 0},
-        train={"steps": 0, "micro_batch_size": 3},
-        optim={"lr": -1.0},
-        data={"seq_len": -4},
-    )
-    with pytest.raises(ConfigError) as error:
-        check(broken)
-    lines = str(error.value).splitlines()
-    assert lines[0] == "the configuration cannot run:" and all(line.startswith("  ") for line in lines[1:])
-    wanted = "model.num_experts=0 model.num_heads=0 train.steps=0 optim.lr=-1.0 data.seq_len=-4"
-    for key in wanted.split():
-        assert any(key in line for line in lines), key
-    assert any("train.global_batch_size=16" in line for line in lines)
-
-
-def test_the_default_configuration_breaks_no_rule():
-    assert violations(RunConfig()) == []
 
 
 def test_the_printed_configuration_is_that_of_the_words(tmp_path):

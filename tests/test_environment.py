@@ -1,12 +1,15 @@
 """What is refused before a run starts."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from graphmoe.config import ConfigError, ModelConfig, RunConfig
+from graphmoe.config import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.environment import check_memory
+from graphmoe.parameters import count_parameters
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_sizes():
@@ -15,3 +18,17 @@ def test_a_model_larger_than_the_memory_is_refused_with_the_sizes():
     huge = dataclasses.replace(small, model=ModelConfig(num_layers=10_000, num_experts=512))
     with pytest.raises(ConfigError, match=r"10000 has [\d,]+ parameters.* GiB, and this cpu has .* GiB"):
         check_memory(huge, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"take [\d.]+ GiB on each of 8 ranks, and this cpu has"):
+        check_memory(huge, torch.device("cpu"), num_ranks=8)
+
+
+def test_ranks_that_share_the_state_need_less_of_it(monkeypatch):
+    config = RunConfig()
+    config.precision.compute = ComputeDtype.bf16
+    bytes_of = 18 * count_parameters(config.model).total.full
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.6 * bytes_of))
+    with pytest.raises(ConfigError):
+        check_memory(config, torch.device("cpu"))
+    with pytest.raises(ConfigError):
+        check_memory(config, torch.device("cpu"), num_ranks=2)  # (6 + 18 / 2) / 18 = 0.83
+    check_memory(config, torch.device("cpu"), num_ranks=8)  # (6 + 18 / 8) / 18 = 0.46

@@ -10,7 +10,8 @@ import torch
 
 from graphmoe import execution
 from graphmoe.config import ConfigError
-from graphmoe.execution import Execution, refuse_waiting_experts
+from graphmoe.execution import Execution, mlp_shape, refuse_waiting_experts
+from graphmoe.layout import Layout
 from tests.runs import config, trainer_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -108,6 +109,25 @@ def test_backends_that_wait_are_left_out_where_the_stage_forbids_them(monkeypatc
         assert made._choose(remembered) == (remembered or requested)
     # auto takes only those that never wait, whatever the stage; a checkpoint's and named ones may at 0 and 1
     assert asked == [("torch,torch,torch", auto), ("auto", True), ("torch", torchs)]
+
+
+@pytest.mark.parametrize(
+    "layout, tokens, width, experts, top_k",
+    [
+        (Layout(dp=4), 32, 8, 4, 2),
+        (Layout(dp=4, ep=2), 64, 8, 2, 1),
+        (Layout(dp=4, ep=4), 64, 8, 1, 1),
+        (Layout(dp=4, etp=2), 64, 4, 4, 2),
+        (Layout(dp=2, tp=2, ep=2, etp=2), 64, 4, 2, 1),
+    ],
+    ids=str,
+)
+def test_kernels_are_measured_for_the_experts_of_a_rank(layout, tokens, width, experts, top_k):
+    run = config("model.top_k=2", "train.micro_batch_size=2", "data.seq_len=16")
+    shape = mlp_shape(run, layout, BF16)
+    assert (tokens, width, experts, top_k) == (shape.T, shape.F, shape.E, shape.K)
+    # of all ranks together, a row for each slot of each token on each of the etp ranks of its expert
+    assert shape.T * shape.K * layout.size("stage") == 32 * 2 * layout.dp * layout.etp
 
 
 def test_the_log_says_the_stage(tmp_path, caplog):

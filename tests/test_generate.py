@@ -12,8 +12,11 @@ import torch
 from graphmoe.cli import run_tool
 from graphmoe.config import ConfigError
 from graphmoe.data.tokenizer import load_tokenizer
-from graphmoe.generate import generate, load_config, load_model, main
+from graphmoe.generate import generate, load_config, load_model, main, model_of_one_rank
+from graphmoe.layout import Layout
 from graphmoe.model import build_model
+from graphmoe.receive_budget import Load
+from runtime.dispatch.symm import Symm
 from tests.runs import TINY, assert_same_state, command, config, train_in
 
 
@@ -49,6 +52,32 @@ def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_
         for _ in range(5):
             ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
     assert shown(capsys, *words) == tokenizer.decode(ids) + "\n"
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(dp=2, cp=2, ring=True)])
+def test_a_rank_that_shares_sequences_only_has_all_that_one_alone_needs(layout):
+    run = config("model.aux_loss=global_batch")
+    shared = build_model(run.model, execution=run.moe, layout=layout, seed=3)
+    alone = model_of_one_rank(shared, run.moe)
+    tokens = torch.randint(0, run.model.vocab_size, (1, 9))
+    with torch.no_grad():
+        assert alone(tokens).equal(build_model(run.model, execution=run.moe, seed=3)(tokens))
+    assert alone.embed.weight.data_ptr() == shared.embed.weight.data_ptr()
+
+
+def test_a_model_whose_dispatcher_has_room_for_a_micro_batch_runs_without_it():
+    run = config()
+    planned = build_model(run.model, execution=run.moe, dispatcher=Symm(Load(4, 8), 4, 1), seed=3)
+    alone = model_of_one_rank(planned, run.moe)
+    tokens = torch.randint(0, run.model.vocab_size, (1, 9))
+    with torch.no_grad():
+        assert alone(tokens).equal(build_model(run.model, execution=run.moe, seed=3)(tokens))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, ep=2), Layout(cp=2, etp=2)])
+def test_a_rank_with_parts_of_the_weights_has_no_model_to_run_alone(layout):
+    run = config()
+    assert model_of_one_rank(build_model(run.model, layout=layout, device="meta"), run.moe) is None
 
 
 def test_json_is_one_document_that_says_which_checkpoint(run_folder, capsys):

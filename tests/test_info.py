@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.info import describe, render
+from graphmoe.config import LaunchConfig, ParallelConfig, RunConfig
+from graphmoe.info import describe, layout_of_run, render
+from graphmoe.layout import Layout
 from tests.test_presets import BILLIONS, PRESETS, load_preset
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +67,29 @@ def test_memory_is_eighteen_bytes_a_parameter():
     memory = document["memory_bytes"]
     assert memory["total"] == 18 * document["parameters"]["total"]["full"]
     assert memory["weights_bf16"] * 9 == memory["total"]
+
+
+def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
+    document = describe(load_preset("deepseek_v3"), 4096, Layout(dp=16, ep=16))
+    alone, each = document["memory_bytes"], document["memory_bytes_per_rank"]
+    assert each["moments_fp32"] == pytest.approx(alone["moments_fp32"] / 16)
+    assert each["total"] == sum(size for kind, size in each.items() if kind != "total")
+    assert "GiB on each of 16" in shown(document)
+    assert "on each of" not in shown(describe(load_preset("deepseek_v3"), 4096))
+
+
+@pytest.mark.parametrize(
+    ("launch", "parallel", "ranks"),
+    [
+        (LaunchConfig(nproc=8), ParallelConfig(ep=16), 16),  # launch.nodes=auto: as few as it fits
+        (LaunchConfig(nproc=8), ParallelConfig(ep=8), 8),
+        (LaunchConfig(nproc=8, nodes=4), ParallelConfig(ep=8), 32),
+        (LaunchConfig(nproc=4), ParallelConfig(tp=8, ep=2), 8),
+        (LaunchConfig(fake_world=1024), ParallelConfig(ep=64), 1024),
+    ],
+)
+def test_ranks_are_those_of_the_launch(launch, parallel, ranks):
+    assert layout_of_run(RunConfig(launch=launch, parallel=parallel)).size("world") == ranks
 
 
 def test_the_command_prints_one_json_document_and_makes_no_folder(tmp_path):

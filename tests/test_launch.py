@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from graphmoe.config import ConfigError, LaunchConfig
 from runtime.launch.elastic import RankLogs, _added_to_environment
 from runtime.launch.failures import Failure, RunFailed, first_failure, write_failure
 from runtime.launch.nodes import find_nodes
-from tests.faults import RAISE_AT, STEP_S
+from tests.faults import HANG_AT, RAISE_AT, SIGNAL_AT, STEP_S
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY, Command, command, metrics, numbers
 
@@ -115,17 +116,45 @@ def test_killed_and_stopped_no_worker_stays_and_the_run_goes_on_bitwise(tmp_path
 
 
 def test_a_failed_worker_starts_all_again_and_the_first_error_is_what_the_user_reads(tmp_path):
-    faults = {RAISE_AT: "1:0:4 1:1:6"}
-    run = command(tmp_path, *TINY, *TWO, *FAULTY, "launch.max_restarts=1", environment=faults)
+    faults = {RAISE_AT: "1:0:4 1:2:8", SIGNAL_AT[signal.SIGSTOP]: "1:1:6"}
+    words = (*TWO, "launch.max_restarts=2", "launch.hang_timeout_s=4")
+    run = command(tmp_path, *TINY, *words, *FAULTY, environment=faults, seconds=180)
     assert run.wait() == 1
     host, log = socket.gethostname(), tmp_path / "run" / "logs" / "rank1.log"
-    again = f"rank 1 on {host}: RuntimeError: the cause, before step 4; all workers start again (1 of 1)"
+    again = f"rank 1 on {host}: RuntimeError: the cause, before step 4; all workers start again (1 of 2)"
     said = run.err.read_text()
     assert said.count(again) == 1 and "continuing after step 2 of" in said
-    end = f"error: rank 1 on {host}: RuntimeError: the cause, before step 6\n  log of rank 1: {log}\n"
+    line = next(line for line in said.splitlines() if line.endswith("all workers start again (2 of 2)"))
+    assert f"rank 1 on {host}: no progress for " in line and "in step 5: its process is stopped" in line
+    end = f"error: rank 1 on {host}: RuntimeError: the cause, before step 8\n  log of rank 1: {log}\n"
     assert said.endswith(end) and "Traceback" not in said
-    assert log.read_text().count("RuntimeError: the cause, before step 6") == 1
+    assert log.read_text().count("RuntimeError: the cause, before step 8") == 1
     assert "Traceback" in log.read_text() and run.out.read_text() == ""
+
+
+def test_a_worker_that_dies_is_named_and_not_the_one_that_lost_it(tmp_path):
+    began = time.monotonic()
+    faults = {SIGNAL_AT[signal.SIGKILL]: "1:0:4"}
+    run = command(tmp_path, *TINY, *TWO, *FAULTY, environment=faults)
+    assert run.wait() == 1 and time.monotonic() - began < 60
+    said = run.err.read_text().partition("error: ")[2]
+    host, log = socket.gethostname(), tmp_path / "run" / "logs" / "rank1.log"
+    killed = "killed by SIGKILL, as a system does that is short of memory"
+    assert said == f"rank 1 on {host}: {killed}\n  log of rank 1: {log}\n"
+
+
+def test_a_worker_that_hangs_ends_the_job_which_says_where(tmp_path):
+    began = time.monotonic()
+    words = (*TWO, "launch.hang_timeout_s=4")
+    run = command(tmp_path, *TINY, *words, *FAULTY, environment={HANG_AT: "1:0:6"})
+    assert run.wait() == 1 and time.monotonic() - began < 60
+    first, second, last = run.err.read_text().partition("error: ")[2].splitlines()
+    assert first.startswith(f"rank 1 on {socket.gethostname()}: no progress for ")
+    assert re.search(r"in step 5: it is at \S+/tests/faults.py:\d+ \(_step\)$", first)
+    assert re.search(r"rank 0 is in step 6: it waits for other ranks .* at \S+:\d+", second)
+    log = tmp_path / "run" / "logs" / "rank1.log"
+    assert last == f"  log of rank 1: {log}" and "most recent call first" in log.read_text()
+    assert "most recent call first" in (log.parent / "rank0.log").read_text()
 
 
 def test_a_second_signal_kills_the_workers_at_once(tmp_path):
@@ -193,6 +222,7 @@ def test_a_worker_that_died_without_a_word_is_the_cause_of_errors_of_that_second
     first = first_failure({0: failed(0, 1, file), 1: failed(1, -signal.SIGKILL)}, tmp_path, "job/0")
     assert (first.rank, first.message.split(",")[0]) == (1, "killed by SIGKILL")
     assert isinstance(first.raised(tmp_path), RunFailed)
+    assert first.was_killed and not first.was_stopped
 
 
 def test_workers_that_elastic_ended_and_errors_of_earlier_attempts_are_not_the_first(tmp_path, left):
@@ -200,6 +230,17 @@ def test_workers_that_elastic_ended_and_errors_of_earlier_attempts_are_not_the_f
     file = left(0, RuntimeError("the cause"), 10.3, attempt=1)
     of_agent = {0: failed(0, 1, file), 1: failed(1, -signal.SIGTERM)}
     assert first_failure(of_agent, tmp_path, "job/1").message == "RuntimeError: the cause"
+
+
+def test_errors_that_say_only_that_a_connection_broke_are_not_the_first_if_there_is_another(tmp_path, left):
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4321")
+    wrapped = RunFailed("the checkpoint was not saved")
+    wrapped.__cause__ = broken
+    left(2, wrapped, 7.0)
+    left(0, broken, 9.0)
+    assert first_failure({3: failed(3, -signal.SIGABRT)}, tmp_path, "job/0").rank == 2
+    left(1, ValueError("the cause"), 10.0)
+    assert first_failure({3: failed(3, -signal.SIGABRT)}, tmp_path, "job/0").rank == 1
 
 
 def test_an_error_of_another_node_that_came_first_is_found_in_the_runs_folder(tmp_path, left):

@@ -15,7 +15,7 @@ from graphmoe.config import ConfigError, LogConfig
 from graphmoe.flops import flops_per_token
 from graphmoe.metrics import MetricsWriter, Throughput, log_line, summarise, to_json
 from graphmoe.model.moe import ROUTER_STATS
-from graphmoe.step_rows import SCALARS, StepClock, StepRow, StepRows, device_row, seconds
+from graphmoe.step_rows import RECEIVED, SCALARS, StepClock, StepRow, StepRows, device_row, seconds
 from tests.runs import config, metrics, train_in
 
 VALUES = {
@@ -181,18 +181,48 @@ def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_
     assert ids[0] != ids[1] == ids[2]
 
 
-def test_rows_are_kept_on_the_device_until_they_are_read():
+def test_rows_are_kept_until_they_are_read():
     rows = StepRows(3, 2, torch.device("cpu"))
     rows.clock.restart()
     for step in (1, 2):
         scalars = {name: torch.tensor(float(step + index)) for index, name in enumerate(SCALARS)}
         rows.append(step, device_row(scalars, torch.tensor([[3, 1], [2, 2]], dtype=torch.int32)))
     assert len(rows) == 2
-    first, second = rows.hand_over().read()
+    first, second = rows.read()
     assert (first.step, second.step) == (1, 2) and first.seconds >= 0
     assert second.values == {name: 2.0 + index for index, name in enumerate(SCALARS)}
     assert set(ROUTER_STATS) <= set(SCALARS) and first.load == [1.5, 1.0]
-    assert len(rows) == 0 and rows.hand_over().read() == []
+    assert len(rows) == 0 and rows.read() == []
+
+
+def test_rows_of_void_steps_are_forgotten_and_their_time_is_that_of_the_next(monkeypatch):
+    now = iter([0.0, 0.0, 1.0, 2.0, 3.0, 5.0, 9.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    rows = StepRows(4, 1, torch.device("cpu"), planned=True)
+    rows.clock.restart()
+    counts = torch.tensor([[3, 1]], dtype=torch.int32)
+
+    def append(step: int, value: float) -> None:
+        names = (*SCALARS, *RECEIVED)
+        rows.append(step, device_row({name: torch.tensor(value) for name in names}, counts))
+
+    for step in (1, 2, 3):
+        append(step, 10.0 * step)
+    assert rows.values(2)["void"] == 20.0
+    rows.drop(2)
+    for step in (2, 3):
+        append(step, 100.0 * step)
+    assert [(row.step, row.values["loss"], row.seconds) for row in rows.read(2)] == [
+        (1, 10.0, 1.0), (2, 200.0, 4.0)
+    ]  # fmt: skip
+    assert len(rows) == 1 and rows.values(3)["receive_load"] == 300.0
+    assert [(row.step, row.seconds, row.load) for row in rows.read()] == [(3, 4.0, [1.5])]
+
+
+def test_the_load_of_a_run_that_plans_room_is_in_its_rows_and_its_log():
+    received = {"receive_load": 1.25, "received_rows": 5.0, "received_slots": 8.0, "void": 0.0}
+    assert row_of(**received)["receive_load"] == 1.25 and "void" not in row_of(**received)
+    assert "receive load 1.25  z" in log_line(row_of(**received), 10) and "receive_load" not in row_of()
 
 
 def test_the_clock_leaves_out_what_came_before_a_restart(monkeypatch):
@@ -201,9 +231,9 @@ def test_the_clock_leaves_out_what_came_before_a_restart(monkeypatch):
     clock = StepClock(torch.device("cpu"))
     clock.mark()
     clock.mark()
-    assert [seconds(*i) for i in clock.hand_over()] == [1.0, 2.0]
+    assert [seconds(*i) for i in clock.hand_over(2)] == [1.0, 2.0]
     clock.restart()
     clock.mark()
-    assert [seconds(*i) for i in clock.hand_over()] == [1.5]
+    assert [seconds(*i) for i in clock.hand_over(1)] == [1.5]
     clock.mark()
-    assert [seconds(*i) for i in clock.hand_over()] == [8.5]
+    assert [seconds(*i) for i in clock.hand_over(1)] == [8.5]

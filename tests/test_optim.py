@@ -146,7 +146,7 @@ def test_micro_batches_add_up_in_the_flat_buffer():
     for weight, grad in zip(net.parameters(), wanted, strict=True):
         torch.testing.assert_close(optimizer.gradient_of(weight).total, grad)
         assert weight.grad is None
-    assert optimizer.flat_grad.norm().item() == pytest.approx(
+    assert optimizer.families[0].grad.norm().item() == pytest.approx(
         math.sqrt(sum(g.square().sum() for g in wanted))
     )
 
@@ -207,6 +207,33 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_counters(dtype, bad, 
     assert (optimizer.applied.item(), optimizer.skipped_in_row.item()) == (2.0, 0.0)
     moved = (torch.equal(a, b) for a, b in zip(after["weights"], optimizer.weights, strict=True))
     assert not any(moved)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_a_void_step_changes_no_bit_of_weights_moments_or_counters(loss, dtype, compiled):
+    net = Net(dtype)
+    optimizer = optimizer_of(net, lr=1e-2)
+    if compiled:
+        optimizer.compile(
+            functools.partial(CompiledSegments(lambda trains: PassRunner([])).in_place, "update")
+        )
+    for step in range(3):
+        backward(net, gradients(net, step))
+        optimizer.step(torch.tensor(1.0 if step == 0 else math.inf))
+    optimizer.longest_skip.zero_()  # as a resumed run finds it, shorter than the skips in a row
+    before = snapshot(optimizer)
+    optimizer.void.fill_(1.0)
+    for step in (3, 4):
+        backward(net, gradients(net, step))
+        assert optimizer.step(torch.tensor(loss)).finite.item() == 0.0
+    for one, other in zip(tensors_of(before), tensors_of(snapshot(optimizer)), strict=True):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    optimizer.void.zero_()
+    backward(net, gradients(net, 3))
+    assert optimizer.step(LOSS).finite.item() == 1.0
+    assert (optimizer.applied.item(), optimizer.skipped.item(), optimizer.skipped_in_row.item()) == (2, 2, 0)
 
 
 def test_skips_in_a_row_are_counted_and_the_longest_is_kept():
@@ -288,8 +315,9 @@ def test_the_longest_skip_counts_anew_after_a_restore():
 def test_weights_loaded_into_the_main_weights_reach_the_model_rounded():
     net = Net(torch.bfloat16)
     optimizer = optimizer_of(net)
-    optimizer.main_weights()["matrix"].fill_(3.001)
-    optimizer.publish()
+    weights = optimizer.main_weights()
+    weights["matrix"].fill_(3.001)
+    optimizer.adopt(weights)
     assert torch.equal(optimizer.main[0], torch.full((5, 3), 3.001))
     assert torch.equal(net.matrix, torch.full((5, 3), 3.0, dtype=torch.bfloat16))
 

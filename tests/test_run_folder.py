@@ -58,8 +58,16 @@ def test_where_nodes_meet_and_what_tunes_the_host_tell_no_run_from_another(tmp_p
     claim_and_leave(tmp_path / "tiny", one)
     assert claim_and_leave(tmp_path / "tiny", other) == ("tiny", True)
     assert yaml.safe_load((tmp_path / "tiny" / "resolved.yaml").read_text()) == other  # what workers read
-    more = {**other, "launch": {"nproc": 4}}, {**other, "host": {"threads": 2}}
-    assert [claim_and_leave(tmp_path / "tiny", config)[0] for config in more] == ["tiny-2", "tiny-3"]
+    more = (
+        {**other, "launch": {"nproc": 4}},
+        {**other, "host": {"threads": 2}},
+        {**other, "parallel": {"tp": 2}},
+    )
+    assert [claim_and_leave(tmp_path / "tiny", config)[0] for config in more] == [
+        "tiny-2",
+        "tiny-3",
+        "tiny-4",
+    ]
 
 
 def test_a_summary_that_does_not_say_finished_leaves_the_run_unfinished(tmp_path, caplog):

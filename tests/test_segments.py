@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.segments import SEGMENT_NAMES, Segment, lowest_stage, run_segments, waiting_segments
+from graphmoe.segments import (
+    DISPATCHER_STAGES,
+    SEGMENT_NAMES,
+    Segment,
+    lowest_stage,
+    run_segments,
+    waiting_segments,
+)
 
 
 def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
@@ -71,6 +78,12 @@ def test_returning_another_number_of_tensors_than_declared_is_an_error(writes):
 def test_a_scope_needs_the_stage_at_which_nothing_of_it_waits(scope, stage):
     assert lowest_stage(scope) == stage
     assert waiting_segments(scope, stage) == () and (stage == 0 or waiting_segments(scope, stage - 1))
+
+
+def test_a_dispatcher_that_waits_leaves_what_stands_before_it():
+    assert waiting_segments("partial", DISPATCHER_STAGES["alltoall"]) == ()
+    assert waiting_segments("moe", DISPATCHER_STAGES["alltoall"])[0] == "moe_dispatch"
+    assert waiting_segments("full_iteration", DISPATCHER_STAGES["local"]) == ()
 
 
 def test_what_may_wait_at_each_stage():

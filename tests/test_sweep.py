@@ -266,7 +266,8 @@ def test_a_signal_lets_all_jobs_that_run_side_by_side_save_and_starts_no_more(tm
     run = beside(tmp_path, "graphmoe.train", *TINY, *WORDS, *rest)
     folders = [tmp_path / "sweep" / number for number in "01"]
     end = time.monotonic() + 60
-    while not all((folder / "metrics.jsonl").exists() for folder in folders):
+    files = [folder / "metrics.jsonl" for folder in folders]
+    while not all(file.exists() and file.stat().st_size for file in files):  # empty until training
         assert run.poll() is None and time.monotonic() < end, (tmp_path / "stderr.txt").read_text()
         time.sleep(0.05)
     run.send_signal(signal.SIGTERM)

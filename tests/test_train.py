@@ -15,17 +15,21 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from graphmoe.checkpoint.entries import flatten
 from graphmoe.data import first_batches
 from graphmoe.data.indexed import write_token_file
 from graphmoe.entry import to_plain
+from graphmoe.layout import Layout
 from graphmoe.model import Transformer
 from graphmoe.trainer import TrainingStopped
-from graphmoe.training import _sample
+from graphmoe.training import _sample, warn_of_unused
+from graphmoe.world import World
 from tests.runs import (
     TINY,
     Command,
     assert_same_state,
     command,
+    config,
     final_state,
     metrics,
     numbers,
@@ -171,8 +175,8 @@ def test_one_and_four_micro_batches_give_the_same_gradient(tmp_path, aux_loss):
         overrides = (f"train.micro_batch_size={size}", f"model.aux_loss={aux_loss}", *QUIET)
         trainer = trainer_in(tmp_path, *overrides, "model.aux_loss_coef=0.1")
         batches = [next(trainer.loader) for _ in range(4 // size)]
-        scalars, counts_LE = trainer.train_step.accumulate(batches)
-        found.append((trainer.optimizer.flat_grad.clone(), scalars["loss"], counts_LE))
+        scalars, counts_LE, _ = trainer.train_step.accumulate(batches)
+        found.append((trainer.optimizer.families[0].grad.clone(), scalars["loss"], counts_LE))
         trainer.loader.close()
     (one, loss, counts), (four, loss_of_four, counts_of_four) = found
     if aux_loss != "global_batch":  # there the counts of later micro-batches are not known yet
@@ -181,6 +185,40 @@ def test_one_and_four_micro_batches_give_the_same_gradient(tmp_path, aux_loss):
         assert relative_error(four, one) < 0.05
     assert relative_error(loss_of_four, loss) < TOLERANCES[torch.float32].forward
     assert torch.equal(counts, counts_of_four) and counts.sum() == 4 * 16 * 2
+
+
+@pytest.mark.parametrize("words", [(), ("model.aux_loss=global_batch", "model.aux_loss_coef=0.1")])
+def test_a_void_step_leaves_all_that_a_checkpoint_holds_and_the_routers_counts(tmp_path, words):
+    trainer = trainer_in(tmp_path, *QUIET, *words)
+
+    def state() -> dict[str, torch.Tensor]:
+        tensors = {**flatten(trainer._state()).tensors, **dict(trainer.model.named_buffers())}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    trainer._train_step()
+    before = state()
+    trainer.optimizer.void.fill_(1.0)
+    for _ in range(2):
+        trainer._train_step()
+    after = state()
+    assert before.keys() == after.keys() and any("selection_bias" in name for name in before)
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8)), name
+    trainer.optimizer.void.zero_()
+    trainer._train_step()
+    assert not torch.equal(state()["model.embed.weight"], before["model.embed.weight"])
+    trainer.loader.close()
+
+
+def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
+    words = ("moe.receive_budget=worst_case", "moe.transport=pull")
+    for dispatcher, ranks in (("symm", 2), ("local", 1)):
+        run = config(*words, f"moe.dispatcher={dispatcher}", f"parallel.ep={ranks}", f"launch.nproc={ranks}")
+        warn_of_unused(run, World())
+    assert caplog.messages == [
+        "moe.receive_budget=worst_case has no effect with moe.dispatcher=local",
+        "moe.transport=pull has no effect with moe.dispatcher=local",
+    ]
 
 
 def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
@@ -295,6 +333,19 @@ def test_a_tokenizer_without_the_words_of_the_prompt_ends_without_a_sample(tmp_p
     trainer = trainer_in(tmp_path, "log.sample_tokens=5")
     trainer.corpus = dataclasses.replace(trainer.corpus, tokenizer=Tokenizer(BPE()))
     assert _sample(trainer) is None
+
+
+def test_a_rank_that_has_a_part_of_the_model_writes_no_sample_since_others_would_not_join_it(
+    tmp_path, text_words, caplog
+):
+    trainer = trainer_in(tmp_path, *text_words, "log.sample_tokens=5")
+    with caplog.at_level("INFO"):
+        for layout in (Layout(tp=2), Layout(dp=2, ep=2)):
+            trainer.model.layout = layout
+            assert _sample(trainer) is None
+    assert caplog.text.count("no sample of text: ranks share the weights") == 2
+    trainer.model.layout = Layout(dp=2)
+    assert _sample(trainer) is not None
 
 
 @pytest.mark.parametrize("key", ["resume_from", "init_from"])

@@ -1,69 +1,138 @@
-"""Instances of one generated kernel run with one configuration, whichever of them was tuned first."""
+"""Instances of a generated kernel run with one configuration, whichever was tuned first, in whichever job."""
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, hash_configs
 
 from graphmoe.torch_compat import tune_each_kernel_once
 
 
+class Jobs:
+    """Jobs one after the other, each in a work folder of its own that has the files of the one before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._monkeypatch, self._folder, self._count = monkeypatch, folder, 0
+        self.start()
+
+    def start(self) -> None:
+        """Begin the next job, whose process knows what is stored and no more."""
+        before, after = self._work, self._folder / f"job{self._count + 1}"
+        if self._count:
+            before.rename(after)
+        self._count += 1
+        self._monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(after))
+        for name in ("autotune_to_one_config", "recheck_autotune_cache"):
+            torchs_own = inspect.unwrap(getattr(CachingAutotuner, name))
+            self._monkeypatch.setattr(CachingAutotuner, name, torchs_own)
+        tune_each_kernel_once()
+
+    def file(self, name: str) -> str:
+        (self._work / "ab").mkdir(parents=True, exist_ok=True)
+        return str(self._work / "ab" / name)
+
+    @property
+    def _work(self) -> Path:
+        return self._folder / f"job{self._count}"
+
+
 @pytest.fixture
-def saved(monkeypatch) -> list[tuple[str | None, str]]:
-    """(file, configuration) of each that was stored for later jobs."""
-    monkeypatch.setattr(CachingAutotuner, "autotune_to_one_config", CachingAutotuner.autotune_to_one_config)
-    tune_each_kernel_once()
-    return []
+def jobs(monkeypatch, tmp_path) -> Jobs:
+    return Jobs(monkeypatch, tmp_path)
 
 
-def instance(
-    filename: str | None, milliseconds: dict[str, float], saved: list[tuple[str | None, str]]
-) -> CachingAutotuner:
-    """A kernel with a launcher for each configuration, which a benchmark finds to take so long."""
+def instance(file: str | None, milliseconds: dict[int, float], derived: tuple[int, ...] = ()) -> Any:
+    """A kernel with a launcher for each size of block, which a benchmark finds to take so long.
+
+    The ``derived`` ones were added once it was compiled.
+    """
     kernel: Any = object.__new__(CachingAutotuner)
-    kernel.filename, kernel.fn = filename, SimpleNamespace(__name__="triton_red_fused")
-    kernel.precompile_time_taken_ns, kernel.compile_results, kernel.inductor_meta = 0, [], {}
-    facts = {"n_regs": 1, "n_spills": 0, "shared": 0, "cache_hash": "hash"}
-    kernel.launchers = [_Launcher(config=name, **facts) for name in milliseconds]
-    kernel.benchmark_all_configs = lambda *args, **kwargs: {
-        launcher: milliseconds[launcher.config] for launcher in kernel.launchers
-    }
-    kernel.save_cache_hook = lambda config, *args, **kwargs: saved.append((filename, config))
+    kernel.filename, kernel.fn, kernel.inductor_meta = file, SimpleNamespace(__name__="triton_red"), {}
+    kernel.precompile_time_taken_ns, kernel.save_cache_hook = 0, None
+    configs = {size: _Config(kwargs={"R0_BLOCK": size}) for size in milliseconds}
+    compiled = [config for size, config in configs.items() if size not in derived]
+    kernel.compile_results = [SimpleNamespace(config=config) for config in configs.values()]
+    kernel.launchers = [_Launcher(config=config) for config in configs.values()]
+    kernel.tunings = 0
+
+    def benchmark(*args: Any, **kwargs: Any) -> dict[_Launcher, float]:
+        kernel.tunings += 1
+        return {one: milliseconds[one.config.kwargs["R0_BLOCK"]] for one in kernel.launchers}
+
+    kernel.benchmark_all_configs = benchmark
+    kernel.is_statically_launchable = lambda: True
     kernel._release_static_launchers_except = lambda launcher: None
+    if file is not None:
+        cache = AutotuneCache.create({}, file, hash_configs(compiled))
+        assert cache is not None
+        kernel.save_cache_hook = cache.save
     return kernel
+
+
+class _Config(SimpleNamespace):
+    num_warps, num_stages, num_ctas, maxnreg, pre_hook = 4, 1, 1, None, None
+    num_consumer_groups = num_buffers_warp_spec = 0
 
 
 class _Launcher(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
+    n_regs, n_spills, shared, cache_hash = 1, 0, 0, "hash"
 
 
-def tuned(kernel: Any) -> str:
+def tuned(kernel: Any) -> int:
     kernel.autotune_to_one_config()
     (launcher,) = kernel.launchers
-    return launcher.config
+    return launcher.config.kwargs["R0_BLOCK"]
 
 
-def test_a_second_instance_takes_what_the_first_was_tuned_to(saved):
-    assert tuned(instance("a.py", {"R0_BLOCK=512": 1.0, "R0_BLOCK=1024": 1.1}, saved)) == "R0_BLOCK=512"
-    assert tuned(instance("a.py", {"R0_BLOCK=512": 1.1, "R0_BLOCK=1024": 1.0}, saved)) == "R0_BLOCK=512"
-    assert saved == 2 * [("a.py", "R0_BLOCK=512")]
+def test_a_second_instance_takes_what_the_first_was_tuned_to(jobs):
+    assert tuned(instance(jobs.file("a.py"), {512: 1.0, 1024: 1.1})) == 512
+    second = instance(jobs.file("a.py"), {512: 1.1, 1024: 1.0})
+    assert tuned(second) == 512
+    assert second.tunings == 0
 
 
-def test_other_kernels_and_those_without_the_configuration_are_tuned(saved):
-    assert tuned(instance("a.py", {"R0_BLOCK=512": 1.0, "R0_BLOCK=1024": 1.1}, saved)) == "R0_BLOCK=512"
-    assert tuned(instance("b.py", {"R0_BLOCK=512": 1.1, "R0_BLOCK=1024": 1.0}, saved)) == "R0_BLOCK=1024"
-    assert tuned(instance("a.py", {"R0_BLOCK=64": 1.1, "R0_BLOCK=128": 1.0}, saved)) == "R0_BLOCK=128"
+def test_other_kernels_and_those_without_the_configuration_are_tuned(jobs):
+    assert tuned(instance(jobs.file("a.py"), {512: 1.0, 1024: 1.1})) == 512
+    assert tuned(instance(jobs.file("b.py"), {512: 1.1, 1024: 1.0})) == 1024
+    assert tuned(instance(jobs.file("a.py"), {64: 1.1, 128: 1.0})) == 128
 
 
-def test_kernels_without_a_file_are_tuned_each_time(saved):
-    assert tuned(instance(None, {"R0_BLOCK=512": 1.0, "R0_BLOCK=1024": 1.1}, saved)) == "R0_BLOCK=512"
-    assert tuned(instance(None, {"R0_BLOCK=512": 1.1, "R0_BLOCK=1024": 1.0}, saved)) == "R0_BLOCK=1024"
+def test_kernels_without_a_file_are_tuned_each_time(jobs):
+    assert tuned(instance(None, {512: 1.0, 1024: 1.1})) == 512
+    assert tuned(instance(None, {512: 1.1, 1024: 1.0})) == 1024
 
 
-def test_asking_twice_changes_nothing(saved):
+def test_a_later_job_takes_what_is_stored_also_for_a_derived_configuration(jobs):
+    assert tuned(instance(jobs.file("a.py"), {512: 1.1, 256: 1.0}, derived=(256,))) == 256
+    jobs.start()
+    later = instance(jobs.file("a.py"), {512: 1.0, 256: 1.1}, derived=(256,))
+    assert tuned(later) == 256
+    assert later.tunings == 0
+
+
+def test_a_kernel_of_a_cached_graph_looks_in_the_work_folder_of_this_job(jobs):
+    cached = instance(jobs.file("a.py"), {512: 1.1, 1024: 1.0})
+    other = instance(jobs.file("b.py"), {512: 1.1, 1024: 1.0})
+    assert tuned(instance(jobs.file("a.py"), {512: 1.0, 1024: 1.1})) == 512
+    jobs.start()
+    cached.recheck_autotune_cache(None)
+    (compiled,) = cached.compile_results
+    assert compiled.config.kwargs == {"R0_BLOCK": 512}
+    other.recheck_autotune_cache(None)
+    assert len(other.compile_results) == 2
+    assert tuned(other) == 1024
+    jobs.start()
+    assert tuned(instance(jobs.file("b.py"), {512: 1.0, 1024: 1.1})) == 1024  # what `other` has stored
+
+
+def test_asking_twice_changes_nothing(jobs):
     once = CachingAutotuner.autotune_to_one_config
     tune_each_kernel_once()
     assert CachingAutotuner.autotune_to_one_config is once

@@ -17,12 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.manifest import FileSum
+from graphmoe.checkpoint.planners import CopiesPlanner, FillPlanner
 from graphmoe.world import World
 
 _BUFFER_BYTES = 2**20
@@ -42,9 +42,9 @@ def write_entries(
     writer.fs = files
     with _dcp_errors():
         dcp.save(
-            {**entries.tensors, **entries.values},
+            {**entries.torch_tensors, **entries.values},
             storage_writer=writer,
-            planner=_CopiesPlanner(copies),
+            planner=CopiesPlanner(entries.shards, copies),
             process_group=world.group,
             no_dist=world.group is None,
         )
@@ -63,13 +63,13 @@ def value_names(saved: Metadata) -> set[str]:
 
 
 def read_entries(folder: Path, wanted: Entries, values: set[str], world: World) -> dict[str, Any]:
-    """Fill the tensors of ``wanted`` in place; the plain values of these names."""
-    flat: dict[str, Any] = {**wanted.tensors, **dict.fromkeys(sorted(values))}
+    """Fill the tensors and shards of ``wanted`` in place; the plain values of these names."""
+    flat: dict[str, Any] = {**wanted.torch_tensors, **dict.fromkeys(sorted(values))}
     with _dcp_errors():
         dcp.load(
             flat,
             storage_reader=FileSystemReader(folder),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=FillPlanner(wanted.shards),
             process_group=world.group,
             no_dist=world.group is None,
         )
@@ -86,18 +86,6 @@ def _dcp_errors() -> Iterator[None]:
     except CheckpointException as error:
         _, (cause, _) = min(error.failures.items())
         raise cause from error
-
-
-class _CopiesPlanner(DefaultSavePlanner):
-    """Plans by the state itself, so that sharded tensors are known as such, and writes the copies."""
-
-    def __init__(self, copies: dict[str, torch.Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._copies = copies
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        copy = self._copies.get(index.fqn)
-        return super().lookup_object(index) if copy is None else copy
 
 
 class _HashingFileSystem(FileSystem):

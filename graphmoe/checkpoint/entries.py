@@ -1,7 +1,8 @@
 """The state as named entries: nested dicts and lists to flat names and back.
 
 A tensor is an entry of its own, named by its path (``model.layers.0.attn.norm.weight``). So is each
-other value that a dict holds; a list without tensors is one value.
+other value that a dict holds; a list without tensors is one value. A tensor may be a FlatShard: then the
+entry is the whole parameter.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from graphmoe.checkpoint.errors import CheckpointError
+from graphmoe.checkpoint.flat_shards import FlatShard, whole_shape
 from graphmoe.checkpoint.snapshot import local_part
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -21,14 +24,24 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 @dataclass
 class Entries:
-    """Tensors by name, and by name what else the state holds as (path, value)."""
+    """Tensors and FlatShards by name, and by name what else the state holds as (path, value)."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor | FlatShard] = field(default_factory=dict)
     values: dict[str, tuple[tuple[str | int, ...], Any]] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
         return self.tensors.keys() | self.values.keys()
+
+    @property
+    def torch_tensors(self) -> dict[str, Tensor]:
+        """All but the shards; a DTensor is one of them."""
+        return {name: each for name, each in self.tensors.items() if isinstance(each, Tensor)}
+
+    @property
+    def shards(self) -> dict[str, FlatShard]:
+        """Those of the tensors that are FlatShards."""
+        return {name: each for name, each in self.tensors.items() if isinstance(each, FlatShard)}
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +68,7 @@ def _walk(path: tuple[str | int, ...], node: Any, entries: Entries) -> None:
             _walk((*path, key), child, entries)
         return
     assert name not in entries.names, f"two entries of the state are both named {name}"
-    if isinstance(node, torch.Tensor):
+    if isinstance(node, Tensor | FlatShard):
         entries.tensors[name] = node
     else:
         _require_plain(name, node)
@@ -76,7 +89,7 @@ def _holds_tensor(node: Any) -> bool:
         return any(map(_holds_tensor, node.values()))
     if isinstance(node, list | tuple):
         return any(map(_holds_tensor, node))
-    return isinstance(node, torch.Tensor)
+    return isinstance(node, Tensor | FlatShard)
 
 
 def _require_plain(name: str, value: Any) -> None:
@@ -105,6 +118,8 @@ def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], 
                 node = node[key] if _has_item(node, key) else None
         if not (isinstance(node, dict) or _has_item(node, path[-1])):
             raise CheckpointError(f"the checkpoint's entry {name} has no place in the state")
+        if value == {} and isinstance(node, dict) and isinstance(node.get(path[-1]), dict):
+            continue  # of a rank that held no part of the tensors there
         node[path[-1]] = value
 
 
@@ -121,13 +136,13 @@ def differences(wanted: Entries, saved: Metadata, all_names: set[str], *, partia
     found = saved.state_dict_metadata
     lines = []
     for name, tensor in sorted(wanted.tensors.items()):
-        entry = found.get(name)
+        entry, shape, dtype = found.get(name), whole_shape(tensor), local_part(tensor).dtype
         if entry is None:
-            lines.append(f"missing in the checkpoint: {name} {_form(tensor.shape, tensor.dtype)}")
+            lines.append(f"missing in the checkpoint: {name} {_form(shape, dtype)}")
         elif not isinstance(entry, TensorStorageMetadata):
             lines.append(f"a tensor here, a plain value in the checkpoint: {name}")
-        elif entry.size != tensor.shape or (entry.properties.dtype != tensor.dtype and not partial):
-            theirs, ours = _form(entry.size, entry.properties.dtype), _form(tensor.shape, tensor.dtype)
+        elif entry.size != shape or (entry.properties.dtype != dtype and not partial):
+            theirs, ours = _form(entry.size, entry.properties.dtype), _form(shape, dtype)
             lines.append(f"different: {name} is {ours} here, {theirs} in the checkpoint")
     for name, (_, value) in sorted(wanted.values.items()):
         if name not in found and value != {}:

@@ -5,41 +5,61 @@ torch.distributed.checkpoint would find out too, but only once every rank has co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphmoe.checkpoint.entries import Entries
+from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.snapshot import local_part
 from graphmoe.world import World
+
+Key = TypeVar("Key", str, tuple[str, tuple[int, ...]])
+"""What ranks that give it hold alike: a name, or a name and which part of what it names."""
 
 
 def own_share(entries: Entries, world: World) -> Entries:
-    """What this rank saves: its parts of sharded tensors, and its share of the rest. A collective.
+    """What this rank saves: its shards of DTensors, and its share of the rest. A collective.
 
-    What only it names is in its share; plain values that several name are the first such rank's.
+    What only it holds is in its share; plain values that several name are the first such rank's.
     """
     if world.size == 1:
         return entries
-    sizes = {n: t.nbytes for n, t in entries.tensors.items() if not isinstance(t, DTensor)}
+    keys = {n: (n, _place(t)) for n, t in entries.tensors.items() if not isinstance(t, DTensor)}
+    sizes = {key: local_part(entries.tensors[name]).nbytes for name, key in keys.items()}
     named = world.gather((sizes, list(entries.values)))
     writers = assign([sizes for sizes, _ in named])
     values = [set(names) for _, names in named]
     earlier = set().union(*values[: world.rank])
     return Entries(
-        {n: t for n, t in entries.tensors.items() if writers.get(n, world.rank) == world.rank},
+        {n: t for n, t in entries.tensors.items() if n not in keys or writers[keys[n]] == world.rank},
         {n: value for n, value in entries.values.items() if n not in earlier},
     )
 
 
-def assign(sizes: Sequence[dict[str, int]]) -> dict[str, int]:
-    """The rank that writes each name, from the bytes of what each rank names: so that shares are even.
+def assign(sizes: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
+    """The rank that writes each key, from the bytes of what each rank holds: so that shares are even.
 
-    The largest come first, each to the rank that has the least so far.
+    What one rank alone holds comes first. Of the rest the largest come first, each to the rank that has
+    the least so far.
     """
-    largest = {name: num_bytes for named in sizes for name, num_bytes in named.items()}
+    holders: dict[Key, list[int]] = defaultdict(list)
+    largest: dict[Key, int] = {}
+    for rank, held in enumerate(sizes):
+        for key, num_bytes in held.items():
+            holders[key].append(rank)
+            largest[key] = num_bytes
     loads, writers = [0] * len(sizes), {}
-    for name in sorted(largest, key=lambda name: (-largest[name], name)):
-        rank = min((r for r, named in enumerate(sizes) if name in named), key=loads.__getitem__)
-        writers[name] = rank
-        loads[rank] += largest[name]
+    for key in sorted(largest, key=lambda key: (len(holders[key]) > 1, -largest[key], key)):
+        rank = min(holders[key], key=loads.__getitem__)
+        writers[key] = rank
+        loads[rank] += largest[key]
     return writers
+
+
+def _place(tensor: Tensor | FlatShard) -> tuple[int, ...]:
+    """Which part of the whole it is; nothing for a tensor that is the whole."""
+    return tensor.place if isinstance(tensor, FlatShard) else ()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from graphmoe.checkpoint.flat_shards import FlatShard
 
 # torch's own DefaultStager cannot be used: in 2.11 it drops its memory after each call and then fails.
 
@@ -16,9 +21,9 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def take(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def take(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
         """Copies of this rank's part of each tensor, complete on return and valid until the next call.
 
         Syncs each device once for all its tensors.
@@ -35,7 +40,7 @@ class HostCopies:
         """Give the host memory back."""
         self._buffers = {}
 
-    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, name: str, source: Tensor) -> Tensor:
         old = self._buffers.get(name)
         fits = old is not None and old.shape == source.shape and old.dtype == source.dtype
         if old is not None and fits and old.is_pinned() == _wants_pinned(source):
@@ -43,10 +48,12 @@ class HostCopies:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=_wants_pinned(source))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor | FlatShard) -> Tensor:
     """What this rank holds of a tensor, sharing its memory and cut off from autograd."""
+    if isinstance(tensor, FlatShard):
+        return tensor.data.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _wants_pinned(source: torch.Tensor) -> bool:
+def _wants_pinned(source: Tensor) -> bool:
     return source.is_cuda and source.numel() > 0

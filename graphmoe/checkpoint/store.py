@@ -30,9 +30,9 @@ class CheckpointStore:
 
     With torch.distributed initialised, every rank builds a store and calls its methods alike; a
     plain tensor or value that several ranks name is saved once, so what differs by rank needs the
-    rank in its name. One process (group) at a time may write to a folder: building a store removes
-    what a dead writer left there. Close it, or the last save may be lost: the background thread
-    does not keep the process alive.
+    rank in its name. Parts of a tensor that ranks share are FlatShards of one name. One process
+    (group) at a time may write to a folder: building a store removes what a dead writer left there.
+    Close it, or the last save may be lost: the background thread does not keep the process alive.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
@@ -79,7 +79,7 @@ class CheckpointStore:
         return self._world.on_first(lambda: folders.saved_steps(self.folder))
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> None:
-        """Save nested dicts and lists of tensors and plain values as the checkpoint of ``step``.
+        """Save nested dicts and lists of tensors, FlatShards and plain values as the checkpoint of ``step``.
 
         With ``async_save`` it returns as soon as each tensor is copied to the host (one sync of the
         device), else or with ``wait`` when the checkpoint is on the disk. Waits for the save before.

@@ -1,28 +1,38 @@
 """The attn segment: norm, attention (MLA or GQA) and the residual add.
 
+On several ranks of tp each has its own heads, and its own part of the sequence outside of them. On several
+of cp each has its own positions; for attention they either exchange them for heads (all-to-all,
+DeepSpeed-Ulysses, arXiv 2309.14509, section 3) or pass keys and values round (``ops.ring_attention``).
 Suffixes: B batch, S sequence, D hidden, H query heads, G key-value heads, N head part without and
 R with rotary embedding, Q = N + R, V value head, P = R / 2.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config import AttentionBackend, AttentionKind, ModelConfig
+from graphmoe.layout import ALONE, Layout
+from graphmoe.model.linear import column_parallel, row_parallel
 from graphmoe.model.norm import RMSNorm
 from graphmoe.model.rope import attention_scale, rotate_halves, rotate_pairs
 from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
+from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
+from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.segments import part
 
 LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V3, whatever norm_eps is
 
 
-def build_attention(config: ModelConfig) -> nn.Module:
+def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
     """The attention module that the configuration names."""
     if config.attention is AttentionKind.mla:
-        return LatentAttention(config)
-    return GroupedQueryAttention(config)
+        return LatentAttention(config, layout)
+    return GroupedQueryAttention(config, layout)
 
 
 def rotary_dim(config: ModelConfig) -> int:
@@ -47,6 +57,45 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, requested: AttentionBa
         return causal_attention(q, k, v, scale=scale, backend=backend)
 
 
+@dataclass(frozen=True)
+class CoreAttention:
+    """Causal attention of a module's heads, however the ranks of cp share the sequence.
+
+    A dataclass of plain values: so layers that are alike share compiled code.
+    """
+
+    scale: float
+    backend: AttentionBackend
+    cp: int
+    ring: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, layout: Layout, head_dim: int) -> CoreAttention:
+        """That of a model's layers, with query heads of ``head_dim``."""
+        return cls(attention_scale(config, head_dim), config.attention_backend, layout.cp, layout.ring)
+
+    @property
+    def exchanging(self) -> int:
+        """Ranks that exchange positions for heads."""
+        return 1 if self.ring else self.cp
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, S / cp, H, V] from positions of this rank, or after `whole_sequence` from whole sequences."""
+        if self.ring:
+            warn_of_slow_heads(AttentionBackend.sdpa, q.device.type, max(q.shape[-1], v.shape[-1]))
+            with part("core_attn"):
+                return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
+        return self.own_positions(attend(q, k, v, self.scale, self.backend))
+
+    def whole_sequence(self, x_BSHE: Tensor) -> Tensor:
+        """[B, S / cp, H, E] of this rank's positions -> [B, S, H / cp, E] of its heads; a ring needs none."""
+        return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
+
+    def own_positions(self, x_BSHE: Tensor) -> Tensor:
+        """The way back."""
+        return all_to_all(x_BSHE, "cp", self.exchanging, split=1, join=2)
+
+
 def _backend(
     requested: AttentionBackend, device_type: str, head_dim: int, v_head_dim: int
 ) -> AttentionBackend:
@@ -60,78 +109,118 @@ def _backend(
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    def __init__(self, config: ModelConfig) -> None:
+    The latents are small, so on several ranks each makes those of its tokens, and they are gathered: along
+    tp, and for keys and values along cp too where heads are exchanged. Each rank of cp then makes keys and
+    values of the heads that it attends with, from its rows of a matrix that all of them hold.
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
+        tp = layout.tp
         heads, width = config.num_heads, config.hidden_size
         self.sizes = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
         nope, rope, value = self.sizes
-        self.num_heads, self.latent = heads, config.kv_lora_rank
-        self.scale = attention_scale(config, nope + rope)
-        self.backend = config.attention_backend
+        self.tp, self.num_heads, self.latent = tp, heads // tp, config.kv_lora_rank
+        self.attend = CoreAttention.of(config, layout, nope + rope)
         self.norm = RMSNorm(width, config.norm_eps)
         if config.q_lora_rank:
             self.q_down = nn.Linear(width, config.q_lora_rank, bias=False)
             self.q_norm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
-            self.q_up = nn.Linear(config.q_lora_rank, heads * (nope + rope), bias=False)
+            self.q_up = column_parallel(config.q_lora_rank, heads * (nope + rope), tp)
         else:
-            self.q_proj = nn.Linear(width, heads * (nope + rope), bias=False)
+            self.q_proj = column_parallel(width, heads * (nope + rope), tp)
         self.kv_down = nn.Linear(width, self.latent + rope, bias=False)
         self.kv_norm = RMSNorm(self.latent, LATENT_NORM_EPS)
-        self.kv_up = nn.Linear(self.latent, heads * (nope + value), bias=False)
-        self.out_proj = nn.Linear(heads * value, width, bias=False)
+        self.kv_up = column_parallel(self.latent, heads * (nope + value), tp)
+        self.out_proj = row_parallel(heads * value, width, tp)
 
     def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        """x + attention(norm(x)), shape [B, S, D]."""
+        """x + attention(norm(x)), shape [B, S / (cp * tp), D]."""
         h_BSD = self.norm(x_BSD)
         compresses_q = hasattr(self, "q_down")
         q_latent = self.q_norm(self.q_down(h_BSD)) if compresses_q else h_BSD
         kv_latent, k_BSR = self.kv_down(h_BSD).split([self.latent, self.sizes[1]], dim=-1)
-        kv_latent = self.kv_norm(kv_latent)
+        q_latent, kv_latent, k_BSR = self._gathered(q_latent, self.kv_norm(kv_latent), k_BSR)
         with part("mla_up_proj"):
             q = self.q_up(q_latent) if compresses_q else self.q_proj(q_latent)
-            q_BSHQ, k_BSHQ, v_BSHV = self._heads(q, self.kv_up(kv_latent), k_BSR, cos_SP, sin_SP)
-        out_BSHV = attend(q_BSHQ, k_BSHQ, v_BSHV, self.scale, self.backend)
-        return x_BSD + self.out_proj(out_BSHV.flatten(2))
+            q_BSHQ, kv = q.unflatten(-1, (self.num_heads, -1)), self._up(kv_latent)
+        q_BSHQ = self.attend.whole_sequence(q_BSHQ)
+        with part("mla_up_proj"):
+            q_BSHQ, k_BSHQ, v_BSHV = self._heads(q_BSHQ, kv, k_BSR, cos_SP, sin_SP)
+        out_BSHV = self.attend(q_BSHQ, k_BSHQ, v_BSHV)
+        return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
+
+    def _gathered(self, q_latent: Tensor, *of_keys: Tensor) -> tuple[Tensor, ...]:
+        """Latents for q and for keys and values, of all positions that this rank needs them of.
+
+        Those are the same without an exchange of heads, and one collective gathers both.
+        """
+        if self.attend.exchanging > 1:
+            ranks = self.attend.exchanging * self.tp
+            whole = all_gather(torch.cat(of_keys, dim=-1), "cp_tp", ranks, dim=1)
+            q_latent = all_gather(q_latent, "tp", self.tp, dim=1)
+            return q_latent, *whole.split([latent.shape[-1] for latent in of_keys], dim=-1)
+        latents = (q_latent, *of_keys)
+        if self.tp == 1:
+            return latents
+        whole = all_gather(torch.cat(latents, dim=-1), "tp", self.tp, dim=1)
+        return whole.split([latent.shape[-1] for latent in latents], dim=-1)
+
+    def _up(self, kv_latent: Tensor) -> Tensor:
+        """Keys and values of the heads that this rank attends with, from their latents."""
+        if self.attend.exchanging == 1:
+            return self.kv_up(kv_latent)
+        rows = self.kv_up.weight.unflatten(0, (self.attend.exchanging, -1))
+        return F.linear(kv_latent, rows.index_select(0, index_along("cp", rows).unsqueeze(0)).squeeze(0))
 
     def _heads(
-        self, q: Tensor, kv: Tensor, k_BSR: Tensor, cos_SP: Tensor, sin_SP: Tensor
+        self, q_BSHQ: Tensor, kv: Tensor, k_BSR: Tensor, cos_SP: Tensor, sin_SP: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, S, H, Q], k [B, S, H, Q] and v [B, S, H, V] from the projections, rotated."""
         nope, rope, value = self.sizes
-        q_BSHN, q_BSHR = q.unflatten(-1, (self.num_heads, nope + rope)).split([nope, rope], dim=-1)
-        k_BSHN, v_BSHV = kv.unflatten(-1, (self.num_heads, nope + value)).split([nope, value], dim=-1)
+        heads = self.num_heads // self.attend.exchanging
+        q_BSHN, q_BSHR = q_BSHQ.split([nope, rope], dim=-1)
+        k_BSHN, v_BSHV = kv.unflatten(-1, (heads, nope + value)).split([nope, value], dim=-1)
         k_BS1R = rotate_pairs(k_BSR.unsqueeze(2), cos_SP, sin_SP)
         q_BSHQ = torch.cat([q_BSHN, rotate_pairs(q_BSHR, cos_SP, sin_SP)], dim=-1)
-        k_BSHQ = torch.cat([k_BSHN, k_BS1R.expand(-1, -1, self.num_heads, -1)], dim=-1)
+        k_BSHQ = torch.cat([k_BSHN, k_BS1R.expand(-1, -1, heads, -1)], dim=-1)
         return q_BSHQ, k_BSHQ, v_BSHV
 
 
 class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245), with Qwen3's norm of query and key heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
-        heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
-        self.head_dim = size
-        self.scale = attention_scale(config, size)
-        self.backend = config.attention_backend
+        heads, groups, size, tp = config.num_heads, config.num_kv_heads, config.head_dim, layout.tp
+        assert groups % tp == 0, (groups, tp)
+        self.tp, self.head_dim = tp, size
+        self.attend = CoreAttention.of(config, layout, size)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.q_proj = nn.Linear(config.hidden_size, heads * size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, groups * size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, groups * size, bias=False)
+        self.q_proj = column_parallel(config.hidden_size, heads * size, tp)
+        self.k_proj = column_parallel(config.hidden_size, groups * size, tp)
+        self.v_proj = column_parallel(config.hidden_size, groups * size, tp)
         self.q_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.out_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
+        self.out_proj = row_parallel(heads * size, config.hidden_size, tp)
 
     def forward(self, x_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        """x + attention(norm(x)), shape [B, S, D]."""
-        h_BSD = self.norm(x_BSD)
+        """x + attention(norm(x)), shape [B, S / (cp * tp), D]."""
+        h_BSD = all_gather(self.norm(x_BSD), "tp", self.tp, dim=1)
         q_BSHR = self.q_norm(self.q_proj(h_BSD).unflatten(-1, (-1, self.head_dim)))
         k_BSGR = self.k_norm(self.k_proj(h_BSD).unflatten(-1, (-1, self.head_dim)))
         v_BSGV = self.v_proj(h_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.attend.exchanging > 1:
+            q_BSHR, k_BSGR, v_BSGV = self._whole_sequence(q_BSHR, k_BSGR, v_BSGV)
         q_BSHR = rotate_halves(q_BSHR, cos_SP, sin_SP)
         k_BSGR = rotate_halves(k_BSGR, cos_SP, sin_SP)
-        out_BSHV = attend(q_BSHR, k_BSGR, v_BSGV, self.scale, self.backend)
-        return x_BSD + self.out_proj(out_BSHV.flatten(2))
+        out_BSHV = self.attend(q_BSHR, k_BSGR, v_BSGV)
+        return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
+
+    def _whole_sequence(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """This rank's heads of q, k and v over whole sequences, all by one collective."""
+        of_ranks = [x.unflatten(2, (self.attend.exchanging, -1)) for x in heads]
+        counts = [x.shape[3] for x in of_ranks]
+        return self.attend.whole_sequence(torch.cat(of_ranks, dim=3).flatten(2, 3)).split(counts, dim=2)

@@ -6,13 +6,27 @@ Suffixes: B batch, S sequence, D hidden, P rotation pairs, E experts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from graphmoe.config import ModelConfig, MoEConfig
+from graphmoe.dispatch import PLANNED, RECEIVED, SEND_PLAN, Dispatcher
+from graphmoe.layout import ALONE, Layout
 from graphmoe.model.attention import build_attention
-from graphmoe.model.moe import DenseMLP, Experts, Preprocess, Router, SwiGLU, combine, dispatch_local
+from graphmoe.model.bounded import ROUTED, BoundedPath
+from graphmoe.model.moe import (
+    DenseMLP,
+    Experts,
+    Preprocess,
+    Router,
+    SendPreprocess,
+    SwiGLU,
+    combine,
+    dispatch_local,
+)
+from graphmoe.model.travel import Arrival, Return
 from graphmoe.segments import Executor, Segment, run_segments
 
 PLAN = ("experts", "counts", "ends", "row", "slot", "live_rows")
@@ -28,15 +42,17 @@ class MoEOutput(NamedTuple):
     """``graphmoe.model.moe.ROUTER_STATS``, fp32 [3], detached."""
     counts_E: Tensor
     """Slots routed to each expert, int32."""
+    load_2: Tensor | None = None
+    """A `graphmoe.receive_budget.Load` of what was sent to this rank, int32; None where none is planned."""
 
 
 class DenseLayer(nn.Module):
     """attn, mlp."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
-        self.attn = build_attention(config)
-        self.mlp = DenseMLP(config)
+        self.attn = build_attention(config, layout)
+        self.mlp = DenseMLP(config, layout)
 
     def segments(self, index: int | None = None) -> list[Segment]:
         """The segments of the layer at a place of the model."""
@@ -60,15 +76,43 @@ class DenseLayer(nn.Module):
 class MoELayer(nn.Module):
     """attn, moe_router, moe_preprocess, moe_dispatch, shared_experts, moe_experts, moe_combine."""
 
-    def __init__(self, config: ModelConfig, execution: MoEConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        execution: MoEConfig,
+        layout: Layout = ALONE,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
+        """Without a dispatcher tokens stay on their rank, which must hold all experts when it runs."""
         super().__init__()
-        self.attn = build_attention(config)
-        self.moe_router = Router(config, execution)
-        self.moe_preprocess = Preprocess(config)
-        self.moe_experts = Experts(config)
+        self.attn = build_attention(config, layout)
+        self.moe_router = Router(config, execution, layout)
+        self.moe_preprocess = SendPreprocess(config, layout) if dispatcher else Preprocess(config)
+        self.moe_experts = Experts(config, layout)
         self.shared_experts = (
-            SwiGLU(config.hidden_size, config.shared_ffn_size) if config.shared_ffn_size else None
+            SwiGLU(config.hidden_size, config.shared_ffn_size, layout.tp) if config.shared_ffn_size else None
         )
+        self.holds_all = layout.size("ep_etp") == 1
+        self._travel: dict[Dispatcher, tuple[Arrival, Return] | BoundedPath] = {}
+        self.use(dispatcher)
+
+    def use(self, dispatcher: Dispatcher | None) -> None:
+        """From now on tokens travel by another dispatcher; one that comes again finds its compiled code."""
+        self.dispatcher = dispatcher
+        if dispatcher is None or dispatcher in self._travel:
+            return
+        if dispatcher.chunk is not None:
+            self._travel[dispatcher] = BoundedPath(dispatcher, self.moe_experts)
+            return
+        arrival = Arrival(dispatcher, len(self.moe_experts.w_down))
+        self._travel[dispatcher] = arrival, Return(dispatcher, self.shared_experts is not None)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The tensors of a `MoEOutput`."""
+        by = self.dispatcher
+        has_load = by is not None and (by.capacity is not None or by.chunk is not None)
+        return ("x", "loss", "stats", "counts", *(["load"] if has_load else []))
 
     def segments(self, index: int | None = None) -> list[Segment]:
         """The segments of the layer at a place of the model."""
@@ -77,17 +121,66 @@ class MoELayer(nn.Module):
         pieces = [
             piece("attn", self.attn, ("x", "cos", "sin"), ("x",)),
             piece("moe_router", self.moe_router, ("x",), routed),
+        ]
+        if self.dispatcher is not None:
+            return [*pieces, *self._travelling(self.dispatcher, piece)]
+        assert self.holds_all, "experts are on other ranks, and there is no dispatcher"
+        reads = ("received", "weight", "ends", "row", "slot")
+        return [
+            *pieces,
             piece("moe_preprocess", self.moe_preprocess, ("experts",), PLAN),
             piece("moe_dispatch", dispatch_local, ("h",), ("received",)),
+            *self._shared(piece),
+            piece("moe_experts", self.moe_experts, reads, ("routed",)),
+            piece("moe_combine", combine, ("x", "routed", *self._shared_sum), ("x",)),
         ]
-        combined: tuple[str, ...] = ("x", "routed")
-        if self.shared_experts is not None:
-            pieces.append(piece("shared_experts", self.shared_experts, ("h",), ("shared",)))
-            combined += ("shared",)
-        reads = ("received", "weight", "ends", "row", "slot")
-        pieces.append(piece("moe_experts", self.moe_experts, reads, ("routed",)))
-        pieces.append(piece("moe_combine", combine, combined, ("x",)))
-        return pieces
+
+    def _travelling(self, dispatcher: Dispatcher, piece: Callable[..., Segment]) -> list[Segment]:
+        """What follows the router where tokens go to other ranks."""
+        travel = self._travel[dispatcher]
+        if isinstance(travel, BoundedPath):
+            return self._bounded(travel, piece)
+        arrival, way_back = travel
+        dynamic = dispatcher.capacity is None
+        reads = ("h", "weight", "experts", *SEND_PLAN)
+        back = ("x", "routed", *SEND_PLAN, *dispatcher.handle)
+        on_the_way = functools.partial(piece, stream="comm", dynamic=dynamic)
+        return [
+            piece("moe_preprocess", self.moe_preprocess, ("experts",), ("counts", *SEND_PLAN)),
+            on_the_way("moe_dispatch", arrival, reads, (*arrival.writes, *dispatcher.handle)),
+            *self._shared(piece),
+            self._received(dynamic, piece),
+            on_the_way("moe_combine", way_back, (*back, *self._shared_sum), ("x",)),
+        ]
+
+    def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
+        """What follows the router where memory must have a bound."""
+        reads = ("h", "weight", "experts", *SEND_PLAN)
+        # It makes again by itself what a backward needs; comm says that nobody else should.
+        experts = piece("moe_experts", path, reads, ROUTED, stream="comm", dynamic=True, fused=path.fused)
+        return [
+            piece("moe_preprocess", self.moe_preprocess, ("experts",), ("counts", *SEND_PLAN)),
+            *self._shared(piece),
+            experts,
+            piece("moe_combine", combine, ("x", "routed", *self._shared_sum), ("x",)),
+        ]
+
+    def _received(self, dynamic: bool, piece: Callable[..., Segment]) -> Segment:
+        """The experts of the tokens that have arrived."""
+        experts = self.moe_experts
+        if not dynamic:
+            return piece("moe_experts", experts.planned, PLANNED, ("routed",))
+        fused = experts.received_fused
+        return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
+
+    @property
+    def _shared_sum(self) -> tuple[str, ...]:
+        return () if self.shared_experts is None else ("shared",)
+
+    def _shared(self, piece: Callable[..., Segment]) -> list[Segment]:
+        if self.shared_experts is None:
+            return []
+        return [piece("shared_experts", self.shared_experts, ("h",), ("shared",))]
 
     def forward(
         self,
@@ -98,4 +191,4 @@ class MoELayer(nn.Module):
         index: int | None = None,
     ) -> MoEOutput:
         tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}
-        return MoEOutput(*execute(self.segments(index), tensors, ("x", "loss", "stats", "counts")))
+        return MoEOutput(*execute(self.segments(index), tensors, self.writes))

@@ -1,19 +1,27 @@
 """The MoE segments: moe_router, moe_preprocess, shared_experts, moe_experts and moe_combine.
 
 Suffixes: B batch, S sequence, T = B * S tokens, D hidden, E experts, K top-k slots, R routed rows,
-F expert width. With one rank, dispatch hands the tokens on as they are (``moe_dispatch`` is the
-identity); rows are gathered in moe_experts.
+F expert width, N received tokens, L experts of this rank. With one rank, dispatch hands the tokens on as
+they are (``moe_dispatch`` is the identity); rows are gathered in moe_experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config import AuxLoss, ModelConfig, MoEConfig
+from graphmoe.dispatch import SendPlan, send_plan
+from graphmoe.gradients import Gradient
+from graphmoe.layout import ALONE, Cut, Layout, ParameterLayout
+from graphmoe.model.linear import column_parallel, row_parallel
 from graphmoe.model.norm import RMSNorm
 from graphmoe.ops import router as ops
+from graphmoe.ops.collectives import all_gather, index_along, reduce_scatter, sums_over
+from graphmoe.ops.grouped_mlp.delivery import grouped_mlp_into
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import RoutingPlan, permute, routing_plan, unpermute
 from graphmoe.segments import part
@@ -22,14 +30,18 @@ ROUTER_STATS = ("balance_loss", "z_loss", "router_entropy")
 
 
 class Router(nn.Module):
-    """Pre-MLP norm, gate, scores, top-k and auxiliary losses, in fp32 from the norm on."""
+    """Pre-MLP norm, gate, scores, top-k and auxiliary losses, in fp32 from the norm on.
+
+    On several ranks of cp and tp each routes its own tokens; losses and statistics are those of all.
+    """
 
     selection_bias: Tensor
     earlier_counts: Tensor
 
-    def __init__(self, config: ModelConfig, execution: MoEConfig) -> None:
+    def __init__(self, config: ModelConfig, execution: MoEConfig, layout: Layout = ALONE) -> None:
         super().__init__()
         self.config, self.execution = config, execution
+        self.sharing, self.dp = layout.size("cp_tp"), layout.dp
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         zeros_E = torch.zeros(config.num_experts)
@@ -61,14 +73,41 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         balance = z = loss = logits_TE.new_zeros(())
-        if config.aux_loss is not AuxLoss.none and config.aux_loss_coef > 0:
+        has_balance = config.aux_loss is not AuxLoss.none and config.aux_loss_coef > 0
+        terms: Sequence[Tensor] = ()
+        if has_balance:
             counts_BE = ops.count_per_sequence(expert_TK, num_sequences, config.num_experts)
-            balance = ops.balance_loss(config, scores_TE, counts_BE, self.earlier_counts)
-            loss = loss + config.aux_loss_coef * balance
+            mean_BE, counts_BE = ops.balance_terms(config, scores_TE, counts_BE, self.earlier_counts)
+            terms = mean_BE, self._of_global_batch(counts_BE)
         if config.z_loss_coef > 0:
             z = ops.z_loss(logits_TE)
+        entropy, z, *terms = self._of_all_tokens(ops.entropy(scores_TE), z, *terms)
+        if has_balance:
+            balance = ops.balance_loss(*terms)
+            loss = loss + config.aux_loss_coef * balance
+        if config.z_loss_coef > 0:
             loss = loss + config.z_loss_coef * z
-        return loss, torch.stack([balance, z, ops.entropy(scores_TE)]).detach()
+        return loss, torch.stack([balance, z, entropy]).detach()
+
+    def _of_global_batch(self, counts_BE: Tensor) -> Tensor:
+        """With ``global_batch`` [1, E], the slots of all micro-batches up to this one on any rank of dp.
+
+        The loader deals them out one by one, so those up to this one are the earlier ones of all ranks, and
+        the present ones of the ranks before this. Outside training, a rank's own.
+        """
+        if self.config.aux_loss is not AuxLoss.global_batch or self.dp == 1 or not torch.is_grad_enabled():
+            return counts_BE
+        both_12E = torch.stack([counts_BE, self.earlier_counts[None]], dim=1)
+        both_R2E = all_gather(both_12E, "dp", self.dp, dim=0)
+        ranks_R1 = torch.arange(self.dp, device=counts_BE.device).unsqueeze(1)
+        has_begun_R1 = ranks_R1 <= index_along("dp", counts_BE)
+        return torch.where(has_begun_R1, both_R2E[:, 0], both_R2E[:, 1]).sum(dim=0, keepdim=True)
+
+    def _of_all_tokens(self, *means: Tensor) -> tuple[Tensor, ...]:
+        """Means over the tokens of all ranks of cp and tp, from those over this rank's, which are as many."""
+        if self.sharing == 1:
+            return means
+        return tuple(total / self.sharing for total in sums_over("cp_tp", self.sharing, *means))
 
 
 class Preprocess(nn.Module):
@@ -82,24 +121,99 @@ class Preprocess(nn.Module):
         return routing_plan(expert_TK, self.num_experts)
 
 
-class Experts(nn.Module):
-    """Routed experts: gather rows, grouped SwiGLU MLP, weighted sum back to [T, D]."""
+class SendPreprocess(nn.Module):
+    """Builds the plan by which tokens go to the ranks of their experts, on the device."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layout: Layout) -> None:
         super().__init__()
-        experts, width, inner = config.num_experts, config.hidden_size, config.expert_ffn_size
+        self.num_experts, self.layout = config.num_experts, layout
+
+    def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
+        """Slots of each expert [E], and a `SendPlan`."""
+        slots_R = expert_TK.flatten()
+        counts_E = slots_R.new_zeros(self.num_experts).scatter_add_(
+            0, slots_R.long(), torch.ones_like(slots_R)
+        )
+        plan: SendPlan = send_plan(expert_TK, self.num_experts, self.layout.ep, self.layout.etp)
+        return counts_E, *plan
+
+
+class Experts(nn.Module):
+    """Routed experts: gather rows, grouped SwiGLU MLP, weighted sum back to tokens.
+
+    A rank holds E / ep neighbouring experts, and 1 / etp of the width of each.
+    """
+
+    GATE_UP = ParameterLayout((Cut(0, "ep"), Cut(1, "etp", pieces=2)), "edp")
+    DOWN = ParameterLayout((Cut(0, "ep"), Cut(2, "etp")), "edp")
+    assumed_rows: int | None = None
+    """Rows of ``received``, where no device could say how many there are: in a dry run."""
+
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
+        super().__init__()
+        experts, width = config.num_experts // layout.ep, config.hidden_size
+        inner = config.expert_ffn_size // layout.etp
         self.w_gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.w_down = nn.Parameter(torch.empty(experts, width, inner))
+        self.w_gate_up.parallel = self.GATE_UP  # type: ignore[attr-defined]
+        self.w_down.parallel = self.DOWN  # type: ignore[attr-defined]
 
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, ends_E: Tensor, row_TK: Tensor, slot_R: Tensor
     ) -> Tensor:
+        """The weighted sum over each token's experts -> [T, D], where all of them are here."""
         h_RD = permute(h_TD, slot_R, row_TK)
         gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_E).chunk(2, dim=-1)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
-        with part("moe_act"):
-            act_RF = (F.silu(gate_RF) * up_RF * weight_R1).to(h_RD.dtype)
+        act_RF = _activation(gate_RF, up_RF, weight_R1)
         return unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
+
+    def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
+        """The weighted sum over those experts of each received token that are here -> [N, D].
+
+        ``number_NK`` counts this rank's experts from 0; other numbers are slots of experts elsewhere. Waits
+        for the device once, so that no row is dead.
+        """
+        return self.planned(h_ND, weight_NK, *self.plan(number_NK))
+
+    def planned(
+        self, h_ND: Tensor, weight_NK: Tensor, ends_L: Tensor, row_NK: Tensor, slot_R: Tensor
+    ) -> Tensor:
+        """``received`` by a plan of the slots that are here -> [N, D]; rows from the last end on are dead."""
+        h_RD = torch.ops.graphmoe.permute(h_ND, slot_R, row_NK, ends_L)
+        gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_L).chunk(2, dim=-1)
+        row_S1 = row_NK.reshape(-1, 1)
+        weight_R1 = torch.ops.graphmoe.permute(weight_NK.reshape(-1, 1), slot_R, row_S1, ends_L)
+        act_RF = _activation(gate_RF, up_RF, weight_R1)
+        return torch.ops.graphmoe.unpermute(
+            grouped_mm(act_RF, self.w_down, ends_L), slot_R, row_NK, ends_L, None
+        )
+
+    def received_fused(
+        self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
+    ) -> Tensor:
+        """``received`` by one operation, as the pass fuse_experts makes it where it can.
+
+        Weight gradients go to ``totals``, those of this module's parameters; to autograd if there are none.
+        """
+        ends_L, row_NK, slot_R = self.plan(number_NK)
+        if len(slot_R) == 0:
+            return self.received(h_ND, weight_NK, number_NK)  # kernels of vendors may refuse no rows
+        arguments = (h_ND, self.w_gate_up, self.w_down, weight_NK, slot_R, row_NK, ends_L)
+        if totals:
+            return grouped_mlp_into(totals, backend, *arguments)
+        return torch.ops.graphmoe.grouped_mlp(*arguments, backend)[0]
+
+    def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """End rows, row of each slot (-1 for experts elsewhere) and slot of each row. As ``received``."""
+        _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, len(self.w_down))
+        rows = int(ends_L[-1]) if self.assumed_rows is None else self.assumed_rows
+        return ends_L, row_NK, slot_R[:rows]
+
+
+def _activation(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor) -> Tensor:
+    with part("moe_act"):
+        return (F.silu(gate_RF) * up_RF * weight_R1).to(gate_RF.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -107,15 +221,17 @@ class SwiGLU(nn.Module):
 
     PART = "shared_experts"
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, tp: int = 1) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
+        self.tp = tp
+        self.gate_up = column_parallel(width, 2 * inner, tp, pieces=2)
+        self.down = row_parallel(inner, width, tp)
 
     def forward(self, h: Tensor) -> Tensor:
         with part(self.PART):
-            gate, up = self.gate_up(h).chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)
+            # No token needs another, so they may stand in any order: along dim 0 nothing is copied.
+            gate, up = self.gate_up(all_gather(h, "tp", self.tp, dim=0)).chunk(2, dim=-1)
+            return reduce_scatter(self.down(F.silu(gate) * up), "tp", self.tp, dim=0)
 
 
 class DenseMLP(SwiGLU):
@@ -123,8 +239,8 @@ class DenseMLP(SwiGLU):
 
     PART = "mlp"
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.hidden_size, config.dense_ffn_size)
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
+        super().__init__(config.hidden_size, config.dense_ffn_size, layout.tp)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x_BSD: Tensor) -> Tensor:

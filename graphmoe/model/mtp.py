@@ -11,23 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config import ModelConfig, MoEConfig
+from graphmoe.dispatch import Dispatcher
+from graphmoe.layout import ALONE, Layout
 from graphmoe.model.layer import MoELayer, MoEOutput
 from graphmoe.model.norm import RMSNorm
 from graphmoe.segments import Executor, Segment, run_segments
-
-IGNORED = -100
 
 
 class MtpLayer(nn.Module):
     """One prediction depth: two norms, a projection of both inputs, a MoE layer, a final norm."""
 
-    def __init__(self, config: ModelConfig, execution: MoEConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        execution: MoEConfig,
+        layout: Layout = ALONE,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.norm_eps
         self.embed_norm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
         self.proj = nn.Linear(2 * width, width, bias=False)
-        self.layer = MoELayer(config, execution)
+        self.layer = MoELayer(config, execution, layout, dispatcher)
         self.norm = RMSNorm(width, eps)
 
     def segments(self, index: int | None = None) -> list[Segment]:
@@ -50,7 +56,7 @@ class MtpLayer(nn.Module):
     ) -> MoEOutput:
         """The layer's output, which ``norm`` prepares for the head and for the next depth."""
         tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
-        return MoEOutput(*execute(self.segments(index), tensors, ("x", "loss", "stats", "counts")))
+        return MoEOutput(*execute(self.segments(index), tensors, self.layer.writes))
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:

@@ -55,10 +55,18 @@ def count_per_sequence(expert_TK: Tensor, num_sequences: int, num_experts: int) 
     return counts.scatter_add_(0, bin_R, ones_R).view(num_sequences, num_experts)
 
 
-def balance_loss(config: ModelConfig, scores_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor) -> Tensor:
-    """E * sum(load share * mean score) over the experts, 1 at balance -> fp32 scalar.
+def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
+    """E * sum(load share * mean score) over the experts, 1 at balance, of `balance_terms` -> fp32 scalar."""
+    load_BE = counts_BE / counts_BE.sum(dim=-1, keepdim=True)
+    return counts_BE.shape[-1] * (load_BE * mean_BE).sum(dim=-1).mean()
 
-    The share of load is taken over each sequence (DeepSeek-V2, section 2.2.3), over the micro-batch
+
+def balance_terms(
+    config: ModelConfig, scores_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean normalised score and load of each expert -> two fp32 [B, E], or [1, E] where sequences are joined.
+
+    They are taken over each sequence (DeepSeek-V2, section 2.2.3), over the micro-batch
     (Switch Transformer, arXiv 2101.03961, section 2.2), or over the global batch so far
     (arXiv 2501.11873): ``earlier_E`` counts the slots of the step's earlier micro-batches.
     """
@@ -71,8 +79,7 @@ def balance_loss(config: ModelConfig, scores_TE: Tensor, counts_BE: Tensor, earl
         counts_BE = counts_BE.sum(dim=0, keepdim=True)
     if config.aux_loss is AuxLoss.global_batch:
         counts_BE = counts_BE + earlier_E
-    load_BE = counts_BE / counts_BE.sum(dim=-1, keepdim=True)
-    return config.num_experts * (load_BE * mean_BE).sum(dim=-1).mean()
+    return mean_BE, counts_BE
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """What compiled code depends on: the facts of a run, their key, and how two sets of facts differ.
 
-What is no fact here is either no part of any compiled graph or reaches it as a tensor.
+What is no fact here is either no part of any compiled graph or reaches it as a tensor; but for the sizes of a
+rank's shards, which follow from the number of ranks and ``optim.bucket_mb``: with others of these a job finds
+all but its update.
 """
 
 from __future__ import annotations
@@ -35,6 +37,16 @@ SINGLE_KEYS = (
     "train.micro_batch_size",
     "moe.experts",
     "moe.force_balance",
+    "moe.dispatcher",
+    "moe.transport",
+    "moe.receive_budget",
+    "parallel.tp",
+    "parallel.cp",
+    "parallel.cp_method",
+    "parallel.ep",
+    "parallel.etp",
+    "parallel.dp_shard",
+    "pipeline.ep_overlap",
     "optim.schedule",
     "graph.scope",
 )
@@ -43,9 +55,11 @@ OWN_PASS, EXTRA_PASS = "passes.own.", "passes.extra."
 SOURCES = {
     "graphmoe/ops": "graphmoe/ops/**/*.py",
     "graphmoe/model": "graphmoe/model/**/*.py",
-    "graphmoe": "graphmoe/{adamw,gradients,optim,schedule,segments,torch_compat}.py",
+    "graphmoe": "graphmoe/"
+    "{adamw,dispatch,gradients,layout,optim,receive_budget,schedule,segments,step_optimizer,torch_compat}.py",
     "passes": "passes/**/*.py",
     "runtime": "runtime/*.py",
+    "runtime/dispatch": "runtime/dispatch/*.py",
 }
 """Sources that make or run compiled graphs, by the name in messages."""
 KEY_DIGITS = 24

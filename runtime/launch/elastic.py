@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,18 +27,26 @@ from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
 from graphmoe.config import LaunchConfig
-from runtime.launch.failures import RunFailed, attempt_of, error_file, first_failure
+from runtime.launch.failures import (
+    RunFailed,
+    attempt_of,
+    error_file,
+    first_failure,
+    leave_failure,
+    of_workers,
+)
+from runtime.launch.hangs import HangWatch, watching
 from runtime.launch.nodes import Nodes
 
 log = logging.getLogger(__name__)
 
 MEETING_S = 900
 """Seconds that nodes wait for each other."""
-ONE_GPU_EACH = True
-"""Each worker sees its own GPU only, as cuda:0, so that all ranks compile the same code."""
 _POLL_S = 0.2
 _IDLE_S = 2.0
 """After a signal, how long elastic is waited for while there is no worker, as before all nodes are there."""
+_OTHERS_S = 2.0
+"""How long the errors of other nodes are waited for, which may be the cause of those here."""
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Workers that start again would else find the addresses of those before (pytorch #135712)."""
 _SHOWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -50,30 +59,37 @@ def launch(
     log_dir: Path,
     *,
     nodes: Nodes,
-    on_gpu: bool,
+    one_gpu_each: bool,
 ) -> str | None:
     """Run ``graphmoe.worker <resolved>`` on each rank of this node until all are done.
 
     ``environment`` is added to that of the workers. Errors go to ``log_dir``, and on the first node the
-    output of all but local rank 0 too, which has this process's stdout and stderr. Returns the name of
-    the signal that asked to stop, if one did. *Raises* ConfigError or RunFailed with the first error.
+    output of all but local rank 0 too, which has this process's stdout and stderr. With ``one_gpu_each`` a
+    worker sees its own GPU only, as cuda:0, so that all ranks compile the same code; else it sees all.
+    Returns the name of the signal that asked to stop, if one did. *Raises* ConfigError or RunFailed with the
+    first error.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     logs = RankLogs(log_dir, redirect=nodes.is_first)
-    agent = _Agent(_elastic_config(config, logs, nodes, on_gpu), resolved)
+    agent = _Agent(_elastic_config(config, logs, nodes, one_gpu_each), resolved)
     own_stores = _OWN_STORES if config.max_restarts else {}
-    added = _added_to_environment({**environment, **own_stores}, on_gpu and ONE_GPU_EACH)
-    with added, _elastic_log(log_dir), _Forwarding() as forwarding:
-        agent.start()
-        idle_s = 0.0
-        while agent.is_alive() and idle_s < _IDLE_S:
-            agent.join(_POLL_S)
-            waits_in_vain = forwarding.received and not forwarding.to_new_workers()
-            idle_s = idle_s + _POLL_S if waits_in_vain else 0.0
+    with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir):
+        added = _added_to_environment({**environment, **own_stores, **told}, one_gpu_each)
+        with added, _Forwarding() as forwarding:
+            agent.start()
+            idle_s = 0.0
+            while agent.is_alive() and idle_s < _IDLE_S:
+                agent.join(_POLL_S)
+                if watch is not None:
+                    watch.look(logs.attempt, log_dir)
+                waits_in_vain = forwarding.received and not forwarding.to_new_workers()
+                idle_s = idle_s + _POLL_S if waits_in_vain else 0.0
     if isinstance(agent.error, ChildFailedError):
+        if nodes.count > 1:
+            _tell_other_nodes(agent.error, logs, watch)
         first = first_failure(agent.error.failures, log_dir, logs.attempt)
         assert first is not None, "elastic names at least one"
-        if not (forwarding.received and first.was_stopped):
+        if not (forwarding.received and (first.was_stopped or first.was_killed)):
             raise first.raised(log_dir)
     elif isinstance(agent.error, RendezvousError):
         raise RunFailed(f"the {nodes.count} nodes did not all meet at {nodes.endpoint}: {agent.error}")
@@ -82,7 +98,7 @@ def launch(
     return forwarding.received
 
 
-def _elastic_config(config: LaunchConfig, logs: RankLogs, nodes: Nodes, on_gpu: bool) -> ElasticConfig:
+def _elastic_config(config: LaunchConfig, logs: RankLogs, nodes: Nodes, one_gpu_each: bool) -> ElasticConfig:
     elastic = ElasticConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -94,10 +110,19 @@ def _elastic_config(config: LaunchConfig, logs: RankLogs, nodes: Nodes, on_gpu: 
         rdzv_configs={"timeout": MEETING_S, "read_timeout": MEETING_S, "is_host": str(nodes.is_first)},
         local_addr="localhost" if nodes.count == 1 else None,
         max_restarts=config.max_restarts,
-        virtual_local_rank=on_gpu and ONE_GPU_EACH,
+        virtual_local_rank=one_gpu_each,
     )
     elastic.numa_options = None  # each worker binds itself
     return elastic
+
+
+def _tell_other_nodes(error: ChildFailedError, logs: RankLogs, watch: HangWatch | None) -> None:
+    """Leave what this node's workers died of where the others look, and give them time to do the same."""
+    log_dirs = {logs.log_dir, *([watch.log_dir] if watch and watch.log_dir else [])}
+    for failure in of_workers(error.failures, logs.attempt):
+        if not error_file(logs.log_dir, failure.rank).exists():
+            leave_failure(failure, failure.message, log_dirs)
+    time.sleep(_OTHERS_S)
 
 
 class RankLogs(LogsSpecs):

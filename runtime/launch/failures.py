@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,11 @@ from typing import Any
 from graphmoe.config import ConfigError
 
 _OURS = "graphmoe"
+_BROKEN_CONNECTION = re.compile(
+    r"gloo/transport|[Cc]onnection (closed|reset) by peer|NCCL error|ncclRemoteError"
+)
+_OF_CONNECTIONS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+"""Errors of torch.distributed, by name: this module does not import torch."""
 
 
 class RunFailed(RuntimeError):
@@ -42,11 +48,18 @@ class Failure:
     log: str | None = None
     """Its log, which has the traceback."""
     wrong_config: bool = False
+    suffered: bool = False
+    """Whether it looks like what a rank gets when another one has ended, or does not come."""
 
     @property
     def was_stopped(self) -> bool:
         """Whether it was asked to end, as elastic asks workers when another has failed."""
         return self.status in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it died without a word, as one that was asked to end and has not: elastic waits 30 s."""
+        return self.status == -signal.SIGKILL and self.log is None
 
     @property
     def text(self) -> str:
@@ -69,15 +82,22 @@ def write_failure(error: BaseException, status: int, log_dir: Path | None) -> No
     if log_dir is not None:
         log = str(log_dir / f"rank{rank}.log")
     attempt = attempt_of(os.environ)
-    failure = Failure(rank, platform.node(), message, now, status, attempt, log, wrong_config)
+    suffered = not wrong_config and _is_of_others(error)
+    failure = Failure(rank, platform.node(), message, now, status, attempt, log, wrong_config, suffered)
     trace = message if known else "".join(traceback.format_exception(error))
-    extra = {"py_callstack": trace, "timestamp": str(int(now))}
-    document = {"message": {"message": message, "extraInfo": extra}, _OURS: asdict(failure)}
-    paths = {os.environ.get("TORCHELASTIC_ERROR_FILE"), log_dir and str(error_file(log_dir, rank))}
-    for path in paths:
-        if path:
-            with suppress(OSError):  # a full disk may be the error
-                Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    asked = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    leave_failure(failure, trace, {log_dir} if log_dir else set(), {Path(asked)} if asked else set())
+
+
+def leave_failure(
+    failure: Failure, trace: str, log_dirs: Set[Path], more_files: Set[Path] = frozenset()
+) -> None:
+    """Write a failure to the rank's error file in log folders, and to other files, as elastic wants it."""
+    extra = {"py_callstack": trace, "timestamp": str(int(failure.time))}
+    document = {"message": {"message": failure.message, "extraInfo": extra}, _OURS: asdict(failure)}
+    for path in {*more_files, *(error_file(folder, failure.rank) for folder in log_dirs)}:
+        with suppress(OSError):  # a full disk may be the error
+            path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def error_file(log_dir: Path, rank: int) -> Path:
@@ -94,13 +114,29 @@ def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> F
     """The failure that came first, of this node's workers and of all that left a file beside theirs.
 
     ``of_agent`` are torch's ``ProcessFailure`` by rank. A worker that died without a word is known to be
-    dead only at elastic's next look, so it counts a second earlier: others fail when it leaves them.
+    dead only at elastic's next look, so it counts a second earlier: others fail when it leaves them. Errors
+    that look like that are named only if there are no others.
     """
-    found = [_of_agent(rank, failure, attempt) for rank, failure in of_agent.items()]
+    found = [*of_workers(of_agent, attempt)]
     folders = {log_dir, *(Path(failure.log).parent for failure in found if failure.log)}
     left = [failure for folder in folders for failure in _left_in(folder)]
     found += [failure for failure in left if failure.attempt == attempt]
-    return min(found, key=lambda failure: (failure.was_stopped, failure.time), default=None)
+    return min(found, key=lambda each: (each.was_stopped, each.suffered, each.time), default=None)
+
+
+def of_workers(of_agent: Mapping[int, Any], attempt: str) -> Iterator[Failure]:
+    """The failures of a node's workers, from torch's ``ProcessFailure`` by rank."""
+    return (_of_agent(rank, failure, attempt) for rank, failure in of_agent.items())
+
+
+def _is_of_others(error: BaseException | None) -> bool:
+    """Whether the error, or one that it came from, says that the connection to another rank broke."""
+    while error is not None:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if kinds & _OF_CONNECTIONS or _BROKEN_CONNECTION.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _of_agent(rank: int, failure: Any, attempt: str) -> Failure:
@@ -110,7 +146,9 @@ def _of_agent(rank: int, failure: Any, attempt: str) -> Failure:
     message = f"killed by {failure.signal_name()}" if killed else f"ended with status {failure.exitcode}"
     if failure.exitcode == -signal.SIGKILL:
         message += ", as a system does that is short of memory"
-    return Failure(rank, platform.node(), message, failure.timestamp - 1, failure.exitcode, attempt)
+    status, when = failure.exitcode, failure.timestamp - 1
+    aborted = status == -signal.SIGABRT  # as NCCL does to a process whose peers are gone
+    return Failure(rank, platform.node(), message, when, status, attempt, suffered=aborted)
 
 
 def _left_in(log_dir: Path) -> Iterator[Failure]:

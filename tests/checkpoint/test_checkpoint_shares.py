@@ -24,6 +24,10 @@ def test_what_one_rank_alone_names_is_its_own():
     assert writers == {"rng.rank0": 0, "rng.rank1": 1, "shared": 1}
 
 
+def test_what_ranks_hold_alone_counts_before_the_rest_is_shared_out():
+    assert assign([{"own": 50, "a": 60}, {"a": 60}]) == {"own": 0, "a": 1}
+
+
 def test_the_order_of_names_makes_no_difference():
     assert assign([{"a": 1, "b": 1}, {"b": 1, "a": 1}]) == assign([{"b": 1, "a": 1}, {"a": 1, "b": 1}])
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from graphmoe.checkpoint import store
 from graphmoe.checkpoint.entries import flatten
+from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.config import RunConfig
 from graphmoe.metrics import MetricsWriter, NoMetrics
+from graphmoe.optim import Optimizer
 from graphmoe.progress import Progress
 from graphmoe.trainer import Trainer, TrainingStopped
 from graphmoe.world import World
@@ -37,6 +41,9 @@ class Outcome:
     written: list[dict[str, Any]]
     """The rows of metrics.jsonl that this rank would write, without what differs from run to run."""
     weights: dict[str, Tensor]
+    """fp32."""
+    model: dict[str, Tensor]
+    """What the model's parameters are after the run."""
     gradients: dict[str, Tensor]
     """Of the last step, as clipped."""
     state: dict[str, Any]
@@ -67,14 +74,9 @@ class Training:
     change: Change | None = None
 
     def __call__(self, world: World, folder: Path) -> Outcome:
-        folder.mkdir(parents=True, exist_ok=True)
-        run_config = config(*self.words)
-        silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
-        trainer = Trainer(run_config, folder, silent, world)
-        trainer.start()
-        writes = not isinstance(trainer.metrics, NoMetrics)
-        recorder = trainer.metrics = Recorder(trainer.metrics)
-        rows = _kept_rows(trainer)
+        trainer, rows, written = quiet_trainer(config(*self.words), folder, world)
+        assert isinstance(trainer.metrics, Recorder)
+        writes = not isinstance(trainer.metrics.inner, NoMetrics)
         if self.change is not None:
             self.change(trainer)
         error = ""
@@ -82,17 +84,15 @@ class Training:
             trainer.run()
         except TrainingStopped as stopped:
             error = str(stopped)
-        optimizer = trainer.optimizer
-        gradients = {
-            name: optimizer.gradient_of(weight).total
-            for name, weight in zip(optimizer.names, optimizer.weights, strict=True)
-        }
-        entries = flatten(trainer._state())
+        model = _on_host(dict(trainer.model.named_parameters()))
+        gradients = _on_host(whole(trainer.optimizer, "grad_shard"))
+        entries = flatten(whole_state(trainer))
         return Outcome(
             torch.stack(rows).cpu() if rows else torch.zeros(0),
-            recorder.rows,
-            _on_host(optimizer.main_weights()),
-            _on_host(gradients),
+            written,
+            _on_host(trainer.optimizer.main_weights()),
+            model,
+            gradients,
             {**_on_host(entries.tensors), **entries.values},
             trainer.step,
             writes,
@@ -101,9 +101,42 @@ class Training:
         )
 
 
+def quiet_trainer(
+    run_config: RunConfig, folder: Path, world: World
+) -> tuple[Trainer, list[Tensor], list[dict[str, Any]]]:
+    """A trainer that has started, and what its steps will return and its metrics get."""
+    folder.mkdir(parents=True, exist_ok=True)
+    silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
+    trainer = Trainer(run_config, folder, silent, world)
+    trainer.start()
+    recorder = trainer.metrics = Recorder(trainer.metrics)
+    return trainer, _kept_rows(trainer), recorder.rows
+
+
+def whole(optimizer: Optimizer, shard: str) -> dict[str, Tensor]:
+    """Whole tensors by parameter name, of the shards of all ranks."""
+    return {
+        name: tensor
+        for family in optimizer.families
+        for name, tensor in family.gathered(getattr(family, shard), into=family.grad.clone()).items()
+    }
+
+
+def whole_state(trainer: Trainer) -> dict[str, Any]:
+    """All that a checkpoint holds, with whole moments and main weights on every rank."""
+    optimizer = trainer.optimizer
+    counters = optimizer.state_dict()["counters"]
+    rounded = optimizer.weights[0].dtype != torch.float32
+    moments = {key: whole(optimizer, key) for key in ("exp_avg", "exp_avg_sq")}
+    state = {**moments, "main": whole(optimizer, "main") if rounded else {}, "counters": counters}
+    with mock.patch.object(optimizer, "state_dict", lambda: state):
+        return trainer._state()
+
+
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies, which a later run in the same process leaves alone."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    held = {n: each.data if isinstance(each, FlatShard) else each.detach() for n, each in tensors.items()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
 
 
 def _kept_rows(trainer: Trainer) -> list[Tensor]:

@@ -1,9 +1,12 @@
 """Checkpoints of tensors on a GPU."""
 
+import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config import CheckpointConfig
+from graphmoe.layout import ALONE, Cut, Layout, ParameterLayout, own_part
 
 
 def test_tensors_changed_after_save_returns_are_saved_as_they_were(tmp_path):
@@ -40,3 +43,22 @@ def test_a_checkpoint_of_the_cpu_is_loaded_into_a_model_on_the_gpu(tmp_path):
     state = {"w": torch.zeros(3, 5, dtype=torch.bfloat16, device="cuda")}
     store.load(state)
     assert torch.equal(state["w"].cpu(), random)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_flat_shards_on_the_gpu_are_saved_as_they_were_and_filled_in_place(tmp_path, async_save):
+    gate_up = ParameterLayout((Cut(1, "tp", 2),), "dp_cp")
+    whole, store = torch.randn(3, 16, 5), CheckpointStore(tmp_path, CheckpointConfig(async_save=async_save))
+    saved = FlatShard.of_part(whole.cuda(), gate_up, ALONE, 0)
+    store.save(1, {"w": saved})
+    if async_save:
+        assert store._copies._buffers["w"].is_pinned()
+        saved.data.fill_(-1)
+    store.close()
+    for rank in range(2):
+        part = own_part(whole, gate_up, Layout(tp=2), rank)
+        buffer = torch.zeros(120, device="cuda")
+        shard = FlatShard(buffer[3:110], 7, part.shape, gate_up, Layout(tp=2), rank)
+        store.load({"w": shard})
+        assert torch.equal(buffer[3:110].cpu(), part.reshape(-1)[7:114])
+        assert not buffer[:3].any() and not buffer[110:].any()

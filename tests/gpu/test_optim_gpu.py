@@ -52,10 +52,10 @@ def test_one_update_reaches_every_element_and_copies_no_buffer_to_the_host(compi
         segments = CompiledSegments(lambda trains: PassRunner([]))
         optimizer.compile(functools.partial(segments.in_place, "optimizer"))
     optimizer.gradient_of(optimizer.weights[0]).add(torch.zeros((), device="cuda"))
-    optimizer.flat_grad.normal_()
-    norm = math.sqrt(sum(part.double().square().sum().item() for part in optimizer.flat_grad.split(2**26)))
+    grad = optimizer.families[0].grad.normal_()
+    norm = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(2**26)))
     main = optimizer.main[0].view(-1)
-    wanted = [reference(main[part], optimizer.flat_grad[part] * (CLIP / norm)) for part in SLICES]
+    wanted = [reference(main[part], grad[part] * (CLIP / norm)) for part in SLICES]
     pinned = torch.cuda.host_memory_stats()["allocated_bytes.allocated"]
     result = optimizer.step(torch.ones((), device="cuda"))
     assert result.grad_norm.item() == pytest.approx(norm, rel=1e-5)

@@ -43,7 +43,9 @@ def job(folder: Path, name: str, *words: str) -> dict[str, Any]:
         env=environment, capture_output=True, text=True, check=True, cwd=root,
     )  # fmt: skip
     run = folder / name
+    blobs = (folder / "cache").glob("**/blobs/*/*")
     return {
+        "stored": {path.name for path in blobs},
         "losses": [row["loss"] for row in metrics(run) if "loss" in row],
         "cache": json.loads((run / "compile_report.json").read_text())["cache"],
         "files": {row["key"]: row["files"] for row in json.loads(held.stdout)["entries"]},
@@ -60,6 +62,12 @@ def test_a_later_job_compiles_no_graph_and_no_kernel(jobs, first, again):
     assert found["fx_hits"] == jobs[first]["cache"]["fx_misses"] + jobs[first]["cache"]["fx_hits"]
     assert (found["fx_misses"], found["aot_misses"]) == (0, 0)
     assert jobs[again]["files"].items() >= jobs[first]["files"].items()  # nor added a file
+
+
+@pytest.mark.parametrize(("first", "again"), [("first", "third"), ("exact", "exact again")])
+def test_a_later_job_tunes_no_kernel(jobs, first, again):
+    """The result of a tuning names the time that it took, so it would be stored as another."""
+    assert jobs[again]["stored"] == jobs[first]["stored"] != set()
 
 
 def test_kernels_are_tuned_alike_so_the_first_loss_is_bitwise_the_same(jobs):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphmoe.config import AttentionKind, ModelConfig
+from graphmoe.layout import Layout, layout_of, own_part
 from graphmoe.model import build_model
 
 D, V, E = 16, 40, 6
@@ -125,9 +126,35 @@ def test_a_weight_does_not_depend_on_which_others_exist():
         assert torch.equal(small.state_dict()[name], large_state[name]), name
 
 
+LAYOUTS = [Layout(dp=3, ep=3), Layout(dp=7, etp=7), Layout(dp=42, ep=3, etp=7)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_hold_their_parts_of_the_experts_of_one_rank(layout):
+    whole = dict(build_model(CONFIG, dtype=torch.bfloat16).named_parameters())
+    seen = set()
+    for rank in range(layout.size("world")):
+        own = build_model(CONFIG, dtype=torch.bfloat16, layout=layout, rank=rank)
+        for name, parameter in own.named_parameters():
+            parallel = layout_of(parameter)
+            assert parallel == layout_of(whole[name])
+            assert ("moe_experts" in name) == (parallel.summed_over == "edp")
+            assert torch.equal(parameter, own_part(whole[name], parallel, layout, rank)), name
+        seen.add(tuple(own.layers[1].moe_experts.w_down.flatten().tolist()))
+    assert len(seen) == layout.ep * layout.etp
+
+
+def test_an_expert_does_not_depend_on_how_many_there_are():
+    few, many = (
+        build_model(dataclasses.replace(CONFIG, num_experts=n)).layers[1].moe_experts for n in (4, 6)
+    )
+    assert torch.equal(few.w_gate_up, many.w_gate_up[:4]) and torch.equal(few.w_down, many.w_down[:4])
+
+
 def test_no_two_matrices_share_their_values():
     model = build_model(dataclasses.replace(CONFIG, num_layers=4))
-    starts = [tuple(p.flatten()[:4].tolist()) for p in model.parameters() if p.dim() > 1]
+    matrices = [matrix for p in model.parameters() for matrix in (p if p.dim() == 3 else [p]) if p.dim() > 1]
+    starts = [tuple(matrix.flatten()[:4].tolist()) for matrix in matrices]
     assert len(set(starts)) == len(starts)
 
 

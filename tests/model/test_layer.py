@@ -74,7 +74,7 @@ def kept_names(name):
 
 def outputs_of(layer, tensors):
     out = layer(tensors["x"], tensors["cos"], tensors["sin"])
-    return (out,) if isinstance(out, torch.Tensor) else tuple(out)
+    return (out,) if isinstance(out, torch.Tensor) else tuple(each for each in out if each is not None)
 
 
 @every_layer

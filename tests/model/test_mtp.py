@@ -9,7 +9,8 @@ import torch
 
 from graphmoe.config import AuxLoss, ModelConfig
 from graphmoe.model import build_model
-from graphmoe.model.mtp import IGNORED, shift_left
+from graphmoe.model.mtp import shift_left
+from graphmoe.model.vocabulary import IGNORED
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S, V = 2, 9, 50

@@ -202,7 +202,9 @@ def test_balance_loss_and_its_gradient_match_the_written_out_sums(kind, function
         earlier = [random.Random(E).randint(0, 9) for _ in range(E)]
         counts = router.count_per_sequence(experts, B, E)
         scores = router.scores_of(logits, function)
-        loss = router.balance_loss(config, scores, counts, torch.tensor(earlier).float())
+        loss = router.balance_loss(
+            *router.balance_terms(config, scores, counts, torch.tensor(earlier).float())
+        )
         exact = logits.detach().double().requires_grad_()
         exact_scores = exact.sigmoid() if function is ScoreFunction.sigmoid else exact.softmax(1)
         expected = written_out_balance_loss(config, exact_scores, experts, B, earlier)
@@ -220,7 +222,8 @@ def test_balance_loss_is_one_at_balance_and_the_number_of_experts_at_collapse(ki
         (torch.full((16, 1), 3, dtype=torch.int32), torch.eye(8)[3].expand(16, 8), 8.0),
     ):
         counts = router.count_per_sequence(experts, 2, 8)
-        assert router.balance_loss(config, scores, counts, torch.zeros(8)).item() == pytest.approx(expected)
+        terms = router.balance_terms(config, scores, counts, torch.zeros(8))
+        assert router.balance_loss(*terms).item() == pytest.approx(expected)
 
 
 def test_global_loads_count_all_micro_batches_so_far():
@@ -230,7 +233,7 @@ def test_global_loads_count_all_micro_batches_so_far():
     for step in range(3):
         scores, experts = random_logits(T, E, seed=step).softmax(1), random_experts(T, K, E, seed=step)
         counts = router.count_per_sequence(experts, 2, E)
-        loss = router.balance_loss(config, scores, counts, earlier)
+        loss = router.balance_loss(*router.balance_terms(config, scores, counts, earlier))
         all_experts.extend(experts.flatten().tolist())
         load = torch.tensor([all_experts.count(e) / len(all_experts) for e in range(E)]).double()
         assert_forward_close(loss, E * (load * scores.double().mean(0)).sum())

@@ -49,7 +49,8 @@ def traced(run: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> Tra
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         given, rest = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
         output = torch.func.functional_call(run, given, rest) if names else run(*rest)
-        return tuple(output) if isinstance(output, tuple) else (output,)
+        outputs = output if isinstance(output, tuple) else (output,)
+        return tuple(tensor for tensor in outputs if tensor is not None)
 
     fakes = fakes_of(values)
     if device != "cpu":

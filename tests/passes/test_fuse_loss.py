@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from graphmoe.config import ModelConfig
+from graphmoe.layout import Layout
 from graphmoe.model.transformer import LossHead
 from passes.fuse_loss import fuse_loss
 from tests.passes.blocks import (
@@ -191,6 +192,13 @@ LOOK_ALIKES = {
 def test_look_alikes_stay_with_a_reason(run, reason):
     inputs = random(B * S, D), head().detach(), labels().flatten()
     assert_left(traced(run, *inputs), reason, fuse_loss)
+
+
+def test_a_loss_of_ranks_that_share_the_vocabulary_is_known():
+    module = LossHead(ModelConfig(hidden_size=D, vocab_size=V), Layout(tp=2))
+    plain = traced(module, random(B, S, D), labels().repeat(1, 2))
+    assert_left(plain, "ranks share the vocabulary", fuse_loss)
+    assert not rewritten(plain, fuse_loss)[1][0].expected
 
 
 def test_a_log_softmax_without_a_loss_is_counted():

@@ -83,6 +83,12 @@ def test_an_expected_pass_that_changes_nothing_says_why(caplog, passes_may_miss)
     assert not caplog.text
 
 
+def test_an_expected_pass_that_knows_another_form_reports_it_without_a_warning(caplog):
+    spec = replace(SIN, run=lambda graph, times=1: Rewrites(0, (), "cos is as good", expected=False))
+    (report,) = PassRunner([spec]).run("forward", module(lambda x: torch.cos(x)), "unit", ("attn", "mlp"))
+    assert report.left == ("cos is as good",) and not caplog.text
+
+
 def test_a_pass_that_returns_no_number_is_an_error():
     with pytest.raises(TypeError, match="fails returned None"):
         PassRunner([PassSpec("fails", fails, "forward", "bitwise")]).run(

@@ -15,7 +15,6 @@ from tests.runtime.test_compiled import model_of
 
 B, S, D = 2, 16, 16
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-MLA = "model.q_lora_rank=8"
 GQA = ("model.attention=gqa", "model.num_kv_heads=1", "model.head_dim=4", "model.qk_norm=true")
 UNFUSED = "passes.disabled=[fuse_experts]"
 
@@ -39,7 +38,7 @@ def executor(wanted: Recompute | None = None, *overrides: str) -> CompiledSegmen
 
 def layer_gradients(execute, *overrides: str, layer: int = 1, dtype=torch.float32):
     """Loss, and the gradients of the input and of every weight of one layer."""
-    model = model_of("model.num_layers=2", MLA, *overrides)
+    model = model_of("model.num_layers=2", *overrides)
     module = model.layers[layer].to(dtype)
     for buffer in module.buffers():
         buffer.data = buffer.data.float()

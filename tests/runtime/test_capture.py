@@ -17,16 +17,16 @@ from graphmoe.model.transformer import Transformer
 from runtime import graphs
 from runtime.capture import REPORT_FILE, Capture, CaptureReport, Span
 from runtime.graphs import GraphMaker
-from tests.runs import assert_same_state, final_state, metrics, numbers, trainer_in
+from tests.runs import COMPILED, assert_same_state, final_state, metrics, numbers, trainer_in
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 UNREAD = ("train.steps=9", "train.val_batches=0", "checkpoint.interval=0", "graph.warmup_steps=1")
 FULL = ("graph.scope=full_iteration",)
 AT_EVERY_SCOPE = pytest.mark.parametrize(
     "words",
     [
         FULL,
-        pytest.param(("graph.scope=layer", "compile.enabled=true"), marks=pytest.mark.slow),
-        pytest.param(("graph.scope=partial", "compile.enabled=true"), marks=pytest.mark.slow),
+        pytest.param(("graph.scope=layer", *COMPILED), marks=pytest.mark.slow),
     ],
     ids=lambda words: words[0].partition("=")[2],
 )
@@ -135,7 +135,7 @@ def test_gradients_buffers_moments_and_new_parameters_are_watched_too(tmp_path):
         "layers.1.attn.norm.weight": (norm._parameters, "weight", as_parameter),
         r"layers\.1\..*selection_bias": (router._buffers, "selection_bias", torch.clone),
         "the gradient of layers.1.attn.norm.weight": (gradient, "total", torch.clone),
-        "the optimizer's exp_avg_sq": (vars(optimizer), "_exp_avg_sq", torch.clone),
+        "the optimizer's exp_avg_sq": (vars(optimizer.families[0]), "exp_avg_sq", torch.clone),
         "the optimizer's applied": (vars(optimizer), "applied", torch.clone),
     }
     for name, (holder, key, moved) in moves.items():

@@ -16,6 +16,7 @@ from runtime.capture import REPORT_FILE, Capture
 from runtime.captured_step import CapturedStep
 from runtime.graphs import HostGraph
 from tests.runs import (
+    COMPILED,
     TINY,
     assert_load_swings,
     assert_same_state,
@@ -28,6 +29,7 @@ from tests.runs import (
     trainer_in,
 )
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 CPU = torch.device("cpu")
 CAPTURED = "graph.scope=full_iteration"
 STEPS = ("train.steps=8", "graph.warmup_steps=2", "train.val_interval=4", "checkpoint.interval=4")
@@ -92,7 +94,7 @@ def test_another_shape_or_dtype_is_an_error_that_names_it(other):
         ("train.micro_batch_size=4",),
         ("train.micro_batch_size=1", "model.aux_loss=global_batch", "model.aux_loss_coef=0.1"),
         ("model.mtp_depth=1", "precision.compute=bf16"),
-        pytest.param(("compile.enabled=true",), marks=pytest.mark.slow),
+        pytest.param(COMPILED, marks=pytest.mark.slow),
     ],
     ids=["two micro-batches", "one", "global balance", "mtp in bf16", "compiled"],
 )
@@ -114,12 +116,12 @@ def test_training_is_bitwise_the_uncaptured_one(tmp_path, overrides):
     "words",
     [
         (CAPTURED,),
-        pytest.param(("compile.enabled=true", "graph.scope=layer"), marks=pytest.mark.slow),
+        pytest.param(("graph.scope=layer", *COMPILED), marks=pytest.mark.slow),
     ],
-    ids=",".join,
+    ids=lambda words: words[0],
 )
 def test_a_load_that_swings_from_step_to_step_changes_no_bit(tmp_path, swinging_load, words):
-    words = (*words, "model.top_k=1", "train.micro_batch_size=4", "train.steps=12", "train.val_batches=0")
+    words = (*words, "model.top_k=1", "train.global_batch_size=2", "train.steps=12", "train.val_batches=0")
     plain = train_in(tmp_path / "plain", *words, "graph.warmup_steps=12")
     captured = train_in(tmp_path / "captured", *words, "graph.warmup_steps=2")
     assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")

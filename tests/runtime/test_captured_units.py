@@ -17,11 +17,12 @@ from runtime.capture import REPORT_FILE, Capture
 from runtime.captured_units import UnitCapture
 from runtime.compile_report import REPORT_FILE as COMPILE_REPORT
 from runtime.compiled import CompiledSegments
-from tests.runs import assert_same_state, config, final_state, numbers, train_in
+from tests.runs import COMPILED, assert_same_state, config, final_state, numbers, train_in
 from tests.tolerances import assert_gradient_close
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 CPU = torch.device("cpu")
-COMPILED = ("compile.enabled=true", "train.steps=6", "train.val_interval=3", "checkpoint.interval=6")
+RUN = (*COMPILED, "train.steps=6", "train.val_interval=3", "checkpoint.interval=6")
 
 
 class Scale(nn.Module):
@@ -182,15 +183,14 @@ def test_segments_are_captured_compiled_only():
 @pytest.mark.parametrize(
     "scope, overrides",
     [
-        ("partial", ("train.micro_batch_size=1",)),
         ("layer", ("model.mtp_depth=1",)),
-        ("moe", ("model.shared_ffn_size=0", "model.aux_loss=sequence", "model.aux_loss_coef=0.1")),
-        ("[embed,moe_experts,loss]", ("model.mtp_depth=1", "precision.compute=bf16")),
+        ("moe", ("model.shared_ffn_size=0", "train.global_batch_size=8", "train.val_batches=0")),
+        ("[embed,moe_experts,loss]", ("precision.compute=bf16", "train.val_batches=0")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_training_is_bitwise_that_of_the_same_units_uncaptured(tmp_path, caplog, scope, overrides):
-    words = (*COMPILED, *overrides, f"graph.scope={scope}")
+    words = (*RUN, *overrides, f"graph.scope={scope}")
     with caplog.at_level(logging.WARNING):
         train_in(tmp_path / "plain", *words, "graph.warmup_steps=6")
         assert "captured nothing: the run did 6 steps" in caplog.text
@@ -217,7 +217,7 @@ def test_training_is_bitwise_that_of_the_same_units_uncaptured(tmp_path, caplog,
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["partial", "moe", "[moe_experts]"])
 def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, scope):
-    words = (*COMPILED, "train.steps=4", "train.val_batches=0", "checkpoint.interval=0")
+    words = (*RUN, "train.steps=4", "train.val_batches=0", "checkpoint.interval=0")
     for name in ("none", scope):
         train_in(tmp_path / name, *words, f"graph.scope={name}", "graph.warmup_steps=1")
     matches = json.loads((tmp_path / scope / COMPILE_REPORT).read_text())["passes"]
@@ -229,7 +229,7 @@ def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, s
 def test_a_named_segment_that_the_model_has_not_is_told(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train_in(
-            tmp_path, *COMPILED, "graph.scope=[embed,shared_experts]", "model.shared_ffn_size=0",
+            tmp_path, *RUN, "graph.scope=[embed,shared_experts]", "model.shared_ffn_size=0",
             "graph.warmup_steps=1", "train.steps=2", "train.val_batches=0",
         )  # fmt: skip
     assert "names shared_experts, which is not captured: the model has no such segment" in caplog.text

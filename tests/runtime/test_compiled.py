@@ -20,19 +20,12 @@ from graphmoe.torch_compat import joint_graph
 from passes import PASSES, PassRunner, select_passes
 from runtime import unit_graphs
 from runtime.compiled import CompiledSegments
-from tests.runs import ROOT, config
+from tests.runs import COMPILED, ROOT, config
 from tests.tolerances import assert_forward_close, assert_gradient_close
-
-OVERRIDES = (
-    "model.aux_loss=sequence",
-    "model.aux_loss_coef=0.1",
-    "model.z_loss_coef=0.1",
-    "model.mtp_depth=1",
-)
 
 
 def model_of(*overrides: str) -> nn.Module:
-    run = config(*OVERRIDES, *overrides)
+    run = config(*COMPILED, "model.mtp_depth=1", *overrides)
     return build_model(run.model, device=torch.device("cpu"), dtype=torch.float32, seed=0, execution=run.moe)
 
 

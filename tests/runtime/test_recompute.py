@@ -15,7 +15,7 @@ from graphmoe.config import ConfigError
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
 from runtime.compiled import CompiledSegments
 from runtime.output_views import root_of
-from runtime.recompute import Recompute, RecomputedSegments, UnitRecompute
+from runtime.recompute import Recompute, RecomputedSegments, UnitRecompute, executor_outside_graphs
 from tests.runtime.recomputed import (
     ATTENTION,
     GQA,
@@ -223,6 +223,33 @@ def test_eager_gradients_are_bitwise_those_of_kept_values(asked, dtype):
                 losses[-1].backward()
             totals.append([*losses, *(p.grad for p in model.parameters())])
         assert all(torch.equal(a, b) for a, b in zip(*totals, strict=True))
+
+
+@pytest.mark.parametrize(
+    "asked, covered",
+    [
+        (Recompute(), False),
+        (Recompute(all=True), True),
+        (Recompute(segments=frozenset(["attn"])), True),
+        (Recompute(segments=frozenset(["attn"]), parts=frozenset(["moe_act"])), True),
+        (Recompute(layers=frozenset([0])), True),
+        (Recompute(parts=frozenset(["moe_act"])), False),
+        (Recompute(parts=frozenset(["moe_act"]), layers=frozenset([0])), False),
+    ],
+    ids=str,
+)
+def test_outside_graphs_segments_and_layers_are_computed_again_and_parts_are_not(asked, covered):
+    calls = []
+
+    def attn(x):
+        calls.append(x)
+        return x.sin()
+
+    execute = executor_outside_graphs(asked)
+    x = torch.ones(3, requires_grad=True)
+    (y,) = execute([Segment("attn", attn, ("x",), ("x",), layer=0)], {"x": x}, ("x",))
+    y.sum().backward()
+    assert len(calls) == 1 + covered
 
 
 def test_validation_is_not_computed_again():

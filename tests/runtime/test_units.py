@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,22 @@ def test_neighbours_on_one_stream_are_one_unit():
     assert [unit.name for unit in units] == ["attn..moe_router", "moe_dispatch", "moe_experts..moe_combine"]
     assert [unit.reads for unit in units] == [("x",), ("h",), ("received", "x")]
     assert [unit.writes for unit in units] == [("h", "x"), ("received",), ("x",)]
+
+
+def test_a_segment_without_fixed_sizes_is_no_part_of_a_unit_that_has_them():
+    segments = [
+        Segment("moe_router", torch.neg, ("x",), ("h",)),
+        Segment("moe_experts", torch.neg, ("h",), ("routed",), dynamic=True),
+        Segment("moe_combine", torch.add, ("x", "routed"), ("x",)),
+    ]
+    units = units_of(segments, ("x",))
+    assert [(unit.name, unit.dynamic) for unit in units] == [
+        ("moe_router", False),
+        ("moe_experts", True),
+        ("moe_combine", False),
+    ]
+    with pytest.raises(AssertionError, match="moe_experts waits for the host"):
+        units_of(segments, ("x",), captured={"moe_experts"})
 
 
 def test_a_unit_hands_on_only_what_is_needed_after_it():

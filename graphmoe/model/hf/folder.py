@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config import ConfigError, ModelConfig
 from graphmoe.model import Transformer, build_model
 from graphmoe.model.hf.families import Family, to_hf_config, to_model_config
@@ -101,17 +102,22 @@ def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> HfFolder:
 
 
 def fill(
-    state: dict[str, Tensor],
+    state: Mapping[str, Tensor | FlatShard],
     files: TensorFiles,
     found: list[Piece],
     on_bytes: Progress = lambda num_bytes: None,
 ) -> None:
-    """Copy the tensors of the files into ours, in place."""
+    """Copy the tensors of the files into ours, in place; of a shard only what it covers is read."""
     with torch.no_grad():
         for piece in found:
-            if piece.repeats is None:
+            ours = state[piece.ours]
+            if piece.repeats is None and isinstance(ours, FlatShard):
+                for part, index in ours.within(piece.index):
+                    part.copy_(files.read(piece.theirs, index))
+                    on_bytes(part.nbytes)
+            elif piece.repeats is None and isinstance(ours, Tensor):
                 tensor = files.read(piece.theirs)
-                state[piece.ours][piece.index].copy_(tensor)
+                ours[piece.index].copy_(tensor)
                 on_bytes(tensor.nbytes)
 
 

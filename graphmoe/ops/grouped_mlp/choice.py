@@ -163,7 +163,8 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device, measure: M
     for direction, measured in times.items():
         if not measured:
             raise ConfigError(
-                f"{KEY}=auto: none of {', '.join(names)} could run the {direction}; see the log"
+                f"{KEY}=auto: none of {', '.join(names)} could run the {direction}; see the log, or name one "
+                f"that then is not measured: {KEY}={names[0]}"
             )
     choice = ",".join(min(measured, key=measured.__getitem__) for measured in times.values())
     return {"choice": choice, "milliseconds": times}
@@ -182,12 +183,15 @@ def milliseconds(
     logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=device)
     weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
     _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
-    inputs = random_inputs(direction, shape, weight_TK.contiguous(), (slot_R, row_TK, ends_E), generator)
     op, last = direction, []
-    if direction == "wgrad":
-        sizes = (shape.E, 2 * shape.F, shape.D), (shape.E, shape.D, shape.F)
-        inputs += [torch.empty(size, device=device) for size in sizes]
-        op, last = "wgrad_into", [False]
+    try:
+        inputs = random_inputs(direction, shape, weight_TK.contiguous(), (slot_R, row_TK, ends_E), generator)
+        if direction == "wgrad":
+            sizes = (shape.E, 2 * shape.F, shape.D), (shape.E, shape.D, shape.F)
+            inputs += [torch.empty(size, device=device) for size in sizes]
+            op, last = "wgrad_into", [False]
+    except torch.OutOfMemoryError as error:
+        return dict.fromkeys(backends, error.with_traceback(None))
     failed: dict[str, float | Exception] = {}
 
     def call(name: str) -> None:

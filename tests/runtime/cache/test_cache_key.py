@@ -29,9 +29,11 @@ FACTS = """
     model.renormalise model.routed_scale model.num_groups model.topk_groups model.group_score
     model.selection_bias model.aux_loss model.aux_loss_coef model.z_loss_coef model.mtp_depth
     model.mtp_loss_weight data.seq_len optim.schedule train.micro_batch_size precision.compute
-    precision.deterministic moe.experts moe.force_balance graph.scope recompute.all recompute.segments
-    recompute.ops
-    recompute.layer_ids
+    precision.deterministic moe.experts moe.force_balance moe.dispatcher moe.transport
+    moe.receive_budget graph.scope
+    parallel.tp parallel.cp parallel.cp_method parallel.ep parallel.etp parallel.dp_shard
+    pipeline.ep_overlap
+    recompute.all recompute.segments recompute.ops recompute.layer_ids
 """
 BY_PASSES = "passes.enabled passes.disabled passes.extra"
 """Facts by what they make of the passes."""
@@ -43,14 +45,16 @@ NO_FACTS = """
     data.eod_token data.bpe_vocab_size data.cache_dir data.hf_name data.hf_config data.hf_split
     data.hf_val_split data.shuffle data.skip_bad data.prefetch
     optim.lr optim.min_lr_ratio optim.warmup_steps optim.wsd_decay_fraction optim.beta1 optim.beta2 optim.eps
-    optim.weight_decay train.steps train.global_batch_size train.seed train.clip_grad_norm
+    optim.weight_decay optim.bucket_mb parallel.dp parallel.pp
+    train.steps train.global_batch_size train.seed train.clip_grad_norm
     train.val_interval train.val_batches train.max_nonfinite train.log_interval moe.sync_free_stage
     compile.enabled compile.cache compile.cache_dir passes.dump graph.warmup_steps
     checkpoint.enabled checkpoint.interval checkpoint.keep_last checkpoint.keep_every checkpoint.async_save
     checkpoint.resume checkpoint.resume_from checkpoint.init_from
     host.manual_gc host.gc_interval host.numa host.kernarg_pool_mb host.max_hw_queues host.nvlink_multicast
     host.env launch.nproc launch.nodes launch.endpoint launch.max_restarts launch.gpus_per_job
-    launch.write_only sweep.resume log.tensorboard log.wandb log.wandb_project log.progress log.peak_tflops
+    launch.write_only launch.hang_timeout_s launch.fake_world launch.fake_rank launch.fake_memory_gb
+    sweep.resume log.tensorboard log.wandb log.wandb_project log.progress log.peak_tflops
     log.sample_tokens format
 """
 

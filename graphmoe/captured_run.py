@@ -1,0 +1,69 @@
+"""The step of a run, or what replays it or parts of it from graphs, as ``graph.scope`` says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphmoe.config import GraphConfig
+from graphmoe.segments import FULL_ITERATION
+from runtime.capture import Capture, Place
+from runtime.captured_step import CapturedStep, Step
+
+log = logging.getLogger(__name__)
+
+
+class CapturedRun:
+    """Called like the step that it was given."""
+
+    def __init__(
+        self,
+        step: Step,
+        config: GraphConfig,
+        capture: Capture | None,
+        device: torch.device,
+        places: Mapping[str, Place],
+        folder: Path | None,
+    ) -> None:
+        """``places`` are what graphs find where it lies, ``folder`` where a report is wanted."""
+        self._step, self._config, self._capture, self._folder = step, config, capture, folder
+        if capture is None:
+            return
+        capture.watch(places)
+        if device.type == "cpu":
+            scope = capture.report.scope
+            log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", scope)
+        if config.scope == FULL_ITERATION:
+            self._step = CapturedStep(step, device, capture)
+
+    def __call__(self, batches: Iterable[Tensor]) -> Tensor:
+        if self._capture is None:
+            return self._step(batches)
+        if self._config.scope == FULL_ITERATION:
+            row = self._step(batches)
+        else:
+            with self._capture.step():
+                row = self._step(batches)
+        if self._capture.is_first_replay:
+            self._report(self._capture)
+        return row
+
+    def release(self) -> None:
+        """End what was captured, before the process groups do. No step may follow."""
+        if self._capture:
+            self._capture.maker.release()
+
+    def _report(self, capture: Capture) -> None:
+        """Write capture_report.json, and log what was captured by now."""
+        capture.report.pool_bytes = capture.maker.pool_bytes()
+        if self._folder is not None:
+            capture.report.write(self._folder)
+        log.info(capture.report.line())
+        if isinstance(self._config.scope, str):
+            return  # a word stands for segments that a model may lack; the report has them
+        for segment, reason in capture.report.not_captured.items():
+            log.warning("graph.scope names %s, which is not captured: %s", segment, reason)

@@ -1,0 +1,201 @@
+"""A rank's range of a parameter that is cut along parallel dimensions, as boxes of the whole parameter.
+
+A checkpoint holds whole parameters only, so that it knows no layout: what a rank holds is written to, and
+filled from, the boxes that it covers there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.layout import Axis, Layout, ParameterLayout, layout_of
+
+
+class Box(NamedTuple):
+    """A box of a whole parameter, and where its elements lie in the flat data of a shard."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+    """Place of its first element in the data."""
+    strides: tuple[int, ...]
+
+    def view(self, data_N: Tensor) -> Tensor:
+        """The elements in a shard's data, or in a copy of it: a view in the box's sizes."""
+        return data_N.as_strided(self.sizes, self.strides, data_N.storage_offset() + self.first)
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShard:
+    """Elements [start, start + len(data)) of a rank's own part of a parameter, in row-major order."""
+
+    data: Tensor
+    """[N], contiguous, N may be 0; loading fills it in place."""
+    start: int
+    shape: torch.Size
+    """Of the own part, `graphmoe.layout.own_part` of the whole parameter."""
+    parallel: ParameterLayout
+    layout: Layout
+    rank: int
+
+    def __post_init__(self) -> None:
+        assert self.data.dim() == 1 and self.data.is_contiguous()
+        assert self.start >= 0 and self.start + self.data.numel() <= self.shape.numel()
+        assert all(self.shape[cut.dim] % cut.pieces == 0 for cut in self.parallel.cuts)
+
+    @classmethod
+    def of_part(cls, part: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> FlatShard:
+        """All of an own part; a view of it. *Raises* RuntimeError if the part is not contiguous."""
+        return cls(part.detach().view(-1), 0, part.shape, parallel, layout, rank)
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        sizes = list(self.shape)
+        for cut in self.parallel.cuts:
+            sizes[cut.dim] *= self.layout.size(cut.axis)
+        return torch.Size(sizes)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What it covers of the parameter, in numbers: shards of the same place hold the same elements."""
+        indices = (_index(self.layout, cut.axis, self.rank) for cut in self.parallel.cuts)
+        return (*indices, self.start, self.data.numel())
+
+    def boxes(self) -> list[Box]:
+        """What it covers of the whole parameter; none if it is empty.
+
+        As few as there can be of which each is one run of the data, then divided where a cut divides it. A
+        parameter without elements is one box, so that its name and shape are saved.
+        """
+        if self.shape.numel() == 0:
+            return [Box((0,) * len(self.shape), tuple(self.whole_shape), 0, (0,) * len(self.shape))]
+        strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        runs = [self._runs(dim) for dim in range(len(self.shape))]
+        boxes = []
+        for offsets, sizes in _rectangles(tuple(self.shape), self.start, self.start + self.data.numel()):
+            along = [_take(*args) for args in zip(runs, offsets, sizes, strict=True)]
+            for parts in itertools.product(*along):
+                own = sum(at * stride for (at, _), stride in zip(parts, strides, strict=True))
+                starts, lengths = tuple(r.start for _, r in parts), tuple(len(r) for _, r in parts)
+                boxes.append(Box(starts, lengths, own - self.start, strides))
+        return boxes
+
+    def within(self, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """What it covers of ``whole[index]``: views of the data, and where each lies there."""
+        given = [*index, *[slice(None)] * (len(self.shape) - len(index))]
+        kept = [isinstance(each, slice) for each in given]
+        slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in given]
+        regions = [range(size)[each] for size, each in zip(self.whole_shape, slices, strict=True)]
+        for box in self.boxes():
+            view, there = box.view(self.data), []
+            for dim, (region, offset) in enumerate(zip(regions, box.offsets, strict=True)):
+                start = max(region.start, offset)
+                stop = max(min(region.stop, offset + view.shape[dim]), start)
+                view = view.narrow(dim, start - offset if stop > start else 0, stop - start)
+                there.append(slice(start - region.start, stop - region.start))
+            if view.numel():
+                yield (
+                    view[tuple(slice(None) if keep else 0 for keep in kept)],
+                    tuple(itertools.compress(there, kept)),
+                )
+
+    def _runs(self, dim: int) -> list[range]:
+        """Indices of the whole dimension that the own part consists of, in its order; none adjoin."""
+        length = self.whole_shape[dim]
+        runs = [range(length)]
+        for cut in (cut for cut in self.parallel.cuts if cut.dim == dim):
+            piece = length // cut.pieces
+            part = piece // self.layout.size(cut.axis)
+            first = part * _index(self.layout, cut.axis, self.rank)
+            starts = (number * piece + first for number in range(cut.pieces))
+            runs = list(_joined(run for start in starts for _, run in _take(runs, start, part)))
+            length = part * cut.pieces
+        return runs
+
+
+def shards_of(
+    model: nn.Module, layout: Layout, rank: int, instead: Mapping[str, Tensor | FlatShard] | None = None
+) -> dict[str, Tensor | FlatShard]:
+    """The model's state by name as a checkpoint keeps it, sharing its memory.
+
+    Where several ranks share a parameter, the own part is a FlatShard; those that hold the same part save it
+    once. ``instead`` has tensors that stand for the model's own of the same names, such as fp32 main weights.
+    """
+    found: dict[str, Tensor | FlatShard] = {}
+    for name, own in model.state_dict(keep_vars=True).items():
+        tensor, parallel = (instead or {}).get(name, own), layout_of(own)
+        if isinstance(tensor, FlatShard):
+            found[name] = tensor
+            continue
+        is_cut = any(layout.size(cut.axis) > 1 for cut in parallel.cuts)
+        found[name] = FlatShard.of_part(tensor, parallel, layout, rank) if is_cut else tensor.detach()
+    return found
+
+
+def whole_shape(tensor: Tensor | FlatShard) -> torch.Size:
+    """The shape that a checkpoint has it in."""
+    return tensor.whole_shape if isinstance(tensor, FlatShard) else tensor.shape
+
+
+@lru_cache(maxsize=4096)
+def _index(layout: Layout, axis: Axis, rank: int) -> int:
+    return layout.index(axis, rank)  # lists all ranks of the job
+
+
+def _rectangles(
+    shape: tuple[int, ...], start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the rectangles that a row-major range is, one run after the other.
+
+    Of N dimensions there are at most 2 * N - 1: parts of the first and of the last row, and the rows between.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+
+    def part_of(number: int, start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        found = _rectangles(shape[1:], start - number * row, stop - number * row)
+        return [((number, *offsets), (1, *sizes)) for offsets, sizes in found]
+
+    if first > last:
+        return part_of(last, start, stop)
+    rows = ((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    middle = [rows] if last > first else []
+    return [*part_of(first - 1, start, first * row), *middle, *part_of(last, last * row, stop)]
+
+
+def _take(runs: Sequence[range], start: int, length: int) -> list[tuple[int, range]]:
+    """The runs at [start, start + length) of all their indices in a row, each with its own place there."""
+    found, at = [], 0
+    for run in runs:
+        part = run[max(start - at, 0) : max(start + length - at, 0)]
+        if part:
+            found.append((max(start, at), part))
+        at += len(run)
+    return found
+
+
+def _joined(runs: Iterable[range]) -> Iterator[range]:
+    """The same indices, with runs that adjoin made one."""
+    last = range(0)
+    for run in runs:
+        if last and last.stop == run.start:
+            last = range(last.start, run.stop)
+            continue
+        if last:
+            yield last
+        last = run
+    if last:
+        yield last

@@ -1,0 +1,127 @@
+"""What a dry run found, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+FILE = "dry_run.json"
+KINDS = {
+    "weights": "weights, whole and own shard",
+    "main_weights": "fp32 main weights",
+    "gradients": "fp32 gradients, whole and own shard",
+    "moments": "moments",
+    "buffers": "buffers",
+    "forward": "made by the forward: activations",
+    "backward": "made by the backward",
+    "update": "made by the update",
+    "inside": "inside an operation",
+}
+"""Kinds of memory, in words."""
+
+
+def render(document: dict[str, Any]) -> Group:
+    """Memory and collectives as tables, and whether the rank fits its device."""
+    sizes = document["layout"]
+    dense, experts = (
+        " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
+        for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
+    )
+    count, of_each = document["micro_batches"], document["micro_batch_size"]
+    return Group(
+        f"[bold]{document['model']}[/bold], rank {document['rank']} of {document['world']}",
+        f"ranks of all that is dense: {dense}; of experts: {experts}",
+        f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
+        f"data-parallel rank has {count} micro-batch{'' if count == 1 else 'es'} of {of_each}; "
+        f"{document['compute']}, experts balanced",
+        "\n[bold]Collectives of a step[/bold], on this rank",
+        _collective_table(document["collectives"]),
+        "\n[bold]Memory[/bold]",
+        _memory_table(document["memory"]),
+        f"not counted: {', '.join(document['memory']['not_counted'])}",
+        "",
+        verdict(document),
+    )
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """Whether the peak fits the device; where it does not, by how much, and what could help."""
+    memory, card = document["memory"], document["card_bytes"]
+    peak, state = memory["peak_bytes"], sum(memory["state_bytes"].values())
+    numbers = f"the peak is {_gib(peak)} GiB ({peak:,} bytes) and the device has {_gib(card)} GiB"
+    if document["fits"]:
+        return f"[bold]fits[/bold]: {numbers}, {_gib(card - peak)} GiB more"
+    lines = f"[bold]DOES NOT FIT[/bold]: {numbers}, {_gib(peak - card)} GiB ({peak - card:,} bytes) too few. "
+    if state > card:
+        return (
+            f"{lines}Weights, gradients and optimizer state alone take {_gib(state)} GiB, so no batch is "
+            f"small enough without a pipeline, which this version has not: raise parallel.ep, parallel.etp "
+            f"or parallel.tp, or use parallel.dp_shard=fsdp2 (not counted here)"
+        )
+    ways = ["a larger parallel.tp or parallel.cp"]
+    if document["micro_batch_size"] > 1:
+        ways.insert(0, "a smaller train.micro_batch_size")
+    if not document["recompute_all"]:
+        ways.insert(0, "recompute=all")
+    room = f"{_gib(card - state)} GiB are left for activations"
+    return f"{lines}Without activations it is {_gib(state)} GiB, so {room}: try {', or '.join(ways)}"
+
+
+def _memory_table(memory: dict[str, Any]) -> Table:
+    scale, unit = (2**30, "GiB") if memory["peak_bytes"] >= 2**30 else (2**20, "MiB")
+    table = Table(unit)
+    for name in ("all the time", "at the peak"):
+        table.add_column(name, justify="right")
+    state, peak = memory["state_bytes"], memory["at_peak_bytes"]
+    rows = {words: (state.get(kind, 0), peak.get(kind, 0)) for kind, words in KINDS.items()}
+    for words, sizes in rows.items():
+        if any(sizes):
+            table.add_row(words, *(f"{size / scale:,.3f}" for size in sizes))
+        if words == KINDS["forward"]:
+            for segment, size in memory["activation_bytes_by_segment"].items():
+                table.add_row(f"  of {segment}", "", f"{size / scale:,.3f}", style="dim")
+    table.add_section()
+    sums = [sum(sizes) / scale for sizes in zip(*rows.values(), strict=True)]
+    table.add_row(f"all (peak in the {memory['peak_in']})", *(f"{size:,.3f}" for size in sums))
+    return table
+
+
+def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
+    """One row for each kind of call; the JSON document tells shapes apart, too."""
+    table = Table()
+    for name in ("phase", "operation", "along", "ranks"):
+        table.add_column(name, no_wrap=True)
+    for name in ("calls", "bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for call in collectives:
+        key = call["phase"], call["operation"], call["axes"][0], ranks_in_words(call["ranks"])
+        rows.setdefault(key, []).append(call)
+    order = ("forward", "backward", "update")
+    for key, calls in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
+        total = sum(call["bytes"] * call["count"] for call in calls)
+        table.add_row(*key, str(sum(call["count"] for call in calls)), _size(total))
+    return table
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', anything else as it is."""
+    steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
+    if len(ranks) < 3 or len(steps) > 1:
+        return " ".join(map(str, ranks))
+    (step,) = steps
+    return f"{ranks[0]}..{ranks[-1]}{'' if step == 1 else f' by {step}'}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f}"
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size} B"

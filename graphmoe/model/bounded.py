@@ -1,0 +1,236 @@
+"""The routed path in memory that has a bound, whatever arrives: the last resort of a run.
+
+Of a layer's forward only what enters it is kept. The backward brings the tokens here again, and both work
+through them in chunks.
+
+Suffixes: T tokens, K slots, N received tokens, C those of a chunk, D hidden, L experts of this rank, F expert
+width, H = 2 * F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.dispatch import Dispatcher
+from graphmoe.gradients import Gradient, delivered, have_begun
+from graphmoe.model.moe import Experts
+from graphmoe.receive_budget import Load
+
+ROUTED = ("routed", "load")
+"""What takes the place of dispatch, experts and the way back writes."""
+
+
+class BoundedPath(nn.Module):
+    """Dispatch, experts and the way back, with chunks of the dispatcher's ``chunk`` at most.
+
+    Tokens and slot weights get the gradients that the path would give in one piece, bit by bit where a row of
+    a product does not depend on how many there are; so do weights where no expert alone has more rows than a
+    chunk. The sums of one that has are added in fp32, chunk by chunk.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, experts: Experts) -> None:
+        super().__init__()
+        self.dispatcher, self.experts = dispatcher, experts
+
+    def forward(
+        self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The tensors of ``ROUTED``. Waits for the device."""
+        return self._path(_Steps(self.experts), h_TD, weight_TK, expert_TK, *plan)
+
+    def fused(self, backend: str, totals: Sequence[Gradient], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """``forward`` by one operation of a backend; weight gradients go to ``totals`` if there are any."""
+        return self._path(_Fused(self.experts, backend, totals), *tensors)
+
+    def _path(self, work: _Work, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.experts.w_gate_up, self.experts.w_down
+        routed_TD, load_2 = _Path.apply(self.dispatcher, work, *weights, *tensors)
+        return routed_TD, load_2
+
+
+class _Work(Protocol):
+    """How experts compute. ``chunk`` is rows of what was received: h, slot weights, expert numbers."""
+
+    totals: Sequence[Gradient]
+    """Where weight gradients go; if there are none, autograd gets them."""
+
+    def forward(self, *chunk: Tensor) -> Tensor:
+        """The weighted sum over each token's experts [C, D]."""
+        ...
+
+    def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of h and slot weights."""
+        ...
+
+    def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
+        """Add the gradients of both weights to fp32 tensors."""
+        ...
+
+
+class _Steps:
+    """Separate steps, as an eager run takes them."""
+
+    totals: Sequence[Gradient] = ()
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+
+    def forward(self, *chunk: Tensor) -> Tensor:
+        return self._experts.received(*chunk)
+
+    def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
+        h_CD, weight_CK, number_CK = chunk
+        wanted = h_CD.detach().requires_grad_(), weight_CK.detach().requires_grad_()
+        dh_CD, dweight_CK = self._gradients(wanted, dy_CD, *wanted, number_CK)
+        return dh_CD, dweight_CK
+
+    def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
+        found = self._gradients((self._experts.w_gate_up, self._experts.w_down), dy_CD, *chunk)
+        for total, gradient in zip(into, found, strict=True):
+            total.add_(gradient)
+
+    def _gradients(self, wanted: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            y_CD = self.forward(*chunk)
+        return torch.autograd.grad(y_CD, wanted, dy_CD)
+
+
+class _Fused:
+    """``graphmoe::grouped_mlp``."""
+
+    def __init__(self, experts: Experts, backend: str, totals: Sequence[Gradient]) -> None:
+        self._experts, self._backend, self.totals = experts, backend, totals
+
+    def forward(self, *chunk: Tensor) -> Tensor:
+        y_CD: Tensor = self._experts.received_fused(self._backend, (), *chunk)
+        return y_CD
+
+    def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
+        _, dh_CD, dweight_CK, _, _ = self._backward(dy_CD, *chunk)
+        return dh_CD, dweight_CK
+
+    def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
+        plan, _, _, dh_RH, a_RF = self._backward(dy_CD, *chunk)
+        if len(dh_RH):
+            torch.ops.graphmoe.grouped_mlp_wgrad_into(
+                dy_CD, chunk[0], dh_RH, a_RF, *plan, *into, self._backend, True
+            )
+
+    def _backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Any, ...]:
+        """The plan of a chunk, and what ``graphmoe::grouped_mlp_dgrad`` makes of it."""
+        h_CD, weight_CK, number_CK = chunk
+        ends_L, row_CK, slot_R = self._experts.plan(number_CK)
+        plan = slot_R, row_CK, ends_L
+        weights = self._experts.w_gate_up, self._experts.w_down
+        if len(slot_R) == 0:  # kernels of vendors may refuse no rows
+            nothing = h_CD.new_empty(0, weights[0].shape[1]), h_CD.new_empty(0, weights[1].shape[2])
+            return plan, torch.zeros_like(h_CD), torch.zeros_like(weight_CK), *nothing
+        ops = torch.ops.graphmoe
+        h_RH = ops.grouped_mlp_hidden(h_CD, weights[0], *plan, self._backend)
+        return plan, *ops.grouped_mlp_dgrad(dy_CD, h_RH, *weights, weight_CK, *plan, self._backend)
+
+
+class _Path(torch.autograd.Function):
+    """Each dispatch is a forward of the dispatcher: it is the gradient of combine, and combine is its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dispatcher: Dispatcher, work: _Work, w_gate_up: Tensor, w_down: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        h_TD, weight_TK, expert_TK, *plan = tensors
+        ctx.dispatcher, ctx.work, ctx.shapes = dispatcher, work, (w_gate_up.shape, w_down.shape)
+        ctx.save_for_backward(*tensors)
+        h_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
+        routed_ND = torch.empty_like(h_ND)
+        for rows in _chunks(number_NK, dispatcher):
+            routed_ND[rows] = work.forward(h_ND[rows], weight_NK[rows], number_NK[rows])
+        load_2 = torch.stack([_slots_of(number_NK).new_tensor(len(h_ND)), _slots_of(number_NK).sum()]).int()
+        ctx.mark_non_differentiable(load_2)
+        return dispatcher.combine(routed_ND, *plan, *handle), load_2
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        h_TD, weight_TK, expert_TK, *plan = ctx.saved_tensors
+        dispatcher, work = ctx.dispatcher, ctx.work
+        dy_ND, *_ = dispatcher.dispatch(dy_TD.contiguous(), weight_TK, expert_TK, *plan)
+        h_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
+        of_weights = _weight_gradients(ctx, dy_ND, h_ND, weight_NK, number_NK)
+        dh_ND, dweight_NK = torch.empty_like(h_ND), torch.empty_like(weight_NK)
+        for rows in _chunks(number_NK, dispatcher):
+            chunk = h_ND[rows], weight_NK[rows], number_NK[rows]
+            dh_ND[rows], dweight_NK[rows] = work.backward(dy_ND[rows], *chunk)
+        dh_TD = dispatcher.combine(dh_ND, *plan, *handle)
+        dweight_TK = dispatcher.combine(dweight_NK, *plan, *handle)
+        return None, None, *of_weights, dh_TD, dweight_TK, *[None] * (1 + len(plan))
+
+
+def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tensor | None, ...]:
+    """What autograd gets for the weights: their gradients, or nothing where ``totals`` have them."""
+    *_, number_NK = received
+    totals = ctx.work.totals
+    if totals:
+        if not have_begun(totals):
+            for gradient in totals:
+                gradient.total.zero_()
+        into = [gradient.total for gradient in totals]
+    else:
+        into = [dy_ND.new_zeros(shape, dtype=torch.float32) for shape in ctx.shapes]
+    for rows, numbers in _by_expert(number_NK, ctx.shapes[0][0], ctx.dispatcher):
+        ctx.work.weight_gradients(into, dy_ND[rows], *(x[rows] for x in received[:2]), numbers)
+    if totals:
+        delivered(totals)
+        return None, None
+    return tuple(gradient.to(dy_ND.dtype) for gradient in into)
+
+
+def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:
+    """Neighbouring received tokens, as many as there may be at a time. Waits for the device."""
+    room = dispatcher.chunk
+    assert room is not None
+    before_N = _slots_of(number_NK).cumsum(0).cpu()
+    start, slots = 0, 0
+    while start < len(before_N):
+        end = int(torch.searchsorted(before_N, slots + room.slots, right=True))
+        end = min(max(end, start + 1), start + room.rows)
+        yield slice(start, end)
+        start, slots = end, int(before_N[end - 1])
+
+
+def _by_expert(number_NK: Tensor, num_experts: int, dispatcher: Dispatcher) -> Iterator[tuple[slice, Tensor]]:
+    """Rows and their expert numbers, where neighbouring experts have no more slots than may be at a time.
+
+    All rows, but one chunk after the other for an expert that has more alone. Waits for the device.
+    """
+    room = dispatcher.chunk
+    assert room is not None
+    live_S = number_NK[number_NK >= 0]
+    counts = torch.bincount(live_S, minlength=num_experts).tolist()
+    for first, end in _groups(counts, room):
+        numbers_NK = number_NK.masked_fill((number_NK < first) | (number_NK >= end), -1)
+        if sum(counts[first:end]) <= room.slots:
+            yield slice(None), numbers_NK
+        else:
+            for rows in _chunks(numbers_NK, dispatcher):
+                if bool((numbers_NK[rows] >= 0).any()):
+                    yield rows, numbers_NK[rows]
+
+
+def _groups(counts: Sequence[int], room: Load) -> Iterator[tuple[int, int]]:
+    """First expert and end of groups with slots that there is room for, or of one expert that has more."""
+    first, slots = 0, 0
+    for expert, count in enumerate(counts):
+        if expert > first and slots + count > room.slots:
+            yield first, expert
+            first, slots = expert, 0
+        slots += count
+    if slots:
+        yield first, len(counts)
+
+
+def _slots_of(number_NK: Tensor) -> Tensor:
+    """Slots of experts that are here, of each received token."""
+    return (number_NK >= 0).sum(dim=1)

@@ -1,0 +1,219 @@
+"""Collectives as operations that name an axis of the layout: for eager runs, compiled graphs and capture.
+
+A process group's name differs from job to job, so a compiled graph must not hold it. It holds the axis, and
+``use_groups`` says at start which process group that is. Sizes are arguments, so a trace needs no group.
+None of them makes the host wait with NCCL, and each result is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphmoe.layout import Axis
+
+# Their names from torch 2.13 on, which warns of those before.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Reduction = Literal["sum", "max"]
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Groups(Protocol):
+    """What knows the process groups of this rank: ``runtime.mesh.Mesh``."""
+
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """None where the rank is alone in it."""
+
+
+_in_use: Groups | None = None
+
+
+def use_groups(groups: Groups | None) -> None:
+    """From now on the collectives of this process run in these process groups; None forgets them."""
+    global _in_use
+    _in_use = groups
+
+
+def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:
+    """The process group of an axis. Raises RuntimeError where there is none, or one of another size."""
+    group = None if _in_use is None else _in_use.group(axis)
+    if group is None:
+        raise RuntimeError(
+            f"a collective along {axis}, for which this process has no process group; call "
+            f"graphmoe.ops.collectives.use_groups(runtime.mesh.Mesh(layout)) with a layout that has it"
+        )
+    if size not in (None, group.size()):
+        raise RuntimeError(
+            f"a collective of {size} ranks along {axis}, and its process group has {group.size()}: the "
+            f"model was built for another layout than use_groups was given"
+        )
+    return group
+
+
+def all_gather(x: Tensor, axis: Axis, size: int, dim: int) -> Tensor:
+    """The ranks' tensors behind each other along ``dim``; the gradient is a ``reduce_scatter``."""
+    return x if size == 1 else torch.ops.graphmoe.all_gather(x, axis, size, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, size: int, dim: int) -> Tensor:
+    """This rank's part along ``dim`` of the ranks' sum; the gradient is an ``all_gather``."""
+    return x if size == 1 else torch.ops.graphmoe.reduce_scatter(x, axis, size, dim)
+
+
+def all_reduce(x: Tensor, axis: Axis, size: int, reduction: Reduction = "sum") -> Tensor:
+    """The ranks' sum or maximum, on each of them.
+
+    The gradient of a sum is that of the result as it is: all ranks make the same of the sum, and each wants
+    the gradient of its own addend. A maximum has none.
+    """
+    return x if size == 1 else torch.ops.graphmoe.all_reduce(x, axis, reduction)
+
+
+def all_to_all(x: Tensor, axis: Axis, size: int, split: int, join: int) -> Tensor:
+    """Part i along ``split`` to rank i, and what the ranks send behind each other along ``join``.
+
+    The gradient is the same with both dimensions exchanged.
+    """
+    return x if size == 1 else torch.ops.graphmoe.all_to_all(x, axis, size, split, join)
+
+
+def sums_over(axis: Axis, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The ranks' sum of each of these tensors of one dtype, all by one ``all_reduce``."""
+    if size == 1:
+        return tensors
+    total = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis, size)
+    parts = total.split([tensor.numel() for tensor in tensors])
+    return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
+
+
+def index_along(axis: Axis, like: Tensor) -> Tensor:
+    """This rank's place in its group, int64 [] on the device of ``like``.
+
+    An operation, not a number: so the graphs of all ranks are the same, and share compiled code.
+    """
+    return torch.ops.graphmoe.index_along(like, axis)
+
+
+@torch.library.custom_op("graphmoe::all_gather", mutates_args=())
+def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
+    group, whole = group_of(axis, size), x.new_empty(_gathered(x, size, dim))  # type: ignore[arg-type]
+    if math.prod(x.shape[:dim]) == 1:  # the parts follow each other in memory
+        all_gather_into(whole.view(-1), x.flatten(), group=group)
+        return whole
+    parts = x.new_empty(size, *x.shape)
+    all_gather_into(parts.view(-1), x.flatten(), group=group)
+    whole.unflatten(dim, (size, -1)).copy_(parts.movedim(0, dim))
+    return whole
+
+
+@torch.library.custom_op("graphmoe::reduce_scatter", mutates_args=())
+def _reduce_scatter(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
+    part = x.new_empty(_scattered(x, size, dim))
+    if math.prod(x.shape[:dim]) > 1:
+        x = x.unflatten(dim, (size, -1)).movedim(dim, 0)
+    reduce_scatter_into(part.view(-1), x.flatten(), group=group_of(axis, size))  # type: ignore[arg-type]
+    return part
+
+
+@torch.library.custom_op("graphmoe::all_to_all", mutates_args=())
+def _all_to_all(x: Tensor, axis: str, size: int, split: int, join: int) -> Tensor:
+    whole = x.new_empty(_exchanged(x, size, split, join))
+    parts = x.unflatten(split, (size, -1)).movedim(split, 0).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group_of(axis, size))  # type: ignore[arg-type]
+    whole.unflatten(join, (size, -1)).copy_(received.movedim(0, join))
+    return whole
+
+
+@torch.library.custom_op("graphmoe::all_reduce", mutates_args=())
+def _all_reduce(x: Tensor, axis: str, op: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, _REDUCTIONS[op], group=group_of(axis))  # type: ignore[arg-type]
+    return total
+
+
+@torch.library.custom_op("graphmoe::index_along", mutates_args=())
+def _index_along(like: Tensor, axis: str) -> Tensor:
+    index = dist.get_rank(group_of(axis))  # type: ignore[arg-type]
+    return torch.full((), index, dtype=torch.int64, device=like.device)
+
+
+@_all_gather.register_fake
+def _(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
+    return x.new_empty(_gathered(x, size, dim))
+
+
+@_reduce_scatter.register_fake
+def _(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
+    return x.new_empty(_scattered(x, size, dim))
+
+
+@_all_to_all.register_fake
+def _(x: Tensor, axis: str, size: int, split: int, join: int) -> Tensor:
+    return x.new_empty(_exchanged(x, size, split, join))
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, axis: str, op: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_index_along.register_fake
+def _(like: Tensor, axis: str) -> Tensor:
+    return like.new_empty((), dtype=torch.int64)
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.arguments = inputs
+
+
+def _keep_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    if inputs[2] != "sum":
+        ctx.mark_non_differentiable(output)
+
+
+def _of_all_gather(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.graphmoe.reduce_scatter(d_whole, *ctx.arguments), None, None, None
+
+
+def _of_reduce_scatter(ctx: Any, d_part: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.graphmoe.all_gather(d_part, *ctx.arguments), None, None, None
+
+
+def _of_all_to_all(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
+    axis, size, split, join = ctx.arguments
+    return torch.ops.graphmoe.all_to_all(d_whole, axis, size, join, split), None, None, None, None
+
+
+def _of_all_reduce(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+    return d_total, None, None
+
+
+_all_gather.register_autograd(_of_all_gather, setup_context=_keep_arguments)
+_reduce_scatter.register_autograd(_of_reduce_scatter, setup_context=_keep_arguments)
+_all_to_all.register_autograd(_of_all_to_all, setup_context=_keep_arguments)
+_all_reduce.register_autograd(_of_all_reduce, setup_context=_keep_reduction)
+
+
+def _gathered(x: Tensor, size: int, dim: int) -> list[int]:
+    """The shape of all ranks' tensors behind each other."""
+    return [length * size if i == dim else length for i, length in enumerate(x.shape)]
+
+
+def _scattered(x: Tensor, size: int, dim: int) -> list[int]:
+    """The shape of one rank's part. Raises ValueError where the parts are not equal."""
+    if x.shape[dim] % size:
+        raise ValueError(f"{list(x.shape)} cannot be cut into {size} equal parts along dim {dim}")
+    return [length // size if i == dim else length for i, length in enumerate(x.shape)]
+
+
+def _exchanged(x: Tensor, size: int, split: int, join: int) -> list[int]:
+    """The shape after an ``all_to_all``. Raises ValueError where the parts are not equal."""
+    part = _scattered(x, size, split)
+    part[join] *= size
+    return part

@@ -1,0 +1,204 @@
+"""Rows to the ranks of ``ep_etp`` and back, with sizes that no host knows: the dispatcher symm.
+
+Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the send plan, R = T * W, N rows of
+the received tensors (a fixed number, live and dead), D hidden.
+
+Four operations: `symm_dispatch` and its gradient, `symm_combine` and its gradient. Each is a collective of
+all ranks, on the peers that ``use_peers`` was given: Triton kernels that read their memory (`exchange`), or
+collectives of torch.distributed (`collective`: CPUs, fp64, the reference). With kernels nothing waits for
+the device and all can be captured.
+
+``arrivals_PP[s, p]`` is the number of rows that rank s sends to rank p. Row j of source s lies at p at
+
+    s * block + j                                                     where j < block,
+    P * block + sum over q < s of max(0, arrivals[q, p] - block) + j - block      otherwise,
+
+so with ``block`` 0 rows are packed, in the order of sources and of their tokens. Rows at N or behind do not
+fit: they are not written, and count as 0 on the way back. It is for the caller to compare arrivals with N.
+Dead rows hold anything, but -1 in ``number_NK``, and are never read. P * block may not be over N.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import graphmoe.ops.permute  # noqa: F401  # registers unpermute
+from graphmoe.ops.symm import collective
+from graphmoe.ops.symm.peers import (
+    CollectivePeers,
+    MemoryPeers,
+    Region,
+    Sizes,
+    peers_of,
+    reserve,
+    use_peers,
+)
+
+__all__ = ["CollectivePeers", "MemoryPeers", "Region", "Sizes", "reserve", "use_peers"]
+
+
+@torch.library.custom_op("graphmoe::symm_dispatch", mutates_args=())
+def _dispatch(
+    h_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    send_counts_P: Tensor,
+    send_ends_P: Tensor,
+    send_row_TW: Tensor,
+    send_slot_R: Tensor,
+    rows: int,
+    experts: int,
+    etp: int,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """received_ND, weight_NK, number_NK int32, arrivals_PP int32.
+
+    ``number_NK`` counts this rank's ``experts`` experts from 0; slots of others have -1. ``etp`` ranks hold
+    parts of the same experts. The plan is a `graphmoe.dispatch.SendPlan`.
+    """
+    assert block * len(send_counts_P) <= rows, (block, rows)
+    peers, places = peers_of(len(send_counts_P)), send_row_TW.shape[1]
+    x = h_TD, weight_TK, expert_TK
+    if isinstance(peers, CollectivePeers):
+        return collective.dispatch(peers, *x, send_counts_P, places, send_slot_R, rows, experts, etp, block)
+    from graphmoe.ops.symm import exchange
+
+    plan = send_counts_P, send_ends_P, send_row_TW, send_slot_R
+    return exchange.dispatch(cast(MemoryPeers, peers), *x, *plan, rows, experts, etp, block)
+
+
+@torch.library.custom_op("graphmoe::symm_dispatch_grad", mutates_args=())
+def _dispatch_grad(
+    dreceived_ND: Tensor,
+    dweight_NK: Tensor,
+    send_ends_P: Tensor,
+    send_row_TW: Tensor,
+    arrivals_PP: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    """dh_TD, dweight_TK: the sums over a token's places, in order, added in fp32 and rounded once."""
+    peers = peers_of(len(arrivals_PP))
+    way = send_ends_P, send_row_TW, arrivals_PP, block
+    if isinstance(peers, CollectivePeers):
+        dh_TD = collective.sum_back(peers, dreceived_ND, *way)
+        return dh_TD, collective.sum_back(peers, dweight_NK, *way)
+    from graphmoe.ops.symm import exchange
+
+    return exchange.dispatch_grad(cast(MemoryPeers, peers), dreceived_ND, dweight_NK, *way)
+
+
+@torch.library.custom_op("graphmoe::symm_combine", mutates_args=())
+def _combine(
+    sum_ND: Tensor,
+    send_counts_P: Tensor,
+    send_ends_P: Tensor,
+    send_row_TW: Tensor,
+    send_slot_R: Tensor,
+    arrivals_PP: Tensor,
+    block: int,
+) -> Tensor:
+    """y_TD: the sum over its places of what the ranks made of a token, in order, in fp32, rounded once."""
+    peers = peers_of(len(arrivals_PP))
+    way = send_ends_P, send_row_TW, arrivals_PP, block
+    if isinstance(peers, CollectivePeers):
+        return collective.sum_back(peers, sum_ND, *way)
+    from graphmoe.ops.symm import exchange
+
+    return exchange.combine(cast(MemoryPeers, peers), sum_ND, *way)
+
+
+@torch.library.custom_op("graphmoe::symm_combine_grad", mutates_args=())
+def _combine_grad(
+    dy_TD: Tensor,
+    send_counts_P: Tensor,
+    send_ends_P: Tensor,
+    send_row_TW: Tensor,
+    send_slot_R: Tensor,
+    arrivals_PP: Tensor,
+    rows: int,
+    block: int,
+) -> Tensor:
+    """dsum_ND: the token of each live row."""
+    peers = peers_of(len(arrivals_PP))
+    if isinstance(peers, CollectivePeers):
+        places = send_row_TW.shape[1]
+        return collective.combine_grad(peers, dy_TD, places, send_slot_R, arrivals_PP, rows, block)
+    from graphmoe.ops.symm import exchange
+
+    plan = send_counts_P, send_ends_P, send_row_TW, send_slot_R
+    return exchange.combine_grad(cast(MemoryPeers, peers), dy_TD, *plan, rows, block)
+
+
+@_dispatch.register_fake
+def _(
+    h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor,
+    send_ends_P: Tensor, send_row_TW: Tensor, send_slot_R: Tensor,
+    rows: int, experts: int, etp: int, block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    slots, ranks = weight_TK.shape[1], send_counts_P.shape[0]
+    return (
+        h_TD.new_empty(rows, h_TD.shape[1]),
+        weight_TK.new_empty(rows, slots),
+        expert_TK.new_empty(rows, slots, dtype=torch.int32),
+        send_counts_P.new_empty(ranks, ranks),
+    )
+
+
+@_dispatch_grad.register_fake
+def _(
+    dreceived_ND: Tensor, dweight_NK: Tensor, send_ends_P: Tensor, send_row_TW: Tensor,
+    arrivals_PP: Tensor, block: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens = send_row_TW.shape[0]
+    return (
+        dreceived_ND.new_empty(tokens, dreceived_ND.shape[1]),
+        dweight_NK.new_empty(tokens, dweight_NK.shape[1]),
+    )
+
+
+@_combine.register_fake
+def _(
+    sum_ND: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor,
+    send_slot_R: Tensor, arrivals_PP: Tensor, block: int,
+) -> Tensor:  # fmt: skip
+    return sum_ND.new_empty(send_row_TW.shape[0], sum_ND.shape[1])
+
+
+@_combine_grad.register_fake
+def _(
+    dy_TD: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor,
+    send_slot_R: Tensor, arrivals_PP: Tensor, rows: int, block: int,
+) -> Tensor:  # fmt: skip
+    return dy_TD.new_empty(rows, dy_TD.shape[1])
+
+
+def _keep_way_back(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *_, arrivals_PP = output
+    _, _, _, _, send_ends_P, send_row_TW, _, _, _, _, ctx.block = inputs
+    ctx.save_for_backward(send_ends_P, send_row_TW, arrivals_PP)
+
+
+def _dispatch_backward(
+    ctx: Any, dreceived_ND: Tensor, dweight_NK: Tensor, *_: Tensor
+) -> tuple[Tensor | None, ...]:
+    # One operation for both, so that every rank sends them in the same order.
+    gradients = torch.ops.graphmoe.symm_dispatch_grad(dreceived_ND, dweight_NK, *ctx.saved_tensors, ctx.block)
+    return *gradients, *[None] * 9
+
+
+def _keep_way_there(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    sum_ND, *way, ctx.block = inputs
+    ctx.rows = sum_ND.shape[0]
+    ctx.save_for_backward(*way)
+
+
+def _combine_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+    dsum_ND = torch.ops.graphmoe.symm_combine_grad(dy_TD, *ctx.saved_tensors, ctx.rows, ctx.block)
+    return dsum_ND, *[None] * 6
+
+
+_dispatch.register_autograd(_dispatch_backward, setup_context=_keep_way_back)
+_combine.register_autograd(_combine_backward, setup_context=_keep_way_there)

@@ -1,0 +1,184 @@
+"""The operations of `graphmoe.ops.symm` by kernels that read peers' memory: no device sync, to be captured.
+
+Each exchange is: put what is one's own into the own region, barrier, read from peers. Exchanges of tokens and
+of sums use two sides of the region in turn, so one barrier is enough: when it is passed, all ranks have put
+this exchange's side, and have read what the other side held.
+
+With a block, the first rows of each pair of ranks travel by copies of a fixed size, one on each of
+``peers.streams``, which need no SM; kernels move the rest beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops.symm import launches
+from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes
+
+Way = tuple[Tensor, Tensor, Tensor, int]
+"""ends_P, row_TW, arrivals_PP and block."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dispatch(
+    peers: MemoryPeers,
+    h_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    counts_P: Tensor,
+    ends_P: Tensor,
+    row_TW: Tensor,
+    slot_R: Tensor,
+    rows: int,
+    experts: int,
+    etp: int,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``graphmoe::symm_dispatch``."""
+    assert weight_TK.dtype == torch.float32, weight_TK.dtype
+    plan = counts_P, ends_P, row_TW, slot_R
+    slots = weight_TK.contiguous(), expert_TK.contiguous()
+    return _bring(peers, h_TD, plan, slots, rows, block, experts, etp)
+
+
+def combine_grad(
+    peers: MemoryPeers,
+    dy_TD: Tensor,
+    counts_P: Tensor,
+    ends_P: Tensor,
+    row_TW: Tensor,
+    slot_R: Tensor,
+    rows: int,
+    block: int,
+) -> Tensor:
+    """As ``graphmoe::symm_combine_grad``."""
+    return _bring(peers, dy_TD, (counts_P, ends_P, row_TW, slot_R), (None, None), rows, block)[0]
+
+
+def combine(peers: MemoryPeers, sum_ND: Tensor, *way: Tensor | int) -> Tensor:
+    """As ``graphmoe::symm_combine``."""
+    return _sums(peers, sum_ND, None, *way)[0]  # type: ignore[arg-type]
+
+
+def dispatch_grad(
+    peers: MemoryPeers, dreceived_ND: Tensor, dweight_NK: Tensor, *way: Tensor | int
+) -> tuple[Tensor, Tensor]:
+    """As ``graphmoe::symm_dispatch_grad``."""
+    assert dweight_NK.dtype == torch.float32, dweight_NK.dtype
+    dh_TD, dweight_TK = _sums(peers, dreceived_ND, dweight_NK.contiguous(), *way)  # type: ignore[arg-type]
+    assert dweight_TK is not None
+    return dh_TD, dweight_TK
+
+
+def _bring(
+    peers: MemoryPeers,
+    x_TD: Tensor,
+    plan: tuple[Tensor, ...],
+    of_slots: tuple[Tensor | None, Tensor | None],
+    rows: int,
+    block: int,
+    experts: int = 1,
+    etp: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, weights, expert numbers and arrivals."""
+    x_TD = _checked(x_TD)
+    (tokens, columns), places, ranks = x_TD.shape, plan[2].shape[1], peers.size
+    slots = 0 if of_slots[0] is None else of_slots[0].shape[1]
+    row_bytes = columns * x_TD.element_size()
+    region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
+    _take(peers, "out")
+    token_TD = peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype)
+    if block:
+        own = peers.view(peers.rank, region.blocks, (ranks, block, columns), x_TD.dtype)
+        launches.pack(x_TD, token_TD, own, plan)
+    else:
+        token_TD.copy_(x_TD)
+    launches.put_records(peers, region, plan, *of_slots, experts, etp)
+    peers.barrier()
+    received_ND = x_TD.new_empty(rows, columns)
+    copies = []
+    for rank in _from_own(peers) if block else ():
+        offset = region.blocks + peers.rank * block * row_bytes
+        source = peers.view(rank, offset, (block, columns), x_TD.dtype)
+        copies.append((received_ND[rank * block : (rank + 1) * block], source))
+    with _beside(peers, copies):
+        from_N, *received, arrivals_PP = launches.receive(peers, region, rows, slots, row_bytes, block)
+        launches.pull(peers, from_N, received_ND, arrivals_PP, block)
+    return received_ND, received[0], received[1], arrivals_PP
+
+
+def _sums(
+    peers: MemoryPeers,
+    y_ND: Tensor,
+    dweight_NK: Tensor | None,
+    ends_P: Tensor,
+    row_TW: Tensor,
+    arrivals_PP: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The sums over each token's places, of rows and of the gradients of weights."""
+    y_ND = _checked(y_ND)
+    (rows, columns), (tokens, places) = y_ND.shape, row_TW.shape
+    slots = 0 if dweight_NK is None else dweight_NK.shape[1]
+    row_bytes = columns * y_ND.element_size()
+    region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
+    _take(peers, "back")
+    launches.put_live(peers, region.sums, y_ND, arrivals_PP, block)
+    if dweight_NK is not None:
+        launches.put_live(peers, region.dweights, dweight_NK, arrivals_PP, block)
+    staged_PBD = y_ND.new_empty(peers.size, block, columns) if block else None
+    way: Way = ends_P, row_TW, arrivals_PP, block
+    from_TW, dweight_from_TW = launches.way_back(peers, region, way, staged_PBD, rows, row_bytes, slots)
+    peers.barrier()
+    copies = []
+    if staged_PBD is not None:
+        for rank in _from_own(peers):
+            offset = region.sums + peers.rank * block * row_bytes
+            copies.append((staged_PBD[rank], peers.view(rank, offset, (block, columns), y_ND.dtype)))
+    dweight_TK = None
+    with _beside(peers, copies):
+        if dweight_NK is not None:
+            dweight_TK = launches.sum_places(dweight_from_TW, slots, dweight_NK.dtype)
+    return launches.sum_places(from_TW, columns, y_ND.dtype), dweight_TK
+
+
+def _checked(x: Tensor) -> Tensor:
+    """Contiguous. Raises TypeError for what the kernels do not add."""
+    if x.dtype not in DTYPES:
+        raise TypeError(f"rows of {x.dtype} cannot travel by symm, only those of {DTYPES}; use alltoall")
+    return x.contiguous()
+
+
+def _take(peers: MemoryPeers, side: Side) -> None:
+    """Make sure that no peer still reads what this side of the region held."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    other: Side = "back" if side == "out" else "out"
+    if peers.last not in (None, (other, capturing)):
+        peers.barrier()
+    peers.last = side, capturing
+
+
+def _from_own(peers: MemoryPeers) -> list[int]:
+    """All ranks, this one first: so at no time all read from one."""
+    return [(peers.rank + i) % peers.size for i in range(peers.size)]
+
+
+@contextmanager
+def _beside(peers: MemoryPeers, copies: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Run copies (to, from) beside what is launched inside: the first before, others on their streams."""
+    streams = peers.streams[: max(len(copies) - 1, 0)]
+    for stream, (to, source) in zip(streams, copies[1:] if streams else (), strict=True):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            to.copy_(source)
+    for to, source in copies[:1] if streams else copies:
+        to.copy_(source)
+    try:
+        yield
+    finally:  # what a capture says of streams that were left alone would hide the cause
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)

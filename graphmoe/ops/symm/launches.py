@@ -1,0 +1,259 @@
+"""Sizes and launches of the kernels by which ranks exchange rows. No launch waits for the device.
+
+Suffixes: T tokens, K slots, P ranks, W places of a token, R = T * W rows sent at most, N rows received,
+D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from graphmoe.ops.symm import back_kernels, out_kernels
+from graphmoe.ops.symm.peers import MemoryPeers, Region
+from graphmoe.ops.threads import num_warps
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel that moves rows is cut into programs; ``programs`` walk through all tiles."""
+
+    tile_bytes: int
+    width_bytes: int
+    """Of a row, at most."""
+    threads: int
+    programs: int
+
+    def tile(self, columns: int, element_bytes: int) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        width = min(triton.next_power_of_2(max(columns, 1)), self.width_bytes // element_bytes)
+        return min(max(self.tile_bytes // (width * element_bytes), 1), MAX_ROWS), width
+
+
+MAX_ROWS = 256
+PULL = Launch(tile_bytes=32 << 10, width_bytes=4096, threads=512, programs=128)
+"""A link of 400 GB/s and 3 us wants 1.2 MB under way. Here 4 MB are, 64 bytes of each thread: while a program
+stores its tile, it asks for nothing. (A plain copy, which has no addresses to load, wants 32 programs.)"""
+PUT = Launch(tile_bytes=16 << 10, width_bytes=4096, threads=256, programs=1024)
+"""Memory of 4.8 TB/s and 1 us wants 5 MB under way: 64 bytes of each thread, as many programs as SMs hold."""
+PACK = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=0)
+"""One vector of 16 bytes for each thread, which stays in registers while it is stored up to W times.
+A program has one tile."""
+SUM = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=2048)
+"""One vector of 16 bytes for each thread and place, so a token of six places has 24 KiB under way."""
+RECORD_TILE, RECORD_THREADS = 1024, 128
+"""Numbers of records in a tile: the fewest that fill the lines of 128 bytes that a link carries."""
+PLACES, PLACE_THREADS = 256, 128
+AT_ONCE = 16
+"""Places of a token in one round; registers hold a piece of the row of each."""
+
+
+def put_records(
+    peers: MemoryPeers,
+    region: Region,
+    plan: tuple[Tensor, ...],
+    weight_TK: Tensor | None,
+    expert_TK: Tensor | None,
+    experts: int,
+    etp: int,
+) -> None:
+    """Write what peers must know of the rows sent to them, and how many they are."""
+    counts_P, ends_P, row_TW, slot_R = plan
+    slots = 0 if weight_TK is None else weight_TK.shape[1]
+    num_rows, lanes = len(slot_R), triton.next_power_of_2(1 + 2 * slots)
+    height = max(RECORD_TILE // lanes, 1)
+    own = [
+        peers.view(peers.rank, offset, (length,), torch.int32)
+        for offset, length in (
+            (region.records, num_rows * (1 + 2 * slots)),
+            (region.counts, peers.size),
+        )
+    ]
+    out_kernels.records_kernel[(max(triton.cdiv(num_rows, height), 1),)](
+        slot_R,
+        counts_P,
+        ends_P,
+        weight_TK,
+        expert_TK,
+        *own,
+        experts,
+        num_rows,
+        W=row_TW.shape[1],
+        K=slots,
+        ETP=etp,
+        LANES=lanes,
+        ROWS=height,
+        num_warps=num_warps(RECORD_THREADS),
+        **_ranks(peers),
+    )
+
+
+def pack(x_TD: Tensor, token_TD: Tensor, block_PBD: Tensor, plan: tuple[Tensor, ...]) -> None:
+    """Copy tokens, and the first rows for each rank into its block."""
+    counts_P, ends_P, row_TW, _ = plan
+    (tokens, columns), (ranks, block, _) = x_TD.shape, block_PBD.shape
+    height, width = PACK.tile(columns, x_TD.element_size())
+    programs = triton.cdiv(tokens, height) * triton.cdiv(columns, width)
+    if programs == 0:
+        return
+    out_kernels.pack_kernel[(programs,)](
+        x_TD,
+        row_TW,
+        counts_P,
+        ends_P,
+        token_TD,
+        block_PBD,
+        tokens,
+        columns,
+        block,
+        P=ranks,
+        RANKS=triton.next_power_of_2(ranks),
+        W=row_TW.shape[1],
+        AT_ONCE=AT_ONCE,
+        TOKENS=height,
+        COLUMNS=width,
+        num_warps=num_warps(PACK.threads),
+    )
+
+
+def receive(
+    peers: MemoryPeers, region: Region, rows: int, slots: int, row_bytes: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The address of each row int64 [N], weights and expert numbers [N, K], and arrivals."""
+    like, lanes = peers.addresses, triton.next_power_of_2(1 + 2 * slots)
+    height = max(RECORD_TILE // lanes, 1)
+    arrivals_PP = like.new_empty(peers.size, peers.size, dtype=torch.int32)
+    from_N = like.new_empty(rows)
+    weight_NK = like.new_empty(rows, slots, dtype=torch.float32)
+    number_NK = like.new_empty(rows, slots, dtype=torch.int32)
+    out_kernels.receive_kernel[(max(triton.cdiv(rows, height), 1),)](
+        like,
+        arrivals_PP,
+        from_N,
+        weight_NK,
+        number_NK,
+        region.counts,
+        region.records,
+        region.tokens,
+        row_bytes,
+        peers.rank,
+        rows,
+        block,
+        K=slots,
+        LANES=lanes,
+        ROWS=height,
+        num_warps=num_warps(RECORD_THREADS),
+        **_ranks(peers),
+    )
+    return from_N, weight_NK, number_NK, arrivals_PP
+
+
+def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
+    """Copy the rows behind the blocks from their addresses."""
+    rows, columns = received_ND.shape
+    height, width = PULL.tile(columns, received_ND.element_size())
+    out_kernels.pull_kernel[(PULL.programs,)](
+        from_N,
+        received_ND,
+        arrivals_PP,
+        columns,
+        peers.rank,
+        rows,
+        block,
+        ALIGNMENT=_alignment(received_ND),
+        ROWS=height,
+        COLUMNS=width,
+        num_warps=num_warps(PULL.threads),
+        **_ranks(peers),
+    )
+
+
+def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
+    """Copy the live rows into the own region."""
+    rows, columns = y_ND.shape
+    height, width = PUT.tile(columns, y_ND.element_size())
+    back_kernels.put_kernel[(PUT.programs,)](
+        y_ND,
+        peers.view(peers.rank, offset, (rows, columns), y_ND.dtype),
+        arrivals_PP,
+        columns,
+        peers.rank,
+        rows,
+        block,
+        ROWS=height,
+        COLUMNS=width,
+        num_warps=num_warps(PUT.threads),
+        **_ranks(peers),
+    )
+
+
+def way_back(
+    peers: MemoryPeers,
+    region: Region,
+    way: tuple[Tensor, Tensor, Tensor, int],
+    staged_PBD: Tensor | None,
+    rows: int,
+    row_bytes: int,
+    slots: int,
+) -> tuple[Tensor, Tensor]:
+    """The address of what each place of a token adds, of rows and of gradients of weights: int64 [T, W]."""
+    ends_P, row_TW, arrivals_PP, block = way
+    from_TW = torch.empty_like(row_TW, dtype=torch.int64)
+    dweight_from_TW = torch.empty_like(from_TW if slots else from_TW[:0])
+    back_kernels.way_back_kernel[(max(triton.cdiv(row_TW.numel(), PLACES), 1),)](
+        peers.addresses,
+        row_TW,
+        ends_P,
+        arrivals_PP,
+        staged_PBD,
+        from_TW,
+        dweight_from_TW,
+        region.sums,
+        region.dweights,
+        row_bytes,
+        peers.rank,
+        rows,
+        block,
+        row_TW.numel(),
+        K=slots,
+        PLACES=PLACES,
+        num_warps=num_warps(PLACE_THREADS),
+        **_ranks(peers),
+    )
+    return from_TW, dweight_from_TW
+
+
+def sum_places(from_TW: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """The sum over each token's places, in order, added in fp32."""
+    tokens, places = from_TW.shape
+    x_TD = torch.empty(tokens, columns, dtype=dtype, device=from_TW.device)
+    height, width = SUM.tile(columns, x_TD.element_size())
+    programs = triton.cdiv(tokens, height) * triton.cdiv(columns, width)
+    if programs == 0:
+        return x_TD
+    back_kernels.sum_kernel[(min(programs, SUM.programs),)](
+        from_TW,
+        x_TD,
+        tokens,
+        columns,
+        W=places,
+        AT_ONCE=AT_ONCE,
+        ALIGNMENT=_alignment(x_TD),
+        TOKENS=height,
+        COLUMNS=width,
+        num_warps=num_warps(SUM.threads),
+    )
+    return x_TD
+
+
+def _ranks(peers: MemoryPeers) -> dict[str, int]:
+    return {"P": peers.size, "RANKS": triton.next_power_of_2(peers.size)}
+
+
+def _alignment(x: Tensor) -> int:
+    """Bytes at a multiple of which every row of x begins in a region, 16 at most: the widest load."""
+    return math.gcd(16, x.shape[1] * x.element_size())

@@ -1,0 +1,210 @@
+"""Tokens to the ranks of their experts: each rank puts what is its own, and pulls what is for it from peers.
+
+Suffixes: T tokens, K slots, P ranks, W places of a token, R rows sent at most, N rows received, D hidden
+(``columns``). RANKS is P rounded up to a power of two, ROWS, TOKENS and COLUMNS are the sizes of a tile.
+
+A record is 1 + 2 K int32 numbers of a row sent: token, weights, expert numbers at the receiver. Records lie
+in the order of the plan, so those for one rank follow each other, and a peer reads them in wide pieces; LANES
+is their length rounded up. From records and counts `receive_kernel` knows where each received row comes from,
+as an address, so `pull_kernel` has one load of an address before those of the row.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
+# The arguments and tuples of a Triton function have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_END = tl.constexpr(2147483647)
+
+
+@triton.jit(do_not_specialize=["experts", "num_rows"])
+def records_kernel(
+    slot_R,
+    counts_P,
+    ends_P,
+    weight_TK,
+    expert_TK,
+    record_R,
+    to_counts_P,
+    experts,
+    num_rows,
+    P: tl.constexpr,
+    RANKS: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    ETP: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the records of ROWS rows; program 0 the counts too. With K = 0 a record is a token's number."""
+    rank = tl.arange(0, RANKS)
+    if tl.program_id(0) == 0:
+        counts = tl.load(counts_P + rank, rank < P, other=0)
+        tl.store(to_counts_P + rank, counts, rank < P)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = (row < num_rows) & (row < tl.load(ends_P + P - 1))
+    token = tl.load(slot_R + row, live, other=0) // W
+    lane = tl.arange(0, LANES)[None, :]
+    value = token[:, None] + tl.zeros([ROWS, LANES], tl.int32)
+    if K > 0:
+        ends = tl.load(ends_P + rank, rank < P, other=NO_END)
+        to = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
+        of_token = token.to(tl.int64)[:, None] * K + lane - 1
+        is_weight, is_number = (lane >= 1) & (lane <= K), (lane > K) & (lane <= 2 * K)
+        weight = tl.load(weight_TK + of_token, live[:, None] & is_weight, other=0.0)
+        number = tl.load(expert_TK + of_token - K, live[:, None] & is_number, other=-1)
+        number -= (to // ETP * experts)[:, None]
+        number = tl.where((number >= 0) & (number < experts), number, -1)
+        value = tl.where(is_weight, weight.to(tl.int32, bitcast=True), tl.where(is_number, number, value))
+    to = record_R + row.to(tl.int64)[:, None] * (1 + 2 * K) + lane
+    tl.store(to, value, live[:, None] & (lane < 1 + 2 * K))
+
+
+@triton.jit(do_not_specialize=["block"])
+def pack_kernel(
+    x_TD,
+    row_TW,
+    counts_P,
+    ends_P,
+    token_TD,
+    block_PBD,
+    tokens,
+    columns,
+    block,
+    P: tl.constexpr,
+    RANKS: tl.constexpr,
+    W: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy tokens, and each also into the block of every rank for which it is one of the first ``block``."""
+    across = tl.cdiv(columns, COLUMNS)
+    token = ((tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    is_token, is_column = token < tokens, (column < columns)[None, :]
+    rank = tl.arange(0, RANKS)
+    ends = tl.load(ends_P + rank, rank < P, other=NO_END)[None, :]
+    counts = tl.load(counts_P + rank, rank < P, other=0)[None, :]
+    at = token[:, None] * columns + column[None, :]
+    x = tl.load(x_TD + at, is_token[:, None] & is_column, other=0.0)
+    tl.store(token_TD + at, x, is_token[:, None] & is_column)
+    for first in range(0, W, AT_ONCE):
+        targets = ()
+        for w in tl.static_range(min(W, AT_ONCE)):  # before the first store, which no load may overtake
+            is_place = is_token & (first + w < W)
+            row = tl.load(row_TW + token * W + first + w, is_place, other=-1)
+            earlier = ends <= row[:, None]
+            to = tl.sum(earlier.to(tl.int32), 1)
+            row_of_rank = row - tl.sum(tl.where(earlier, counts, 0), 1)
+            packed = (row >= 0) & (row_of_rank < block)
+            targets = targets + (tl.where(packed, to * block + row_of_rank, -1).to(tl.int64),)
+        for w in tl.static_range(len(targets)):
+            to = block_PBD + targets[w][:, None] * columns + column[None, :]
+            tl.store(to, x, (targets[w] >= 0)[:, None] & is_column)
+
+
+@triton.jit(do_not_specialize=["me", "rows", "block"])
+def receive_kernel(
+    address_P,
+    arrivals_PP,
+    from_N,
+    weight_NK,
+    number_NK,
+    counts_offset,
+    records_offset,
+    tokens_offset,
+    row_bytes,
+    me,
+    rows,
+    block,
+    P: tl.constexpr,
+    RANKS: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The address of each received row's token, 0 for dead rows; with K > 0 weights and numbers too.
+
+    Program 0 writes the counts of all ranks.
+    """
+    rank = tl.arange(0, RANKS)
+    base = tl.load(address_P + rank, rank < P, other=0)
+    counts_at = (base + counts_offset).to(arrivals_PP.dtype)
+    known = (rank < P)[:, None] & (rank < P)[None, :]
+    counts = tl.load(counts_at[:, None] + rank[None, :], known, other=0)
+    if tl.program_id(0) == 0:
+        tl.store(arrivals_PP + rank[:, None] * P + rank[None, :], counts, known)
+    arrived = tl.sum(tl.where(rank[None, :] == me, counts, 0), 1)
+    first_record = tl.sum(tl.where(rank[None, :] < me, counts, 0), 1)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source, row = _source_of(n, arrived, block, P)
+    is_source = source[:, None] == rank[None, :]
+    live = (n < rows) & (row < tl.sum(tl.where(is_source, arrived[None, :], 0), 1))
+    base = tl.sum(tl.where(is_source, base[None, :], 0), 1)
+    record = row + tl.sum(tl.where(is_source, first_record[None, :], 0), 1)
+    record_at = (base + records_offset + record.to(tl.int64) * (4 + 8 * K)).to(arrivals_PP.dtype)
+    lane = tl.arange(0, LANES)[None, :]
+    value = tl.load(record_at[:, None] + lane, live[:, None] & (lane < 1 + 2 * K), other=-1)
+    token = tl.sum(tl.where(lane == 0, value, 0), 1).to(tl.int64)
+    tl.store(from_N + n, tl.where(live, base + tokens_offset + token * row_bytes, 0), n < rows)
+    if K > 0:
+        is_weight, is_number = (lane >= 1) & (lane <= K), (lane > K) & (lane <= 2 * K)
+        to = n.to(tl.int64)[:, None] * K + lane - 1
+        tl.store(weight_NK + to, value.to(tl.float32, bitcast=True), live[:, None] & is_weight)
+        tl.store(number_NK + to - K, value, (n < rows)[:, None] & is_number)
+
+
+@triton.jit
+def _source_of(n, arrived, block, P: tl.constexpr):
+    """The source of each position of the received tensors, and the row among those of it; none behind all."""
+    rest = tl.maximum(arrived - block, 0)
+    ends = tl.cumsum(rest, 0)[None, :]
+    behind = n - P * block
+    earlier = ends <= behind[:, None]
+    source = tl.sum(earlier.to(tl.int32), 1)
+    row = behind - tl.sum(tl.where(earlier, rest[None, :], 0), 1) + block
+    divisor = tl.maximum(block, 1)
+    return tl.where(behind < 0, n // divisor, source), tl.where(behind < 0, n % divisor, row)
+
+
+@triton.jit(do_not_specialize=["me", "rows", "block"])
+def pull_kernel(
+    from_N,
+    received_ND,
+    arrivals_PP,
+    columns,
+    me,
+    rows,
+    block,
+    P: tl.constexpr,
+    RANKS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy the rows behind the blocks from where they are; without blocks, all.
+
+    Rows lie in the order of sources. So the programs of a rank work on P stretches of them in turn, from its
+    own number on: at no time do all ranks read from one.
+    """
+    rank = tl.arange(0, RANKS)
+    arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
+    first = P * block
+    live_rows = tl.minimum(tl.sum(tl.maximum(arrived - block, 0), 0), rows - first)
+    stretch = tl.cdiv(tl.cdiv(live_rows, ROWS), P)
+    across = tl.cdiv(columns, COLUMNS)
+    for i in range(tl.program_id(0), stretch * P * across, tl.num_programs(0)):
+        turn = i // across
+        tile = (turn + me) % P * stretch + turn // P
+        row = tile * ROWS + tl.arange(0, ROWS)
+        column = i % across * COLUMNS + tl.arange(0, COLUMNS)
+        live = row < live_rows
+        at = tl.multiple_of(tl.load(from_N + first + row, live, other=0).to(received_ND.dtype), ALIGNMENT)
+        is_value = live[:, None] & (column < columns)[None, :]
+        x = tl.load(at[:, None] + column[None, :], is_value)
+        to = received_ND + (first + row).to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(to, x, is_value)

@@ -1,0 +1,159 @@
+"""The ranks that exchange rows by the operations of `graphmoe.ops.symm`, and the memory that they share.
+
+A process group's name and an address differ from job to job, so a compiled graph must not hold them.
+``use_peers`` says at start who they are; the operations ask when they run.
+
+Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the send plan, R = T * W, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Side = Literal["out", "back"]
+
+
+class Peers(Protocol):
+    """This rank among the ranks of ``ep_etp``."""
+
+    rank: int
+    size: int
+
+
+class CollectivePeers:
+    """Peers without common memory: rows travel by collectives of torch.distributed, on any backend.
+
+    The host waits for the device once in each operation. Without a group this rank is alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else group.size()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one exchange needs room for; equal on all ranks."""
+
+    tokens: int
+    row_bytes: int
+    """Of a token: D elements."""
+    slots: int
+    places: int
+    rows: int
+    """Received, live and dead."""
+    block: int = 0
+
+    def joined(self, other: Sizes) -> Sizes:
+        """The least that has room for both."""
+        return Sizes(*map(max, astuple(self), astuple(other)))
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where things lie in each rank's region, in bytes from its base; the same on all ranks.
+
+    The side "out" is tokens, blocks, records and counts, the side "back" is sums and weight gradients. Only
+    its owner writes to a region. A side is written while peers may still read the other.
+    """
+
+    sizes: Sizes
+    tokens: int
+    """[T, D]"""
+    blocks: int
+    """[P, block, D]: the first rows for each rank."""
+    records: int
+    """int32 [R, 1 + 2 K]: token, weights and expert numbers of each row sent."""
+    counts: int
+    """int32 [P]: rows for each rank."""
+    sums: int
+    """[rows, D]"""
+    dweights: int
+    """fp32 [rows, K]"""
+    num_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, num_ranks: int) -> Region:
+        """The region with room for these sizes."""
+        parts = (
+            sizes.tokens * sizes.row_bytes,
+            num_ranks * sizes.block * sizes.row_bytes,
+            4 * sizes.tokens * sizes.places * (1 + 2 * sizes.slots),
+            4 * num_ranks,
+            sizes.rows * sizes.row_bytes,
+            4 * sizes.rows * sizes.slots,
+        )
+        offsets = [0]
+        for num_bytes in parts:
+            offsets.append(offsets[-1] + -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+        return cls(sizes, *offsets)
+
+
+ALIGNMENT = 256
+"""Bytes at a multiple of which each part of a region begins, which suits loads of any width."""
+
+
+class MemoryPeers(Peers, Protocol):
+    """Peers that read each other's regions. Calls are for one stream, and alike on all ranks.
+
+    A captured graph holds addresses, so memory that ``reserve`` replaced stays where it is.
+    """
+
+    last: tuple[Side, bool] | None
+    """The side of the last exchange, and whether that was captured; `graphmoe.ops.symm.exchange` keeps it.
+    A replay does not set it: graphs and what runs between them must use the sides in turn."""
+    addresses: Tensor
+    """int64 [P] on the device: the base of each rank's region."""
+    streams: Sequence[torch.cuda.Stream]
+    """One for each copy that runs beside others, at least P - 1; none on a CPU."""
+
+    def reserve(self, sizes: Sizes) -> Region:
+        """The region, after it has grown to have room for ``sizes`` and all earlier ones.
+
+        Collective where it grows, which it cannot in a capture: RuntimeError. No device sync otherwise.
+        """
+        ...
+
+    def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Part of a rank's region as a tensor."""
+        ...
+
+    def barrier(self) -> None:
+        """What ranks wrote before is seen by all after it. On the current stream; no device sync."""
+        ...
+
+
+_in_use: Peers | None = None
+
+
+def use_peers(peers: Peers | None) -> None:
+    """From now on the operations of this process exchange rows with these peers; None forgets them."""
+    global _in_use
+    _in_use = peers
+
+
+def reserve(sizes: Sizes) -> None:
+    """Let the peers in use have memory in common for exchanges of these sizes. A collective of them."""
+    if _in_use is not None and not isinstance(_in_use, CollectivePeers):
+        cast(MemoryPeers, _in_use).reserve(sizes)
+
+
+def peers_of(size: int) -> Peers:
+    """The peers in use. Raises RuntimeError where there are none, or not ``size`` of them."""
+    if _in_use is None:
+        raise RuntimeError(
+            "rows go to other ranks, and this process has no peers; call graphmoe.ops.symm.use_peers"
+        )
+    if _in_use.size != size:
+        raise RuntimeError(
+            f"a send plan for {size} ranks, and there are {_in_use.size} peers: the plan was made for "
+            f"another layout than use_peers was given"
+        )
+    return _in_use

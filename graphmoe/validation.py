@@ -1,0 +1,76 @@
+"""The validation loss of a run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphmoe.config import TrainConfig
+from graphmoe.data import Corpus, first_batches
+from graphmoe.model.transformer import Transformer
+from graphmoe.pace import Pace
+from graphmoe.segments import Executor
+from graphmoe.train_step import one_of_all
+from graphmoe.world import sums
+from runtime.mesh import Mesh
+from runtime.receive_ladder import ReceiveLadder
+
+
+class Validation:
+    """Mean cross-entropy over the first validation batches, the same ones each time."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        model: Transformer,
+        execute: Executor,
+        mesh: Mesh,
+        pace: Pace,
+        ladder: ReceiveLadder | None,
+    ) -> None:
+        self.config, self.corpus, self.model, self.execute = config, corpus, model, execute
+        self.mesh, self.pace, self.ladder = mesh, pace, ladder
+        self.device = next(model.parameters()).device
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to do."""
+        return self.config.val_batches > 0 and self.corpus.val is not None
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[float, int]:
+        """The mean, and of how many micro-batches. A collective; the weights must be whole."""
+        assert self.corpus.val is not None
+        self.pace.validation()
+        batches = [*first_batches(self.corpus.val, self.config.val_batches, self.config.micro_batch_size)]
+        total, has_room = self._total(batches)
+        if not has_room:
+            assert self.ladder is not None
+            self.pace.slow("the validation, again with room for everything")
+            with self.ladder.without_limit():
+                total, _ = self._total(batches)
+        return total / len(batches), len(batches)
+
+    def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
+        """The sum over micro-batches, and whether there was room for what arrived. Waits for the device."""
+        layout, index = self.mesh.layout, self.mesh.index("dp")
+        total, load_2 = torch.zeros((), device=self.device), None
+        for first in range(0, len(batches), layout.dp):
+            mine = first + index
+            # ranks that are through go on with the last one, since experts wait for tokens of all ranks
+            tokens = batches[min(mine, len(batches) - 1)].to(self.device, non_blocking=True)
+            output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
+            total += output.cross_entropy * (mine < len(batches))
+            if output.load_2 is not None:
+                load_2 = output.load_2 if load_2 is None else torch.maximum(load_2, output.load_2)
+        (total,) = sums(self.mesh.group("dp"), total)
+        return total.item(), load_2 is None or self._has_room(load_2)
+
+    def _has_room(self, load_2: Tensor) -> bool:
+        """Whether there was room at every rank."""
+        assert self.model.dispatcher is not None
+        room = self.model.dispatcher.capacity
+        (loads,) = sums(self.mesh.group("world"), one_of_all(load_2, self.mesh))
+        rows, slots = loads.amax(dim=0).tolist()
+        return room is None or (rows <= room.rows and slots <= room.slots)

@@ -1,0 +1,125 @@
+"""The dispatcher ``alltoall``: torch.distributed on any backend, with sizes that the host knows.
+
+The reference: every other dispatcher must give what it gives. The host waits for the device once in each
+forward, for the counts of rows, so nothing here is traced or captured.
+
+Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the plan, S rows sent, N rows
+received, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphmoe.dispatch import SendPlan
+from graphmoe.receive_budget import Load
+from runtime.mesh import Mesh
+
+
+class AllToAll:
+    """Sends each token once to each rank that holds one of its experts, and sums what comes back."""
+
+    capacity = None
+    handle: tuple[str, ...] = ("sent", "arrived")
+    """Rows for and of each rank, int64 [P] on the host."""
+
+    def __init__(self, mesh: Mesh, num_experts: int, chunk: Load | None = None) -> None:
+        self.chunk = chunk
+        self._group = mesh.group("ep_etp")
+        self._etp = mesh.layout.etp
+        self._experts = num_experts // mesh.layout.ep
+        """Of each rank."""
+
+    def dispatch(
+        self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As ``Dispatcher.dispatch``. Waits for the device once."""
+        counts_P, ends_P, row_TW, slot_R = SendPlan(*plan)
+        sent, arrived = self._exchange_counts(counts_P)
+        slot_S = slot_R[: sum(sent)]
+        packed = [torch.ops.graphmoe.permute(x, slot_S, row_TW, ends_P) for x in (h_TD, weight_TK)]
+        ranks_P = torch.arange(len(sent), device=counts_P.device)
+        rank_S = ranks_P.repeat_interleave(counts_P, output_size=len(slot_S))
+        number_SK = expert_TK[slot_S // row_TW.shape[1]] - (rank_S // self._etp * self._experts).unsqueeze(1)
+        elsewhere_SK = (number_SK < 0) | (number_SK >= self._experts)
+        number_SK = number_SK.masked_fill(elsewhere_SK, -1).int()
+        received = _ThereAndBack.apply(*packed, number_SK, sent, arrived, self._group)
+        return *received, torch.tensor(sent), torch.tensor(arrived)
+
+    def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
+        """As ``Dispatcher.combine``."""
+        *plan, sent_P, arrived_P = plan_and_handle
+        _, ends_P, row_TW, slot_R = SendPlan(*plan)
+        sent, arrived = self._on_host(sent_P), self._on_host(arrived_P)
+        y_SD = _Back.apply(sum_ND, arrived, sent, self._group)
+        return torch.ops.graphmoe.unpermute(y_SD, slot_R[: sum(sent)], row_TW, ends_P, None)
+
+    def _exchange_counts(self, counts_P: Tensor) -> tuple[list[int], list[int]]:
+        """Rows for and of each rank."""
+        both_2P = torch.stack([counts_P, counts_P])
+        if self._group is not None:
+            dist.all_to_all_single(both_2P[1], counts_P, group=self._group)
+        sent, arrived = self._on_host(both_2P)
+        return sent, arrived
+
+    def _on_host(self, counts: Tensor) -> Any:
+        """Counts of rows as numbers, in lists. Waits for the device where they lie there."""
+        return counts.tolist()
+
+
+class _ThereAndBack(torch.autograd.Function):
+    """Rows of tokens, weights and expert numbers to other ranks; gradients of the first two come back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_SD: Tensor,
+        weight_SK: Tensor,
+        number_SK: Tensor,
+        sent: list[int],
+        arrived: list[int],
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.way_back = arrived, sent, group
+        h_ND, weight_NK, number_NK = (transfer(x, sent, arrived, group) for x in (h_SD, weight_SK, number_SK))
+        ctx.mark_non_differentiable(number_NK)
+        return h_ND, weight_NK, number_NK
+
+    @staticmethod
+    def backward(ctx: Any, dh_ND: Tensor, dweight_NK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # One node for both, so that every rank sends them in the same order.
+        return *(transfer(dx, *ctx.way_back) for dx in (dh_ND, dweight_NK)), None, None, None, None
+
+
+class _Back(torch.autograd.Function):
+    """Rows to the ranks that they came from; their gradients go there again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_ND: Tensor, arrived: list[int], sent: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.there = sent, arrived, group
+        return transfer(y_ND, arrived, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
+        return transfer(dy_SD, *ctx.there), None, None, None
+
+
+def transfer(
+    x: Tensor, sent: Sequence[int], arrived: Sequence[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """``sent[p]`` rows of x to rank p of a group, and ``arrived[p]`` rows from it, in the order of ranks.
+
+    Without a group this rank is alone, and gets its own rows.
+    """
+    if group is None:
+        return x.clone()
+    received = x.new_empty(sum(arrived), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), list(arrived), list(sent), group=group)
+    return received

@@ -1,0 +1,234 @@
+"""The dispatchers ``deepep`` and ``turbo``: rows travel through a ``Buffer`` of DeepEP, or of its port.
+
+Suffixes: T tokens, K slots, P ranks of ``ep``, C channels (pairs of programs that move rows), N = P * T rows
+that there is room for, D hidden.
+
+There is always room for the worst case, so the host waits for nothing, and a graph can hold all of it. With
+less room rows would be written past the end: a receiver puts each row behind the one before and looks at no
+limit (csrc/kernels/intranode.cu of 1.2.1; ``num_worst_tokens`` only says how many rows are allocated).
+
+A received row lies where ``alltoall`` has it. Sums are added in fp32, over ranks in order, and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphmoe.receive_budget import Load
+
+CHANNELS = 10
+"""A transfer runs on two programs for each, one of which sends: the 20 that DeepEP takes by default."""
+HANDLE = ("rank_prefix", "channel_prefix", "received_prefix", "source", "in_rank", "send_head")
+"""What a dispatch leaves behind for the way back, in the order of DeepEP's own handle."""
+
+_in_use: Any = None
+
+
+def use_buffer(buffer: Any) -> None:
+    """From now on the operations of this process move rows through it; None forgets it."""
+    global _in_use
+    _in_use = buffer
+
+
+def open_buffer(package: ModuleType, group: dist.ProcessGroup, hidden: int) -> Any:
+    """A package's buffer for bf16 rows of a size, for all layers. A collective of the group."""
+    package.Buffer.set_num_sms(2 * CHANNELS)
+    configs = [
+        of(group.size()) for of in (package.Buffer.get_dispatch_config, package.Buffer.get_combine_config)
+    ]
+    size = max(config.get_nvl_buffer_size_hint(2 * hidden, group.size()) for config in configs)
+    return package.Buffer(group, num_nvl_bytes=size, explicitly_destroy=True)
+
+
+def close_buffer() -> None:
+    """Give back the buffer in use, if there is one: a collective of its group.
+
+    For the end of a run that went well; a process that failed would wait for the others.
+    """
+    if _in_use is not None:
+        _in_use.destroy()
+    use_buffer(None)
+
+
+@dataclass(frozen=True)
+class DeepEP:
+    """Sends each token once to each rank that holds one of its experts; the sums come back likewise."""
+
+    handle: ClassVar[tuple[str, ...]] = HANDLE
+    chunk: ClassVar[None] = None
+
+    capacity: Load
+    num_experts: int
+    """Of each rank."""
+
+    @classmethod
+    def of(cls, ranks: int, tokens: int, num_experts: int, slots: int) -> DeepEP:
+        """With room for all ``tokens`` of each of these ranks, and for so many slots of experts here."""
+        return cls(Load(ranks * tokens, slots), num_experts)
+
+    def dispatch(
+        self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As ``Dispatcher.dispatch``. No device sync; the package makes a plan of its own."""
+        rows = self.capacity.rows
+        return torch.ops.graphmoe.buffer_dispatch(h_TD, weight_TK, expert_TK, rows, self.num_experts)
+
+    def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
+        """As ``Dispatcher.combine``. No device sync."""
+        return torch.ops.graphmoe.buffer_combine(sum_ND, *plan_and_handle[-len(HANDLE) :])
+
+
+def _buffer(ranks: int) -> Any:
+    if _in_use is None:
+        raise RuntimeError(
+            "this process has no buffer for rows to other ranks: call use_buffer(open_buffer(...))"
+        )
+    assert _in_use.group_size == ranks, (_in_use.group_size, ranks)
+    return _in_use
+
+
+@torch.library.custom_op("graphmoe::buffer_dispatch", mutates_args=())
+def _dispatch(
+    h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: int, experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Received tokens, weights, numbers of experts, how many rows came, and the handle."""
+    ranks, left = divmod(rows, len(h_TD))
+    assert not left, f"{rows} rows are not a multiple of {len(h_TD)} tokens"
+    buffer, chosen_TK = _buffer(ranks), expert_TK.long()
+    to_rank_P, _, to_expert_E, in_rank_TP, _ = buffer.get_dispatch_layout(chosen_TK, ranks * experts)
+    # Primus-Turbo may put another tensor before the handle.
+    received_ND, number_NK, weight_NK, *_, handle, _ = buffer.dispatch(
+        h_TD.contiguous(),
+        num_tokens_per_rank=to_rank_P,
+        is_token_in_rank=in_rank_TP,
+        num_tokens_per_expert=to_expert_E,
+        topk_idx=chosen_TK,
+        topk_weights=weight_TK.contiguous(),
+        num_worst_tokens=rows,
+    )
+    # Of the prefix sums over sources only the column of this rank is written.
+    room = handle[0][-1, buffer.rank].clone()
+    return received_ND, weight_NK, number_NK.int(), room, *handle
+
+
+@torch.library.custom_op("graphmoe::buffer_dispatch_grad", mutates_args=())
+def _dispatch_grad(
+    dreceived_ND: Tensor,
+    dweight_NK: Tensor,
+    number_NK: Tensor,
+    rank_prefix_PP: Tensor,
+    channel_prefix_PC: Tensor,
+    received_prefix_PC: Tensor,
+    source_N: Tensor,
+    in_rank_TP: Tensor,
+    send_head_TP: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The sums over ranks of both gradients; a slot of an expert elsewhere had weight 0, whatever it was."""
+    handle = (rank_prefix_PP, channel_prefix_PC, received_prefix_PC, source_N, in_rank_TP, send_head_TP)
+    return _sum(dreceived_ND, handle, dweight_NK.masked_fill(number_NK < 0, 0))
+
+
+@torch.library.custom_op("graphmoe::buffer_combine", mutates_args=())
+def _combine(
+    sum_ND: Tensor,
+    rank_prefix_PP: Tensor,
+    channel_prefix_PC: Tensor,
+    received_prefix_PC: Tensor,
+    source_N: Tensor,
+    in_rank_TP: Tensor,
+    send_head_TP: Tensor,
+) -> Tensor:
+    """The sum over ranks of each token's rows -> [T, D]."""
+    handle = (rank_prefix_PP, channel_prefix_PC, received_prefix_PC, source_N, in_rank_TP, send_head_TP)
+    return _sum(sum_ND, handle, None)[0]
+
+
+@torch.library.custom_op("graphmoe::buffer_combine_grad", mutates_args=())
+def _combine_grad(
+    dy_TD: Tensor,
+    rank_prefix_PP: Tensor,
+    channel_prefix_PC: Tensor,
+    received_prefix_PC: Tensor,
+    source_N: Tensor,
+    in_rank_TP: Tensor,
+    send_head_TP: Tensor,
+) -> Tensor:
+    """The gradient of each token on the ranks that it went to -> [N, D]; dead rows are not written."""
+    handle = (rank_prefix_PP, channel_prefix_PC, received_prefix_PC, source_N, in_rank_TP, send_head_TP)
+    return _buffer(len(rank_prefix_PP)).dispatch(dy_TD.contiguous(), handle=handle)[0]
+
+
+def _sum(rows_ND: Tensor, handle: tuple[Tensor, ...], weight_NK: Tensor | None) -> tuple[Any, Any]:
+    """A ``combine`` of the package; it writes into the heads, which are an operation's input."""
+    *before, send_head_TP = handle
+    buffer = _buffer(send_head_TP.shape[1])
+    found = buffer.combine(rows_ND.contiguous(), (*before, send_head_TP.clone()), topk_weights=weight_NK)
+    return found[0], found[1]
+
+
+@_dispatch.register_fake
+def _(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: int, experts: int) -> tuple[Tensor, ...]:
+    tokens, slots = expert_TK.shape
+    ranks = rows // tokens
+
+    def ints(*shape: int) -> Tensor:
+        return h_TD.new_empty(shape, dtype=torch.int32)
+
+    return (
+        h_TD.new_empty(rows, h_TD.shape[1]),
+        weight_TK.new_empty(rows, slots),
+        ints(rows, slots),
+        ints(),
+        ints(ranks, ranks),
+        ints(ranks, CHANNELS),
+        ints(ranks, CHANNELS),
+        ints(rows),
+        h_TD.new_empty(tokens, ranks, dtype=torch.bool),
+        ints(tokens, ranks),
+    )
+
+
+@_dispatch_grad.register_fake
+def _(dreceived_ND: Tensor, dweight_NK: Tensor, number_NK: Tensor, *handle: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = len(handle[-1])
+    hidden, slots = dreceived_ND.shape[1], dweight_NK.shape[1]
+    return dreceived_ND.new_empty(tokens, hidden), dweight_NK.new_empty(tokens, slots)
+
+
+@_combine.register_fake
+def _(sum_ND: Tensor, *handle: Tensor) -> Tensor:
+    return sum_ND.new_empty(len(handle[-1]), sum_ND.shape[1])
+
+
+@_combine_grad.register_fake
+def _(dy_TD: Tensor, *handle: Tensor) -> Tensor:
+    return dy_TD.new_empty(len(handle[HANDLE.index("source")]), dy_TD.shape[1])
+
+
+def _keep_received(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, number_NK, _, *handle = output
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(number_NK, *handle)
+
+
+def _of_dispatch(ctx: Any, dreceived_ND: Tensor, dweight_NK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.graphmoe.buffer_dispatch_grad(dreceived_ND, dweight_NK, *ctx.saved_tensors)
+    return *grads, None, None, None
+
+
+def _keep_handle(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _of_combine(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.graphmoe.buffer_combine_grad(dy_TD, *ctx.saved_tensors), *[None] * len(HANDLE)
+
+
+_dispatch.register_autograd(_of_dispatch, setup_context=_keep_received)
+_combine.register_autograd(_of_combine, setup_context=_keep_handle)

@@ -1,0 +1,120 @@
+"""The dispatchers that stand on libraries of vendors: whether they can run here, and what they need open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from graphmoe.config import ConfigError, DispatcherChoice, ModelConfig
+from graphmoe.layout import Layout
+from graphmoe.ops.vendors import is_installed
+from graphmoe.receive_budget import Load
+from graphmoe.torch_compat import has_nvshmem
+from graphmoe.vendor_dispatch import BUFFERED, INSTEAD
+from graphmoe.world import World
+from runtime.dispatch import deepep, nvshmem, turbo
+from runtime.dispatch.deepep import DeepEP
+from runtime.dispatch.nvshmem import Nvshmem
+from runtime.mesh import Mesh
+
+PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
+"""Variable of torch: programs of an exchange by NVSHMEM."""
+
+
+def vendor_dispatcher(
+    choice: DispatcherChoice, model: ModelConfig, layout: Layout, tokens: int, room: Load
+) -> DeepEP | Nvshmem:
+    """A dispatcher with this room; deepep and turbo have room for all rows, and heed the slots only."""
+    experts = model.num_experts // layout.ep
+    if choice is DispatcherChoice.nvshmem:
+        return Nvshmem(room, experts, layout.etp)
+    assert choice in BUFFERED, choice
+    return DeepEP.of(layout.size("ep_etp"), tokens, experts, room.slots)
+
+
+def open_buffer(choice: DispatcherChoice, mesh: Mesh, hidden_size: int) -> None:
+    """The buffer of deepep or turbo. A collective of all ranks."""
+    group = mesh.group("ep_etp")
+    assert group is not None
+    if choice is DispatcherChoice.turbo:
+        deepep.use_buffer(turbo.open_buffer(group, hidden_size))
+        return
+    import deep_ep  # type: ignore[import-not-found]
+
+    deepep.use_buffer(deepep.open_buffer(deep_ep, group, hidden_size))
+
+
+def open_rows(
+    model: ModelConfig, mesh: Mesh, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """What nvshmem needs for so many received rows, unless there is as much already.
+
+    A collective of all ranks, outside of a capture.
+    """
+    group = mesh.group("ep_etp")
+    assert group is not None
+    places = model.top_k * mesh.layout.etp
+    size = nvshmem.bytes_of(tokens, places, rows, model.hidden_size, dtype, model.top_k, group.size())
+    if not nvshmem.has_rows(group, size):
+        nvshmem.use_rows(nvshmem.PeerRows(group, size, device))
+
+
+def close_vendor() -> None:
+    """Give back what is open, at the end of a run that went well: a collective of all ranks."""
+    deepep.close_buffer()
+    nvshmem.use_rows(None)
+
+
+def check_dispatcher(
+    choice: DispatcherChoice,
+    device: torch.device,
+    layout: Layout,
+    world: World,
+    installed: Callable[[str], bool] = is_installed,
+) -> None:
+    """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
+    key, takes = f"moe.dispatcher={choice.value}", BUFFERED.get(choice)
+    if choice is DispatcherChoice.symm:
+        _check_node(key, layout, world)
+    if takes is None and choice is not DispatcherChoice.nvshmem:
+        return
+    if device.type != "cuda":
+        raise ConfigError(f"{key} runs on GPUs, and this run is on a {device.type}; use moe.dispatcher=auto")
+    if takes is None:
+        _check_nvshmem(key)
+        return
+    if not installed(takes.package):
+        raise ConfigError(
+            f"{key} needs the package {takes.package}, which is not installed; install it with: "
+            f"{takes.install}, or use {INSTEAD}"
+        )
+    is_rocm = torch.version.hip is not None
+    if is_rocm != (choice is DispatcherChoice.turbo):
+        other = "ROCm" if choice is DispatcherChoice.turbo else "CUDA"
+        raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")
+    _check_node(key, layout, world)
+
+
+def _check_node(key: str, layout: Layout, world: World) -> None:
+    group = layout.group("ep_etp", world.rank)
+    if len({rank // world.local_size for rank in group}) > 1:
+        raise ConfigError(
+            f"{key} exchanges between GPUs of one node, and the ranks {', '.join(map(str, group))} of a "
+            f"group of parallel.ep={layout.ep} are on several; use parallel.ep of {world.local_size} or a "
+            f"divisor, or moe.dispatcher=nvshmem or alltoall"
+        )
+
+
+def _check_nvshmem(key: str) -> None:
+    if not has_nvshmem():
+        raise ConfigError(
+            f"{key} needs a torch with NVSHMEM and its library libnvshmem_host.so.3, and one of them is "
+            f"missing; install nvidia-nvshmem-cu13 (or cu12, as torch's CUDA is), or use {INSTEAD}"
+        )
+    if os.environ.get(PROGRAMS):
+        raise ConfigError(
+            f"{key} shares out a row evenly to the programs that torch takes by itself, and "
+            f"{PROGRAMS}={os.environ[PROGRAMS]} asks for others; unset {PROGRAMS}"
+        )

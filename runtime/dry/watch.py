@@ -1,0 +1,45 @@
+"""Shows every operation of a step to the logs of collectives and of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphmoe.torch_compat import in_backward
+from runtime.dry.collectives import CollectiveLog
+from runtime.dry.inside import bytes_inside
+from runtime.dry.memory import MemoryLog
+from runtime.dry.segments import Running
+
+
+class StepWatch(TorchDispatchMode):
+    """Says of each operation whether the forward, the backward or the update runs it."""
+
+    def __init__(
+        self,
+        collectives: CollectiveLog,
+        memory: MemoryLog,
+        running: Running | None = None,
+        *,
+        has_data: bool = False,
+    ) -> None:
+        """``has_data``: the tensors are real."""
+        super().__init__()
+        self.phase = "update"
+        """Whose operations come next; of a backward autograd tells itself."""
+        self._collectives, self._memory, self._has_data = collectives, memory, has_data
+        self._running = running or Running()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not (self._has_data or func._schema.returns) and func.namespace == "aten":
+            return None  # changes its arguments, which have no data: torch's fused AdamW has no fake
+        result = func(*args, **(kwargs or {}))
+        phase = "backward" if in_backward() else self.phase
+        self._collectives.saw(func, args, result, phase)
+        self._memory.saw(result, phase, self._running.segment)
+        if inside := bytes_inside(func, args):
+            self._memory.borrowed(inside, phase)
+        return result

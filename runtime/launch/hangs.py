@@ -1,0 +1,197 @@
+"""Finds workers that hang, says which and where, and ends the job: docs/launch.md.
+
+Each worker says what it does and how long that may take (``runtime.launch.stamps``). One that hangs lets
+all others wait for it in a collective, so all are late at about the same time. The one to name is the one
+that waits for nobody, or else that has come least far.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from runtime.launch.failures import Failure, leave_failure
+from runtime.launch.stamps import LOG_DIR, STACK, STAMPS, SUFFIX, Stamp, ask_for_stacks, read_stamp
+
+_LONGEST_LOOK_S = 1.0
+"""Between two looks counts so much at most: nobody is late because this process was suspended too."""
+_STACKS_S = 3.0
+_MOST_OTHERS = 8
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (.+)')
+_WAITING = re.compile(
+    r"torch/(distributed|cuda)/|(graphmoe/(world|reduction|agreement|step_rows)|collectives)\.py"
+)
+"""Files whose functions wait for other ranks, or for the device, which may wait for them."""
+
+
+@dataclass
+class _Watched:
+    """What is known of a rank of this node."""
+
+    stamp: Stamp
+    late_s: float = 0.0
+    """Since it came no further."""
+    stopped_s: float = 0.0
+    """Since its process has been stopped, as SIGSTOP does."""
+
+    def hangs(self, timeout_s: float) -> bool:
+        return self.late_s > self.stamp.limit_s or self.stopped_s > timeout_s
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank was found."""
+
+    watched: _Watched
+    stacks: str
+    """Of all its threads, as faulthandler writes them; empty where it did not answer."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether for other ranks, or for the device."""
+        return bool(_WAITING.search(self.stacks))
+
+    @property
+    def rank(self) -> int:
+        return self.watched.stamp.rank
+
+    @property
+    def words(self) -> str:
+        if self.watched.stopped_s:
+            return "its process is stopped, as SIGSTOP does"
+        frames = _FRAME.findall(self.stacks.strip().split("\n\n")[-1])  # of the main thread, newest first
+        if not frames:
+            return "it does not say where"
+        ours = [
+            frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]
+        ]
+        shown = dict.fromkeys([frames[0], *ours[:1]])
+        how = "it waits for other ranks or the device" if self.waits else "it is"
+        return f"{how} at {', called at '.join(f'{path}:{line} ({name})' for path, line, name in shown)}"
+
+
+class HangWatch:
+    """The workers of this node, as their stamps in a folder show them."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self._folder, self._timeout_s = folder, timeout_s
+        self._watched: dict[int, _Watched] = {}
+        self._looked = time.monotonic()
+        self.log_dir: Path | None = None
+        """Where the workers' logs are, once one has said so."""
+
+    def look(self, attempt: str, log_dir: Path) -> None:
+        """End all workers of this node if one hangs, and leave in files which and where.
+
+        To be called about every second. Does nothing where a worker is gone already: elastic ends the rest.
+        """
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            if stamp := read_stamp(path):
+                self._note(stamp, passed)
+        ranks = sorted(self._watched.values(), key=lambda watched: watched.stamp.rank)
+        if self.log_dir is None:
+            named = [path.read_text(encoding="utf-8") for path in self._folder.glob(f"*{LOG_DIR}")]
+            self.log_dir = Path(named[0]) if named else None
+        if not any(watched.hangs(self._timeout_s) for watched in ranks):
+            return
+        if all(_status(watched.stamp.pid) is not None for watched in ranks):
+            self._end(ranks, attempt, log_dir)
+
+    def _note(self, stamp: Stamp, passed: float) -> None:
+        known = self._watched.get(stamp.rank)
+        if known is None or known.stamp != stamp:
+            self._watched[stamp.rank] = _Watched(stamp)
+            return
+        known.late_s += passed
+        stopped = known.late_s > _LONGEST_LOOK_S and _status(stamp.pid) == psutil.STATUS_STOPPED
+        known.stopped_s = known.stopped_s + passed if stopped else 0.0
+
+    def _end(self, ranks: Sequence[_Watched], attempt: str, log_dir: Path) -> None:
+        """Name the rank that the others wait for, leave each one's stacks in its log, and kill all."""
+        log_dirs = {log_dir, self.log_dir or log_dir}
+        places = self._places(ranks)
+        first, *others = sorted(places, key=lambda p: (p.waits, p.watched.stamp.step, -p.watched.late_s))
+        for place in places:
+            log = (self.log_dir or log_dir) / f"rank{place.rank}.log"
+            message = (
+                f"no progress for {place.watched.late_s:.0f} s in {place.watched.stamp.phase}: {place.words}"
+            )
+            _append(log, f"ERROR {message}\n{place.stacks}")
+            if place is first:
+                message = "\n  ".join([message, *_lines(others)])
+            failure = Failure(
+                place.rank,
+                platform.node(),
+                message,
+                time.time() - place.watched.late_s,
+                -signal.SIGKILL,
+                attempt,
+                str(log),
+                suffered=place is not first or place.waits,
+            )
+            leave_failure(failure, place.stacks, log_dirs)
+        for watched in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(watched.stamp.pid, signal.SIGKILL)  # elastic gives each worker a group of its own
+        for path in self._folder.iterdir():
+            path.unlink()
+        self._watched.clear()
+
+    def _places(self, ranks: Sequence[_Watched]) -> list[_Place]:
+        """Where each rank is, by its own word; one that is stopped, or deep in the system, gives none."""
+        files = {watched.stamp.rank: self._folder / f"{watched.stamp.rank}{STACK}" for watched in ranks}
+        for watched in ranks:
+            with suppress(ProcessLookupError):
+                ask_for_stacks(watched.stamp.pid)
+        end, before = time.monotonic() + _STACKS_S, None
+        while time.monotonic() < end:
+            time.sleep(0.2)
+            sizes = [file.stat().st_size for file in files.values()]
+            if sizes == before and all(sizes):
+                break
+            before = sizes
+        stacks = {rank: file.read_text("utf-8", errors="replace") for rank, file in files.items()}
+        return [_Place(watched, stacks[watched.stamp.rank]) for watched in ranks]
+
+
+@contextmanager
+def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[str, str]]]:
+    """A watch, and the variables by which workers know of it; None and none without a time."""
+    if timeout_s is None:
+        yield None, {}
+        return
+    with tempfile.TemporaryDirectory(prefix="graphmoe-stamps-", ignore_cleanup_errors=True) as folder:
+        yield HangWatch(Path(folder), timeout_s), {STAMPS: folder}
+
+
+def _lines(others: Sequence[_Place]) -> list[str]:
+    """What a few of the other ranks of this node do."""
+    found = [f"rank {p.rank} is in {p.watched.stamp.phase}: {p.words}" for p in others[:_MOST_OTHERS]]
+    more = len(others) - len(found)
+    return [*found, f"and {more} more"] if more else found
+
+
+def _append(log: Path, text: str) -> None:
+    with suppress(OSError), log.open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
+
+
+def _status(pid: int) -> str | None:
+    """Of a process, in psutil's words; None if it has ended."""
+    try:
+        status = str(psutil.Process(pid).status())
+    except psutil.Error:
+        return None
+    return None if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else status

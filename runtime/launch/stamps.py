@@ -1,0 +1,103 @@
+"""Signs of life of a worker: what it does, and how long that may take at most.
+
+They lie in a file in memory that the launching process of the node reads (``runtime.launch.hangs``), so one
+costs a worker microseconds and no message. A worker that nobody watches leaves none.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+STAMPS = "GRAPHMOE_STAMPS"
+"""The folder of the stamps of this node's workers; set by the launching process where it watches them."""
+BEFORE_TRAINING_S = 12 * 3600.0
+"""Until the first step one rank may tokenise a corpus; the others wait ``world.PATIENCE`` for it."""
+SLOW_S = 1800.0
+"""What compiles or writes a checkpoint may take so long, as collectives of others may wait for it."""
+SUFFIX, STACK, LOG_DIR = ".stamp", ".stack", ".log_dir"
+_SIZE = 512
+_DUMP = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """The newest sign of life of a rank."""
+
+    rank: int
+    pid: int
+    count: int
+    """Of its signs so far."""
+    step: int
+    """The step that it is in or has done; 0 before the first."""
+    phase: str
+    limit_s: float
+    """Without another sign for so long, it hangs."""
+
+
+class _Writer:
+    """Leaves this worker's signs in its file, and at SIGUSR1 the stacks of its threads in another."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank, self.count, self.folder = rank, 0, folder
+        path = folder / f"{rank}{SUFFIX}"
+        new = folder / f"{rank}.new"  # readers see no file that is not whole
+        new.write_bytes(bytes(_SIZE))
+        new.replace(path)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._stack = (folder / f"{rank}{STACK}").open("wb")
+        faulthandler.register(_DUMP, file=self._stack, all_threads=True)
+
+    def put(self, phase: str, limit_s: float, step: int) -> None:
+        self.count += 1
+        text = json.dumps([os.getpid(), self.count, step, limit_s, phase[:200]])
+        self._map[:] = text.encode("ascii")[:_SIZE].ljust(_SIZE)
+
+
+_writer: _Writer | None = None
+
+
+def begin_stamps() -> None:
+    """Start to leave signs of life, where the launching process watches. Of the main thread."""
+    global _writer
+    folder = os.environ.get(STAMPS)
+    if folder is not None and Path(folder).is_dir():
+        _writer = _Writer(Path(folder), int(os.environ["RANK"]))
+        _writer.put("the start", BEFORE_TRAINING_S, 0)
+
+
+def put_stamp(phase: str, limit_s: float, step: int) -> None:
+    """Say what this worker does from now on; a few microseconds, and nothing where nobody watches."""
+    if _writer is not None:
+        _writer.put(phase, limit_s, step)
+
+
+def name_log_dir(log_dir: Path) -> None:
+    """Tell the launching process of this node where the workers' logs are, on a disk that all nodes share."""
+    if _writer is not None:
+        new = _writer.folder / f"{_writer.rank}.new"
+        new.write_text(str(log_dir), encoding="utf-8")
+        new.replace(_writer.folder / f"{_writer.rank}{LOG_DIR}")
+
+
+def read_stamp(path: Path) -> Stamp | None:
+    """The newest sign in a rank's file; None where there is none yet, or it is being written."""
+    try:
+        pid, count, step, limit_s, phase = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return Stamp(int(path.name.removesuffix(SUFFIX)), pid, count, step, phase, limit_s)
+
+
+def ask_for_stacks(pid: int) -> None:
+    """Let a worker write the stacks of its threads, even where it holds Python's lock.
+
+    *Raises* ProcessLookupError where it is gone.
+    """
+    os.kill(pid, _DUMP)

@@ -1,0 +1,124 @@
+"""Runs micro-batches so that the backward of each overlaps with the forward of the next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from runtime.overlap.order import Direction, backward_of, interleaved, transfers_first, turns
+from runtime.overlap.tape import Tape
+from runtime.overlap.transfers import Transfers
+from runtime.unit_code import Later
+from runtime.units import Unit
+
+Result = TypeVar("Result")
+Call = Callable[[Sequence[Tensor], Later], Sequence[Tensor]]
+"""A unit's forward, given what it reads and a list for what its backward leaves to be done."""
+
+
+class Overlap:
+    """Interleaves the units of two micro-batches; transfers between ranks get a stream of their own.
+
+    A step calls ``forward`` and ``backward`` for each micro-batch and ``finish`` at its end; an executor
+    calls ``run_unit`` for each unit. Weight gradients are made when the transfers of a turn are under way;
+    they are summed over micro-batches in their order, as without overlap. No device sync.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._transfers = Transfers(device)
+        self._tape: Tape | None = None
+        """Of the forward that runs, or has run."""
+        self._before: _Backward | None = None
+        """The backward of the micro-batch before."""
+        self._queue: deque[tuple[Direction, int]] = deque()
+        """What is still to come of a forward and the backward beside it."""
+        self.order: list[tuple[Direction, str]] = []
+        """What this step has queued."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether a forward is under way whose units are to come here."""
+        return self._tape is not None
+
+    def forward(self, run: Callable[[], Result]) -> Result:
+        """What ``run`` returns; the backward of the micro-batch before runs in between, all of it."""
+        self._tape = Tape(self._anchor)
+        if self._before is None:
+            self.order = []
+        else:
+            pieces = self._before.tape.pieces
+            in_turns = turns(pieces, range(len(pieces)))
+            self._queue.extend(interleaved(in_turns, self._before.turns))
+        result = run()
+        self._run_backward()
+        assert not self._queue, f"the forward has ended before its {self._queue[0]}"
+        self._before = None
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """Let the backward of the last forward begin; it runs beside the next forward or in ``finish``."""
+        assert self._tape is not None
+        self._tape.start(loss)
+        self._before, self._tape = _Backward(self._tape), None
+
+    def finish(self) -> None:
+        """Run what is left. The current stream then has all that the step has made."""
+        if self._before is not None:
+            for turn in self._before.turns:
+                self._queue.extend(("backward", number) for number in turn)
+                self._run_backward()
+        self._before = None
+        self._transfers.wait_for_all()
+
+    def run_unit(self, unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
+        """The results of a unit's forward, when it is its turn."""
+        tape = self._tape
+        assert tape is not None, "a unit that trains is run outside a micro-batch"
+        number = len(tape.pieces)
+        self._run_backward()
+        if self._queue:
+            turn = self._queue.popleft()
+            assert turn == ("forward", number), turn
+        self.order.append(("forward", unit.name))
+        self._transfers.wait((tape, "forward", source) for source in tape.sources(read))
+
+        def run() -> tuple[Tensor, ...]:
+            return tape.run(unit.name, transfers, read, call)
+
+        transfers = unit.segments[0].stream == "comm"
+        return self._transfers.run((tape, "forward", number), run, read) if transfers else run()
+
+    def _run_backward(self) -> None:
+        """The pieces of the backward up to the next of the forward, then the weight gradients of them."""
+        left: list[Later] = []
+        while self._queue and self._queue[0][0] == "backward":
+            _, number = self._queue.popleft()
+            assert self._before is not None
+            left.append(self._back(self._before, number))
+        for weights in left:
+            while weights:  # a unit that holds what its W reads would be a cycle, which nobody collects
+                weights.pop(0)()
+
+    def _back(self, backward: _Backward, number: int) -> Later:
+        tape, piece = backward.tape, backward.pieces[number]
+        self.order.append(("backward", piece.name))
+        key: Hashable = (tape, "backward", number)
+        self._transfers.wait((tape, "backward", source) for source in piece.needs)
+        place = len(backward.pieces) - 1 - number
+        if not piece.transfers:
+            return tape.back(place)
+        reads = tape.what_back_reads(place)
+        return self._transfers.run(key, lambda: tape.back(place, keep=True), reads)
+
+
+class _Backward:
+    """The backward of a micro-batch, cut into turns."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape, self.pieces = tape, backward_of(tape.pieces)
+        self.turns = turns(self.pieces, transfers_first(self.pieces))

@@ -1,0 +1,139 @@
+"""A micro-batch's units, each with its own place in autograd's graph, so that its backward can run alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from runtime.overlap.order import Piece
+from runtime.unit_code import Later
+
+
+@dataclass
+class _Done:
+    """A unit that has run. No tensor is held: only edges of autograd's graph, which ends at each unit."""
+
+    piece: Piece
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    """(number of the piece, position among its results) of each input that wants a gradient."""
+    inputs: list[GradientEdge] = field(default_factory=list)
+    """Where the gradients of ``reads`` come out, on the stream of the unit."""
+    outputs: dict[int, GradientEdge] = field(default_factory=dict)
+    """Where gradients of the results go in, by position."""
+    weights: Later = field(default_factory=list)
+
+
+class Tape:
+    """What the backward of one micro-batch needs, unit by unit.
+
+    ``run`` is called for each unit of the forward. Then ``start`` takes the gradients of what was made of the
+    units' results, and ``back`` runs one unit's backward.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        """``anchor`` is any tensor that wants a gradient and gets none."""
+        self._anchor = anchor
+        self._done: list[_Done] = []
+        self._source: dict[int, tuple[int, int]] = {}
+        """Piece and position of each result, by the node that stands for it in autograd's graph."""
+        self._edges: dict[tuple[int, int], GradientEdge] = {}
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
+        """Those that have come for each result; they are added when all of them can be read."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [done.piece for done in self._done]
+
+    def run(
+        self,
+        name: str,
+        transfers: bool,
+        read: Sequence[Tensor],
+        call: Callable[[Sequence[Tensor], Later], Sequence[Tensor]],
+    ) -> tuple[Tensor, ...]:
+        """The results of ``call``, cut off from what made them.
+
+        ``call`` is given what stands for ``read``, results of earlier units, and the list for its weight
+        gradients. It runs on the current stream, and so will its backward: autograd lets a stream wait for
+        all that its nodes belong to, so none of another unit may be among them.
+        """
+        reads = [self._key(tensor) for tensor in read if tensor.requires_grad]
+        own = [self._source_of(tensor.detach()) if tensor.requires_grad else tensor for tensor in read]
+        inputs = [get_gradient_edge(tensor) for tensor in own if tensor.requires_grad]
+        number, weights = len(self._done), Later()
+        results = [result.contiguous() for result in call(own, weights)]  # as the next unit would have it
+        outputs = {i: get_gradient_edge(r) for i, r in enumerate(results) if r.requires_grad}
+        given = tuple(
+            self._source_of(r.detach()) if i in outputs else r.detach() for i, r in enumerate(results)
+        )
+        for i in outputs:
+            self._source[id(given[i].grad_fn)] = number, i
+            self._edges[number, i] = get_gradient_edge(given[i])
+        piece = Piece(name, frozenset(source for source, _ in reads), transfers)
+        self._done.append(_Done(piece, reads, inputs, outputs, weights))
+        return given
+
+    def start(self, total: Tensor) -> None:
+        """Take the gradients of a scalar that was made of units' results."""
+        keys = [*self._edges]
+        self._add(keys, torch.autograd.grad(total, [self._edges[key] for key in keys], allow_unused=True))
+
+    def sources(self, read: Sequence[Tensor]) -> set[int]:
+        """The units that have made these tensors, as far as they want gradients."""
+        return {self._key(tensor)[0] for tensor in read if tensor.requires_grad}
+
+    def what_back_reads(self, number: int) -> Any:
+        """What must stay as it is while the backward of a unit runs."""
+        done = self._done[number]
+        return done, [self._gradients.get((number, i), []) for i in done.outputs]
+
+    def back(self, number: int, *, keep: bool = False) -> Later:
+        """The backward of a unit, when those of all that read its results are over; its weights' gradients.
+
+        What the unit has kept is let go of, or with ``keep`` stays with `what_back_reads`.
+        """
+        done, self._done[number] = self._done[number], _Done(self._done[number].piece)
+        wanted = {i: self._gradients.pop((number, i), []) for i in done.outputs}
+        gradients = {i: functools.reduce(torch.add, given) for i, given in wanted.items() if given}
+        for i in done.outputs:
+            self._edges.pop((number, i))
+        if not gradients:
+            return []
+        edges, values = [done.outputs[i] for i in gradients], [*gradients.values()]
+        if done.inputs:
+            found = torch.autograd.grad(edges, done.inputs, values, retain_graph=keep, allow_unused=True)
+            self._add(done.reads, found)
+        else:
+            torch.autograd.backward(edges, values)
+        return done.weights
+
+    def _source_of(self, tensor: Tensor) -> Tensor:
+        return _Source.apply(self._anchor, tensor)
+
+    def _key(self, tensor: Tensor) -> tuple[int, int]:
+        key = self._source.get(id(tensor.grad_fn))
+        assert key is not None, "a unit reads what no unit of its micro-batch has made"
+        return key
+
+    def _add(self, keys: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
+        for key, gradient in zip(keys, gradients, strict=True):
+            if gradient is not None:
+                self._gradients.setdefault(key, []).append(gradient)
+
+
+class _Source(torch.autograd.Function):
+    """A tensor as others see it: its gradient comes out here, and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, result: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None

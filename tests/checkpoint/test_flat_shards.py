@@ -1,0 +1,139 @@
+"""Flat ranges of cut parameters as boxes of the whole, against the elements themselves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
+from graphmoe.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, own_part
+
+LAYOUTS = [ALONE, Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4, ep=2, etp=2), Layout(dp=3, tp=2, ep=3)]
+
+
+def random_shard(seed: int) -> tuple[FlatShard, np.ndarray]:
+    """A range of an own part that holds each element's number, and the whole, in a random layout."""
+    chosen = random.Random(seed)
+    layout = chosen.choice(LAYOUTS)
+    rank = chosen.randrange(layout.size("world"))
+    sizes = [chosen.choice([1, 1, 2, 3, 4]) for _ in range(chosen.randrange(0, 5))]
+    cuts = []
+    for dim in range(len(sizes)):
+        for _ in range(chosen.choice([0, 0, 1, 1, 2])):  # two cuts of one dimension, too
+            cut = Cut(dim, chosen.choice(["dp", "tp", "ep", "etp", "edp", "dp_cp"]), chosen.choice([1, 2]))
+            sizes[dim] *= cut.pieces * layout.size(cut.axis)
+            cuts.append(cut)
+    parallel = ParameterLayout(tuple(chosen.sample(cuts, len(cuts))))
+    whole = torch.arange(math.prod(sizes)).reshape(sizes)
+    part = own_part(whole, parallel, layout, rank)
+    start, stop = sorted(chosen.randint(0, part.numel()) for _ in range(2))
+    buffer = torch.cat([torch.full((3,), -1), part.reshape(-1)[start:stop], torch.full((2,), -1)])
+    data = buffer[3 : 3 + stop - start]
+    return FlatShard(data, start, part.shape, parallel, layout, rank), whole.numpy()
+
+
+@pytest.mark.parametrize("first", range(0, 2000, 500))
+def test_boxes_cover_a_range_of_an_own_part_once_and_nothing_else(first):
+    for seed in range(first, first + 500):
+        shard, whole = random_shard(seed)
+        assert tuple(shard.whole_shape) == whole.shape
+        numbers = []
+        for box in shard.boxes():
+            place = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+            there = whole[place]
+            assert there.size and there.shape == box.sizes
+            assert np.array_equal(box.view(shard.data).numpy(), there), (seed, box)
+            numbers.append(there.reshape(-1))
+        covered = np.sort(np.concatenate(numbers)) if numbers else np.zeros(0)
+        assert np.array_equal(covered, np.sort(shard.data.numpy())), seed
+
+
+def is_box(indices: list[tuple[int, ...]]) -> bool:
+    first, last = indices[0], indices[-1]
+    sizes = [b - a + 1 for a, b in zip(first, last, strict=True)]
+    return min(sizes, default=1) > 0 and math.prod(sizes) == len(indices)
+
+
+def fewest_runs(indices: list[tuple[int, ...]]) -> int:
+    """The fewest runs that are boxes which indices in row-major order can be divided into, by trying all."""
+    best = [0]
+    for stop in range(1, len(indices) + 1):
+        best.append(1 + min(best[start] for start in range(stop) if is_box(indices[start:stop])))
+    return best[-1]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 2), (3, 1, 3), (2, 2, 2, 2)], ids=str)
+def test_no_division_into_runs_has_fewer_boxes(shape):
+    indices = list(itertools.product(*(range(size) for size in shape)))
+    for start, stop in itertools.combinations(range(len(indices) + 1), 2):
+        shard = FlatShard(torch.zeros(stop - start), start, torch.Size(shape), REPLICATED, ALONE, 0)
+        assert len(shard.boxes()) == fewest_runs(indices[start:stop]) <= max(2 * len(shape) - 1, 1)
+
+
+def test_boxes_are_cut_at_pieces_only_where_they_span_them():
+    gate_up, layout = ParameterLayout((Cut(1, "tp", 2),), "dp_cp"), Layout(tp=2)
+
+    def boxes(start: int, stop: int, layout: Layout = layout) -> list[tuple[tuple[int, ...], ...]]:
+        part = torch.Size((3, 16 // layout.tp, 5))
+        shard = FlatShard(torch.zeros(stop - start), start, part, gate_up, layout, layout.tp - 1)
+        return [(box.offsets, box.sizes) for box in shard.boxes()]
+
+    assert boxes(0, 20) == [((0, 4, 0), (1, 4, 5))]
+    assert boxes(20, 80) == [
+        ((0, 12, 0), (1, 4, 5)),
+        ((1, 4, 0), (1, 4, 5)),
+        ((1, 12, 0), (1, 4, 5)),
+    ]
+    assert boxes(0, 120) == [((0, 4, 0), (3, 4, 5)), ((0, 12, 0), (3, 4, 5))]
+    assert boxes(0, 240, ALONE) == [((0, 0, 0), (3, 16, 5))]
+
+
+def test_empty_ranges_have_no_boxes_and_an_empty_parameter_has_one():
+    empty = FlatShard(torch.zeros(0), 6, torch.Size((2, 3)), REPLICATED, Layout(dp=2), 1)
+    assert empty.boxes() == []
+    cut = ParameterLayout((Cut(1, "tp"),))
+    nothing = FlatShard(torch.zeros(0), 0, torch.Size((0, 3)), cut, Layout(tp=2), 1)
+    ((offsets, sizes, *_),) = nothing.boxes()
+    assert (offsets, sizes) == ((0, 0), (0, 6))
+
+
+def test_ranks_that_hold_the_same_part_have_the_same_place():
+    cut, layout = ParameterLayout((Cut(0, "tp"),), "dp_cp"), Layout(dp=2, tp=2)
+    shards = [FlatShard.of_part(torch.zeros(2, 3), cut, layout, rank) for rank in range(4)]
+    assert shards[0].place == shards[2].place != shards[1].place == shards[3].place
+    half = FlatShard(torch.zeros(3), 3, torch.Size((2, 3)), cut, layout, 0)
+    assert half.place not in {shard.place for shard in shards}
+
+
+def test_a_model_gives_shards_of_what_is_cut_and_tensors_of_the_rest():
+    model = torch.nn.Linear(4, 2)
+    model.register_buffer("count", torch.zeros(3))
+    model.weight.parallel = ParameterLayout((Cut(0, "tp"),), "dp_cp")
+    state = shards_of(model, Layout(tp=2), 1)
+    weight = state["weight"]
+    assert isinstance(weight, FlatShard) and weight.whole_shape == (4, 4)
+    assert weight.data.data_ptr() == model.weight.data_ptr() and not weight.data.requires_grad
+    assert {name for name, each in state.items() if isinstance(each, torch.Tensor)} == {"bias", "count"}
+    assert state["bias"].data_ptr() == model.bias.data_ptr() and not state["bias"].requires_grad
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 500))
+def test_what_a_shard_has_of_a_part_of_the_whole_is_found_there(first):
+    for seed in range(first, first + 500):
+        shard, whole = random_shard(seed)
+        chosen = random.Random(seed)
+        index = []
+        for size in whole.shape[: chosen.randint(0, whole.ndim)]:
+            start = chosen.randrange(size)
+            index.append(chosen.choice([start, slice(None), slice(start, chosen.randint(start, size))]))
+        region, numbers = whole[tuple(index)], []
+        for view, there in shard.within(tuple(index)):
+            assert np.array_equal(view.numpy(), region[there]), seed
+            numbers.append(view.reshape(-1).numpy())
+        covered = np.sort(np.concatenate(numbers)) if numbers else np.zeros(0)
+        assert np.array_equal(covered, np.intersect1d(region, shard.data.numpy())), seed

@@ -1,0 +1,201 @@
+"""Training runs whose routing sends far too much to one rank in chosen micro-batches."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphmoe.trainer import Trainer
+from graphmoe.world import World
+from runtime import receive_ladder
+from tests.distributed.training import Outcome, Training, on_rank, quiet_trainer
+from tests.runs import config
+
+MICRO_BATCHES = 4
+WORDS = (
+    "moe.dispatcher=symm", "model.num_experts=8", "model.top_k=2", "model.num_layers=2",
+    "model.num_dense_layers=1", "model.aux_loss=global_batch", "model.aux_loss_coef=0.1", "train.steps=6",
+    "train.val_batches=0", "checkpoint.enabled=false", "checkpoint.interval=0", "train.log_interval=2",
+)  # fmt: skip
+PLACES = frozenset[tuple[int, int]]
+"""Steps from 1, and their micro-batches from 0."""
+
+
+@dataclass(frozen=True)
+class Skew:
+    """In these micro-batches all tokens choose the first experts, whatever the weights.
+
+    A micro-batch is known by its tokens, so it is skewed again where it runs again.
+    """
+
+    places: PLACES = frozenset()
+    ranks: tuple[int, ...] | None = None
+    """Of whose tokens; None for those of all."""
+    validates: bool = False
+    """Whether this holds for validation batches, instead."""
+    spoiled: PLACES = frozenset()
+    """Where the loss of rank 1 is not finite."""
+
+    def __call__(self, trainer: Trainer) -> None:
+        seen: dict[bytes, int] = {}
+        start, whole = trainer.step * MICRO_BATCHES, trainer.model.loss
+
+        def loss(tokens: Tensor, *rest):
+            trains = torch.is_grad_enabled()
+            number = start + seen.setdefault(tokens.numpy().tobytes(), len(seen)) if trains else 0
+            place = number // MICRO_BATCHES + 1, number % MICRO_BATCHES
+            if trains and place in self.spoiled and on_rank(trainer, 1):
+                output = skewed(place, tokens, *rest)
+                return output._replace(total=output.total * math.nan)
+            return skewed(place if trains else None, tokens, *rest)
+
+        def skewed(place: tuple[int, int] | None, *arguments):
+            chosen = self.validates if place is None else place in self.places
+            if not chosen or (self.ranks is not None and trainer.world.rank not in self.ranks):
+                return whole(*arguments)
+            biases = [router.selection_bias for router in trainer.model.routers()]
+            kept = [bias.clone() for bias in biases]
+            for bias in biases:
+                bias.zero_()[: trainer.config.model.top_k] = 9.0
+            try:
+                return whole(*arguments)
+            finally:
+                for bias, old in zip(biases, kept, strict=True):
+                    bias.copy_(old)
+
+        trainer.model.loss = loss
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """No rank has memory for a rung with room that is planned."""
+
+    def __call__(self, trainer: Trainer) -> None:
+        trainer.launches._ladder._has_memory = lambda num_bytes: False
+
+
+@dataclass(frozen=True)
+class SmallChunks:
+    """The rung without limit works on this share of the budget at a time."""
+
+    share: float
+
+    def __call__(self, trainer: Trainer) -> None:
+        dispatcher = trainer.launches._ladder._rungs[-1].dispatcher
+        dispatcher.chunk = type(dispatcher.chunk)(*(max(1, int(self.share * n)) for n in dispatcher.chunk))
+
+
+@dataclass(frozen=True)
+class HangsBeforeItClimbs:
+    """A rank that has found a step void says so by a file, and waits to be killed."""
+
+    def __call__(self, trainer: Trainer) -> None:
+        def hang(step, load, too_small):
+            (trainer.folder / f"climbs_{trainer.world.rank}").touch()
+            time.sleep(600)
+
+        trainer.launches._ladder.climb = hang
+
+
+@dataclass(frozen=True)
+class SignalIn:
+    """Rank 1 gets a SIGTERM before it launches a step."""
+
+    step: int
+
+    def __call__(self, trainer: Trainer) -> None:
+        run, sent = trainer._run_step, []
+
+        def send_first(batches):
+            if trainer.step + 1 == self.step and trainer.world.rank == 1 and not sent:
+                sent.append(os.kill(os.getpid(), signal.SIGTERM))  # a second one would end the process
+            return run(batches)
+
+        trainer._run_step = send_first
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """As ``Training`` with fsdp2: the outcome has what this rank owns."""
+
+    words: tuple[str, ...] = ()
+    change: Callable[[Trainer], None] | None = None
+
+    def __call__(self, world: World, folder: Path) -> Outcome:
+        trainer, rows, written = quiet_trainer(config(*self.words), folder, world)
+        assert self.change is not None
+        self.change(trainer)
+        trainer.run()
+        optimizer = trainer.optimizer
+        state = {
+            f"{kind}.{name}": tensor.clone()
+            for kind in ("main", "exp_avg", "exp_avg_sq")
+            for name, tensor in getattr(optimizer, kind).items()
+        }
+        state |= optimizer.state_dict()["counters"]
+        state |= {f"bias {i}": router.selection_bias for i, router in enumerate(trainer.model.routers())}
+        return Outcome(torch.stack(rows), written, {}, {}, {}, state, trainer.step, True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run whose room is planned by a budget, and one with room for everything."""
+
+    ladder: Outcome
+    worst: Outcome
+    log: list[str]
+    """What the ladder said."""
+    launched: int
+    """Steps that the first ran, void ones too."""
+
+
+@dataclass(frozen=True)
+class Both:
+    """Runs both, one after the other."""
+
+    changes: tuple[Callable[[Trainer], None], ...]
+    words: tuple[str, ...] = ()
+    budget: float = 1.5
+    of_ladder: tuple[Callable[[Trainer], None], ...] = ()
+    """What is done to the first only."""
+    calm: int = receive_ladder.CALM_STEPS
+    layout: tuple[str, ...] = ("parallel.ep=2", "train.global_batch_size=16")
+    runs: Training | Sharded = field(default=Training(()))
+
+    def __call__(self, world: World, folder: Path) -> Found:
+        said = _Said()
+        receive_ladder.log.addHandler(said)
+        receive_ladder.CALM_STEPS = self.calm
+        try:
+            ladder = self.run(world, folder / "ladder", f"moe.receive_budget={self.budget}", self.of_ladder)
+        finally:
+            receive_ladder.log.removeHandler(said)
+        worst = self.run(world, folder / "worst", "moe.receive_budget=worst_case")
+        return Found(ladder, worst, said.lines, len(ladder.rows))
+
+    def run(self, world: World, folder: Path, budget: str, more=()) -> Outcome:
+        words = (*WORDS, *self.layout, *self.words, budget)
+
+        def change(trainer: Trainer) -> None:
+            for one in (*self.changes, *more):
+                one(trainer)
+
+        return replace(self.runs, words=words, change=change)(world, folder)
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

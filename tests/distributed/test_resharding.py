@@ -1,0 +1,251 @@
+"""Checkpoints that one layout of ranks wrote, read by others: the whole parameters are the same bits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
+from graphmoe.checkpoint.contents import read_metadata
+from graphmoe.checkpoint.errors import MismatchError
+from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.config import CheckpointConfig
+from graphmoe.layout import ALONE, REPLICATED, Layout
+from graphmoe.world import World
+from tests.distributed.ranks import Case, Job, run_ranks
+from tests.distributed.sharded_state import (
+    ATTENTION,
+    PARAMETERS,
+    differing,
+    load,
+    save,
+    state_of_rank,
+    whole_state,
+)
+
+LAYOUTS = {
+    "dp4": Layout(dp=4),
+    "dp2 tp2": Layout(dp=2, tp=2),
+    "ep2 etp2": Layout(dp=4, ep=2, etp=2),
+    "etp2": Layout(dp=4, etp=2),
+    "tp4": Layout(tp=4),
+    "ep4": Layout(dp=4, ep=4),
+    "cp2 tp2 ep4": Layout(cp=2, tp=2, ep=4),
+}
+WRITERS = ("dp4", "dp2 tp2", "ep2 etp2")
+FOLDERS = [*(f"{layout} {how}" for layout in WRITERS for how in ("async", "sync")), "etp2 async"]
+TWO = {"dp2": Layout(dp=2), "tp2 ep2": Layout(tp=2, ep=2)}
+
+
+def unfit_state(world: World, folder: Path) -> str:
+    """Loads into parameters of other shapes, dtypes and names; the error."""
+    state = state_of_rank(LAYOUTS["dp2 tp2"], world.rank, 0)
+    layout = LAYOUTS["dp2 tp2"]
+    main, part = state["optimizer"]["main"], torch.zeros(3, 6)
+    main["qkv.weight"] = FlatShard.of_part(part, ATTENTION, layout, world.rank)
+    main["lost"] = FlatShard(torch.zeros(0), 5, torch.Size((5,)), REPLICATED, layout, world.rank)
+    if world.rank == 3:
+        main["norm.weight"] = FlatShard.of_part(torch.zeros(7).half(), REPLICATED, layout, 3)
+        main["router.weight"] = torch.zeros(3, 5)
+    store = CheckpointStore.open_any(folder.parent / FOLDERS[0])
+    with pytest.raises(MismatchError) as error:
+        store.load(state)
+    assert not part.any()
+    return str(error.value)
+
+
+def part_of_the_state(world: World, folder: Path) -> list[Any]:
+    """Loads one parameter into bf16, each rank what it holds of it."""
+    part = torch.zeros(8, 5).bfloat16()
+    shard = FlatShard.of_part(part, PARAMETERS["gate_up.weight"][1], LAYOUTS["dp2 tp2"], world.rank)
+    state = {"optimizer": {"main": {"gate_up.weight": shard}}}
+    CheckpointStore.open_any(folder.parent / FOLDERS[0]).load(state, partial=True)
+    return part.float().tolist()
+
+
+def elements_that_nobody_holds(world: World, folder: Path) -> str:
+    """Saves a parameter of which rank 2 has lost its last element, and one that two ranks hold apart."""
+    layout, store = LAYOUTS["dp4"], CheckpointStore(folder, CheckpointConfig())
+    store.save(1, {"w": torch.ones(1)}, wait=True)
+    count = 1 if world.rank == 2 else 2
+    shard = FlatShard(torch.zeros(count), 2 * world.rank, torch.Size((8,)), REPLICATED, layout, world.rank)
+    twice = FlatShard(torch.zeros(3), world.rank, torch.Size((8,)), REPLICATED, layout, world.rank)
+    with pytest.raises(CheckpointError) as error:
+        store.save(2, {"w": shard, "twice": twice}, wait=True)
+    assert store.latest() == [1]
+    return str(error.value)
+
+
+def a_rank_that_owns_nothing(world: World, folder: Path) -> dict[str, Any]:
+    """Saves a tensor in two halves, and loads it where another rank holds none of it."""
+
+    def shards(first: int, value: float) -> dict[str, FlatShard]:
+        if world.rank not in (first, first + 1):
+            return {}
+        data, start = torch.full((4,), value), 4 * (world.rank - first)
+        return {"w": FlatShard(data, start, torch.Size((8,)), REPLICATED, LAYOUTS["dp4"], world.rank)}
+
+    store = CheckpointStore(folder, CheckpointConfig())
+    store.save(1, {"main": shards(2, 1.0), "step": 1}, wait=True)
+    state = {"main": shards(1, 0.0), "step": 0}
+    assert store.load(state) == 1
+    return {name: shard.data.tolist() for name, shard in state["main"].items()}
+
+
+def damaged(world: World, folder: Path) -> tuple[int | None, list[str]]:
+    """Loads in another layout after a byte of what rank 2 wrote last has changed."""
+    save(LAYOUTS["dp2 tp2"], (1, 2), False, world, folder)
+    path = folder / "step_00000002" / "__2_0.distcp"
+    content = path.read_bytes()
+    world.barrier()
+    if world.is_first:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    world.barrier()
+    return load(LAYOUTS["ep4"], folder.name, world, folder)
+
+
+def never_published(world: World, folder: Path) -> None:
+    """Saves step 1, and hangs in step 2 when all files of it are written."""
+    save(LAYOUTS["dp2 tp2"], (1,), True, world, folder)
+    folders.publish = lambda *arguments: time.sleep(600)
+    save(LAYOUTS["dp2 tp2"], (2,), True, world, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("resharding")
+    store = CheckpointStore(root / "alone", CheckpointConfig())
+    store.save(3, whole_state(3), wait=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, list[Any]]:
+    cases: dict[str, Case] = {}
+    for name in FOLDERS:
+        layout, _, how = name.rpartition(" ")
+        cases[name] = functools.partial(save, LAYOUTS[layout], (1, 2), how == "async")
+    for source, layout in itertools.product([*FOLDERS, "alone"], LAYOUTS):
+        cases[f"{source} -> {layout}"] = functools.partial(load, LAYOUTS[layout], source)
+    others = (
+        unfit_state,
+        part_of_the_state,
+        elements_that_nobody_holds,
+        a_rank_that_owns_nothing,
+        damaged,
+    )
+    return run_ranks(folder, cases | {case.__name__: case for case in others}, num_ranks=4)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, results: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    cases = {
+        f"{source} -> {layout}": functools.partial(load, TWO[layout], source)
+        for source, layout in itertools.product([*FOLDERS, "alone"], TWO)
+    }
+    return run_ranks(folder, cases, num_ranks=2)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *TWO])
+@pytest.mark.parametrize("source", [*FOLDERS, "alone"])
+def test_each_layout_reads_what_each_wrote(results, two_ranks, source, layout):
+    by_rank = (two_ranks if layout in TWO else results)[f"{source} -> {layout}"]
+    assert by_rank == [(3 if source == "alone" else 2, [])] * len(by_rank)
+
+
+@pytest.mark.parametrize("source", FOLDERS)
+def test_one_process_reads_whole_tensors_that_any_layout_wrote(folder, results, source):
+    store, shards = CheckpointStore.open_any(folder / source), state_of_rank(ALONE, 0, 0)
+    for step in (1, 2):
+        state = whole_state(0)
+        assert store.load(state, step) == step and differing(state, whole_state(step)) == []
+    assert store.load(shards) == 2 and differing(shards, state_of_rank(ALONE, 0, 2)) == []
+
+
+@pytest.mark.parametrize("source", FOLDERS)
+def test_each_element_is_written_once(folder, results, source):
+    saved = read_metadata(folder / source / "step_00000002")
+    for name in PARAMETERS:
+        for entry in (f"model.{name}", f"optimizer.main.{name}", f"optimizer.exp_avg.{name}"):
+            size = saved.state_dict_metadata[entry].size
+            held = torch.zeros(size, dtype=torch.int64)
+            for chunk in saved.state_dict_metadata[entry].chunks:
+                held[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+            assert bool((held == 1).all()) and tuple(size) == PARAMETERS[name][0], entry
+
+
+def test_what_ranks_hold_alike_is_copied_and_written_by_one_of_them(folder, results):
+    """With dp2 tp2, two ranks hold each half of model.gate_up.weight; all hold all of model.norm.weight."""
+    copied = results["dp2 tp2 async"]
+    assert sorted("model.gate_up.weight" in names for names in copied) == [False, False, True, True]
+    assert sum("model.norm.weight" in names for names in copied) == 1
+    assert all("optimizer.main.gate_up.weight" in names for names in copied)
+    sizes = [path.stat().st_size for path in (folder / "dp4 sync" / "step_00000002").glob("*.distcp")]
+    assert len(sizes) == 4 and max(sizes) < 2 * min(sizes)
+
+
+def test_all_that_does_not_fit_is_reported_with_whole_shapes(results):
+    reports = set(results["unfit_state"])
+    (report,) = reports
+    assert "optimizer.main.qkv.weight is [6, 6] float32 here, [8, 6] float32 in the checkpoint" in report
+    assert "missing in the checkpoint: optimizer.main.lost [5] float32" in report
+    assert "optimizer.main.norm.weight is [7] float16 here, [7] float32 in the checkpoint" in report
+    assert "optimizer.main.router.weight is [3, 5] float32 here, [5, 3] float32 in" in report
+    assert "in 4 entries" in report
+
+
+def test_a_part_of_the_state_is_read_alone_and_cast(results):
+    whole = whole_state(2)["optimizer"]["main"]["gate_up.weight"].bfloat16().float()
+    gate, up = whole.chunk(2)
+    halves = [torch.cat([gate[:4], up[:4]]).tolist(), torch.cat([gate[4:], up[4:]]).tolist()]
+    assert results["part_of_the_state"] == halves * 2
+
+
+def test_shards_that_leave_elements_out_or_overlap_are_not_saved(results):
+    for report in results["elements_that_nobody_holds"]:
+        assert "the ranks hold 7 of the 8 elements of w" in report
+        assert "the ranks hold 12 of the 8 elements of twice" in report
+        assert "earlier checkpoints are intact: [1]" in report
+
+
+def test_a_rank_may_own_nothing_of_what_others_share(results):
+    some = {"w": [1.0] * 4}
+    assert results["a_rank_that_owns_nothing"] == [{}, some, some, {}]
+
+
+def test_damage_of_one_ranks_file_is_seen_by_all_and_the_previous_checkpoint_read(results):
+    assert results["damaged"] == [(1, [])] * 4
+
+
+def test_killed_before_its_name_a_checkpoint_of_many_files_is_not_there(tmp_path):
+    job = Job(tmp_path, {"killed": never_published}, num_ranks=4)
+
+    def written() -> bool:
+        return any(
+            (path / ".metadata").exists() for path in (tmp_path / "killed").glob("step_00000002.tmp-*")
+        )
+
+    job.wait_until(written)
+    job.kill()
+    state = whole_state(0)
+    assert CheckpointStore(tmp_path / "killed", CheckpointConfig()).load(state) == 1
+    assert differing(state, whole_state(1)) == [] and os.listdir(tmp_path / "killed") == ["step_00000001"]
+
+
+def test_the_parameters_meet_all_kinds_of_boxes():
+    """What these tests stand on: ranges that are empty, in several boxes, and divided by pieces."""
+    counts = {
+        len(shard.boxes())
+        for layout in LAYOUTS.values()
+        for rank in range(4)
+        for shard in state_of_rank(layout, rank, 1)["optimizer"]["main"].values()
+    }
+    assert {0, 1, 2, 3, 4, 5} <= counts

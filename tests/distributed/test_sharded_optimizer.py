@@ -1,0 +1,262 @@
+"""The optimizer on several ranks: what each owns, when they exchange it; one process does the same."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.layout import Layout, ParameterLayout
+from graphmoe.optim import Optimizer
+from graphmoe.world import World
+from tests.distributed.ranks import run_ranks
+from tests.distributed.sharded_nets import SHAPES, TINY, Nets
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+STEPS = 5
+
+
+def used_twice_in_step_2(step: int, name: str) -> int:
+    return 2 if (step, name) == (2, "first") else 1
+
+
+def unused_in_step_2(step: int, name: str) -> int:
+    return 0 if (step, name) == (2, "experts") else 1
+
+
+def one_for_another_in_step_2(step: int, name: str) -> int:
+    """As many in all as in other steps."""
+    return {"first": 3, "embed": 1, "experts": 0}.get(name, 1) if step == 2 else 1
+
+
+def several(step: int, name: str) -> int:
+    return 3 if name == "embed" else 2
+
+
+TWO, FOUR = Layout(dp=2), Layout(dp=4)
+CASES = {
+    "two ranks": Nets(TWO),
+    "two ranks in bf16": Nets(TWO, dtype=torch.bfloat16),
+    "several deliveries": Nets(TWO, deliveries=several),
+    "used twice": Nets(TWO, deliveries=used_twice_in_step_2),
+    "unused": Nets(TWO, deliveries=unused_in_step_2),
+    "one for another": Nets(TWO, deliveries=one_for_another_in_step_2),
+    "a bad gradient": Nets(TWO, bad=(2, 1)),
+    "compiled": Nets(TWO, dtype=torch.bfloat16, compiled=True, bad=(2, 1)),
+    "a family of one rank": Nets(TWO, {"experts": "tp", "bias": "tp"}),
+    "a family of one rank in bf16": Nets(TWO, {"experts": "tp", "bias": "tp"}, torch.bfloat16),
+}
+OF_FOUR = {
+    "four ranks": Nets(FOUR),
+    "experts on two": Nets(Layout(dp=4, ep=2), {"experts": "edp"}),
+    "experts on four": Nets(Layout(dp=4, ep=4), {"experts": "edp"}),
+    "cut along tp": Nets(Layout(dp=2, tp=2, ep=2), {"experts": "edp", "first": "dp_cp", "head": "dp_cp"}),
+}
+
+
+def train(nets: Nets, rank: int | None, bucket_mb: float = TINY) -> dict[str, Any]:
+    """What a training leaves: whole weights, and of each step the norm and whether it was applied."""
+    optimizer = nets.optimizer(rank, bucket_mb)
+    results = [nets.step(optimizer, step, rank) for step in range(STEPS)]
+    optimizer.gather()
+    return {
+        "weights": {n: w.detach().clone() for n, w in zip(optimizer.names, optimizer.weights, strict=True)},
+        "main": {name: main.clone() for name, main in optimizer.main_weights().items()},
+        "norms": torch.stack([result.grad_norm for result in results]),
+        "applied": [result.finite.item() for result in results],
+    }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """``train`` as a case of ``run_ranks``."""
+
+    nets: Nets
+    bucket_mb: float = TINY
+
+    def __call__(self, world: World, folder: Path) -> dict[str, Any]:
+        return train(self.nets, world.rank, self.bucket_mb)
+
+
+def times_of_sums(world: World, folder: Path) -> list[list[str]]:
+    """Of each step, the first parameter of each bucket that is summed, and "-" where the backward ends."""
+    nets = Nets(TWO, deliveries=used_twice_in_step_2)
+    optimizer, steps = nets.optimizer(world.rank), []
+    (family,) = optimizer.families
+    reduce, finish = family.reduce, optimizer._reduction.finish
+
+    def logged(bucket):
+        steps[-1].append(family.names[bucket.members[0]])
+        return reduce(bucket)
+
+    family.reduce, optimizer._reduction.finish = logged, lambda: (steps[-1].append("-"), finish())
+    for step in range(STEPS):
+        steps.append([])
+        nets.step(optimizer, step, world.rank)
+    return steps
+
+
+def weights_on_their_way(world: World, folder: Path) -> dict[str, set[str]]:
+    """Names of the parameters that are as the last step has made them, after each call."""
+    nets = Nets(TWO)
+    optimizer = nets.optimizer(world.rank)
+    weights = dict(zip(optimizer.names, optimizer.weights, strict=True))
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    nets.step(optimizer, 0, world.rank)
+    main = {name: tensor.clone() for name, tensor in optimizer.main_weights().items()}
+
+    def fresh() -> set[str]:
+        return {name for name, weight in weights.items() if torch.equal(weight, main[name])}
+
+    found = {"after the step": fresh() | {n for n in weights if not torch.equal(weights[n], before[n])}}
+    optimizer.start_gather()
+    optimizer.wait_for([weights["first"], weights["norm"]])
+    found["first and norm"] = fresh() & {"first", "norm"}
+    found["awaited"] = {str(len(optimizer._weight_gather._underway))}
+    optimizer.gather()
+    found["gathered"] = fresh()
+    return found
+
+
+def shards(nets: Nets, world: World, folder: Path) -> dict[str, Any]:
+    """A rank's state after three steps, and whether another optimizer goes on from it bitwise."""
+    first, second = nets.optimizer(world.rank), nets.optimizer(world.rank)
+    for step in range(3):
+        nets.step(first, step, world.rank)
+    first.gather()
+    with torch.no_grad():
+        for one, other in zip(first.weights, second.weights, strict=True):
+            other.copy_(one)
+        for key, value in first.state_dict().items():
+            for name, shard in value.items():
+                into, source = second.state_dict()[key][name], shard
+                if key != "counters":
+                    into, source = into.data, shard.data
+                into.copy_(source)
+    second.restored()
+    states = first.state_dict()
+    for optimizer in (first, second):
+        nets.step(optimizer, 3, world.rank)
+        optimizer.gather()
+    pairs = [*zip(first.weights, second.weights, strict=True), *zip(first.main, second.main, strict=True)]
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(a, b) for a, b in zip(parts(first), parts(second), strict=True))
+    del states["counters"]
+    whole = {
+        key: {
+            name: tensor
+            for family in first.families
+            for name, tensor in family.gathered(getattr(family, key), family.grad.clone()).items()
+        }
+        for key in states
+    }
+    return {"states": states, "whole": whole}
+
+
+def parts(optimizer: Optimizer) -> list[Tensor]:
+    state = optimizer.state_dict()
+    return [shard.data for key in ("exp_avg", "exp_avg_sq") for shard in state[key].values()]
+
+
+def adopted(world: World, folder: Path) -> dict[str, Tensor]:
+    """Weights after whole ones were taken over."""
+    optimizer = Nets(TWO, {"experts": "tp"}, torch.bfloat16).optimizer(world.rank)
+    optimizer.adopt({name: torch.full(shape, 3.001) for name, shape in SHAPES.items()})
+    main = optimizer.main_weights()
+    assert all(torch.equal(main[name], torch.full(shape, 3.001)) for name, shape in SHAPES.items())
+    return {name: w.detach() for name, w in zip(optimizer.names, optimizer.weights, strict=True)}
+
+
+SHARDED = {"shards in bf16": Nets(TWO, {"experts": "tp"}, torch.bfloat16), "shards in fp32": Nets(TWO)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks found."""
+    cases = {name: Trained(nets) for name, nets in CASES.items()}
+    cases |= {"one bucket": Trained(CASES["two ranks"], bucket_mb=100)}
+    cases |= {f.__name__: f for f in (times_of_sums, weights_on_their_way, adopted)}
+    cases |= {name: functools.partial(shards, nets) for name, nets in SHARDED.items()}
+    return run_ranks(tmp_path_factory.mktemp("two"), cases)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What four ranks found."""
+    cases = {name: Trained(nets) for name, nets in OF_FOUR.items()}
+    return run_ranks(tmp_path_factory.mktemp("four"), cases, num_ranks=4)
+
+
+@pytest.mark.parametrize("name", [*CASES, *OF_FOUR])
+def test_ranks_end_with_the_weights_and_norms_of_one_process(name, request):
+    nets = CASES.get(name) or OF_FOUR[name]
+    ranks = request.getfixturevalue("two" if name in CASES else "four")[name]
+    alone = train(nets, None)
+    for rank in ranks:
+        assert torch.equal(rank["norms"], ranks[0]["norms"]) or nets.bad
+        assert rank["applied"] == alone["applied"] == [1, 1, 0 if nets.bad else 1, 1, 1]
+        finite = alone["norms"].isfinite()
+        assert_forward_close(rank["norms"][finite], alone["norms"][finite])
+    for parameter, main in nets.whole([rank["main"] for rank in ranks]).items():
+        assert_gradient_close(main, alone["main"][parameter])
+        start = nets.net(None).get_parameter(parameter).detach().float()
+        moved, wanted = main - start, alone["main"][parameter] - start
+        assert (moved - wanted).norm() < 1e-4 * wanted.norm()  # rounded where the weight is
+    for parameter, weight in nets.whole([rank["weights"] for rank in ranks]).items():
+        main = nets.whole([rank["main"] for rank in ranks])[parameter]
+        assert weight.dtype == nets.dtype and torch.equal(weight, main.to(nets.dtype))
+
+
+def test_the_size_of_buckets_changes_who_owns_what_and_no_weight(two):
+    for small, large in zip(two["two ranks"], two["one bucket"], strict=True):
+        for name, main in small["main"].items():
+            assert_gradient_close(main, large["main"][name])
+
+
+def test_from_the_second_step_on_sums_start_in_the_backward_and_late_gradients_are_summed_again(two):
+    order = ["head", "bias", "experts", "first", "norm", "embed"]
+    for steps in two["times_of_sums"]:
+        assert steps[0] == ["-", *order]
+        assert steps[1] == [*order, "-"]
+        # the second gradient of "first" comes after its bucket was started
+        assert steps[2] == [*order, "-", "first"]
+        # one delivery is missing of those that the last step had
+        assert steps[3] == ["head", "bias", "experts", "-", "first", "norm", "embed"]
+        assert steps[4] == [*order, "-"]
+
+
+def test_weights_arrive_when_they_are_asked_for(two):
+    for found in two["weights_on_their_way"]:
+        assert found["after the step"] == set()  # the model still has the old ones
+        assert found["first and norm"] == {"first", "norm"}
+        assert found["awaited"] == {"4"}  # of six buckets
+        assert found["gathered"] == set(SHAPES)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_shards_of_a_state_are_the_whole_state_and_a_restored_optimizer_goes_on_from_them(two, name):
+    nets, ranks = SHARDED[name], two[name]
+    keys = {"exp_avg", "exp_avg_sq", "main"} if nets.dtype == torch.bfloat16 else {"exp_avg", "exp_avg_sq"}
+    assert {key for key, value in ranks[0]["states"].items() if value} == keys
+    for parameter, key in ((parameter, key) for parameter in SHAPES for key in keys):
+        rebuilt = torch.full((torch.Size(SHAPES[parameter]).numel(),), torch.nan)
+        owners = [r for r in ranks if parameter in r["states"][key]]
+        for rank in owners:
+            shard = rank["states"][key][parameter]
+            assert shard.shape == SHAPES[parameter] and shard.layout == TWO and shard.data.dim() == 1
+            assert shard.parallel == ParameterLayout(summed_over=nets.axes.get(parameter, "stage"))
+            part = rebuilt[shard.start : shard.start + shard.data.numel()]
+            assert parameter in nets.axes or part.isnan().all()  # owned once
+            part.copy_(shard.data)
+        assert not rebuilt.isnan().any()
+    assert len({rank["states"]["exp_avg"]["first"].start for rank in ranks}) == 2  # straddles its owners
+
+
+def test_whole_weights_are_taken_over_rounded(two):
+    for weights in two["adopted"]:
+        assert all(torch.equal(weight, torch.full_like(weight, 3.0)) for weight in weights.values())

@@ -1,0 +1,140 @@
+"""Ranks of `graphmoe.ops.symm` in one process: threads, of which one runs until it comes to a barrier.
+
+On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device. Regions are full of NaN (and
+of -1) at first, with guards around them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphmoe.ops.symm.peers import Region, Side, Sizes
+
+GUARD = 512
+"""Bytes before and behind a region."""
+
+
+class Emulation:
+    """Ranks that take turns."""
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.size, self.device = size, device
+        self.region: Region | None = None
+        self.memory: list[Tensor] = []
+        self.peers = [EmulatedPeers(self, rank) for rank in range(size)]
+        self._kept: list[list[Tensor]] = []
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._running: list[int] = []
+
+    def run(self, body: Callable[[EmulatedPeers], Any]) -> list[Any]:
+        """What each rank's call returned; the first error, if there was one."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def thread(rank: int) -> None:
+            self._turns[rank].acquire()
+            try:
+                results[rank] = body(self.peers[rank])
+            except BaseException as error:
+                errors.append(error)
+            self.pass_on(rank, ends=True)
+
+        threads = [threading.Thread(target=thread, args=(rank,), daemon=True) for rank in range(self.size)]
+        self._running = list(range(self.size))
+        for each in threads:
+            each.start()
+        self._turns[0].release()
+        for each in threads:
+            each.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def pass_on(self, rank: int, ends: bool = False) -> None:
+        """Let the next rank run, and this one when its turn comes again."""
+        later = [other for other in self._running if other > rank]
+        others = later or self._running
+        following = others[0]
+        if ends:
+            self._running.remove(rank)
+            if self._running:
+                self._turns[following if following != rank else self._running[0]].release()
+            return
+        self._turns[following].release()
+        self._turns[rank].acquire()
+
+    def reserve(self, sizes: Sizes) -> Region:
+        """The region of all ranks, larger if it must be."""
+        if self.region is None or self.region.sizes.joined(sizes) != self.region.sizes:
+            joined = sizes if self.region is None else self.region.sizes.joined(sizes)
+            self._kept.append(self.memory)
+            self.region = Region.of(joined, self.size)
+            length = self.region.num_bytes + 2 * GUARD
+            self.memory = [
+                torch.full((length,), 255, dtype=torch.uint8, device=self.device) for _ in range(self.size)
+            ]
+        return self.region
+
+    def assert_guards_are_whole(self) -> None:
+        for memory in self.memory:
+            assert bool((memory[:GUARD] == 255).all()) and bool((memory[-GUARD:] == 255).all())
+
+
+class EmulatedPeers:
+    """One rank's view of an `Emulation`."""
+
+    def __init__(self, emulation: Emulation, rank: int) -> None:
+        self._emulation = emulation
+        self.rank, self.size = rank, emulation.size
+        self.last: tuple[Side, bool] | None = None
+        self.barriers = 0
+        self.streams: Sequence[torch.cuda.Stream] = ()
+        if emulation.device == "cuda":
+            self.streams = [torch.cuda.Stream() for _ in range(self.size - 1)]
+
+    @property
+    def addresses(self) -> Tensor:
+        bases = [memory.data_ptr() + GUARD for memory in self._emulation.memory]
+        return torch.tensor(bases, device=self._emulation.device)
+
+    def reserve(self, sizes: Sizes) -> Region:
+        return self._emulation.reserve(sizes)
+
+    def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        assert offset_bytes + num_bytes <= self._emulation.reserve(Sizes(0, 0, 0, 0, 0)).num_bytes
+        start = GUARD + offset_bytes
+        return self._emulation.memory[rank][start : start + num_bytes].view(dtype).view(shape)
+
+    def barrier(self) -> None:
+        self.barriers += 1
+        self._emulation.pass_on(self.rank)
+
+
+class GuardedMemory(TorchDispatchMode):
+    """New tensors without values are full of NaN or -1 inside it, with guards around them."""
+
+    MAKERS = ("aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.name() not in self.MAKERS:
+            return made
+        num_bytes = made.numel() * made.element_size()
+        self.memory.append(torch.full((num_bytes + 2 * GUARD,), 255, dtype=torch.uint8, device=made.device))
+        return self.memory[-1][GUARD : GUARD + num_bytes].view(made.dtype).view(made.shape)
+
+    def assert_guards_are_whole(self) -> None:
+        assert self.memory
+        for memory in self.memory:
+            assert bool((memory[:GUARD] == 255).all()) and bool((memory[-GUARD:] == 255).all())

@@ -1,0 +1,121 @@
+"""Two GPUs: parallel.dp_shard=fsdp2 has the losses of zero1, half of the memory, and waits for nothing."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.world import World
+from tests.distributed.ranks import Job
+from tests.distributed.training import quiet_trainer
+from tests.gpu.tiny import GPU, UNREAD
+from tests.runs import config
+from tests.tolerances import assert_forward_close
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+BASE = (
+    *GPU, "model.num_layers=2", "train.steps=8", "train.val_interval=4", "train.log_interval=4",
+    "train.global_batch_size=16", "optim.schedule=constant", "precision.deterministic=true",
+)  # fmt: skip
+WAYS = {
+    "eager": ("compile.enabled=false",),
+    "compiled": ("compile.enabled=true",),
+    "compiled, ep2": ("compile.enabled=true", "parallel.ep=2"),
+    "compiled, recomputed": ("compile.enabled=true", "recompute.all=true"),
+}
+WIDE = (
+    "model.num_layers=4", "model.hidden_size=1024", "model.dense_ffn_size=4096", "model.num_dense_layers=4",
+    "model.mtp_depth=0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rows of a run, and its losses of validation."""
+
+    words: tuple[str, ...]
+
+    def __call__(self, world: World, folder: Path) -> tuple[Tensor, list[float]]:
+        trainer, rows, written = quiet_trainer(config(*BASE, *self.words), folder, world)
+        trainer.run()
+        return torch.stack(rows).cpu(), [row["val_loss"] for row in written if "val_loss" in row]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What is allocated between two steps of a dense model, and how many parameters it has."""
+
+    dp_shard: str
+
+    def __call__(self, world: World, folder: Path) -> tuple[int, int]:
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        words = (*GPU, *WIDE, *UNREAD, "compile.enabled=false", f"parallel.dp_shard={self.dp_shard}")
+        trainer, _, _ = quiet_trainer(config(*words), folder, world)
+        for _ in range(2):
+            trainer._train_step()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        return held, sum(weight.numel() for weight in trainer.model.parameters())
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Steps in which the host must not wait for the device."""
+
+    compiled: bool
+
+    def __call__(self, world: World, folder: Path) -> float:
+        enabled = f"compile.enabled={str(self.compiled).lower()}"
+        words = (*GPU, *UNREAD, "model.num_layers=2", "train.global_batch_size=16", "parallel.dp_shard=fsdp2")
+        trainer, rows, _ = quiet_trainer(config(*words, enabled), folder, world)
+        for _ in range(3):
+            trainer._train_step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                trainer._train_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return float(rows[-1][0])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two ranks found."""
+    cases = {
+        f"{shard} {way}": Run((*words, f"parallel.dp_shard={shard}"))
+        for way, words in WAYS.items()
+        for shard in ("zero1", "fsdp2")
+    }
+    cases |= {f"bytes {shard}": Bytes(shard) for shard in ("zero1", "fsdp2")}
+    cases |= {"unread eager": Unread(False), "unread compiled": Unread(True)}
+    return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=500)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_zero1(two, way):
+    for (rows, val_losses), (expected, of_zero1) in zip(
+        two[f"fsdp2 {way}"], two[f"zero1 {way}"], strict=True
+    ):
+        assert rows.isfinite().all()
+        assert_forward_close(rows[:, 0].bfloat16(), expected[:, 0])  # gradients are rounded to bf16
+        assert_forward_close(torch.tensor(val_losses).bfloat16(), torch.tensor(of_zero1))
+        # norm of the first gradient: each is rounded once
+        assert rows[0, 2].item() == pytest.approx(expected[0, 2].item(), rel=1e-2)
+
+
+def test_a_rank_holds_half_of_weights_gradients_and_moments(two):
+    for (held, parameters), (of_zero1, _) in zip(two["bytes fsdp2"], two["bytes zero1"], strict=True):
+        # between steps there are no gradients, 12 / 2 bytes; with zero1 6 + 18 / 2
+        assert held < 7.5 * parameters and of_zero1 > 14 * parameters
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_a_step_that_is_not_read_never_waits_for_the_device(two, way):
+    assert all(0 < loss < 20 for loss in two[f"unread {way}"])

@@ -1,0 +1,152 @@
+"""The routed path in chunks: what it keeps, how much it works on at a time, and that it sums the same."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.config import MoEConfig
+from graphmoe.gradients import Gradient
+from graphmoe.layout import Layout
+from graphmoe.model.bounded import BoundedPath
+from graphmoe.model.layer import MoELayer
+from graphmoe.model.moe import Experts
+from graphmoe.receive_budget import Load
+from graphmoe.segments import run_segments
+from runtime.dispatch.alltoall import AllToAll
+from runtime.mesh import Mesh
+from tests.runs import config
+from tests.tolerances import relative_error
+
+EXPERTS, TOP_K, TOKENS = 8, 3, 64
+MODEL = config(f"model.num_experts={EXPERTS}", f"model.top_k={TOP_K}", "model.num_dense_layers=0").model
+CHUNKS = {
+    "by rows": Load(20, 1000),
+    "by slots": Load(1000, 48),
+    "of one row": Load(1, TOP_K),
+    "in one piece": Load(1000, 1000),
+}
+
+
+def layer_of(dtype: torch.dtype) -> MoELayer:
+    layer = MoELayer(MODEL, MoEConfig(), dispatcher=AllToAll(Mesh(Layout()), EXPERTS)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    return layer
+
+
+def run(layer: MoELayer, dispatcher: AllToAll, backend: str = "", totals=()) -> dict[str, Tensor]:
+    """Result and gradients; by fused operations of a backend where one is named."""
+    layer.use(dispatcher)
+    layer.zero_grad()
+    dtype = layer.moe_experts.w_down.dtype
+    x = torch.randn(4, TOKENS // 4, MODEL.hidden_size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x.requires_grad_()
+
+    def execute(segments, tensors, keep):
+        fused = [s if s.fused is None or not backend else with_backend(s) for s in segments]
+        return run_segments(fused, tensors, keep)
+
+    def with_backend(segment):
+        made = mock.Mock(spec=segment, reads=segment.reads, writes=segment.writes)
+        made.run = lambda *tensors: segment.fused(backend, totals, *tensors)
+        return made
+
+    output = layer(x, torch.ones(16, 2), torch.zeros(16, 2), execute)
+    (output.x_BSD.float().square().mean() + output.loss).backward()
+    found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    found |= {f"total {i}": gradient.total for i, gradient in enumerate(totals)}
+    if output.load_2 is not None:
+        assert output.load_2.tolist() == [TOKENS, TOKENS * TOP_K] and output.load_2.dtype == torch.int32
+    return {"y": output.x_BSD.detach(), "dx": x.grad, **found}
+
+
+def fresh_totals(layer: MoELayer, begun: bool) -> list[Gradient]:
+    totals = [Gradient(torch.full(p.shape, 0.5)) for p in (layer.moe_experts.parameters())]
+    for gradient in totals:
+        gradient.begun = begun
+    return totals
+
+
+def counted(totals: list[Gradient]) -> list[int]:
+    """How often each was delivered to."""
+    counts = [0] * len(totals)
+    for i, gradient in enumerate(totals):
+
+        def count(i: int = i) -> None:
+            counts[i] += 1
+
+        gradient.on_delivery = count
+    return counts
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("mode", ["steps", "fused", "totals", "begun totals"])
+def test_results_and_gradients_are_bitwise_those_in_one_piece_where_no_expert_is_split(name, mode):
+    """In bf16, where a CPU's product of one row is that of many."""
+    layer = layer_of(torch.bfloat16)
+    backend = "" if mode == "steps" else "torch"
+    split = CHUNKS[name].slots < 40
+    found = []
+    for chunk in (None, CHUNKS[name]):
+        totals = fresh_totals(layer, begun=mode == "begun totals") if "totals" in mode else []
+        counts = counted(totals)
+        found.append(run(layer, AllToAll(Mesh(Layout()), EXPERTS, chunk), backend, totals))
+        assert counts == [1] * len(totals) and all(gradient.begun for gradient in totals)
+    plain, bounded = found
+    assert plain.keys() == bounded.keys()
+    rounded = set()
+    if split:  # each part is rounded to bf16
+        rounded = {name for name in plain if "moe_experts" in name or "total" in name}
+        assert len(rounded) == 2
+    if mode == "steps":  # torch's sum over F of a slot's weight gradient is another for fewer rows
+        rounded |= {name for name in plain if "router" in name or "attn" in name or name == "dx"}
+    for key, value in plain.items():
+        if key in rounded:
+            assert relative_error(bounded[key], value) < 4e-3, key
+        else:
+            assert torch.equal(bounded[key], value), key
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_in_fp32_nothing_differs_but_by_the_order_of_fp32_sums(name):
+    layer = layer_of(torch.float32)
+    plain, bounded = (run(layer, AllToAll(Mesh(Layout()), EXPERTS, c)) for c in (None, CHUNKS[name]))
+    for key, value in plain.items():
+        assert relative_error(bounded[key], value) < 1e-6, key
+
+
+@pytest.mark.parametrize("name", ["by rows", "by slots", "of one row"])
+def test_experts_never_work_on_more_than_a_chunk(name):
+    layer, room, seen = layer_of(torch.float32), CHUNKS[name], []
+    received = Experts.received
+
+    def watched(self, h_CD: Tensor, weight_CK: Tensor, number_CK: Tensor) -> Tensor:
+        seen.append((len(h_CD), int((number_CK >= 0).sum())))
+        return received(self, h_CD, weight_CK, number_CK)
+
+    with mock.patch.object(Experts, "received", watched):
+        run(layer, AllToAll(Mesh(Layout()), EXPERTS, room))
+    assert len(seen) > 4 and max(slots for _, slots in seen) <= room.slots
+    forward = seen[: -(-TOKENS // room.rows)]
+    assert max(rows for rows, _ in forward) <= room.rows
+    assert sum(slots for _, slots in seen) == 3 * TOKENS * TOP_K  # forward, gradients of rows and of weights
+
+
+def test_only_what_enters_is_kept_for_the_backward():
+    layer = layer_of(torch.float32)
+    dispatcher = AllToAll(Mesh(Layout()), EXPERTS, Load(20, 60))
+    layer.use(dispatcher)
+    path = BoundedPath(dispatcher, layer.moe_experts)
+    h = torch.randn(TOKENS, MODEL.hidden_size, requires_grad=True)
+    weight = torch.rand(TOKENS, TOP_K, requires_grad=True)
+    expert = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
+    _, *plan = layer.moe_preprocess(expert)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        path(h, weight, expert, *plan)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (h, weight, expert, *plan)}

@@ -1,0 +1,168 @@
+"""Routings between emulated ranks, what they must give, and checks: in the interpreter or on a GPU.
+
+Suffixes as in graphmoe/ops/symm. What is expected is made by the arithmetic of the dispatcher alltoall.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphmoe.dispatch import SendPlan, send_plan
+from graphmoe.ops.symm import exchange
+from graphmoe.ops.symm.collective import positions
+from tests.emulated_peers import EmulatedPeers, Emulation, GuardedMemory
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of all ranks, their experts, and an exchange of them."""
+
+    ranks: int
+    slots: int
+    etp: int = 1
+    block: int = 0
+    dtype: torch.dtype = torch.float32
+    columns: int = 16
+    tokens: int = 7
+    experts: int = 2
+    """Of each rank."""
+    favourites: tuple[int, ...] = ()
+    """The experts among which all choose; all if there are none."""
+    rows: int | None = None
+    """Of the received tensors; without it, a few more than can arrive."""
+    device: str = "cpu"
+
+    @property
+    def num_rows(self) -> int:
+        return self.ranks * max(self.tokens, self.block) + 5 if self.rows is None else self.rows
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts * self.ranks // self.etp
+
+    def values(self, *shape: int, seed: int) -> Tensor:
+        """Small integers, so that sums are exact: the interpreter cuts off what bf16 does not hold."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(-4, 5, shape, generator=generator).to(self.device, self.dtype)
+
+    def tokens_of(self, rank: int, seed: int = 0) -> Tensor:
+        return self.values(self.tokens, self.columns, seed=100 * seed + rank)
+
+    def slots_of(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Weights and experts [T, K]."""
+        generator = torch.Generator().manual_seed(rank + 50)
+        likelihood = torch.ones(self.tokens, self.num_experts)
+        if self.favourites:
+            likelihood = torch.zeros_like(likelihood)
+            likelihood[:, list(self.favourites)] = 1
+        expert_TK = torch.multinomial(likelihood, self.slots, generator=generator).int()
+        weight_TK = torch.rand(self.tokens, self.slots, generator=generator)
+        return weight_TK.to(self.device), expert_TK.to(self.device)
+
+    def plan_of(self, rank: int) -> SendPlan:
+        ep = self.ranks // self.etp
+        return send_plan(self.slots_of(rank)[1], self.num_experts, ep, self.etp)
+
+    def arrivals(self) -> Tensor:
+        return torch.stack([self.plan_of(rank).send_counts_P for rank in range(self.ranks)])
+
+    def arriving(self, rank: int, sent: list[Tensor]) -> Tensor:
+        """What comes to a rank of tensors [T, ...] of all ranks, in the order of sources."""
+        parts = []
+        for source, x in enumerate(sent):
+            counts, ends, row_TW, slot_R = self.plan_of(source)
+            own = slot_R[ends[rank] - counts[rank] : ends[rank]].long()
+            parts.append(x[own // row_TW.shape[1]])
+        return torch.cat(parts)
+
+    def returned(self, rank: int, made: list[Tensor], rows: int) -> Tensor:
+        """The sums over their places of a rank's tokens, of received tensors [N, ...] of all ranks."""
+        parts = []
+        for other, y_ND in enumerate(made):
+            at = positions(self.arrivals(), other, self.block)
+            starts = self.arrivals()[:, other].cumsum(0) - self.arrivals()[:, other]
+            own = at[starts[rank] : starts[rank] + self.arrivals()[rank, other]]
+            padded = torch.cat([y_ND, y_ND.new_zeros(1, y_ND.shape[1])])
+            parts.append(padded[own.clamp(max=rows)])
+        _, ends, row_TW, slot_R = self.plan_of(rank)
+        return torch.ops.graphmoe.unpermute(torch.cat(parts), slot_R, row_TW, ends, None)
+
+    def live(self, rank: int) -> Tensor:
+        """Positions of the rows that arrive, int64 [A]."""
+        return positions(self.arrivals(), rank, self.block)
+
+    def with_nan(self, rank: int, seed: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[N, columns] of values in live rows, and NaN in dead ones."""
+        at = self.live(rank)
+        y = self.values(self.num_rows, columns, seed=seed + rank).to(dtype)
+        dead = torch.ones(self.num_rows, dtype=torch.bool, device=self.device)
+        dead[at[at < self.num_rows]] = False
+        return y.masked_fill(dead[:, None], NAN)
+
+
+def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | None = None) -> None:
+    """All four operations, in the order of a training step, against the reference; guards stay whole."""
+    fresh = emulation is None
+    emulation = emulation or Emulation(case.ranks, case.device)
+    ranks, rows, block = range(case.ranks), case.num_rows, case.block
+    made = [case.with_nan(rank, 1000, case.columns, case.dtype) for rank in ranks]
+    drows = [case.with_nan(rank, 2000, case.columns, case.dtype) for rank in ranks]
+    dweights = [case.with_nan(rank, 3000, case.slots, torch.float32) for rank in ranks]
+    assert any(bool(y.isnan().any()) for y in made) or case.rows is not None
+
+    def body(peers: EmulatedPeers) -> tuple[Tensor, ...]:
+        rank, memory = peers.rank, GuardedMemory()
+        h, dy, (weight, expert) = case.tokens_of(rank), case.tokens_of(rank, 1), case.slots_of(rank)
+        plan = case.plan_of(rank)
+        before = peers.barriers, peers.last
+        with memory:
+            *received, arrivals = exchange.dispatch(
+                peers, h, weight, expert, *plan, rows, case.experts, case.etp, block
+            )
+            way = (plan.send_ends_P, plan.send_row_TW, arrivals, block)
+            y = exchange.combine(peers, made[rank], *way)
+            dsum = exchange.combine_grad(peers, dy, *plan, rows, block)
+            gradients = exchange.dispatch_grad(peers, drows[rank], dweights[rank], *way)
+        memory.assert_guards_are_whole()
+        assert peers.barriers - before[0] == 4, "one barrier for each exchange"
+        return *received, arrivals, y, dsum, *gradients
+
+    results = emulation.run(body)
+    emulation.assert_guards_are_whole()
+    if fresh:
+        assert_dead_rows_did_not_travel(case, emulation)
+    weights, experts = zip(*map(case.slots_of, ranks), strict=True)
+    for rank, (h_ND, weight_NK, number_NK, arrivals, y, dsum, dh, dweight) in enumerate(results):
+        assert arrivals.equal(case.arrivals())
+        at = case.live(rank)
+        fits, at = at < rows, at[at < rows]
+        for actual, sent in (
+            (h_ND, [case.tokens_of(r) for r in ranks]),
+            (weight_NK, list(weights)),
+            (dsum, [case.tokens_of(r, 1) for r in ranks]),
+        ):
+            assert len(actual) == rows and actual[at].equal(case.arriving(rank, sent)[fits])
+        number = case.arriving(rank, list(experts)) - rank // case.etp * case.experts
+        number = number.masked_fill((number < 0) | (number >= case.experts), -1)[fits]
+        wanted = torch.full((rows, case.slots), -1, dtype=torch.int32, device=case.device)
+        wanted[at] = number
+        assert number_NK.equal(wanted)
+        for actual, of_rows in ((y, made), (dh, drows), (dweight, dweights)):
+            assert actual.equal(case.returned(rank, of_rows, rows))
+
+
+def assert_dead_rows_did_not_travel(case: Case, emulation: Emulation) -> None:
+    """The rows of sums that are dead are still what the region was filled with."""
+    assert emulation.region is not None
+    for rank, peers in enumerate(emulation.peers):
+        at = case.live(rank)
+        dead = torch.ones(case.num_rows, dtype=torch.bool, device=case.device)
+        dead[at[at < case.num_rows]] = False
+        row_bytes = case.columns * case.dtype.itemsize
+        sums = peers.view(rank, emulation.region.sums, (case.num_rows, row_bytes), torch.uint8)
+        assert bool((sums[dead] == 255).all())

@@ -1,0 +1,99 @@
+"""Collectives without ranks: shapes without process groups, and errors that say what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.config import ModelConfig
+from graphmoe.layout import Layout
+from graphmoe.model import build_model
+from graphmoe.ops import collectives as ops
+from graphmoe.torch_compat import fake_mode, joint_graph, make_fx
+
+CALLS = {
+    "all_gather": (lambda x, dim: ops.all_gather(x, "tp", 2, dim), 2),
+    "reduce_scatter": (lambda x, dim: ops.reduce_scatter(x, "tp", 2, dim), 1 / 2),
+    "sum": (lambda x, dim: ops.all_reduce(x, "tp", 2), 1),
+    "max": (lambda x, dim: ops.all_reduce(x, "tp", 2, "max"), 1),
+}
+
+
+class OneGroup:
+    """Groups that have an axis of two ranks, and no other."""
+
+    def group(self, axis):
+        return type("Group", (), {"size": lambda self: 2})() if axis == "tp" else None
+
+
+@pytest.mark.parametrize("device", ["fake", "meta"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_shapes_dtypes_and_gradients_need_no_process_group(name, dim, device):
+    call, factor = CALLS[name]
+    sizes = [4, 6, 3]
+    expected = [int(size * factor) if i == dim else size for i, size in enumerate(sizes)]
+    with fake_mode() if device == "fake" else torch.device("meta"):
+        x = torch.empty(sizes[::-1], dtype=torch.bfloat16).permute(2, 1, 0).requires_grad_()  # not contiguous
+        y = call(x, dim)
+    assert list(y.shape) == expected and y.is_contiguous() and y.dtype == torch.bfloat16
+    assert y.requires_grad == (name != "max")
+    if y.requires_grad:
+        (dx,) = torch.autograd.grad(y.float().sum(), x)
+        assert dx.shape == x.shape and dx.dtype == x.dtype
+
+
+def test_one_rank_gets_its_own_tensor_back():
+    x = torch.randn(4, 2)
+    results = (ops.all_gather(x, "tp", 1, 0), ops.reduce_scatter(x, "tp", 1, 0), ops.all_reduce(x, "tp", 1))
+    assert all(result is x for result in results)
+    assert ops.sums_over("tp", 1, x, x) == (x, x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_process_groups_the_error_names_the_axis_and_what_to_call(name):
+    with pytest.raises(RuntimeError, match=r"along tp, for which .* no process group; call .*use_groups"):
+        CALLS[name][0](torch.zeros(2, 2), 0)
+
+
+def test_a_group_of_another_size_and_an_axis_without_group_are_errors():
+    ops.use_groups(OneGroup())
+    try:
+        with pytest.raises(RuntimeError, match="3 ranks along tp, and its process group has 2"):
+            ops.all_gather(torch.zeros(2), "tp", 3, 0)
+        with pytest.raises(RuntimeError, match="along ep, for which"):
+            ops.index_along("ep", torch.zeros(2))
+    finally:
+        ops.use_groups(None)
+
+
+def test_parts_that_are_not_equal_are_an_error():
+    with pytest.raises(ValueError, match=r"\[4, 5\] cannot be cut into 2 equal parts along dim 1"):
+        ops.reduce_scatter(torch.zeros(4, 5, device="meta"), "tp", 2, 1)
+
+
+def test_a_traced_graph_holds_the_axis_and_its_backward_the_other_collective():
+    def run(x):
+        whole = ops.all_gather(x, "tp", 2, 1)
+        return (ops.reduce_scatter(whole.sin(), "tp", 2, 0) * ops.all_reduce(x[:2].sum(), "tp", 2),)
+
+    with fake_mode():
+        fakes = [torch.empty(4, 3).requires_grad_()]
+        joint = joint_graph(make_fx(run)(*fakes), fakes)
+    graphmoe = torch.ops.graphmoe
+    calls = [(n.target, *n.args[1:]) for n in joint.graph.nodes if str(n.target).startswith("graphmoe")]
+    assert sorted(calls, key=str) == [
+        (graphmoe.all_gather.default, "tp", 2, 0),
+        (graphmoe.all_gather.default, "tp", 2, 1),
+        (graphmoe.all_reduce.default, "tp", "sum"),
+        (graphmoe.reduce_scatter.default, "tp", 2, 0),
+        (graphmoe.reduce_scatter.default, "tp", 2, 1),
+    ]
+
+
+def test_a_model_of_two_ranks_has_a_loss_and_gradients_without_process_groups():
+    model = build_model(ModelConfig(mtp_depth=1, q_lora_rank=32), layout=Layout(tp=2), device="meta")
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    output = model.loss(tokens, tokens)
+    output.total.backward()
+    assert output.total.shape == () and all(p.grad.shape == p.shape for p in model.parameters())

@@ -1,0 +1,186 @@
+"""What tells a hang from slow work, and who is named for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from graphmoe.pace import Pace
+from graphmoe.world import PATIENCE
+from runtime.launch.failures import error_file, first_failure
+from runtime.launch.hangs import HangWatch
+from runtime.launch.stamps import BEFORE_TRAINING_S, SLOW_S, STAMPS
+from tests.runs import ROOT
+
+WORKER = """
+import sys, time
+from runtime.launch.stamps import begin_stamps, put_stamp
+begin_stamps()
+put_stamp("step 3", float(sys.argv[1]), 3)
+print("there", flush=True)
+exec(compile("time.sleep(600)", sys.argv[2], "exec"))
+"""
+
+
+@pytest.fixture
+def limits(monkeypatch) -> Iterator[list[tuple[str, float]]]:
+    """The signs of life of this process: what it does, and how long it may take. Its clock is ``now``."""
+    found: list[tuple[str, float]] = []
+    monkeypatch.setattr(
+        "graphmoe.pace.put_stamp", lambda phase, limit_s, step: found.append((phase, limit_s))
+    )
+    return found
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the clock."""
+    return lambda now: monkeypatch.setattr("time.monotonic", lambda: float(now))
+
+
+def test_steps_have_a_limit_once_metrics_of_one_that_did_not_compile_were_read(limits, at):
+    pace = Pace(45, first_steps=1)
+    for number, began in enumerate((0, 300, 301, 302), start=1):  # the first compiles for five minutes
+        at(began)
+        pace.step(number)
+        if number in (1, 3):
+            pace.has_read()
+    assert limits == [("step 1", SLOW_S), ("step 2", SLOW_S), ("step 3", SLOW_S), ("step 4", 45)]
+
+
+def test_a_limit_grows_with_the_longest_step_and_checkpoints_count_for_none(limits, at):
+    pace = Pace(45, first_steps=1)
+    for number, began in enumerate((0, 1, 2, 42, 43), start=1):
+        at(began)
+        pace.step(number)
+        pace.has_read()
+    pace.slow("the checkpoint of step 5")
+    at(1000)
+    pace.step(6)
+    assert limits[-3:] == [("step 5", 120), ("the checkpoint of step 5", SLOW_S), ("step 6", 120)]
+
+
+def test_steps_that_begin_anew_have_no_limit_until_metrics_of_a_later_one_were_read(limits, at):
+    pace = Pace(45, first_steps=1)
+    for number in (1, 2, 3):
+        at(number)
+        pace.step(number)
+        pace.has_read()
+    pace.anew("step 2, again with more room")  # compiles for five minutes
+    for number, began in enumerate((304, 305, 306), start=4):
+        at(began)
+        pace.step(number)
+        pace.has_read()
+    assert [limit for _, limit in limits] == [SLOW_S, SLOW_S, 45, SLOW_S, SLOW_S, SLOW_S, 45]
+
+
+def test_a_validation_has_a_limit_from_the_second_on_and_an_error_must_get_out_soon(limits, at):
+    pace = Pace(45, first_steps=1)
+    at(0)
+    pace.validation()
+    at(20)
+    pace.step(1)
+    pace.validation()
+    pace.leave(RuntimeError, RuntimeError("the cause"), None)
+    assert limits[0] == ("the validation after step 0", SLOW_S)
+    assert limits[2:] == [("the validation after step 1", 60), ("what follows RuntimeError: the cause", 45)]
+
+
+def test_before_training_a_worker_may_take_as_long_as_others_wait_for_it():
+    assert PATIENCE.total_seconds() == BEFORE_TRAINING_S
+
+
+@pytest.fixture
+def stamps(tmp_path) -> Path:
+    folder = tmp_path / "stamps"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def workers(stamps) -> Iterator:
+    """Starts processes that hang in a file of a name, with a limit of so many seconds."""
+    started = []
+
+    def start(rank: int, file: str, limit_s: float) -> subprocess.Popen[str]:
+        environment = {**os.environ, STAMPS: str(stamps), "RANK": str(rank), "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, "-c", WORKER, str(limit_s), file]
+        pipe = subprocess.PIPE
+        worker = subprocess.Popen(
+            words, env=environment, stdout=pipe, text=True, start_new_session=True, cwd=ROOT
+        )
+        started.append(worker)
+        assert worker.stdout is not None and worker.stdout.readline() == "there\n"
+        return worker
+
+    yield start
+    for worker in started:
+        worker.kill()
+        worker.wait()
+
+
+def test_of_ranks_that_hang_the_one_is_named_that_waits_for_nobody(tmp_path, stamps, workers):
+    (logs := tmp_path / "logs").mkdir()
+    both = [workers(0, "/x/graphmoe/world.py", 0.2), workers(1, "/x/mine.py", 600)]
+    watch = HangWatch(stamps, timeout_s=0.2)
+    while both[0].poll() is None:
+        watch.look("job/0", logs)
+    assert [worker.wait(10) for worker in both] == [-9, -9]
+    first = first_failure({}, logs, "job/0")
+    assert first is not None and first.rank == 1 and not first.suffered
+    assert not first.was_killed  # which could be taken for the end of a job that was asked to stop
+    one, other = first.message.splitlines()
+    assert one.endswith(" in step 3: it is at /x/mine.py:1 (<module>)"), one
+    assert other.startswith("  rank 0 is in step 3: it waits for other ranks or the device at /x/graphmoe/")
+    assert "most recent call first" in (logs / "rank0.log").read_text()
+
+
+def test_a_process_that_is_stopped_hangs_whatever_it_does(tmp_path, stamps, workers):
+    (logs := tmp_path / "logs").mkdir()
+    worker = workers(0, "/x/mine.py", 600)
+    psutil.Process(worker.pid).suspend()
+    watch = HangWatch(stamps, timeout_s=0.5)
+    while worker.poll() is None:
+        watch.look("job/0", logs)
+    first = first_failure({}, logs, "job/0")
+    assert first is not None and first.message.endswith(": its process is stopped, as SIGSTOP does")
+
+
+def test_where_a_worker_is_gone_nobody_hangs(tmp_path, stamps, workers):
+    (logs := tmp_path / "logs").mkdir()
+    gone, late = workers(0, "/x/mine.py", 600), workers(1, "/x/mine.py", 0.0)
+    watch = HangWatch(stamps, timeout_s=0.2)
+    watch.look("job/0", logs)
+    gone.kill()
+    gone.wait()
+    for _ in range(20):
+        watch.look("job/0", logs)
+    assert late.poll() is None and not error_file(logs, 1).exists()
+
+
+def test_time_in_which_the_watch_was_suspended_counts_for_nobody(tmp_path, stamps, workers, monkeypatch):
+    (logs := tmp_path / "logs").mkdir()
+    worker = workers(0, "/x/mine.py", 30)
+    watch = HangWatch(stamps, timeout_s=30)
+    watch.look("job/0", logs)
+    began = watch._looked
+    monkeypatch.setattr("time.monotonic", lambda: began + 3600)
+    watch.look("job/0", logs)
+    assert worker.poll() is None
+
+
+def test_stamps_are_not_left_where_nobody_watches(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != STAMPS}
+    line = [
+        sys.executable,
+        "-c",
+        "from runtime.launch.stamps import *; begin_stamps(); put_stamp('x', 1.0, 1)",
+    ]
+    subprocess.run(line, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
+    assert not list(Path(tmp_path).iterdir())

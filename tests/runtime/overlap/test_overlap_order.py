@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from runtime.overlap.order import Piece, backward_of, interleaved, transfers_first, turns
+
+LAYER = ("attn", "dispatch", "shared", "experts", "combine")
+NEEDS = {
+    "attn": ("combine",),
+    "dispatch": ("attn",),
+    "shared": ("attn",),
+    "experts": ("dispatch",),
+    "combine": ("attn", "shared", "experts"),
+}
+
+
+def model(num_layers: int) -> list[Piece]:
+    """Embedding, MoE layers and loss, each layer after the one before."""
+    pieces, number = [Piece("embed")], {"combine": 0}
+    for layer in range(num_layers):
+        for name in LAYER:
+            needs = frozenset(number[source] for source in NEEDS[name])
+            pieces.append(Piece(f"{name}{layer}", needs, name in ("dispatch", "combine")))
+            number[name] = len(pieces) - 1
+    return [*pieces, Piece("loss", frozenset({number["combine"]}))]
+
+
+def names(pieces: list[Piece], cut: list[list[int]]) -> list[list[str]]:
+    return [[pieces[number].name for number in turn] for turn in cut]
+
+
+def test_a_turn_ends_where_its_transfer_would_be_waited_for():
+    pieces = model(2)
+    assert names(pieces, turns(pieces, range(len(pieces)))) == [
+        ["embed", "attn0", "dispatch0", "shared0"],
+        ["experts0", "combine0"],
+        ["attn1", "dispatch1", "shared1"],
+        ["experts1", "combine1"],
+        ["loss"],
+    ]
+
+
+def test_the_backward_starts_transfers_as_early_as_it_can():
+    pieces = backward_of(model(2))
+    assert names(pieces, turns(pieces, transfers_first(pieces))) == [
+        ["loss", "combine1"],
+        ["experts1", "dispatch1", "shared1"],
+        ["attn1", "combine0"],
+        ["experts0", "dispatch0", "shared0"],
+        ["attn0", "embed"],
+    ]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_each_transfer_has_work_of_the_other_micro_batch_beside_it(num_layers):
+    forward = model(num_layers)
+    backward = backward_of(forward)
+    order = interleaved(turns(forward, range(len(forward))), turns(backward, transfers_first(backward)))
+    pieces = {"forward": forward, "backward": backward}
+    exposed = []
+    for place, (direction, number) in enumerate(order):
+        if not pieces[direction][number].transfers:
+            continue
+        later = order[place + 1 :]
+        waits = next(i for i, (d, n) in enumerate(later) if d == direction and number in pieces[d][n].needs)
+        if not any(d != direction and not pieces[d][n].transfers for d, n in later[:waits]):
+            exposed.append(pieces[direction][number].name)
+    assert exposed == []
+
+
+def test_what_one_has_more_of_follows_at_the_end():
+    assert interleaved([[0], [1]], [[0], [1], [2], [3]])[-2:] == [("backward", 2), ("backward", 3)]
+    assert interleaved([[0], [1, 2]], []) == [("forward", 0), ("forward", 1), ("forward", 2)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_order_has_each_piece_once_and_behind_what_it_needs(seed):
+    draw = random.Random(seed)
+    forward = [
+        Piece(str(i), frozenset(draw.sample(range(i), min(i, draw.randint(0, 3)))), draw.random() < 0.3)
+        for i in range(30)
+    ]
+    backward = backward_of(forward)
+    readers = {(29 - i, 29 - source) for i, piece in enumerate(forward) for source in piece.needs}
+    assert {(reader, i) for i, piece in enumerate(backward) for reader in piece.needs} == readers
+    in_turns = [turns(forward, range(30)), turns(backward, transfers_first(backward))]
+    order = interleaved(*in_turns)
+    for direction, pieces in (("forward", forward), ("backward", backward)):
+        found = [number for way, number in order if way == direction]
+        assert sorted(found) == list(range(30))
+        for place, number in enumerate(found):
+            assert pieces[number].needs <= set(found[:place])
+
+
+def test_pieces_that_need_each_other_are_an_error():
+    with pytest.raises(AssertionError, match="need each other"):
+        transfers_first([Piece("a", frozenset({1})), Piece("b", frozenset({0}))])

@@ -1,0 +1,152 @@
+"""The memory that GPUs share for symm: its layout, its growth and what captured graphs keep of it.
+
+Without GPUs: what torch gives is a stand-in on the CPU. tests/gpu/test_symm_gpu.py has the real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from graphmoe.dispatch import send_plan
+from graphmoe.layout import Layout
+from graphmoe.ops import symm
+from graphmoe.ops.symm.exchange import _take
+from graphmoe.ops.symm.peers import ALIGNMENT, Region, Sizes
+from runtime.dispatch import peers as module
+from runtime.mesh import Mesh
+
+SIZES = Sizes(tokens=6, row_bytes=20, slots=2, places=4, rows=30, block=3)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A stand-in for two GPUs, of which this process is the second."""
+    state = SimpleNamespace(capturing=False, made=[], met=[], synchronized=0)
+
+    def symmetric_memory(num_bytes, group):
+        state.made.append([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)])
+        return state.made[-1], functools.partial(state.met.append, len(state.made))
+
+    def synchronize():
+        state.synchronized += 1
+
+    monkeypatch.setattr(module, "symmetric_memory", symmetric_memory)
+    monkeypatch.setattr(module.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return state
+
+
+@pytest.fixture
+def pair(device):
+    return module.SymmetricPeers(SimpleNamespace(size=lambda: 2))
+
+
+def test_parts_of_a_region_are_apart_aligned_and_large_enough():
+    region = Region.of(SIZES, 2)
+    parts = {"tokens": 6 * 20, "blocks": 2 * 3 * 20, "records": 6 * 4 * 5 * 4, "counts": 8, "sums": 600}
+    starts = [getattr(region, name) for name in (*parts, "dweights", "num_bytes")]
+    for start, end, length in zip(starts, starts[1:], (*parts.values(), 30 * 2 * 4), strict=False):
+        assert start % ALIGNMENT == 0 and end - start >= length
+
+
+def test_memory_grows_to_the_largest_of_all_sizes_and_no_further(pair, device):
+    first = pair.reserve(SIZES)
+    assert pair.reserve(dataclasses.replace(SIZES, tokens=1, rows=2)) is first
+    larger = pair.reserve(dataclasses.replace(SIZES, tokens=1, rows=50))
+    assert larger.sizes == dataclasses.replace(SIZES, rows=50)
+    assert [len(made) for made in device.made] == [2, 2] and device.synchronized == 2
+    assert [len(made[0]) for made in device.made] == [first.num_bytes, larger.num_bytes]
+    assert pair.addresses.tolist() == [buffer.data_ptr() for buffer in device.made[1]]
+    pair.barrier()
+    assert device.met == [2]
+
+
+def test_a_view_is_a_part_of_a_rank_s_memory(pair, device):
+    region = pair.reserve(SIZES)
+    view = pair.view(0, region.sums, (30, 5), torch.float32)
+    view.fill_(1.0)
+    assert view.data_ptr() == device.made[0][0].data_ptr() + region.sums
+    assert int((device.made[0][0].view(torch.float32) == 1).sum()) == 150 and not device.made[0][1].any()
+
+
+def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, device):
+    pair.reserve(SIZES)
+    device.capturing = True
+    assert pair.reserve(SIZES).sizes == SIZES
+    pair.barrier()
+    with pytest.raises(RuntimeError, match="no capture can make more"):
+        pair.reserve(dataclasses.replace(SIZES, rows=31))
+    device.capturing = False
+    pair.reserve(dataclasses.replace(SIZES, rows=31))
+    pair.reserve(dataclasses.replace(SIZES, rows=32))
+    assert [buffers for buffers, *_ in pair._of_graphs] == [device.made[0]]
+
+
+def test_sides_in_turn_take_no_barrier_and_a_capture_begins_with_one(pair, device):
+    pair.reserve(SIZES)
+    for side, capturing, barriers in (
+        ("out", False, 0),
+        ("back", False, 0),
+        ("out", False, 0),
+        ("out", False, 1),
+        ("back", True, 2),
+        ("out", True, 2),
+        ("out", True, 3),
+        ("back", False, 4),
+    ):
+        device.capturing = capturing
+        _take(pair, side)
+        assert len(device.met) == barriers
+
+
+def test_a_cpu_and_a_rank_alone_need_no_memory_in_common():
+    peers = module.make_peers(Mesh(Layout()), torch.device("cuda"))
+    assert isinstance(peers, symm.CollectivePeers) and (peers.rank, peers.size) == (0, 1)
+
+
+@pytest.mark.parametrize("block", [0, 1, 4])
+def test_a_rank_alone_sends_rows_to_itself(block):
+    h, weight = torch.randn(3, 5, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    expert, dy = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32), torch.randn(3, 5)
+    plan = send_plan(expert, 3, 1, 1)
+    symm.use_peers(symm.CollectivePeers(None))
+    try:
+        sent = torch.ops.graphmoe.symm_dispatch(h, weight, expert, *plan, 6, 3, 1, block)
+        received, of_slots, numbers, arrivals = sent
+        made = received * of_slots.sum(1, keepdim=True)
+        out = torch.ops.graphmoe.symm_combine(made, *plan, arrivals, block)
+        dh, dweight = torch.autograd.grad(out, (h, weight), dy)
+    finally:
+        symm.use_peers(None)
+    assert arrivals.tolist() == [[3]] and numbers.tolist() == [*expert.tolist(), *[[-1, -1]] * 3]
+    total = weight.detach().sum(1, keepdim=True)
+    assert out.equal(h * total) and dh.equal(dy * total)
+    assert torch.allclose(dweight, (h * dy).sum(1, keepdim=True).expand(3, 2))
+
+
+def test_operations_say_what_is_missing():
+    plan = torch.ops.graphmoe.routing_plan(torch.tensor([[0, 1]], dtype=torch.int32), 2)
+    arguments = (torch.ones(1, 3), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32), *plan, 4, 1, 1, 0)
+    symm.use_peers(None)
+    with pytest.raises(RuntimeError, match="no peers; call graphmoe.ops.symm.use_peers"):
+        torch.ops.graphmoe.symm_dispatch(*arguments)
+    symm.use_peers(symm.CollectivePeers(None))
+    try:
+        with pytest.raises(RuntimeError, match="a send plan for 2 ranks, and there are 1 peers"):
+            torch.ops.graphmoe.symm_dispatch(*arguments)
+    finally:
+        symm.use_peers(None)
+
+
+def test_torch_has_what_symmetric_memory_calls():
+    called = "empty_strided_p2p", "rendezvous", "get_buffer", "barrier", "buffer_ptrs", "rank", "world_size"
+    assert [name for name in called if not hasattr(_SymmetricMemory, name)] == []

@@ -1,0 +1,324 @@
+"""Rules of the configuration: every one speaks up, and every number has a range."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+
+import pytest
+from omegaconf import OmegaConf
+
+from graphmoe.config import (
+    ConfigError,
+    RunConfig,
+)
+from graphmoe.config_rules import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_IF_SET,
+    SHARES,
+    check,
+    violations,
+)
+
+
+def changed(**sections: dict) -> RunConfig:
+    """The default configuration with other values."""
+    found = RunConfig()
+    for section, values in sections.items():
+        setattr(found, section, dataclasses.replace(getattr(found, section), **values))
+    return found
+
+
+RANGES = [
+    *((key, bad, "greater than 0") for key in f"{POSITIVE} {POSITIVE_IF_SET}".split() for bad in (0, -1)),
+    *((key, -1, "0 or greater") for key in NOT_NEGATIVE.split()),
+    *((key, bad, "at least 0 and below 1") for key in BELOW_ONE.split() for bad in (-0.1, 1.0)),
+    *((key, bad, "between 0 and 1") for key in SHARES.split() for bad in (-0.1, 1.1)),
+    *(("optim.lr", bad, "greater than 0") for bad in (math.nan, math.inf)),
+]
+
+
+@pytest.mark.parametrize("key, bad, wanted", RANGES, ids=str)
+def test_a_value_out_of_its_range_is_named_with_the_range(key, bad, wanted):
+    section, name = key.split(".")
+    assert f"{key}={bad} must be {wanted}" in violations(changed(**{section: {name: bad}}))
+
+
+def test_every_number_of_the_schema_has_a_range_or_a_rule():
+    ranged = set(f"{POSITIVE} {POSITIVE_IF_SET} {NOT_NEGATIVE} {BELOW_ONE} {SHARES}".split())
+    ruled = {"model.num_kv_heads", "model.yarn_factor", "model.yarn_beta_fast"}
+    ruled |= {"data.bpe_vocab_size", "log.peak_tflops"}
+    free = {"data.seed", "train.seed"}
+    numbers = set()
+    for name, kind in typing.get_type_hints(RunConfig).items():
+        if dataclasses.is_dataclass(kind):
+            for key, hint in typing.get_type_hints(kind).items():
+                if hint in (int, float, int | None, float | None):
+                    numbers.add(f"{name}.{key}")
+    assert numbers == ranged | ruled | free
+
+
+RULES = [
+    (
+        "moe.dispatcher=symm",
+        "parallel.etp is 1; use moe.dispatcher=auto or local",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm launch.nodes=2",
+        "reads the memory of other GPUs of a node, and launch.nodes=2; use launch.nodes=1, or",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0",
+        "moe.receive_budget=0 must be a number greater than 0, or worst_case",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm moe.receive_budget=most",
+        "moe.receive_budget='most' must be a number greater than 0, or worst_case",
+    ),
+    (
+        "parallel.ep=2 pipeline.ep_overlap=true",
+        "moe.dispatcher=alltoall has none; use moe.dispatcher=symm",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true graph.scope=layer",
+        "between those that graph.scope=layer captures; use graph.scope=full_iteration or none",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true parallel.dp_shard=fsdp2",
+        "parallel.dp_shard=fsdp2 gathers one; use parallel.dp_shard=zero1",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true compile.enabled=false",
+        "pipeline.ep_overlap=true runs compiled units; use compile.enabled=true",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true passes.disabled=[split_backward]",
+        "let the pass split_backward run",
+    ),
+    (
+        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true recompute.all=true "
+        "model.aux_loss=global_batch",
+        "use recompute.segments without moe_router, or model.aux_loss=micro_batch",
+    ),
+    (
+        "parallel.tp=2 model.num_heads=3",
+        "parallel.tp=2 does not divide model.num_heads=3, the attention heads that its ranks share; "
+        "use tp=1, or model.num_heads=2 or 4",
+    ),
+    (
+        "parallel.tp=4 model.attention=gqa model.num_kv_heads=2",
+        "model.num_kv_heads=2, the key-value heads that its ranks share; use tp=1 or 2, or "
+        "model.num_kv_heads=4 or 8",
+    ),
+    ("parallel.tp=2 model.dense_ffn_size=9", "model.dense_ffn_size=9, the width of the dense MLP"),
+    ("parallel.tp=2 model.shared_ffn_size=9", "model.shared_ffn_size=9, the width of the shared experts"),
+    ("parallel.tp=2 model.vocab_size=4097", "model.vocab_size=4097, the rows of embedding and head"),
+    ("parallel.tp=2 data.seq_len=63", "data.seq_len=63, the tokens of a sequence"),
+    ("parallel.tp=2 model.context_length=63", "data.seq_len=63, the tokens of a sequence"),
+    ("model.num_dense_layers=5", "exceeds model.num_layers=4; use 0 to 4"),
+    ("model.attention=gqa model.num_kv_heads=3", "does not divide model.num_heads=4; use one of [1, 2, 4]"),
+    ("model.attention=gqa model.num_kv_heads=0", "model.num_kv_heads=0 does not divide"),
+    ("model.attention=gqa model.head_dim=7", "model.head_dim=7 must be even"),
+    ("model.qk_rope_head_dim=5", "model.qk_rope_head_dim=5 must be even"),
+    ("model.qk_norm=true", "model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false"),
+    ("model.rope_scaling=yarn model.yarn_factor=0.5", "model.yarn_factor=0.5 must be 1 or greater"),
+    ("model.rope_scaling=yarn model.yarn_factor=.nan", "model.yarn_factor=nan must be 1 or greater"),
+    ("model.rope_scaling=yarn model.yarn_beta_fast=0.5", "model.yarn_beta_slow=1.0; swap them"),
+    ("model.top_k=9", "model.top_k=9 exceeds model.num_experts=8; use 1 to 8"),
+    (
+        "model.softmax_after_topk=true model.score_function=sigmoid",
+        "model.softmax_after_topk=true needs model.score_function=softmax, not sigmoid",
+    ),
+    ("model.softmax_after_topk=true model.renormalise=true", "has no effect with"),
+    ("model.num_groups=3", "does not divide model.num_experts=8; use one of [1, 2, 4, 8]"),
+    ("model.num_groups=2 model.topk_groups=3", "exceeds model.num_groups=2; use 1 to 2"),
+    ("model.num_groups=8 model.topk_groups=1", "leaves 1 experts for model.top_k=2; use topk_groups=2"),
+    ("data.bpe_vocab_size=5000", "data.bpe_vocab_size=5000 must be from 300 to model.vocab_size=4096"),
+    ("model.attention_backend=te", "use auto or sdpa, or compile.enabled=false"),
+    ("data.bpe_vocab_size=299", "data.bpe_vocab_size=299 must be from 300"),
+    ("data.source=files data.tokenizer=t", "data.source=files needs data.paths, e.g. 'data.paths=["),
+    ("data.source=memmap", "data.source=memmap needs data.paths"),
+    ("data.source=files data.paths=[a]", "data.source=files needs data.tokenizer"),
+    ("data.source=hf data.tokenizer=t", "data.source=hf needs data.hf_name"),
+    ("data.seq_len=5000", "data.seq_len=5000 exceeds model.context_length=4096; use at most 4096"),
+    ("data.seq_len=0", "data.seq_len=0 must be greater than 0"),
+    ("data.seq_len=2 model.mtp_depth=2", "leaves no label for model.mtp_depth=2; use at least 3"),
+    ("log.peak_tflops=0", "log.peak_tflops=0.0 must be greater than 0; null looks it up"),
+    ("optim.wsd_decay_fraction=0", "never decays; use a share above 0, or optim.schedule=constant"),
+    ("run.name=a/b", "run.name='a/b' names a folder: use a name without slashes"),
+    ("run.name=..", "run.name='..' names a folder"),
+    ("run.name=''", "run.name='' names a folder"),
+    (
+        "train.global_batch_size=10 train.micro_batch_size=4",
+        "is not a multiple of train.micro_batch_size=4; use e.g. micro_batch_size=2 or global_batch_size=12",
+    ),
+    ("launch.nproc=8 train.global_batch_size=48", "micro_batch_size=4 times 8 workers; use a multiple of 32"),
+    (
+        "launch.nproc=8 parallel.tp=2 train.global_batch_size=24",
+        "train.micro_batch_size=4 times 4 data-parallel ranks; use a multiple of 16",
+    ),
+    (
+        "parallel.cp=4 parallel.cp_method=alltoall model.num_heads=6",
+        "parallel.cp_method=alltoall gives each rank of parallel.cp=4 a part of the heads, and "
+        "model.num_heads=6, of which a rank of parallel.tp=1 has 6, cannot be shared so; use "
+        "parallel.cp_method=ring, or parallel.cp=1 or 2 or 3",
+    ),
+    (
+        "parallel.cp=2 parallel.tp=2 parallel.cp_method=alltoall model.attention=gqa model.num_kv_heads=2",
+        "model.num_kv_heads=2, of which a rank of parallel.tp=2 has 1, cannot be shared so; use "
+        "parallel.cp_method=ring",
+    ),
+    (
+        "parallel.cp=2 data.seq_len=65",
+        "data.seq_len=65 cannot be cut into shares of parallel.cp=2 * parallel.tp=1 ranks: it is no "
+        "multiple of 2; use data.seq_len=64 or 66",
+    ),
+    (
+        "parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60",
+        "data.seq_len=60 cannot be cut into chunks of 2 * cp=8, in shares of parallel.cp=4 * parallel.tp=2 "
+        "ranks: it is no multiple of 8; use data.seq_len=56 or 64",
+    ),
+    (
+        "parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false",
+        "model.attention_backend=te cannot attend to a part of the keys, as parallel.cp=2 by "
+        "parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall",
+    ),
+    ("parallel.cp=0", "parallel.cp=0 must be greater than 0"),
+    ("launch.nproc=4 parallel.pp=2", "would split the layers over ranks, which this version does not; use"),
+    ("launch.nproc=6 launch.nodes=1 parallel.tp=4", "parallel.pp=1 = 4 does not divide the 6 ranks"),
+    ("launch.nproc=4 launch.nodes=1 parallel.ep=8", "does not divide the 4 ranks of a pipeline stage"),
+    ("checkpoint.init_from=a checkpoint.resume_from=b", "use one of the two"),
+    (
+        "recompute.all=true recompute.segments=[attn] recompute.layer_ids=[1]",
+        "leave out recompute.segments=['attn'] and recompute.layer_ids=[1], or use recompute.all=false",
+    ),
+    (
+        "recompute.segments=[attn,loss,embed]",
+        "recompute.segments=['attn', 'loss', 'embed'] has loss, embed; use attn, mlp, moe_router, moe_pre",
+    ),
+    ("recompute.segments=[attn,mlp,attn]", "names attn twice; name each once"),
+    (
+        "recompute.ops=[moe_act,norm]",
+        "has norm; use layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts",
+    ),
+    (
+        "recompute.ops=[layernorm] compile.enabled=false",
+        "and compile.enabled=false; use compile.enabled=true, or recompute.segments",
+    ),
+    ("recompute.layer_ids=[-1,2]", "recompute.layer_ids=[-1, 2] has -1; use 0 to 3"),
+    ("recompute.layer_ids=[4,5] model.mtp_depth=1", "has 5; use 0 to 4"),
+    ("recompute.layer_ids=[1,1]", "recompute.layer_ids=[1, 1] names 1 twice"),
+    ("recompute.segments=[moe_router] recompute.layer_ids=[9]", "has 9; use 0 to 3"),
+    (
+        "recompute.segments=[attn,moe_experts] recompute.layer_ids=[0]",
+        "names moe_experts, which no layer of recompute.layer_ids=[0] has; leave it out, or name some of the "
+        "layers 1 to 3",
+    ),
+    ("recompute.segments=[shared_experts] model.shared_ffn_size=0", "shared_experts, which the model has"),
+    ("recompute.ops=[mla_up_proj] model.attention=gqa", "recompute.ops names mla_up_proj, which the model"),
+    ("recompute.ops=[mlp] model.num_dense_layers=0", "names mlp, which the model has not; leave it out"),
+    ("recompute.segments=[moe_router] model.num_dense_layers=4", "names moe_router, which the model has not"),
+    ("graph.scope=attn", "graph.scope=attn is one segment; name it in a list: 'graph.scope=[attn]'"),
+    ("graph.scope=[attn,attn]", "names a segment twice; name each once"),
+    (
+        "graph.scope=full_iteration moe.sync_free_stage=2 compile.enabled=false",
+        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
+    ),
+    ("moe.sync_free_stage=4", "moe.sync_free_stage=4 must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=most", "moe.sync_free_stage='most' must be auto, 0, 1, 2 or 3"),
+    ('moe.sync_free_stage="1"', "moe.sync_free_stage='1' must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=true", "moe.sync_free_stage=True must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=1.0", "moe.sync_free_stage=1.0 must be auto, 0, 1, 2 or 3"),
+    ("moe.sync_free_stage=[1]", "moe.sync_free_stage=[1] must be auto, 0, 1, 2 or 3"),
+    (
+        "moe.sync_free_stage=0 graph.scope=partial",
+        "graph.scope=partial captures moe_router, moe_preprocess, which may wait for the host at "
+        "moe.sync_free_stage=0; use moe.sync_free_stage=1 or auto, or graph.scope=[attn]",
+    ),
+    (
+        "moe.sync_free_stage=2 graph.scope=moe",
+        "captures moe_dispatch, moe_experts, moe_combine, which may wait for the host at "
+        "moe.sync_free_stage=2; use moe.sync_free_stage=3 or auto, or graph.scope=[moe_router,",
+    ),
+    (
+        "moe.sync_free_stage=2 graph.scope=[moe_experts]",
+        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
+    ),
+    (
+        "moe.sync_free_stage=1 graph.scope=full_iteration",
+        "or graph.scope=[embed,attn,mlp,moe_router,moe_preprocess,shared_experts,loss]",
+    ),
+    ("moe.sync_free_stage=1 graph.scope=all", "graph.scope=all has all; use one of"),
+    (
+        "parallel.ep=2 graph.scope=moe",
+        "graph.scope=moe captures moe_dispatch, moe_experts, moe_combine, and moe.dispatcher=alltoall lets "
+        "the host count the rows that arrive; use graph.scope=[moe_router,moe_preprocess], or "
+        "moe.dispatcher=symm",
+    ),
+    (
+        "parallel.etp=2 graph.scope=full_iteration moe.sync_free_stage=3 compile.enabled=false",
+        "use graph.scope=none, or moe.dispatcher=symm",
+    ),
+    (
+        "moe.dispatcher=alltoall moe.sync_free_stage=2",
+        "moe.sync_free_stage=2 promises that dispatch does not wait for the host, and "
+        "moe.dispatcher=alltoall lets the host count the rows that arrive; use moe.sync_free_stage=1 or "
+        "auto, or moe.dispatcher=local",
+    ),
+    ("parallel.ep=2 moe.sync_free_stage=0 graph.scope=partial", "moe.sync_free_stage=1 or auto, or graph."),
+    (
+        "parallel.ep=3 model.num_experts=8",
+        "model.num_experts=8 cannot be split over parallel.ep=3; use a divisor of 8: 1, 2, 4, 8",
+    ),
+    (
+        "parallel.etp=6 model.expert_ffn_size=16",
+        "model.expert_ffn_size=16 cannot be split over parallel.etp=6; use a divisor of 16: 1, 2, 4, 8, 16",
+    ),
+    ("parallel.ep=2 model.num_dense_layers=4", "parallel.ep=2 shares out experts, and the model has none"),
+    ("parallel.ep=2 moe.dispatcher=local", "use moe.dispatcher=auto or alltoall"),
+    ("parallel.ep=0", "parallel.ep=0 must be greater than 0"),
+]
+
+
+@pytest.mark.parametrize("words, message", RULES, ids=[words for words, _ in RULES])
+def test_a_broken_rule_is_the_one_violation_and_says_what_would_do(words, message):
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(words.split()))
+    found = violations(OmegaConf.to_object(merged))
+    assert len(found) == 1 and message in found[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "launch.nproc=4 parallel.tp=4 train.global_batch_size=4",
+        "launch.nproc=8 parallel.tp=2 train.global_batch_size=16",
+        "launch.nproc=2 parallel.tp=4",  # on two nodes, whose number is known when they meet
+    ],
+)
+def test_batches_are_split_over_data_parallel_ranks_only(words):
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(words.split()))
+    assert violations(OmegaConf.to_object(merged)) == []
+
+
+def test_all_violations_are_reported_together():
+    broken = changed(
+        model={"num_experts": 0, "num_heads": 0, "attention": "gqa", "num_kv_heads": 0},
+        train={"steps": 0, "micro_batch_size": 3},
+        optim={"lr": -1.0},
+        data={"seq_len": -4},
+    )
+    with pytest.raises(ConfigError) as error:
+        check(broken)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "the configuration cannot run:" and all(line.startswith("  ") for line in lines[1:])
+    wanted = "model.num_experts=0 model.num_heads=0 train.steps=0 optim.lr=-1.0 data.seq_len=-4"
+    for key in wanted.split():
+        assert any(key in line for line in lines), key
+    assert any("train.global_batch_size=16" in line for line in lines)
+
+
+def test_the_default_configuration_breaks_no_rule():
+    assert violations(RunConfig()) == []

@@ -1,0 +1,317 @@
+"""The dry run of one rank of a layout: what it counts, beside real ranks, and what it must notice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from graphmoe import layout as layouts
+from graphmoe.config import ComputeDtype, ConfigError
+from graphmoe.dry_run import dry_run, run_watched
+from graphmoe.dry_run_report import FILE, ranks_in_words, render, verdict
+from graphmoe.layout import Layout
+from graphmoe.memory import state_bytes
+from graphmoe.model import build_model
+from graphmoe.ops.collectives import use_groups
+from graphmoe.optim import Optimizer
+from graphmoe.segments import run_segments
+from graphmoe.torch_compat import fake_process_group
+from graphmoe.train_step import TrainStep
+from graphmoe.world import World
+from runtime.arriving_weights import ArrivingWeights
+from runtime.dispatch import make_dispatcher
+from runtime.dispatch.balanced import BalancedAllToAll
+from runtime.dry import collectives
+from runtime.dry.collectives import CollectiveLog, WrongGroup, check_experts, check_groups
+from runtime.dry.inside import bytes_inside
+from runtime.dry.memory import MemoryLog
+from runtime.dry.watch import StepWatch
+from runtime.mesh import Mesh
+from tests.distributed.ranks import Job
+from tests.runs import command, config
+
+# Round robin over 4 experts on 4 ranks sends each token to two ranks, as the dry run assumes.
+WORDS = (
+    "model.num_dense_layers=1", "model.mtp_depth=1", "model.top_k=2", "model.aux_loss=micro_batch",
+    "model.aux_loss_coef=0.1", "moe.force_balance=true", "precision.compute=fp32", "train.steps=1",
+    "train.global_batch_size=16", "optim.bucket_mb=0.01",
+)  # fmt: skip
+OF_FOUR = {
+    "dp4": (),
+    "ep4": ("parallel.ep=4",),
+    "tp2 ep4": ("parallel.tp=2", "parallel.ep=4"),
+    "tp2 etp2": ("parallel.tp=2", "parallel.etp=2"),
+}
+
+
+@dataclass(frozen=True)
+class RealStep:
+    """The step of a dry run, on real tensors and real ranks: what it says, holds, and holds at most."""
+
+    words: tuple[str, ...]
+
+    def __call__(self, world: World, folder: Path) -> tuple[list[dict[str, Any]], dict[str, int], int]:
+        run = config(*WORDS, *self.words)
+        mesh = Mesh(Layout.of(run.parallel, world.size))
+        use_groups(mesh)
+        model = build_model(
+            run.model,
+            execution=run.moe,
+            layout=mesh.layout,
+            rank=world.rank,
+            dispatcher=make_dispatcher(run, mesh),
+        )
+        optimizer = Optimizer(model, run.optim, run.train, mesh)
+        log, memory = CollectiveLog(mesh), MemoryLog()
+        execute = ArrivingWeights(run_segments, optimizer.wait_for)
+        step = TrainStep(run, model, optimizer, execute, mesh)
+        run_watched(step, StepWatch(log, memory, has_data=True), memory)
+        use_groups(None)
+        times = dict.fromkeys(("forward", "backward"), step.num_micro_batches)
+        return log.to_json(times), memory.held, memory.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    cases = {name: RealStep(words) for name, words in OF_FOUR.items()}
+    return Job(tmp_path_factory.mktemp("four"), cases, num_ranks=4).results()
+
+
+def dry(*words: str) -> dict[str, Any]:
+    return dry_run(config(*WORDS, *words))
+
+
+def of_four(name: str, rank: int, *words: str) -> dict[str, Any]:
+    return dry("launch.fake_world=4", f"launch.fake_rank={rank}", *OF_FOUR[name], *words)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_collectives_and_memory_are_those_of_a_real_rank(four, name, rank):
+    found, (calls, state, peak) = of_four(name, rank), four[name][rank]
+    assert found["collectives"] == calls and len(calls) > 3
+    assert found["memory"]["state_bytes"] == {kind: size for kind, size in state.items() if size}
+    assert found["memory"]["peak_bytes"] == pytest.approx(peak, rel=0.05)  # work under way keeps tensors
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel.tp=2", "precision.compute=bf16"),
+        ("parallel.tp=2", "model.attention=gqa", "precision.compute=bf16"),
+        ("parallel.ep=4", "precision.compute=fp32"),
+        ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2", "precision.compute=bf16"),
+    ],
+    ids=" ".join,
+)
+def test_the_formula_for_weights_and_optimizer_state_is_what_a_rank_holds(words):
+    # Buckets so large that what aligns their ends is little of them.
+    words = (
+        *words, "launch.fake_world=8", "model.num_kv_heads=2", "model.q_lora_rank=64",
+        "model.hidden_size=128", "model.expert_ffn_size=64", "optim.bucket_mb=100",
+    )  # fmt: skip
+    run = config(*WORDS, *words)
+    rounded = run.precision.compute is ComputeDtype.bf16
+    expected = state_bytes(run.model, Layout.of(run.parallel, 8), rounded=rounded)
+    held = dry_run(run)["memory"]["state_bytes"]
+    assert held["weights"] + held.get("main_weights", 0) == pytest.approx(
+        expected["weights_bf16" if rounded else "weights_fp32"] + expected["main_weights_fp32"], rel=0.02
+    )
+    assert held["gradients"] == pytest.approx(expected["gradients_fp32"], rel=0.02)
+    assert held["moments"] == pytest.approx(expected["moments_fp32"], rel=0.02)
+
+
+def test_micro_batches_multiply_what_forward_and_backward_send_and_change_no_memory():
+    once, twice = (of_four("tp2 ep4", 0, f"train.global_batch_size={size}") for size in (4, 8))
+    assert (once["micro_batches"], twice["micro_batches"]) == (1, 2)
+    for one, two in zip(once["collectives"], twice["collectives"], strict=True):
+        assert two["count"] == one["count"] * (1 if one["phase"] == "update" else 2)
+    assert once["memory"] == twice["memory"]
+
+
+def test_recompute_leaves_fewer_activations():
+    kept = of_four("tp2 ep4", 0)["memory"]["at_peak_bytes"]["forward"]
+    again = of_four("tp2 ep4", 0, "recompute.all=true")["memory"]["at_peak_bytes"]["forward"]
+    assert again < 0.8 * kept
+
+
+def test_compiled_units_keep_less_and_send_the_same():
+    eager, compiled = (of_four("ep4", 0, f"compile.enabled={on}") for on in ("false", "true"))
+    assert eager["collectives"] == compiled["collectives"]
+    assert eager["memory"]["state_bytes"] == compiled["memory"]["state_bytes"]
+    assert compiled["memory"]["at_peak_bytes"]["forward"] < eager["memory"]["at_peak_bytes"]["forward"]
+
+
+@pytest.mark.parametrize("order", [("edp", "etp", "ep"), ("ep", "edp", "etp"), ("ep", "etp", "edp")], ids=str)
+def test_a_permuted_order_of_experts_is_noticed(monkeypatch, order):
+    words = ("launch.fake_world=8", "parallel.ep=2", "parallel.etp=2")
+    dry(*words)
+    for axis in ("edp", "ep", "etp", "ep_etp"):
+        monkeypatch.setitem(layouts._SPANS, axis, (("pp", *order), layouts._SPANS[axis][1]))
+    with pytest.raises(WrongGroup, match=r"rank \d has place \d along e"):
+        dry(*words)
+
+
+def test_ranks_that_do_not_hold_the_experts_in_their_order_are_noticed(monkeypatch):
+    layout = Layout(dp=8, ep=4, etp=2)
+    check_experts(layout, [0, 1, 2, 3, 4, 5, 6, 7])
+    message = "rank 2 is number 1 of those that share the experts, so it gets the tokens of block 0, part 1; "
+    with pytest.raises(WrongGroup, match=f"{message}it holds block 1, part 0"):
+        check_experts(layout, [0, 2, 4, 6, 1, 3, 5, 7])
+    monkeypatch.setattr(collectives, "check_order", lambda *_: None)
+    for axis in ("edp", "ep", "etp", "ep_etp"):  # the layout agrees with its groups, not with dispatchers
+        monkeypatch.setitem(layouts._SPANS, axis, (("pp", "edp", "etp", "ep"), layouts._SPANS[axis][1]))
+    with pytest.raises(WrongGroup, match="rank 1 is number 1 of those that share the experts"):
+        dry("launch.fake_world=8", "parallel.ep=2", "parallel.etp=2")
+
+
+@pytest.mark.parametrize("ranks", [[0, 2, 4, 6], [1, 0, 2, 3], [0, 1]], ids=str)
+def test_a_process_group_of_other_ranks_is_noticed(monkeypatch, ranks):
+    with fake_process_group(8, 0):
+        mesh = Mesh(Layout(dp=8, ep=4))
+        check_groups(mesh)
+        found = dist.get_process_group_ranks
+        monkeypatch.setattr(
+            dist, "get_process_group_ranks", lambda g: ranks if g is mesh.group("ep_etp") else found(g)
+        )
+        with pytest.raises(WrongGroup, match="the process group of ep has the ranks"):
+            check_groups(mesh)
+
+
+def test_tokens_that_are_sent_along_another_axis_are_noticed(monkeypatch):
+    made = BalancedAllToAll.__init__
+
+    def along_edp(self: BalancedAllToAll, mesh: Mesh, *rest: Any) -> None:
+        made(self, mesh, *rest)
+        self._group = mesh.group("edp")
+
+    monkeypatch.setattr(BalancedAllToAll, "__init__", along_edp)
+    with pytest.raises(WrongGroup, match=r"among ranks \[0, 4\], and those of ep_etp are \[0, 1, 2, 3\]"):
+        dry("launch.fake_world=8", "parallel.ep=4")
+
+
+def test_a_collective_of_a_group_that_no_axis_has_is_noticed():
+    with fake_process_group(8, 0):
+        mesh = Mesh(Layout(dp=4, tp=2))
+        log = CollectiveLog(mesh)
+        other, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2], [4, 7], [5, 6]])
+        with StepWatch(log, MemoryLog(), has_data=True):
+            dist.all_reduce(torch.zeros(4), group=mesh.group("tp"))
+            with pytest.raises(WrongGroup, match=r"\[0, 3\], which are those of no axis"):
+                dist.all_reduce(torch.zeros(4), group=other)
+    assert [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts] == [
+        ("all_reduce", ("tp", "cp_tp"), (0, 1), 16)
+    ]
+
+
+def test_memory_counts_views_once_and_forgets_what_ended():
+    memory = MemoryLog()
+    held = torch.zeros(256)
+    memory.hold("weights", [held, held[:5]])
+    new = torch.zeros(100)
+    memory.saw([new, new.view(10, 10), held[3:]], "forward")
+    assert memory.now == {"weights": 1024, "forward": 400}
+    del new
+    memory.saw(torch.zeros(25), "backward")
+    assert memory.now == {"weights": 1024, "forward": 0, "backward": 0}
+    assert memory.peak == {"weights": 1024, "forward": 400} and memory.peak_phase == "forward"
+    assert memory.peaks == {"forward": 1424, "backward": 1124}
+
+
+def test_what_an_operation_takes_for_itself_counts_while_it_runs():
+    memory = MemoryLog()
+    memory.hold("weights", [held := torch.zeros(256)])
+    memory.borrowed(500, "forward")
+    memory.saw(held, "backward")
+    assert memory.peaks == {"forward": 1524, "backward": 1024}
+    assert memory.peak == {"weights": 1024, "inside": 500}
+    ops, x = torch.ops.graphmoe, torch.zeros(2, 6, 8)
+    assert bytes_inside(ops.all_gather.default, (x, "tp", 4, 1)) == 4 * 4 * 96
+    assert bytes_inside(ops.all_gather.default, (x, "tp", 4, 0)) == 0
+    assert bytes_inside(ops.reduce_scatter.default, (x, "tp", 2, 1)) == 4 * 96
+    assert bytes_inside(torch.ops.aten.add.Tensor, (x, x)) == 0
+    compiled = of_four("ep4", 0, "compile.enabled=true", "model.vocab_size=8192")["memory"]
+    assert compiled["at_peak_bytes"]["inside"] == 2 * 16 * 8192 * 4  # logits of a micro-batch
+
+
+def test_what_does_not_fit_is_said_with_the_bytes():
+    words = ("launch.fake_world=4", "parallel.ep=4")
+    peak = dry(*words)["memory"]["peak_bytes"]
+    fits, short = (dry(*words, f"launch.fake_memory_gb={(peak + by) / 2**30!r}") for by in (8, -8))
+    assert fits["fits"] and "[bold]fits[/bold]" in verdict(fits)
+    assert not short["fits"] and f"DOES NOT FIT[/bold]: the peak is 0.00 GiB ({peak:,} bytes)" in verdict(
+        short
+    )
+    assert "recompute=all" in verdict(short)
+    tiny = dry(*words, "launch.fake_memory_gb=1e-6")
+    assert "no batch is small enough without a pipeline" in verdict(tiny)
+
+
+def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
+    words = ["model=tiny", "launch.fake_world=16", "parallel.ep=4", "compile.enabled=false"]
+    for _ in range(2):
+        run = command(tmp_path, *words, "format=json")
+        assert run.process.exitcode == 0, run.err.read_text()
+    document = json.loads(run.out.read_text())
+    assert document == json.loads((tmp_path / "outputs/tiny" / FILE).read_text())
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["tiny"]
+    assert not (tmp_path / "outputs/tiny/resolved.yaml").exists()
+    assert document["global_batch_size"] == 64 and document["compute"] == "bf16"
+    assert document["groups"]["ep"] == [0, 1, 2, 3] and document["groups"]["edp"] == [0, 4, 8, 12]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(render(document))
+    assert "│ forward  │ all_to_all     │ ep    │ 0..3" in capture.get()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("launch.fake_world=8", "launch.fake_rank=8"), "use 0 to 7"),
+        (("launch.fake_world=8", "launch.nproc=2"), "leave those two out"),
+        (("launch.fake_world=8", "launch.write_only=true"), "leave one of them out"),
+        (("launch.fake_world=8", "parallel.dp_shard=fsdp2"), "counts what parallel.dp_shard=zero1 keeps"),
+        (("launch.fake_world=0",), "launch.fake_world=0 must be greater than 0"),
+        (
+            ("launch.fake_world=8", "launch.fake_memory_gb=0"),
+            "launch.fake_memory_gb=0.0 must be greater than 0",
+        ),
+        (("launch.fake_world=6", "parallel.ep=4"), "does not divide the 6 ranks"),
+        (("launch.fake_world=8", "train.global_batch_size=24"), "use a multiple of 16"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_run_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        config(*words)
+
+
+def test_the_default_batch_grows_with_the_layout_and_no_other_does():
+    run = config("launch.fake_world=64", "parallel.tp=2", "train.global_batch_size=16")
+    assert run.train.global_batch_size == 64
+    assert config("launch.fake_world=4", "train.global_batch_size=16").train.global_batch_size == 16
+    assert config("train.global_batch_size=16").train.global_batch_size == 16
+
+
+def test_balanced_rows_are_the_most_that_a_balanced_routing_sends():
+    with fake_process_group(16, 0):
+        mesh = Mesh(Layout(dp=16, ep=4, etp=2))
+        few = BalancedAllToAll(mesh, 8, num_tokens=64, top_k=2)
+        many = BalancedAllToAll(mesh, 8, num_tokens=64, top_k=6)
+    assert (few.rows_of_each, few.expert_rows) == (32, 256)
+    assert (many.rows_of_each, many.expert_rows) == (64, 768)
+    assert few._on_host(torch.zeros(2, 3)) == [[32] * 3] * 2 and few._on_host(torch.zeros(3)) == [32] * 3
+
+
+def test_ranks_in_words():
+    assert ranks_in_words([0, 1, 2, 3]) == "0..3" and ranks_in_words([4, 12, 20]) == "4..20 by 8"
+    assert ranks_in_words([0, 1]) == "0 1" and ranks_in_words([0, 1, 4, 5]) == "0 1 4 5"
+    assert ranks_in_words([7]) == "7"

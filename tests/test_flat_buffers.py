@@ -1,0 +1,93 @@
+"""Where parameters lie in flat buffers, and which rank owns what."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from graphmoe.flat_buffers import ALIGNMENT, Placement
+from graphmoe.layout import Layout
+from graphmoe.memory import state_bytes
+from graphmoe.parameters import count_parameters
+from tests.test_presets import load_preset
+
+SHAPES = ((37, 5), (11,), (20, 20), (3, 9, 8), (70,), (41, 7), (1,), (2, 1000))
+WEIGHTS = [torch.empty(shape) for shape in SHAPES]
+LIMITS = (100, 700, 1e9)
+
+
+def placements(num_ranks: int, limit: float) -> list[Placement]:
+    """Of each rank."""
+    return [Placement.of(WEIGHTS, num_ranks, index, limit) for index in range(num_ranks)]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_on_one_rank_parameters_adjoin_whatever_the_buckets_and_a_shard_is_all(limit):
+    (placement,) = placements(1, limit)
+    end = 0
+    for decays in (True, False):
+        for start, weight in zip(placement.starts, WEIGHTS, strict=True):
+            if (weight.dim() > 1) is decays:
+                assert start == end
+                end += -(-weight.numel() // ALIGNMENT) * ALIGNMENT
+        assert placement.decayed == end or not decays
+    assert placement.size == end
+    assert all(bucket.whole == bucket.own == bucket.shard for bucket in placement.buckets)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_each_element_is_owned_once_and_shards_have_no_gaps(num_ranks, limit):
+    ranks = placements(num_ranks, limit)
+    owners = torch.zeros(ranks[0].size, dtype=torch.int)
+    for placement in ranks:
+        assert placement.starts == ranks[0].starts and placement.size == ranks[0].size
+        end = 0
+        for bucket, first in zip(placement.buckets, ranks[0].buckets, strict=True):
+            assert (bucket.whole, bucket.members, bucket.shard) == (first.whole, first.members, first.shard)
+            assert bucket.shard.start == end and bucket.own.start % ALIGNMENT == 0
+            end = bucket.shard.stop
+            assert bucket.own.stop - bucket.own.start == bucket.shard.stop - bucket.shard.start
+            owners[bucket.own] += 1
+        assert end * num_ranks == placement.size
+    assert (owners == 1).all()
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_buckets_hold_neighbours_of_one_kind_up_to_the_limit_and_what_decays_comes_first(limit):
+    (placement, _) = placements(2, limit)
+    members = [i for bucket in placement.buckets for i in bucket.members]
+    assert members == sorted(members, key=lambda i: (WEIGHTS[i].dim() == 1, i))
+    for bucket in placement.buckets:
+        kinds = {WEIGHTS[i].dim() > 1 for i in bucket.members}
+        assert kinds == {bucket.shard.stop <= placement.decayed}
+        assert len(bucket.members) == 1 or bucket.whole.stop - bucket.whole.start <= limit + 2 * ALIGNMENT
+        for i, j in itertools.pairwise(bucket.members):
+            end = placement.starts[i] + WEIGHTS[i].numel()
+            assert 0 <= placement.starts[j] - end < ALIGNMENT
+    assert len(placement.buckets) == {100: 8, 700: 4, 1e9: 2}[limit]
+
+
+def test_state_bytes_on_one_rank_are_those_of_every_parameter():
+    model = load_preset("deepseek_v3")
+    parameters = count_parameters(model).total.full
+    found = state_bytes(model, Layout())
+    assert [size / parameters for size in found.values()] == [2, 4, 4, 8]
+    assert sum(state_bytes(model, Layout(), rounded=False).values()) == 16 * parameters
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_moments_are_shared_out_to_all_ranks_and_experts_to_theirs(rounded):
+    model = load_preset("deepseek_v2_lite")
+    counts = count_parameters(model).total
+    alone = state_bytes(model, Layout(), rounded=rounded)
+    of_eight = state_bytes(model, Layout(dp=8), rounded=rounded)
+    with_experts = state_bytes(model, Layout(dp=8, ep=4), rounded=rounded)
+    assert of_eight["moments_fp32"] == with_experts["moments_fp32"] == alone["moments_fp32"] / 8
+    assert of_eight["gradients_fp32"] == alone["gradients_fp32"] * 9 / 8
+    local = counts.full - counts.routed_experts * 3 / 4
+    assert with_experts["gradients_fp32"] == pytest.approx(4 * local + 4 * counts.full / 8)
+    weights = (2 + 2 / 8 + 4 / 8 if rounded else 4 + 4 / 8) * counts.full
+    assert sum(size for kind, size in of_eight.items() if "weights" in kind) == pytest.approx(weights)

@@ -10,6 +10,7 @@ What imports torch is imported by the functions: before it, a worker has to tie 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import faulthandler
 import gc
@@ -64,8 +65,7 @@ def main() -> None:
             _train(config, folder, claimed, world)
     except BaseException as error:
         _end(error, log_dir)
-    finally:
-        gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
+    _leave()
 
 
 def _path(words: Sequence[str]) -> Path:
@@ -188,6 +188,19 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(status)  # an orderly exit may wait for ranks that are gone
+
+
+def _leave() -> NoReturn:
+    """End this process with status 0: run its exit handlers, write out its streams, and no more.
+
+    Python's own way takes the interpreter down while a thread of gloo may still hold a tensor of the last
+    collective. One that lets go of it then aborts the process (pytorch issue 190489), after all its work
+    was done. It also goes through all of torch, which takes half a second.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

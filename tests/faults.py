@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
+import torch
 import torch.fx
 
 from graphmoe.trainer import Trainer
@@ -22,6 +24,8 @@ HANG_AT = "FAULT_HANG_AT"
 """The same for where it sleeps for an hour."""
 SIGNAL_AT = {number: f"FAULT_{number.name}_AT" for number in (signal.SIGKILL, signal.SIGSTOP)}
 """The same for where it sends itself a signal."""
+HOLD = "FAULT_HOLD"
+"""Set: a thread is always inside an operation of torch, as one of gloo may be that lets go of a tensor."""
 
 _whole_step = Trainer._train_step
 
@@ -48,4 +52,12 @@ def _is_due(trainer: Trainer, name: str) -> bool:
     return f"{trainer.world.rank}:{attempt}:{trainer.step + 1}" in os.environ.get(name, "").split()
 
 
+def _hold() -> None:
+    numbers = torch.rand(3_000_000)
+    while True:
+        torch.sort(numbers)
+
+
+if HOLD in os.environ:
+    threading.Thread(target=_hold, daemon=True).start()
 Trainer._train_step = _step  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from graphmoe.config import ConfigError, LaunchConfig
 from runtime.launch.elastic import RankLogs, _added_to_environment
 from runtime.launch.failures import Failure, RunFailed, first_failure, write_failure
 from runtime.launch.nodes import find_nodes
-from tests.faults import HANG_AT, RAISE_AT, SIGNAL_AT, STEP_S
+from tests.faults import HANG_AT, HOLD, RAISE_AT, SIGNAL_AT, STEP_S
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY, Command, command, metrics, numbers
 
@@ -155,6 +155,12 @@ def test_a_worker_that_hangs_ends_the_job_which_says_where(tmp_path):
     log = tmp_path / "run" / "logs" / "rank1.log"
     assert last == f"  log of rank 1: {log}" and "most recent call first" in log.read_text()
     assert "most recent call first" in (log.parent / "rank0.log").read_text()
+
+
+def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_a_worker(tmp_path):
+    run = command(tmp_path, *TINY, *TWO, *FAULTY, environment={HOLD: "1"})
+    assert run.wait() == 0, run.err.read_text()
+    assert summary(tmp_path / "run")["finished"]
 
 
 def test_a_second_signal_kills_the_workers_at_once(tmp_path):

@@ -6,6 +6,7 @@ python -m graphmoe.bench suite=step
 python -m graphmoe.bench suite=step overrides=model=mixtral_8x7b,model.num_layers=2 micro_batch_sizes=1,2
 python -m graphmoe.bench device=cpu format=json
 torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch
+python -m graphmoe.bench suite=ladder nproc=4 out=ladder.json
 
 Times are medians of device time; operations find cold caches. A case that fails is a row with the reason, the
 others go on, and the exit status is 1.
@@ -13,20 +14,18 @@ others go on, and the exit status is 1.
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from graphmoe.benchmarks import dispatch_suite, dispatch_times, step_suite, step_times
+from graphmoe.benchmarks import dispatch_suite, dispatch_times, ladder_suite, step_suite, step_times
+from graphmoe.benchmarks.arguments import BenchArgs, Suite, check, visible
 from graphmoe.benchmarks.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
@@ -36,15 +35,17 @@ from graphmoe.benchmarks.cases import (
     run_case,
     without_folders,
 )
-from graphmoe.benchmarks.dispatch_suite import BLOCKS, DispatchSuite, dispatch_cases
+from graphmoe.benchmarks.dispatch_suite import DispatchSuite, dispatch_cases
 from graphmoe.benchmarks.dispatch_table import LINK_BYTES_PER_S, DispatchRow, render_dispatch
+from graphmoe.benchmarks.ladder_suite import ladder_cases, run_rung
+from graphmoe.benchmarks.ladder_table import LadderRow, draw_ladder, render_ladder, take_gains
 from graphmoe.benchmarks.ops_suite import FULL, TINY, ops_suite
 from graphmoe.benchmarks.ops_table import brief, render_operations
 from graphmoe.benchmarks.rank_group import joined_ranks
 from graphmoe.benchmarks.step_suite import run_step_case, step_cases
 from graphmoe.benchmarks.step_table import UPDATE_BYTES, StepRow, render_steps
 from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import ConfigError, DeviceChoice, OutputFormat
+from graphmoe.config import ConfigError
 from graphmoe.environment import describe
 from graphmoe.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
@@ -54,52 +55,6 @@ CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show 
 
 Measured = tuple[Sequence[object], list[str], dict[str, Any]]
 """Rows, what was left out, and how they were measured."""
-
-
-class Suite(enum.Enum):
-    ops = "ops"
-    step = "step"
-    dispatch = "dispatch"
-
-
-class ShapeChoice(enum.Enum):
-    auto = "auto"
-    full = "full"
-    tiny = "tiny"
-
-
-@dataclass
-class BenchArgs:
-    """What the tool is asked."""
-
-    suite: Suite = Suite.ops
-    """What is measured: operations alone, training by graph.scope, or, by torchrun, how tokens travel."""
-    only: list[str] = field(default_factory=list)
-    """Measure only cases whose name starts with one of these, separated by commas; default: all."""
-    repeats: int = 20
-    """Timed calls of each alternative, or steps, >= 1; slow operations take fewer, but at least 3."""
-    shapes: ShapeChoice = ShapeChoice.auto
-    """full: layers of published models; tiny: to see that it runs; auto is full on a GPU, else tiny."""
-    device: DeviceChoice = DeviceChoice.auto
-    """Where it runs; auto takes the GPU if there is one."""
-    peers: bool = True
-    """ops: measure other projects' kernels that are installed too; some take minutes to tune themselves."""
-    scopes: str = "none,partial,layer,full_iteration"
-    """step: values of graph.scope; none is measured first and once more last."""
-    micro_batch_sizes: str | None = None
-    """step: sequences per micro-batch, with each of seq_lens; default: 1 and 4 of 4096 tokens, 1 of 512."""
-    seq_lens: str | None = None
-    """step: tokens per sequence; default: 4096."""
-    overrides: str | None = None
-    """step: what else is set, separated by commas, such as model=mixtral_8x7b,model.num_layers=2."""
-    limit_s: int = 120
-    """step: seconds that a row may take, > 0."""
-    blocks: str = BLOCKS
-    """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
-    out: Path | None = None
-    """File for the JSON document, written at the end; default: none."""
-    format: OutputFormat = OutputFormat.text
-    """text, or json: one document on stdout and nothing else there."""
 
 
 def main(argv: list[str]) -> None:
@@ -113,6 +68,8 @@ def main(argv: list[str]) -> None:
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write out={args.out}: {error}") from error
+        if args.suite is Suite.ladder:
+            draw_ladder(document, args.out.with_suffix(".png"))
     emit(document, render(document), args.format)
     if any(row["error"] for row in document["rows"]):
         sys.exit(1)
@@ -120,7 +77,7 @@ def main(argv: list[str]) -> None:
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run the suite and return the JSON document; progress goes to the log. *Raises* ConfigError."""
-    device, full = _check(args)
+    device, full = check(args)
     started = time.monotonic()
     rows, left_out, method = SUITES[args.suite](args, device, full)
     return {
@@ -193,6 +150,33 @@ def _steps(
     return rows, [], method
 
 
+def _rungs(
+    args: BenchArgs, device: torch.device, full: bool
+) -> tuple[list[LadderRow], list[str], dict[str, Any]]:
+    """Rows of ``suite=ladder``, nothing left out, and how it is measured."""
+    num_ranks = args.nproc or visible(device)
+    cases = ladder_cases(
+        ladder_suite.FULL if full else ladder_suite.TINY,
+        device.type,
+        num_ranks,
+        args.repeats,
+        overrides=args.overrides or "",
+        micro_batch_sizes=args.micro_batch_sizes or "",
+    )
+    cases = _chosen(cases, args.only)
+    rows: list[LadderRow] = []
+    for number, case in enumerate(cases, start=1):
+        case_started = time.monotonic()
+        row = run_rung(case, num_ranks, args.repeats, args.limit_s)
+        seconds = time.monotonic() - case_started
+        told = row.error or f"{row.median_ms:.1f} ms, {row.tokens_per_s:,.0f} tokens/s/GPU"
+        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told, seconds)
+        rows.append(row)
+    take_gains(rows)
+    method = {"ranks": num_ranks, "warm_up_steps": ladder_suite.WARM_UP_STEPS, "max_s_per_row": args.limit_s}
+    return rows, [], method
+
+
 def _exchanges(
     args: BenchArgs, device: torch.device, full: bool
 ) -> tuple[list[DispatchRow], list[str], dict[str, Any]]:
@@ -226,82 +210,20 @@ SUITES: dict[Suite, Callable[[BenchArgs, torch.device, bool], Measured]] = {
     Suite.ops: _operations,
     Suite.step: _steps,
     Suite.dispatch: _exchanges,
+    Suite.ladder: _rungs,
 }
-RENDERERS = {"ops": render_operations, "step": render_steps, "dispatch": render_dispatch}
+RENDERERS = {
+    "ops": render_operations,
+    "step": render_steps,
+    "dispatch": render_dispatch,
+    "ladder": render_ladder,
+}
 
 
 def render(document: dict[str, Any]) -> str:
     """The table as Markdown, with what a reader must know of it below."""
     table = RENDERERS[document["suite"]]
     return "\n".join([*table(document), *_footnotes(document)])
-
-
-def _check(args: BenchArgs) -> tuple[torch.device, bool]:
-    """The device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
-    problems: list[str] = []
-    gpu = torch.cuda.is_available()
-    if args.repeats < 1:
-        problems.append(f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20")
-    if not 1 <= args.limit_s <= MOST_S:
-        problems.append(f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120")
-    problems += [*_without_effect(args), *_wrong_ranks(args)]
-    if args.device is DeviceChoice.cuda and not gpu:
-        problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
-    on_gpu = gpu and args.device is not DeviceChoice.cpu
-    if args.shapes is ShapeChoice.full and not on_gpu:
-        problems.append("shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto")
-    if args.out is not None and args.out.is_dir():
-        problems.append(f"out={args.out} is a folder; name a file, such as out={args.out / 'ops.json'}")
-    elif args.out is not None and not args.out.parent.is_dir():
-        problems.append(
-            f"out={args.out}: there is no folder {args.out.parent}; make it, or name another file"
-        )
-    if problems:
-        raise ConfigError("; ".join(problems))
-    device = torch.device("cuda", _own_gpu()) if on_gpu else torch.device("cpu")
-    return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
-
-
-MOST_S = 86_400
-"""A day: the longest that a row may be given."""
-OF_ONE_SUITE = {
-    Suite.ops: ("peers",),
-    Suite.step: ("scopes", "micro_batch_sizes", "seq_lens", "overrides", "limit_s"),
-    Suite.dispatch: ("blocks",),
-}
-
-
-def _without_effect(args: BenchArgs) -> Iterator[str]:
-    """Arguments of other suites that were set."""
-    default = BenchArgs()
-    for suite, names in OF_ONE_SUITE.items():
-        for name in names if suite is not args.suite else ():
-            if (value := getattr(args, name)) != getattr(default, name):
-                yield f"{name}={value} has no effect with suite={args.suite.name}; use suite={suite.name}"
-
-
-def _wrong_ranks(args: BenchArgs) -> Iterator[str]:
-    """What speaks against so many processes: only suite=dispatch has ranks, and needs several."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.suite is Suite.dispatch and size == 1:
-        yield (
-            "suite=dispatch measures how tokens travel between ranks, and here is one; start it with "
-            "torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch"
-        )
-    if args.suite is Suite.dispatch and size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
-        yield "suite=dispatch is for the ranks of one node; use torchrun --nnodes=1"
-    if args.suite is Suite.dispatch and args.device is not DeviceChoice.cpu:
-        gpus = torch.cuda.device_count()
-        if 0 < gpus < size:
-            yield f"suite=dispatch: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
-    if args.suite is not Suite.dispatch and size > 1:
-        yield f"suite={args.suite.name} is for one process; start it with python -m graphmoe.bench"
-
-
-def _own_gpu() -> int:
-    """The one of this rank, where torchrun started several."""
-    local = os.environ.get("LOCAL_RANK")
-    return torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
 
 
 def _is_first() -> bool:

@@ -126,6 +126,14 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def taken_gib(device: torch.device) -> float:
+    """Memory of the GPU that is in use now, by whatever and whomever, in GiB; on a CPU as `memory_gib`."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 2**30
+    return memory_gib(device)
+
+
 def free_bytes(device: torch.device) -> float:
     """What may still be allocated: free memory of a GPU and what torch holds of it unused; inf on a CPU."""
     if device.type != "cuda":

@@ -117,6 +117,7 @@ def to_json(
         "z_loss": values["z_loss"],
         "router_entropy": values["router_entropy"],
         "load_max_over_mean": row.load,
+        "rank_load": values["rank_load"],
         "skipped": bool(values["skipped"]),
         "skipped_total": int(values["skipped_total"]),
         **({"receive_load": values["receive_load"]} if "receive_load" in values else {}),
@@ -141,6 +142,8 @@ def log_line(row: dict[str, Any], total_steps: int) -> str:
         more = "/.." if len(row["load_max_over_mean"]) > 8 else ""
         parts.append(f"load max/mean {loads}{more}")
         parts.append(f"entropy {row['router_entropy']:.2f} balance {row['balance_loss']:.3f}")
+    if row["rank_load"] > 1:
+        parts.append(f"rank load {row['rank_load']:.2f}")
     if "receive_load" in row:
         parts.append(f"receive load {row['receive_load']:.2f}")
     if row["z_loss"]:
@@ -168,7 +171,6 @@ def summarise(path: Path) -> dict[str, Any]:
         "final_val_loss": last["val_loss"] if last else None,
         "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
         "skipped_steps": steps[-1]["skipped_total"] if steps else 0,
-        "peak_memory_gib": max((row["memory_gib"] for row in steps), default=None),
     }
     for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
         values = [row[name] for row in timed if row[name] is not None]

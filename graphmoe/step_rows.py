@@ -10,7 +10,8 @@ from torch import Tensor
 
 from graphmoe.model.moe import ROUTER_STATS
 
-SCALARS = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", *ROUTER_STATS)
+OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", "rank_load")
+SCALARS = (*OF_STEP, *ROUTER_STATS)
 RECEIVED = ("receive_load", "received_rows", "received_slots", "void")
 """Of a run that makes room for what arrives without a count: the most that arrived at any rank at once, over
 what a balanced routing sends, and as a `graphmoe.receive_budget.Load`; and 1.0 where it found no room."""
@@ -33,14 +34,22 @@ class StepRow(NamedTuple):
 
 
 @torch.no_grad()
-def device_row(scalars: dict[str, Tensor], counts_LE: Tensor) -> Tensor:
+def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Tensor:
     """A step's row, fp32: ``SCALARS``, ``RECEIVED`` where room is planned, then a load for each MoE layer.
 
-    That is the largest over the mean load of its experts.
+    That is the largest over the mean load of its experts. The scalar ``rank_load`` is that of the ``ep``
+    ranks that share the experts, the mean of all layers: ranks wait in each layer for the one with most.
     """
-    load_L = counts_LE.amax(dim=1) / counts_LE.float().mean(dim=1).clamp_min(1e-9)
+    load_L = max_over_mean(counts_LE)
+    of_ranks_L = max_over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2))
+    scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_L.new_ones(())}
     names = names_of(RECEIVED[0] in scalars)
     return torch.cat([torch.stack([scalars[name].float() for name in names]), load_L])
+
+
+def max_over_mean(counts_LX: Tensor) -> Tensor:
+    """Of each layer's counts of experts or ranks, [L] fp32."""
+    return counts_LX.amax(dim=1) / counts_LX.float().mean(dim=1).clamp_min(1e-9)
 
 
 def names_of(planned: bool) -> tuple[str, ...]:

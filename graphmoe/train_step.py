@@ -66,7 +66,7 @@ class TrainStep:
                 update_selection_bias(router.selection_bias, counts_E, rate, result.finite)
         scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}
         scalars |= {"skipped_total": self.optimizer.skipped, "longest_skip": self.optimizer.longest_skip}
-        return device_row(scalars, counts_LE)
+        return device_row(scalars, counts_LE, self.mesh.layout.ep)
 
     def accumulate(self, batches: Iterable[Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
         """Forward and backward of every own micro-batch -> mean losses, expert loads, and the receive load.

@@ -25,7 +25,7 @@ from graphmoe.config import (
 )
 from graphmoe.data import DataError
 from graphmoe.dispatch_rules import dispatcher_of, reads_peers
-from graphmoe.environment import check_memory, describe, open_device
+from graphmoe.environment import check_memory, describe, memory_gib, open_device, taken_gib
 from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
 from graphmoe.layout import Layout
 from graphmoe.logs import console
@@ -93,8 +93,9 @@ def run_worker(
             if trainer.corpus.tokenizer is not None:
                 trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
         finished = trainer.run()
+        memory = world.gather((memory_gib(trainer.device), taken_gib(trainer.device)))
     with StopSignal():  # all steps are done: a signal is for what comes after this run
-        return _summarise(trainer, folder, finished) if world.is_first else {}
+        return _summarise(trainer, folder, finished, memory) if world.is_first else {}
 
 
 def warn_of_unused(config: RunConfig, world: World) -> None:
@@ -127,14 +128,20 @@ def _known_errors() -> Iterator[None]:
         raise RunFailed(str(error)) from error
 
 
-def _summarise(trainer: Trainer, folder: Path, finished: bool) -> dict[str, Any]:
+def _summarise(
+    trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """``memory`` is each rank's peak and what is taken of its device, in GiB."""
     started = trainer.first_step_s
+    peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     summary = {
         "finished": finished,
         "stopped_by": trainer.stopped_by,
         "steps": trainer.step,
         "folder": str(folder),
         **summarise(folder / METRICS_FILE),
+        "peak_memory_gib": peak,
+        "device_memory_gib": taken,
         "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
     }
     summary["sample"] = _sample(trainer) if finished else None

@@ -16,7 +16,7 @@ import pytest
 from graphmoe import bench
 from graphmoe.benchmarks import step_suite
 from graphmoe.benchmarks.own_process import ProcessFailed, in_own_process
-from graphmoe.benchmarks.step_suite import step_cases, words_of
+from graphmoe.benchmarks.step_suite import step_cases
 from graphmoe.benchmarks.step_table import StepRow
 from graphmoe.benchmarks.step_times import (
     HOST_STEPS,
@@ -27,6 +27,7 @@ from graphmoe.benchmarks.step_times import (
     largest,
     union_us,
 )
+from graphmoe.benchmarks.words import compose_config, words_of
 from graphmoe.config import ConfigError
 
 
@@ -45,7 +46,7 @@ def test_the_words_of_the_user_replace_those_of_the_suite():
         step_suite.FULL, "cpu", 20, overrides=given, scopes="layer", micro_batch_sizes="3", seq_lens="64"
     )
     assert case.name == "mbs3_s64/layer"
-    config = step_suite.compose_config(*case.words)
+    config = compose_config(*case.words)
     assert (config.model.name, config.model.num_layers) == ("tiny", 4)  # not 6: another model's number
     assert (config.train.global_batch_size, config.train.micro_batch_size, config.data.seq_len) == (6, 3, 64)
     assert config.passes.disabled == ["fuse_loss", "fuse_router"]
@@ -126,7 +127,7 @@ def test_what_would_be_timed_beside_the_steps_is_refused(word):
 
 def test_a_row_has_steps_enough_whatever_its_warm_up():
     (case,) = step_cases(step_suite.TINY, "cpu", 500, overrides="graph.warmup_steps=200", scopes="none")
-    config = step_suite.compose_config(*case.words)
+    config = compose_config(*case.words)
     assert config.train.steps == config.train.log_interval > 700 + WARM_UP_STEPS + HOST_STEPS + PROFILED_STEPS
     assert config.checkpoint.interval == config.train.val_batches == 0
 
@@ -143,7 +144,7 @@ def test_time_in_which_kernels_overlap_counts_once():
 
 def test_a_row_has_both_floors_and_no_idle_time_below_zero():
     row = StepRow(case="mbs1_s4096", scope="layer", again=False, overrides=[])
-    row.take_floors(step_suite.compose_config(*step_suite.FULL.words, "train.global_batch_size=4"))
+    row.take_floors(compose_config(*step_suite.FULL.words, "train.global_batch_size=4"))
     assert row.tokens == 4 * 4096
     assert row.floor_ms == pytest.approx(95.6, abs=0.05)  # docs/benchmarks: 6 layers, 4 sequences
     assert row.floor_with_optimizer_ms == pytest.approx(122.7, abs=0.05)

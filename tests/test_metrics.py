@@ -15,12 +15,12 @@ from graphmoe.config import ConfigError, LogConfig
 from graphmoe.flops import flops_per_token
 from graphmoe.metrics import MetricsWriter, Throughput, log_line, summarise, to_json
 from graphmoe.model.moe import ROUTER_STATS
-from graphmoe.step_rows import RECEIVED, SCALARS, StepClock, StepRow, StepRows, device_row, seconds
+from graphmoe.step_rows import OF_STEP, RECEIVED, SCALARS, StepClock, StepRow, StepRows, device_row, seconds
 from tests.runs import config, metrics, train_in
 
 VALUES = {
     "loss": 2.5, "mtp_loss": 3.25, "grad_norm": 0.75, "lr": 1e-3, "skipped": 0.0, "skipped_total": 2.0,
-    "longest_skip": 1.0, "balance_loss": 1.125, "z_loss": 0.5, "router_entropy": 1.75,
+    "longest_skip": 1.0, "rank_load": 1.0, "balance_loss": 1.125, "z_loss": 0.5, "router_entropy": 1.75,
 }  # fmt: skip
 THROUGHPUT = Throughput(1000, 2e9, "some device", peak=100.0)
 
@@ -34,7 +34,7 @@ def test_a_row_has_the_keys_that_the_documentation_names_and_consistent_rates():
     row = row_of()
     assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "tflops", "mfu", "memory_gib"} <= row.keys()
     assert {"step_s", "tokens", "epoch", "load_max_over_mean", "skipped", "skipped_total"} <= row.keys()
-    assert {"mtp_loss", "balance_loss", "z_loss", "router_entropy"} <= row.keys()
+    assert {"mtp_loss", "balance_loss", "z_loss", "router_entropy", "rank_load"} <= row.keys()
     assert (row["tokens_per_s"], row["tflops"], row["mfu"]) == (2000.0, 4.0, 0.04)
     assert row["skipped"] is False and row["skipped_total"] == 2
 
@@ -46,6 +46,7 @@ def test_the_log_line_names_all_its_parts():
         "3.00 GiB  load max/mean 1.5/2.2  entropy 1.75 balance 1.125  z 0.500  mtp 3.2500"
     )
     assert "balance 1.125  mtp" in log_line(row_of(z_loss=0.0), 10)
+    assert "balance 1.125  rank load 1.25  z" in log_line(row_of(rank_load=1.25), 10)
     skipped = log_line(row_of(skipped=1.0, loss=math.nan), 10)
     assert "loss nan" in skipped and skipped.endswith("SKIPPED: not finite (2 so far)")
 
@@ -97,14 +98,13 @@ def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
 
 def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_path):
     rows = [{**row_of(step, loss=10.0 - step), "step_s": 9.0 if step == 1 else step} for step in (1, 2, 3, 4)]
-    rows[2]["memory_gib"] = 5.0
     validations = [{"step": step, "val_loss": loss} for step, loss in ((0, 4.0), (2, 1.0), (4, 2.0))]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [validations[0], *rows, *validations[1:]]))
     found = summarise(path)
     assert found["final_loss"] == 6.0 and found["median_step_s"] == 3 and found["median_mfu"] == 0.04
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, 2.0, 1.0]
-    assert found["peak_memory_gib"] == 5.0 and found["skipped_steps"] == 2
+    assert found["skipped_steps"] == 2
     path.write_text("".join(json.dumps(row) + "\n" for row in [*validations[:2], *rows]))
     found = summarise(path)  # it was interrupted
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, None, 1.0]
@@ -190,9 +190,19 @@ def test_rows_are_kept_until_they_are_read():
     assert len(rows) == 2
     first, second = rows.read()
     assert (first.step, second.step) == (1, 2) and first.seconds >= 0
-    assert second.values == {name: 2.0 + index for index, name in enumerate(SCALARS)}
+    given = {name: 2.0 + index for index, name in enumerate(SCALARS)}
+    assert second.values == {**given, "rank_load": 1.0}
     assert set(ROUTER_STATS) <= set(SCALARS) and first.load == [1.5, 1.0]
     assert len(rows) == 0 and rows.read() == []
+
+
+def test_the_load_of_ranks_is_the_mean_of_layers_of_the_most_over_the_mean():
+    counts_LE = torch.tensor([[3, 1, 2, 2], [0, 6, 1, 1]], dtype=torch.int32)
+    scalars = dict.fromkeys(OF_STEP[:-1] + ROUTER_STATS, torch.tensor(0.5))
+    place = SCALARS.index("rank_load")
+    of_two, of_four = (device_row(scalars, counts_LE, ep)[place].item() for ep in (2, 4))
+    assert of_two == (1.0 + 1.5) / 2 and of_four == (1.5 + 3.0) / 2
+    assert device_row(scalars, counts_LE[:0], 2)[place].item() == 1.0  # no MoE layer
 
 
 def test_rows_of_void_steps_are_forgotten_and_their_time_is_that_of_the_next(monkeypatch):

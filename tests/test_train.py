@@ -305,7 +305,14 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     folder = tmp_path / "run"
     assert document == json.loads((folder / "summary.json").read_text())
     assert document["finished"] and document["steps"] == 4 and document["folder"] == str(folder)
-    for key in ("final_loss", "final_val_loss", "median_step_s", "median_mfu", "peak_memory_gib"):
+    for key in (
+        "final_loss",
+        "final_val_loss",
+        "median_step_s",
+        "median_mfu",
+        "peak_memory_gib",
+        "device_memory_gib",
+    ):
         assert document[key] > 0, key
     assert (
         0 < document["time_to_first_step_s"] < lifetime_s + 1

@@ -13,17 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from graphmoe.benchmarks.own_process import ProcessFailed, in_own_process
 from graphmoe.benchmarks.step_table import StepRow
 from graphmoe.benchmarks.step_times import measure
-from graphmoe.config import ConfigError, RunConfig
-from graphmoe.config_errors import explain
-from graphmoe.entry import to_config
+from graphmoe.benchmarks.words import compose_config, key_of, numbers, without, words_of
+from graphmoe.config import ConfigError
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 
 OTHER_STEPS = 30
@@ -95,14 +89,14 @@ def step_cases(
     _check_scopes(wanted)
     shapes: Sequence[tuple[int, int]] = setting.shapes
     if micro_batch_sizes or seq_lens:
-        sizes = _numbers("micro_batch_sizes", micro_batch_sizes) or list(dict.fromkeys(s for s, _ in shapes))
-        lengths = _numbers("seq_lens", seq_lens) or [shapes[0][1]]
+        sizes = numbers("micro_batch_sizes", micro_batch_sizes) or list(dict.fromkeys(s for s, _ in shapes))
+        lengths = numbers("seq_lens", seq_lens) or [shapes[0][1]]
         shapes = list(itertools.product(sizes, lengths))
     cases = []
     for size, length in shapes:
         words = (
-            *_without(setting.words, own),
-            *_without((f"train.global_batch_size={size}",), own),
+            *without(setting.words, own),
+            *without((f"train.global_batch_size={size}",), own),
             *own,
             *UNREAD,
             f"run.device={device}",
@@ -133,48 +127,16 @@ def run_step_case(case: StepCase, repeats: int, limit_s: float) -> StepRow:
     return row
 
 
-def compose_config(*words: str) -> RunConfig:
-    """The configuration of a run with these overrides. *Raises* ConfigError."""
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    try:
-        with initialize_config_module("conf", version_base="1.3"):
-            return to_config(compose("config", overrides=list(words)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides: {explain(error, words)}") from error
-
-
-def words_of(text: str) -> list[str]:
-    """The items of a list, which commas outside brackets separate; brackets around all may be left out."""
-    items, depth, whole = [""], 0, False
-    for character in text:
-        depth += (character in "[{(") - (character in "]})")
-        if character == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    whole = len(items) == 1 and text.startswith("[") and text.endswith("]")
-    return words_of(text[1:-1]) if whole else [item.strip() for item in items if item.strip()]
-
-
-def _without(words: Sequence[str], own: Sequence[str]) -> list[str]:
-    """The words whose key the user does not set; another model has its own number of layers."""
-    keys = {_key(word) for word in own}
-    return [w for w in words if _key(w) not in keys and not ("model" in keys and w.startswith("model."))]
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
-
-
 def _check_overrides(own: Sequence[str]) -> None:
     for word in own:
-        if _key(word) in CHOSEN_BY:
+        if key_of(word) in CHOSEN_BY:
             raise ConfigError(
-                f"overrides={word}: the suite sets {_key(word)}; use {CHOSEN_BY[_key(word)]}=..."
+                f"overrides={word}: the suite sets {key_of(word)}; use {CHOSEN_BY[key_of(word)]}=..."
             )
-        fixed = {_key(unread) for unread in UNREAD} | {"train.log_interval"}
-        if _key(word) in fixed or _key(word).startswith("checkpoint."):
-            raise ConfigError(f"overrides={word}: the suite sets {_key(word)}, so that only steps are timed")
+        fixed = {key_of(unread) for unread in UNREAD} | {"train.log_interval"}
+        if key_of(word) in fixed or key_of(word).startswith("checkpoint."):
+            key = key_of(word)
+            raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")
 
 
 def _check_scopes(scopes: Sequence[str]) -> None:
@@ -189,11 +151,3 @@ def _check_scopes(scopes: Sequence[str]) -> None:
             )
     if not scopes:
         raise ConfigError("scopes= names none; use scopes=none,full_iteration or more of them")
-
-
-def _numbers(key: str, text: str) -> list[int]:
-    words = words_of(text)
-    for word in words:
-        if not re.fullmatch(r"[1-9]\d*", word):
-            raise ConfigError(f"{key}={text}: '{word}' is no number above 0; use such as {key}=1,4")
-    return [int(word) for word in words]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from graphmoe import bench
+from graphmoe.benchmarks.arguments import ShapeChoice
 from tests.test_bench import NAMES
 
 
 def test_every_case_runs_on_a_gpu_at_tiny_shapes():
-    args = bench.BenchArgs(shapes=bench.ShapeChoice.tiny, repeats=3, peers=False)
+    args = bench.BenchArgs(shapes=ShapeChoice.tiny, repeats=3, peers=False)
     rows = bench.bench(args)["rows"]
     assert {row["case"] for row in rows} == NAMES
     assert [(row["case"], row["alternative"], row["error"]) for row in rows if row["error"]] == []

@@ -6,6 +6,7 @@ Nothing here imports torch before the configuration is composed: a misspelt key 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -147,9 +148,15 @@ def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
 
 
 def _typed(plain: Any) -> RunConfig:
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
+    config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
     assert isinstance(config, RunConfig)
     return config
+
+
+@functools.cache
+def schema() -> DictConfig:
+    """``RunConfig`` with its defaults, for merges, which do not change it; made once, as it takes long."""
+    return OmegaConf.structured(RunConfig)
 
 
 def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:

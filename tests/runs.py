@@ -6,6 +6,7 @@ half a second instead of three.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import io
@@ -26,7 +27,7 @@ from rich.console import Console
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.config import RunConfig
-from graphmoe.entry import to_config
+from graphmoe.entry import schema, to_config
 from graphmoe.progress import Progress
 from graphmoe.trainer import Trainer
 
@@ -83,8 +84,12 @@ _CONTEXT.set_forkserver_preload(
 
 def config(*overrides: str) -> RunConfig:
     """The checked configuration of a tiny run, without Hydra."""
-    words = OmegaConf.from_dotlist([*TINY, *overrides])
-    return to_config(OmegaConf.merge(OmegaConf.structured(RunConfig), words))
+    return copy.deepcopy(_composed(overrides))
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> RunConfig:
+    return to_config(OmegaConf.merge(schema(), OmegaConf.from_dotlist([*TINY, *overrides])))
 
 
 def trainer_in(folder: Path, *overrides: str) -> Trainer:

@@ -67,7 +67,7 @@ class Job:
                 raise AssertionError(f"ended: ranks {failed}, or too late; {self._errors()}")
             time.sleep(0.005)
 
-    def results(self, seconds: float = 120) -> dict[str, list[Any]]:
+    def results(self, seconds: float = 300) -> dict[str, list[Any]]:
         """What each case returned, by rank; an error where a rank had one."""
         end = time.monotonic() + seconds
         while any(process.exitcode is None for process in self.processes):

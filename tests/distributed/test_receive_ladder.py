@@ -78,7 +78,7 @@ SLOW = {
 UNCOMPILED_RUNG = {
     "compiled, no memory": Both((at((3, 1)),), words=COMPILED, of_ladder=(NoMemory(),)),
     "layers, no memory": Both(
-        (at((4, 1)),), words=(*COMPILED, "graph.scope=layer"), of_ladder=(NoMemory(),), calm=2
+        (at((3, 1), (7, 1)),), words=(*COMPILED, "graph.scope=layer"), of_ladder=(NoMemory(),), calm=1
     ),
 }
 """There other units are compiled, whose code may round otherwise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -73,8 +74,16 @@ class Training:
     words: tuple[str, ...]
     change: Change | None = None
 
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        return config(*self.words)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Composed before it is sent to the ranks, which share two cores."""
+        return {**vars(self), "config": self.config}
+
     def __call__(self, world: World, folder: Path) -> Outcome:
-        trainer, rows, written = quiet_trainer(config(*self.words), folder, world)
+        trainer, rows, written = quiet_trainer(self.config, folder, world)
         assert isinstance(trainer.metrics, Recorder)
         writes = not isinstance(trainer.metrics.inner, NoMetrics)
         if self.change is not None:

@@ -183,7 +183,7 @@ class Both:
 
     def worst(self, world: World, folder: Path) -> Outcome:
         """Of a run with room for everything; cases that differ in their ladder only share one."""
-        key = self.changes, self.words, self.layout, type(self.runs)
+        key = self.changes, self.words, self.layout, self.runs
         if key not in _worst:
             _worst[key] = self.run(world, folder, "moe.receive_budget=worst_case")
         return _worst[key]

@@ -16,19 +16,21 @@ from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training
 
 BASE = (
-    "model.num_layers=3", "model.num_dense_layers=1", "model.num_experts=8", "model.aux_loss=global_batch",
-    "model.aux_loss_coef=0.1", "model.z_loss_coef=0.01", "model.selection_bias=true", "model.mtp_depth=1",
+    "model.num_layers=2", "model.num_dense_layers=1", "model.num_experts=8", "model.aux_loss=global_batch",
+    "model.aux_loss_coef=0.1", "model.z_loss_coef=0.01", "model.selection_bias=true",
     "optim.schedule=constant", "optim.bucket_mb=0.01", "train.steps=3", "train.log_interval=1",
     "train.global_batch_size=6", "train.micro_batch_size=1", "train.val_batches=0",
     "checkpoint.enabled=false", "compile.enabled=true", "parallel.ep=2", "moe.dispatcher=symm",
     "moe.receive_budget=worst_case",
 )  # fmt: skip
-VALIDATES = ("train.val_batches=1", "train.val_interval=2")
+MTP = ("model.num_layers=3", "model.mtp_depth=1", "train.val_batches=1", "train.val_interval=2")
 CASES = {
-    "three micro-batches": VALIDATES,
-    "full_iteration": (*VALIDATES, "graph.scope=full_iteration", "graph.warmup_steps=1"),
-    "recompute": ("model.mtp_depth=0", "recompute.ops=[layernorm,shared_experts]"),
+    "three micro-batches": MTP,
+    "full_iteration": (*MTP, "graph.scope=full_iteration", "graph.warmup_steps=1"),
+    "recompute": (*MTP, "recompute.ops=[layernorm,shared_experts]"),
+    "compiled": ("train.steps=2",),
 }
+"""But in the last, units run as they were traced."""
 SAME = {"full_iteration": "three micro-batches"}
 """One by one what is captured computes what is not, bit by bit."""
 
@@ -38,12 +40,14 @@ class InTurns:
     """A run with overlap: its outcome, what its last step queued, and how many units it has not let go of."""
 
     words: tuple[str, ...]
+    traced: bool
 
     def __call__(self, world: World, folder: Path) -> tuple[Outcome, list[tuple[str, str]], int]:
         trainers: list[Trainer] = []
         gc.collect()
         gc.disable()  # as a run does; it would end cycles
-        outcome = Training((*self.words, "pipeline.ep_overlap=true"), trainers.append)(world, folder)
+        words = (*self.words, "pipeline.ep_overlap=true")
+        outcome = Training(words, trainers.append, self.traced)(world, folder)
         kept = sum(isinstance(found, _Postponing) for found in gc.get_objects())
         gc.enable()
         overlap = trainers[0].execution.overlap
@@ -55,10 +59,12 @@ class InTurns:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     cases: dict[str, Training | InTurns] = {}
     for name, words in CASES.items():
-        cases[f"{name} in turns"] = InTurns((*BASE, *words))
+        traced = name != "compiled"
+        words = (*BASE, *words, f"compile.cache={not traced}")
+        cases[f"{name} in turns"] = InTurns(words, traced)
         if name not in SAME:
-            cases[name] = Training((*BASE, *words))
-    return Job(tmp_path_factory.mktemp("overlap"), cases, num_ranks=2).results(seconds=900)
+            cases[name] = Training(words, traced=traced)
+    return Job(tmp_path_factory.mktemp("overlap"), cases, num_ranks=2).results(seconds=600)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,20 +11,18 @@ from torch import Tensor
 from graphmoe.config import ParallelConfig
 from graphmoe.layout import Layout, layout_of, own_part
 from graphmoe.model import build_model
-from graphmoe.step_rows import SCALARS
 from graphmoe.world import World
 from tests.distributed.ranks import Job
-from tests.distributed.training import Outcome, Training
+from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 RANKS = 8
-PLACE = SCALARS.index("rank_load")
 BASE = (
     "model.num_dense_layers=1", "model.num_heads=4", "model.num_experts=8", "model.aux_loss=global_batch",
     "model.aux_loss_coef=0.1", "model.z_loss_coef=0.01", "optim.schedule=constant", "optim.bucket_mb=0.01",
-    "train.steps=2", "train.log_interval=2", "train.global_batch_size=8", "train.micro_batch_size=1",
-    "train.val_batches=1", "train.val_interval=2", "checkpoint.enabled=false",
+    "train.steps=3", "train.log_interval=3", "train.global_batch_size=8", "train.micro_batch_size=1",
+    "train.val_batches=1", "train.val_interval=3", "checkpoint.enabled=false",
 )  # fmt: skip
 LAYOUTS = (
     "",
@@ -61,11 +59,6 @@ def parts(layout: str, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     marks = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
     for rank in range(RANKS):
         yield {name: own_part(tensor, marks[name], folded, rank) for name, tensor in whole.items()}
-
-
-def without_rank_load(rows: Tensor) -> Tensor:
-    """Of the metrics only this depends on the layout."""
-    return torch.cat([rows[:, :PLACE], rows[:, PLACE + 1 :]], dim=1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

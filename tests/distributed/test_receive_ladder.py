@@ -20,7 +20,7 @@ from tests.distributed.skewed import (
     SmallChunks,
 )
 from tests.distributed.test_data_parallel import assert_same
-from tests.distributed.training import Outcome
+from tests.distributed.training import Outcome, Training
 from tests.runs import metrics, numbers
 from tests.tolerances import relative_error
 
@@ -71,16 +71,18 @@ OF_FOUR = {
     ),
 }  # fmt: skip
 COMPILED = ("compile.enabled=true", "graph.warmup_steps=1", "train.steps=8", "checkpoint.interval=0")
+TRACED, AS_TRACED = (*COMPILED, "compile.cache=false"), Training((), traced=True)
 SLOW = {
     "compiled": Both((at((3, 1)),), words=COMPILED),
-    "layers": Both((at((3, 1), (7, 1)),), words=(*COMPILED, "graph.scope=layer"), calm=1),
+    "layers": Both((at((3, 1), (7, 1)),), words=(*TRACED, "graph.scope=layer"), calm=1, runs=AS_TRACED),
 }
 UNCOMPILED_RUNG = {
-    "compiled, no memory": Both((at((3, 1)),), words=COMPILED, of_ladder=(NoMemory(),)),
+    "compiled, no memory": Both((at((3, 1)),), words=TRACED, of_ladder=(NoMemory(),), runs=AS_TRACED),
     "layers, no memory": Both(
-        (at((3, 1), (7, 1)),), words=(*COMPILED, "graph.scope=layer"), of_ladder=(NoMemory(),), calm=1
+        (at((3, 1), (7, 1)),), words=(*TRACED, "graph.scope=layer"), of_ladder=(NoMemory(),), calm=1,
+        runs=AS_TRACED,
     ),
-}
+}  # fmt: skip
 """There other units are compiled, whose code may round otherwise."""
 
 

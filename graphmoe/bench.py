@@ -68,9 +68,9 @@ def main(argv: list[str]) -> None:
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write out={args.out}: {error}") from error
-        if args.suite is Suite.ladder:
-            draw_ladder(document, args.out.with_suffix(".png"))
     emit(document, render(document), args.format)
+    if args.suite is Suite.ladder and args.out is not None:
+        draw_ladder(document, args.out.with_suffix(".png"))
     if any(row["error"] for row in document["rows"]):
         sys.exit(1)
 
@@ -173,7 +173,11 @@ def _rungs(
         log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told, seconds)
         rows.append(row)
     take_gains(rows)
-    method = {"ranks": num_ranks, "warm_up_steps": ladder_suite.WARM_UP_STEPS, "max_s_per_row": args.limit_s}
+    method = {
+        "ranks": num_ranks,
+        "warm_up_steps": f"graph.warmup_steps + 1 + {ladder_suite.WARM_UP_STEPS}",
+        "max_s_per_row": args.limit_s,
+    }
     return rows, [], method
 
 

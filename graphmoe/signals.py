@@ -94,10 +94,16 @@ def die_with_launcher() -> None:
     """Have the system kill this worker as soon as the process that started it is gone (Linux)."""
     if ELASTIC not in os.environ or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and os.getppid() != int(launcher):
         os._exit(1)  # it was gone before we asked
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have the system send this process a signal as soon as the thread that started it is gone (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 class _Heard:

@@ -38,7 +38,7 @@ def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Te
     """A step's row, fp32: ``SCALARS``, ``RECEIVED`` where room is planned, then a load for each MoE layer.
 
     That is the largest over the mean load of its experts. The scalar ``rank_load`` is that of the ``ep``
-    ranks that share the experts, the mean of all layers: ranks wait in each layer for the one with most.
+    ranks that share the experts, copies together, the mean of all layers: the one with most is waited for.
     """
     load_L = max_over_mean(counts_LE)
     of_ranks_L = max_over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2))

@@ -29,6 +29,7 @@ from graphmoe.environment import (
     restore_random_state,
     seconds_since_process_start,
     seed_everything,
+    taken_gib,
 )
 from graphmoe.execution import Execution
 from graphmoe.flops import flops_per_token
@@ -106,6 +107,8 @@ class Trainer:
         """The last step whose metrics are due to be written, and the epoch after it."""
         self.step = 0
         self.first_step_s: float | None = None
+        self.memory = 0.0, 0.0
+        """Peak of this rank, and what was taken of its device after the last step, in GiB."""
         self.stopped_by: str | None = None
         """Name of the signal that ended the run early, if one did."""
 
@@ -146,6 +149,7 @@ class Trainer:
                 self._validate()
             signal = self._loop(stop, garbage)
             self._flush()
+            self.memory = memory_gib(self.device), taken_gib(self.device)
             finished = self.step >= self.config.train.steps
             if self.step not in self.store.latest():
                 self._save(wait=True)

@@ -25,7 +25,7 @@ from graphmoe.config import (
 )
 from graphmoe.data import DataError
 from graphmoe.dispatch_rules import dispatcher_of, reads_peers
-from graphmoe.environment import check_memory, describe, memory_gib, open_device, taken_gib
+from graphmoe.environment import check_memory, describe, open_device
 from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
 from graphmoe.layout import Layout
 from graphmoe.logs import console
@@ -93,8 +93,8 @@ def run_worker(
             if trainer.corpus.tokenizer is not None:
                 trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
         finished = trainer.run()
-        memory = world.gather((memory_gib(trainer.device), taken_gib(trainer.device)))
     with StopSignal():  # all steps are done: a signal is for what comes after this run
+        memory = world.gather(trainer.memory)
         return _summarise(trainer, folder, finished, memory) if world.is_first else {}
 
 
@@ -131,7 +131,7 @@ def _known_errors() -> Iterator[None]:
 def _summarise(
     trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """``memory`` is each rank's peak and what is taken of its device, in GiB."""
+    """``memory`` is that of each rank's trainer."""
     started = trainer.first_step_s
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     summary = {

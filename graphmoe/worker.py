@@ -194,8 +194,8 @@ def _leave() -> NoReturn:
     """End this process with status 0: run its exit handlers, write out its streams, and no more.
 
     Python's own way takes the interpreter down while a thread of gloo may still hold a tensor of the last
-    collective. One that lets go of it then aborts the process (pytorch issue 190489), after all its work
-    was done. It also goes through all of torch, which takes half a second.
+    collective. One that lets go of it then aborts the process, after all its work was done (pytorch issue
+    190489, open with torch 2.13). It also goes through all of torch, which takes half a second.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import struct
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +22,7 @@ from graphmoe.benchmarks.ladder_table import LadderRow, draw_ladder, take_gains
 from graphmoe.benchmarks.words import compose_config, key_of
 from graphmoe.config import ConfigError
 from graphmoe.flops import flops_per_token
+from tests.runs import ROOT
 
 EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"
 
@@ -34,9 +39,8 @@ def test_every_rung_can_run_and_keeps_what_those_before_it_set():
         given = dict(word.split("=", 1) for word in case.words)
         expected = before | {key_of(word): word.split("=", 1)[1] for word in rung.words}
         assert {key: given.get(key) for key in expected} == expected, case.name
-        assert set(given) - set(expected) == set(given) - {key_of(w) for r in RUNGS for w in r.words}
         before = expected
-    last = compose_config(*cases[-1].words)
+    *_, last = (compose_config(*case.words) for case in cases)
     assert (last.graph.scope, last.moe.sync_free_stage) == ("full_iteration", 3)
     assert last.pipeline.ep_overlap and last.host.manual_gc
     assert (last.train.micro_batch_size, last.train.global_batch_size) == (2, 16)
@@ -49,7 +53,7 @@ def test_every_rung_can_run_and_keeps_what_those_before_it_set():
 def test_rungs_of_the_full_model_can_run(ranks):
     cases = ladder_cases(ladder_suite.FULL, "cuda", ranks, 20, micro_batch_sizes="4,6,8")
     assert [case.name for case in cases[-2:]] == ["micro_batch_6", "micro_batch_8"]
-    config = compose_config(*cases[-1].words)
+    *_, config = (compose_config(*case.words) for case in cases)
     assert (config.model.num_layers, config.data.seq_len, config.train.global_batch_size) == (
         27, 4096, 32 * ranks
     )  # fmt: skip
@@ -63,6 +67,9 @@ def test_rungs_of_the_full_model_can_run(ranks):
         ("train.micro_batch_size=4", "use micro_batch_sizes=..."),
         ("train.steps=4", "the suite sets train.steps, so that only steps are timed"),
         ("checkpoint.interval=4", "the suite sets checkpoint.interval"),
+        ("parallel.ep=2", "the suite sets parallel.ep; use nproc=..."),
+        ("parallel.tp=2", "the suite has all GPUs of one node along parallel.ep"),
+        ("launch.nodes=2", "the suite has all GPUs of one node along parallel.ep"),
         ("model=no_such", "no_such"),
     ],
 )
@@ -128,18 +135,55 @@ def test_gains_pass_over_rungs_that_failed():
     assert [row.gain for row in rows] == [None, None, 1.5, 0.8]
 
 
-def test_a_job_that_is_late_is_ended_with_its_workers(tmp_path):
-    given = cases_of(overrides="compile=none")[0].words
-    words = (*(word for word in given if key_of(word) != "train.steps"), "train.steps=100000")
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    row = run_rung(LadderCase("baseline", "", words), 2, 10, limit_s=8)
-    assert row.error == "not done after limit_s=8 seconds, compilation included; use more"
-    end = time.monotonic() + 20
-    while left := {p.pid for p in psutil.Process().children(recursive=True)} - before:
+@pytest.mark.parametrize("words", ["model=mixtral_8x7b,model.num_layers=2", "recompute=all", "compile=none"])
+def test_another_choice_takes_the_defaults_with_it_that_it_need_not_have(words):
+    first = ladder_cases(ladder_suite.FULL, "cuda", 4, 20, overrides=words)[0]
+    config = compose_config(*first.words)
+    assert config.recompute.ops == [] and config.data.seq_len == 4096
+
+
+def of_folder(folder: Path) -> list[psutil.Process]:
+    """Processes of jobs whose run is in a folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(folder) in word for word in process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def assert_gone(folder: Path) -> None:
+    end = time.monotonic() + 30
+    while left := of_folder(folder):
         assert time.monotonic() < end, left
         time.sleep(0.1)
-    workers = [p for p in psutil.process_iter(["cmdline"]) if "graphmoe.worker" in (p.info["cmdline"] or [])]
-    assert not [p for p in workers if p.ppid() in (1, os.getpid())]
+
+
+def endless(steps: int = 100_000) -> tuple[str, ...]:
+    given = cases_of(overrides="compile=none")[0].words
+    return (*(word for word in given if key_of(word) != "train.steps"), f"train.steps={steps}")
+
+
+def test_a_job_that_is_late_is_ended_with_its_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    row = run_rung(LadderCase("baseline", "", endless()), 2, 10, limit_s=15)
+    assert row.error == "not done after limit_s=15 seconds, compilation included; use more"
+    assert_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_benchmark_that_is_killed_leaves_no_job(tmp_path, number):
+    code = (
+        "import sys, tempfile; from graphmoe.benchmarks.ladder_suite import LadderCase, run_rung;"
+        "tempfile.tempdir = sys.argv[1]; run_rung(LadderCase('a', '', tuple(sys.argv[2:])), 2, 10, 300)"
+    )
+    bench_process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), *endless()], cwd=ROOT)
+    end = time.monotonic() + 60
+    while len(of_folder(tmp_path)) < 2:
+        assert time.monotonic() < end and bench_process.poll() is None
+        time.sleep(0.1)
+    bench_process.send_signal(number)
+    assert bench_process.wait(30) == -number
+    assert_gone(tmp_path)
 
 
 @pytest.mark.parametrize(

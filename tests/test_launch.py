@@ -158,7 +158,7 @@ def test_a_worker_that_hangs_ends_the_job_which_says_where(tmp_path):
 
 
 def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_a_worker(tmp_path):
-    run = command(tmp_path, *TINY, *TWO, *FAULTY, environment={HOLD: "1"})
+    run = command(tmp_path, *TINY, *TWO, *FAULTY, environment={HOLD: "1"}, seconds=180)
     assert run.wait() == 0, run.err.read_text()
     assert summary(tmp_path / "run")["finished"]
 

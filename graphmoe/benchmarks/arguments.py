@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -86,6 +87,11 @@ def check(args: BenchArgs) -> tuple[torch.device, bool]:
         problems.append(
             f"out={args.out}: there is no folder {args.out.parent}; make it, or name another file"
         )
+    if args.suite is Suite.ladder and args.out is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            problems.append(f"out={args.out} brings a chart, which needs matplotlib: {MATPLOTLIB}")
+        if args.out.suffix == ".png":
+            problems.append(f"out={args.out} is for the document, and the chart lies beside it; use a .json")
     if problems:
         raise ConfigError("; ".join(problems))
     device = torch.device("cuda", _own_gpu()) if on_gpu else torch.device("cpu")
@@ -95,6 +101,7 @@ def check(args: BenchArgs) -> tuple[torch.device, bool]:
 MOST_S = 86_400
 """A day: the longest that a row may be given."""
 CPU_RANKS = 2
+MATPLOTLIB = "pip install 'graphmoe[dev]'"
 OF_SUITES = {
     "peers": (Suite.ops,),
     "scopes": (Suite.step,),

@@ -7,6 +7,7 @@ The order is that in which Primus published its gains for this model (AMD, MI355
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -25,11 +26,15 @@ from graphmoe.benchmarks.words import compose_config, key_of, numbers, without, 
 from graphmoe.config import ConfigError
 from graphmoe.metrics import METRICS_FILE
 from graphmoe.run_folder import SUMMARY_FILE
+from graphmoe.signals import end_with_parent
 
+log = logging.getLogger(__name__)
 WARM_UP_STEPS = 5
 """Before those that are timed, after those of graph.warmup_steps and the step that is captured."""
 MICRO_BATCHES = 4
 """Of a rank in a step, if train.global_batch_size is not among the overrides."""
+SHOWN = 4000
+"""Characters of a failed job's output that are logged, since its folder goes."""
 END_S = 20
 """Seconds that a job may take to end after SIGTERM."""
 
@@ -103,6 +108,15 @@ class LadderCase:
     words: tuple[str, ...]
 
 
+ARGUMENTS = {
+    "train.micro_batch_size": "micro_batch_sizes",
+    "run.device": "device",
+    "launch.nproc": "nproc",
+    "parallel.ep": "nproc",
+}
+"""Keys that the suite sets, and its argument for each."""
+
+
 def ladder_cases(
     setting: Setting,
     device: str,
@@ -131,6 +145,7 @@ def ladder_cases(
             f"train.micro_batch_size={size}",
             f"run.device={device}",
             f"launch.nproc={num_ranks}",
+            "launch.nodes=1",
         )
         if steps is None:  # what is wrong with the first rung is wrong with all, as a rule
             steps = repeats + WARM_UP_STEPS + compose_config(*words).graph.warmup_steps + 1
@@ -149,7 +164,7 @@ def run_rung(case: LadderCase, num_ranks: int, repeats: int, limit_s: float) -> 
             _train(case.words, folder, limit_s)
             summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
             row.take(list(_steps(folder))[-repeats:], summary)
-        except (ConfigError, ProcessFailed) as error:
+        except (ConfigError, ProcessFailed, OSError) as error:
             row.error = " ".join(str(error).split())
     return row
 
@@ -159,7 +174,9 @@ def _train(words: Sequence[str], folder: Path, limit_s: float) -> None:
     command = [sys.executable, "-m", "graphmoe.train", *words, f"hydra.run.dir={folder}"]
     said = folder.parent / "output"
     with said.open("wb") as output:
-        job = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        job = subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, preexec_fn=end_with_parent
+        )
         try:
             status = job.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -169,8 +186,11 @@ def _train(words: Sequence[str], folder: Path, limit_s: float) -> None:
         finally:
             _end(job)
     if status:
-        text = said.read_text(encoding="utf-8", errors="replace")
-        raise ProcessFailed(text.rpartition("error: ")[2] or f"its process ended with status {status}")
+        text = said.read_text(encoding="utf-8", errors="replace").strip()
+        log.error("the end of what the job said:\n%s", text[-SHOWN:])
+        found = re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL)
+        last = text.rpartition("\n")[2]
+        raise ProcessFailed(found[1] if found else f"its process ended with status {status}: {last}")
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -193,14 +213,15 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _check_overrides(own: Sequence[str]) -> None:
     of_rungs = {key_of(word): rung.name for rung in RUNGS for word in rung.words}
-    fixed = {key_of(word) for word in UNREAD} | {"train.log_interval", "train.steps", "launch.nproc"}
+    fixed = {key_of(word) for word in UNREAD} | {"train.log_interval", "train.steps"}
     for word in own:
         key = key_of(word)
         if key in of_rungs or key == "graph":
             rung = of_rungs.get(key, "partial")
             raise ConfigError(f"overrides={word}: the rung {rung} sets {key}; choose rungs by only=...")
-        if key in ("train.micro_batch_size", "run.device"):
-            other = {"train.micro_batch_size": "micro_batch_sizes", "run.device": "device"}[key]
-            raise ConfigError(f"overrides={word}: the suite sets {key}; use {other}=...")
+        if key in ARGUMENTS:
+            raise ConfigError(f"overrides={word}: the suite sets {key}; use {ARGUMENTS[key]}=...")
+        if re.match(r"(parallel|launch)\b", key):
+            raise ConfigError(f"overrides={word}: the suite has all GPUs of one node along parallel.ep")
         if key in fixed or re.match(r"checkpoint\b", key):
             raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")

@@ -110,11 +110,9 @@ def render_ladder(document: dict[str, Any]) -> Iterator[str]:
 
 
 def draw_ladder(document: dict[str, Any], path: Path) -> None:
-    """Write a bar chart of tokens/s/GPU by rung as PNG. *Raises* ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("the chart needs matplotlib: pip install 'graphmoe[dev]'") from error
+    """Write a bar chart of tokens/s/GPU by rung as PNG. *Raises* ConfigError where it cannot be written."""
+    from matplotlib.figure import Figure
+
     rows = [row for row in document["rows"] if row["tokens_per_s"]]
     figure = Figure(figsize=(9, 0.45 * max(len(rows), 3) + 1.2), layout="constrained")
     axes = figure.subplots()
@@ -127,7 +125,10 @@ def draw_ladder(document: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("tokens/s/GPU")
     axes.set_title(_title(document))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130, format="png")
+    try:
+        figure.savefig(path, dpi=130, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write the chart {path}: {error}") from error
 
 
 def _title(document: dict[str, Any]) -> str:

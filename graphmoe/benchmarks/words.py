@@ -14,6 +14,14 @@ from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_errors import explain
 from graphmoe.entry import to_config
 
+DEPENDENT = {
+    "model": ("model.", "recompute."),
+    "compile": ("recompute.ops",),
+    "compile.enabled": ("recompute.ops",),
+    "recompute": ("recompute.",),
+}
+"""What a default says of keys below or beside a choice, which another choice need not have."""
+
 
 def compose_config(*words: str) -> RunConfig:
     """The configuration of a run with these overrides. *Raises* ConfigError."""
@@ -41,7 +49,8 @@ def words_of(text: str) -> list[str]:
 def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
     """The words whose key the user does not set; another model has its own number of layers."""
     keys = {key_of(word) for word in own}
-    return [w for w in words if key_of(w) not in keys and not ("model" in keys and w.startswith("model."))]
+    gone = tuple(prefix for group in keys & DEPENDENT.keys() for prefix in DEPENDENT[group])
+    return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
 
 
 def key_of(word: str) -> str:

@@ -37,22 +37,33 @@ SAME = {"full_iteration": "three micro-batches"}
 
 @dataclass(frozen=True)
 class InTurns:
-    """A run with overlap: its outcome, what its last step queued, and how many units it has not let go of."""
+    """A run with overlap: its outcome, what its last step queued, the most units that a step has kept."""
 
     words: tuple[str, ...]
     traced: bool
 
     def __call__(self, world: World, folder: Path) -> tuple[Outcome, list[tuple[str, str]], int]:
-        trainers: list[Trainer] = []
-        gc.collect()
-        gc.disable()  # as a run does; it would end cycles
-        words = (*self.words, "pipeline.ep_overlap=true")
-        outcome = Training(words, trainers.append, self.traced)(world, folder)
-        kept = sum(isinstance(found, _Postponing) for found in gc.get_objects())
+        orders: list[list[tuple[str, str]]] = []
+        kept: list[int] = []
+
+        def watch(trainer: Trainer) -> None:
+            step, overlap = trainer._run_step, trainer.execution.overlap
+            assert overlap is not None
+
+            def run(batches):
+                row = step(batches)
+                orders.append(list(overlap.order))
+                kept.append(sum(isinstance(found, _Postponing) for found in gc.get_objects()))
+                return row
+
+            trainer._run_step = run
+            gc.collect()
+            gc.disable()  # as a run does from its second step on; it would end cycles
+
+        words = (*self.words, "pipeline.ep_overlap=true", "host.manual_gc=true")
+        outcome = Training(words, watch, self.traced)(world, folder)
         gc.enable()
-        overlap = trainers[0].execution.overlap
-        assert overlap is not None
-        return outcome, list(overlap.order), kept
+        return outcome, orders[-1], max(kept)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from graphmoe.benchmarks.arguments import BenchArgs, Suite, check, visible
 from graphmoe.benchmarks.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
+    Case,
     Row,
     as_plain,
     free_memory,
@@ -105,14 +106,13 @@ def _operations(
     cases = _chosen(cases, args.only)
     for line in left_out:
         log.info("left out: %s", line)
-    rows: list[Row] = []
-    for number, case in enumerate(cases, start=1):
-        case_started = time.monotonic()
+
+    def run(case: Case) -> list[Row]:
         found = run_case(case, device, args.repeats)
         free_memory(device, after_error=any(row.error for row in found))
-        seconds = time.monotonic() - case_started
-        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, brief(found), seconds)
-        rows += found
+        return found
+
+    rows = _one_by_one(cases, run, brief)
     flushed = FLUSH_BYTES if device.type == "cuda" else 0
     method = {"warm_up_calls": WARM_UP_CALLS, "max_s_per_case": MAX_CASE_S, "cache_flush_bytes": flushed}
     return rows, left_out, method
@@ -132,14 +132,11 @@ def _steps(
         seq_lens=args.seq_lens or "",
     )
     cases = _chosen(cases, args.only)
-    rows: list[StepRow] = []
-    for number, case in enumerate(cases, start=1):
-        case_started = time.monotonic()
-        row = run_step_case(case, args.repeats, args.limit_s)
-        seconds = time.monotonic() - case_started
-        told = row.error or f"{row.median_ms:.2f} ms, {row.tokens_per_s:,.0f} tokens/s"
-        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told, seconds)
-        rows.append(row)
+    rows = _one_by_one(
+        cases,
+        lambda case: [run_step_case(case, args.repeats, args.limit_s)],
+        lambda found: found[0].error or f"{found[0].median_ms:.2f} ms, {found[0].tokens_per_s:,.0f} tokens/s",
+    )
     method = {
         "warm_up_steps": f"graph.warmup_steps + {step_times.WARM_UP_STEPS}",
         "host_steps": step_times.HOST_STEPS,
@@ -164,14 +161,11 @@ def _rungs(
         micro_batch_sizes=args.micro_batch_sizes or "",
     )
     cases = _chosen(cases, args.only)
-    rows: list[LadderRow] = []
-    for number, case in enumerate(cases, start=1):
-        case_started = time.monotonic()
-        row = run_rung(case, num_ranks, args.repeats, args.limit_s)
-        seconds = time.monotonic() - case_started
-        told = row.error or f"{row.median_ms:.1f} ms, {row.tokens_per_s:,.0f} tokens/s/GPU"
-        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told, seconds)
-        rows.append(row)
+    rows = _one_by_one(
+        cases,
+        lambda case: [run_rung(case, num_ranks, args.repeats, args.limit_s)],
+        lambda found: found[0].error or f"{found[0].median_ms:.1f} ms, {found[0].tokens_per_s:,.0f} a GPU",
+    )
     take_gains(rows)
     method = {
         "ranks": num_ranks,
@@ -187,18 +181,15 @@ def _exchanges(
     """Rows of ``suite=dispatch``, nothing left out, and how it is measured; equal on all ranks."""
     cases = dispatch_cases(dispatch_suite.FULL if full else dispatch_suite.TINY, args.blocks)
     cases = _chosen(cases, args.only)
-    rows: list[DispatchRow] = []
     with joined_ranks(device) as ranks:
         if ranks.rank:
             logging.getLogger().setLevel(logging.WARNING)
         suite = DispatchSuite(ranks, args.repeats)
-        for number, case in enumerate(cases, start=1):
-            case_started = time.monotonic()
-            found = suite.run(case)
-            told = ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found)
-            seconds = time.monotonic() - case_started
-            log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told, seconds)
-            rows += found
+        rows = _one_by_one(
+            cases,
+            suite.run,
+            lambda found: ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found),
+        )
     method = {
         "ranks": ranks.size,
         "rounds": dispatch_times.ROUNDS[device.type],
@@ -241,6 +232,23 @@ class Named(Protocol):
 
 
 AnyCase = TypeVar("AnyCase", bound=Named)
+
+
+AnyRow = TypeVar("AnyRow")
+
+
+def _one_by_one(
+    cases: Sequence[AnyCase], run: Callable[[AnyCase], list[AnyRow]], told: Callable[[list[AnyRow]], str]
+) -> list[AnyRow]:
+    """The rows of all cases, each logged as soon as it is there."""
+    rows: list[AnyRow] = []
+    for number, case in enumerate(cases, start=1):
+        started = time.monotonic()
+        found = run(case)
+        seconds = time.monotonic() - started
+        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told(found), seconds)
+        rows += found
+    return rows
 
 
 def _chosen(cases: list[AnyCase], prefixes: Sequence[str]) -> list[AnyCase]:

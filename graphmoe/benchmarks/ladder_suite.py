@@ -22,7 +22,7 @@ from typing import Any
 from graphmoe.benchmarks.ladder_table import LadderRow
 from graphmoe.benchmarks.own_process import ProcessFailed
 from graphmoe.benchmarks.step_suite import UNREAD
-from graphmoe.benchmarks.words import compose_config, key_of, numbers, without, words_of
+from graphmoe.benchmarks.words import compose_config, key_of, numbers, refuse, without, words_of
 from graphmoe.config import ConfigError
 from graphmoe.metrics import METRICS_FILE
 from graphmoe.run_folder import SUMMARY_FILE
@@ -35,8 +35,8 @@ MICRO_BATCHES = 4
 """Of a rank in a step, if train.global_batch_size is not among the overrides."""
 SHOWN = 4000
 """Characters of a failed job's output that are logged, since its folder goes."""
-END_S = 20
-"""Seconds that a job may take to end after SIGTERM."""
+END_S = 10
+"""Seconds that a job may take to end after each signal."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,9 @@ class LadderCase:
     words: tuple[str, ...]
 
 
-ARGUMENTS = {
+CHOSEN_BY = {
     "train.micro_batch_size": "micro_batch_sizes",
+    "train.steps": "repeats",
     "run.device": "device",
     "launch.nproc": "nproc",
     "parallel.ep": "nproc",
@@ -199,7 +200,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
         if job.poll() is None:
             os.killpg(job.pid, number)
             try:
-                job.wait(END_S / 2)
+                job.wait(END_S)
             except subprocess.TimeoutExpired:
                 continue
 
@@ -213,15 +214,11 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _check_overrides(own: Sequence[str]) -> None:
     of_rungs = {key_of(word): rung.name for rung in RUNGS for word in rung.words}
-    fixed = {key_of(word) for word in UNREAD} | {"train.log_interval", "train.steps"}
+    refuse(own, CHOSEN_BY, UNREAD)
     for word in own:
         key = key_of(word)
         if key in of_rungs or key == "graph":
             rung = of_rungs.get(key, "partial")
             raise ConfigError(f"overrides={word}: the rung {rung} sets {key}; choose rungs by only=...")
-        if key in ARGUMENTS:
-            raise ConfigError(f"overrides={word}: the suite sets {key}; use {ARGUMENTS[key]}=...")
         if re.match(r"(parallel|launch)\b", key):
             raise ConfigError(f"overrides={word}: the suite has all GPUs of one node along parallel.ep")
-        if key in fixed or re.match(r"checkpoint\b", key):
-            raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")

@@ -16,7 +16,7 @@ from pathlib import Path
 from graphmoe.benchmarks.own_process import ProcessFailed, in_own_process
 from graphmoe.benchmarks.step_table import StepRow
 from graphmoe.benchmarks.step_times import measure
-from graphmoe.benchmarks.words import compose_config, key_of, numbers, without, words_of
+from graphmoe.benchmarks.words import compose_config, numbers, refuse, without, words_of
 from graphmoe.config import ConfigError
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 
@@ -85,7 +85,7 @@ def step_cases(
 ) -> list[StepCase]:
     """The cases that the words of the command line ask for. *Raises* ConfigError."""
     own, wanted = words_of(overrides), words_of(scopes)
-    _check_overrides(own)
+    refuse(own, CHOSEN_BY, UNREAD)
     _check_scopes(wanted)
     shapes: Sequence[tuple[int, int]] = setting.shapes
     if micro_batch_sizes or seq_lens:
@@ -125,18 +125,6 @@ def run_step_case(case: StepCase, repeats: int, limit_s: float) -> StepRow:
     except (ConfigError, ProcessFailed) as error:
         row.error = " ".join(str(error).split())
     return row
-
-
-def _check_overrides(own: Sequence[str]) -> None:
-    for word in own:
-        if key_of(word) in CHOSEN_BY:
-            raise ConfigError(
-                f"overrides={word}: the suite sets {key_of(word)}; use {CHOSEN_BY[key_of(word)]}=..."
-            )
-        fixed = {key_of(unread) for unread in UNREAD} | {"train.log_interval"}
-        if key_of(word) in fixed or key_of(word).startswith("checkpoint."):
-            key = key_of(word)
-            raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")
 
 
 def _check_scopes(scopes: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -51,6 +51,17 @@ def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
     keys = {key_of(word) for word in own}
     gone = tuple(prefix for group in keys & DEPENDENT.keys() for prefix in DEPENDENT[group])
     return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
+
+
+def refuse(own: Sequence[str], arguments: Mapping[str, str], unread: Sequence[str]) -> None:
+    """*Raises* ConfigError for a word that the suite sets, by an argument or so that only steps are timed."""
+    fixed = {key_of(word) for word in unread} | {"train.log_interval"}
+    for word in own:
+        key = key_of(word)
+        if key in arguments:
+            raise ConfigError(f"overrides={word}: the suite sets {key}; use {arguments[key]}=...")
+        if key in fixed or key.startswith("checkpoint."):
+            raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")
 
 
 def key_of(word: str) -> str:

@@ -33,10 +33,10 @@ class Span:
     seconds: float = 0.0
     """Time that the graphs took to make."""
 
-    def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = ()) -> Graph:
+    def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: int = 0) -> Graph:
         """One more graph, as ``GraphMaker.make``."""
         started = time.perf_counter()
-        graph = maker.make(run, given)
+        graph = maker.make(run, given, pool)
         self.graphs += 1
         self.nodes = _sum([self.nodes, graph.nodes])
         self.seconds += time.perf_counter() - started

@@ -1,8 +1,12 @@
 """Compiled units whose forward and backward replay from graphs: ``graph.scope`` with names of segments.
 
-At each place of the model a unit has a graph for its forward and one for its backward, I then W (another
-where W adds to gradients that are there already); and as many of these as forwards wait for their backward
-at a time. What I hands to W is inside the graph, so its memory serves the next layer too.
+At each place of the model a unit has a graph for its forward and one for its backward, I then W (another for
+later micro-batches, where W adds to gradients that are there already); and as many of these as forwards wait
+for their backward at a time. What I hands to W is inside the graph, so its memory serves the next layer too.
+
+The graphs of one backward are made in the order in which they replay, as their pool demands. So units without
+weights have one more for later micro-batches too, and forwards in flight beside each other have pools of
+their own.
 """
 
 from __future__ import annotations
@@ -64,17 +68,20 @@ class CapturedUnit:
         self.graphs, self._capture = code.graphs, shared.capture
         self._lanes: list[_Lane] = []
         self._step = 0
+        self._calls = 0
+        """In this step."""
 
     def __call__(self, tensors: Sequence[Tensor], gradients: Sequence[Gradient]) -> tuple[Tensor, ...]:
         """As ``UnitCode``."""
         if self._step != self._capture.steps:
-            self._step = self._capture.steps
+            self._step, self._calls = self._capture.steps, 0
             for earlier in self._lanes:
                 earlier.busy = False  # a forward of the last step that had no backward
         free = [lane for lane in self._lanes if not lane.busy]
-        lane = free[0] if free else self._make_lane()
+        lane = free[0] if free else self._make_lane(len(self._lanes))
         if not free:
             self._lanes.append(lane)
+        lane.is_later, self._calls = self._calls > 0, self._calls + 1
         if self.graphs.backward is None:
             results = lane.forward(tensors)[0]
             lane.busy = False
@@ -86,15 +93,18 @@ class CapturedUnit:
 class _Lane:
     """Graphs and static buffers of a unit for one forward in flight."""
 
-    def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
+    def __init__(
+        self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...], number: int
+    ) -> None:
         assert code.delivers, "autograd would keep a gradient that the next replay overwrites"
-        self.graphs, self.busy = code.graphs, False
+        self.graphs, self.busy, self.is_later = code.graphs, False, False
+        self._number = number
         self._code, self._shared, self._span, self._reads = code, shared, span, reads
         self._held: Sequence[Tensor] = ()
         """What it read last without a gradient. While it is held, its memory is given to nobody else."""
         self._forward: _Replay | None = None
-        self._backward: dict[bool, _Replay] = {}
-        """With a W that stores (False), and with one that adds to gradients that are there already."""
+        self._backward: dict[tuple[bool, bool], _Replay] = {}
+        """By whether it is of a later micro-batch, and whether W adds to gradients that are there already."""
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """As ``UnitCode.forward``."""
@@ -128,7 +138,8 @@ class _Lane:
         add = have_begun(sums)
         if self._forward is None or (sums and add not in self._code.weights_run):
             return self._code.backward(kept, of_outputs, gradients)  # a first run may compile and measure
-        if add not in self._backward:
+        key = self.is_later, add
+        if key not in self._backward:
 
             def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
                 of_inputs, handed = self._code.backward_inputs(kept, static)
@@ -137,8 +148,8 @@ class _Lane:
                 return tuple(of_inputs)  # type: ignore[arg-type]
 
             static = [self._shared.scratch(i, gradient) for i, gradient in enumerate(of_outputs)]
-            self._backward[add] = self._replay(run, static, [False] * len(static), ())
-        results = self._backward[add](of_outputs)
+            self._backward[key] = self._replay(run, static, [False] * len(static), ())
+        results = self._backward[key](of_outputs)
         delivered(sums)
         return [result.detach() for result in results], [None] * len(sums)
 
@@ -149,7 +160,7 @@ class _Lane:
         stays: Sequence[bool],
         names: Sequence[str],
     ) -> _Replay:
-        return _Replay(self._span, self._shared, run, static, stays, names)
+        return _Replay(self._span, self._shared, run, static, stays, names, self._number)
 
 
 class _Replay:
@@ -163,10 +174,11 @@ class _Replay:
         static: Sequence[Tensor],
         stays: Sequence[bool],
         names: Sequence[str],
+        lane: int,
     ) -> None:
         self._unit, self._shared = span.unit, shared
         self.static, self._stays, self._names = static, stays, names
-        self._graph = span.make(shared.capture.maker, lambda: run(self.static))
+        self._graph = span.make(shared.capture.maker, lambda: run(self.static), pool=lane)
         self._is_new = True
 
     def __call__(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:

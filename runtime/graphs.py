@@ -28,25 +28,28 @@ class Graph(Protocol):
 
 
 class GraphMaker:
-    """Makes graphs that share one pool of memory.
+    """Makes graphs that share a pool of memory, or several.
 
-    Results stay for ever. A later graph may have a result where an earlier one has what it needs for itself
-    only; so nothing that was made earlier may replay between a graph and the last that reads its results.
+    Results stay for ever. A later graph may have a result where an earlier one of the same pool has what it
+    needs for itself only; so of a pool nothing that was made earlier may replay between a graph and the last
+    that reads its results.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on = "device" if device.type == "cuda" else "host"
         self._made: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pools: dict[int, Any] = {}
 
-    def make(self, run: Run, given: Sequence[Tensor] = ()) -> Graph:
+    def make(self, run: Run, given: Sequence[Tensor] = (), pool: int = 0) -> Graph:
         """A graph of ``run`` on the current stream, where it has run before. Nothing is executed.
 
         ``given`` is what ``run`` must not read, since others stand in for it; a CPU's stand-in spoils it.
         """
-        if self._pool is None:
+        if self.on == "host":
             return HostGraph(run, given)
-        graph = DeviceGraph(run, self._pool)
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
+        graph = DeviceGraph(run, self._pools[pool])
         self._made.add(graph)
         return graph
 
@@ -61,23 +64,21 @@ class GraphMaker:
     def prepare(self) -> None:
         """Give the memory that others hold in reserve back to the device, where a pool can take it."""
         gc.collect()
-        if self._pool is not None:
+        if self.on == "device":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
-        """What the device's allocator took for the pool."""
-        if self._pool is None:
-            return 0
-        segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
-        return sum(segment["total_size"] for segment in segments)
+        """What the device's allocator took for the pools."""
+        return sum(segment["total_size"] for segment in self._segments())
 
     def pool_unused_bytes(self) -> int:
         """What of that nothing holds: the next graph may take it, and nobody else."""
-        if self._pool is None:
-            return 0
-        segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
-        return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+        return sum(segment["total_size"] - segment["allocated_size"] for segment in self._segments())
+
+    def _segments(self) -> list[Any]:
+        pools = self._pools.values()
+        return [s for pool in pools for s in torch.cuda.memory_snapshot(pool, include_traces=False)]
 
 
 class DeviceGraph:

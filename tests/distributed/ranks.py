@@ -2,6 +2,7 @@
 
 A rank on the CPU is a child of a server that has torch and graphmoe imported, so that a start costs half a
 second; one on a GPU is a process of its own, since imports of torch may ask for GPUs, which a child may not.
+Where there are fewer GPUs than ranks, ranks share them and talk by gloo, which nobody can capture.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CONTEXT.set_forkserver_preload(["graphmoe.train", "graphmoe.trainer", "torch.di
 
 
 class Job:
-    """Ranks that are running cases, each on a GPU of its own or all on the CPU."""
+    """Ranks that are running cases, each on a GPU or all on the CPU."""
 
     def __init__(
         self, folder: Path, cases: Mapping[str, Case], num_ranks: int = 2, device: str = "cpu"
@@ -85,6 +86,11 @@ class Job:
         return "\n".join(path.read_text() for path in sorted(self._scratch.glob("*.error"))) or "no trace"
 
 
+def share_gpus(num_ranks: int) -> bool:
+    """Whether so many ranks have no GPU each."""
+    return torch.cuda.device_count() < num_ranks
+
+
 def run_ranks(folder: Path, cases: Mapping[str, Case], num_ranks: int = 2) -> dict[str, list[Any]]:
     """What each case returned, by rank. Each gets a folder of its name."""
     return Job(folder, cases, num_ranks).results()
@@ -99,7 +105,10 @@ def _rank(
     backend, meeting = backend_of(torch.device(device)), f"file://{scratch}/meeting"
     try:
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            if share_gpus(num_ranks):
+                os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+                backend = "cpu:gloo,cuda:gloo"  # NCCL refuses two ranks on one GPU
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=num_ranks)
         world = World()
         results = {name: case(world, folder / name) for name, case in cases.items()}

@@ -1,4 +1,7 @@
-"""The operations of symm on GPUs: between emulated ranks on one, and between two or four ranks."""
+"""The operations of symm on GPUs: between emulated ranks on one, and between two or four ranks.
+
+Two ranks share the GPU where there is one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from tests.gpu.symm_ranks import CapturedTrip, Growing, ManyReplays, NoWaiting
 from tests.ops.symm_cases import Case, assert_exchanges_are_those_of_alltoall
 
 BF16 = torch.bfloat16
-SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 LAYOUTS = {
     2: {"ep": Layout(dp=2, ep=2), "etp": Layout(dp=2, etp=2)},
     4: {"ep": Layout(dp=4, ep=4), "ep etp": Layout(dp=4, ep=2, etp=2), "ep edp": Layout(dp=4, ep=2)},
@@ -75,7 +77,6 @@ def test_emulated_ranks_on_one_gpu_whose_rows_do_not_fit(block):
         assert_exchanges_are_those_of_alltoall(case, emulation)
 
 
-@SEVERAL
 @pytest.mark.parametrize("name", named("trip"))
 def test_values_and_gradients_are_bitwise_those_of_alltoall(results, name):
     for found in results[name]:
@@ -84,7 +85,6 @@ def test_values_and_gradients_are_bitwise_those_of_alltoall(results, name):
             assert found.actual[key].equal(found.wanted[key]), key
 
 
-@SEVERAL
 @pytest.mark.parametrize("name", named("short"))
 def test_rows_that_do_not_fit_are_left_out(results, name):
     lost = 0
@@ -97,7 +97,6 @@ def test_rows_that_do_not_fit_are_left_out(results, name):
     assert lost > 0
 
 
-@SEVERAL
 @pytest.mark.parametrize("name", named("captured"))
 def test_replay_with_new_routing_is_bitwise_the_uncaptured_run_and_alltoall(results, name):
     for replayed, wanted in results[name]:
@@ -107,7 +106,6 @@ def test_replay_with_new_routing_is_bitwise_the_uncaptured_run_and_alltoall(resu
         assert out.equal(wanted["out"]) and dh.equal(wanted["dh"]) and dweight.equal(wanted["dweight"])
 
 
-@SEVERAL
 @pytest.mark.parametrize("name", named("replays"))
 def test_graphs_and_eager_runs_in_turns_stay_bitwise_those_of_alltoall(results, name):
     for outcomes in results[name]:
@@ -116,13 +114,11 @@ def test_graphs_and_eager_runs_in_turns_stay_bitwise_those_of_alltoall(results, 
             assert all(found.equal(wanted) for found, wanted in outcome.values())
 
 
-@SEVERAL
 @pytest.mark.parametrize("name", named("no waiting"))
 def test_the_host_does_not_wait_for_the_device(results, name):
     assert all(results[name])
 
 
-@SEVERAL
 def test_memory_grows_outside_captures_only(results):
     for said in results["growing"]:
         assert "no capture can make more" in said

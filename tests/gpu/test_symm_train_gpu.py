@@ -1,23 +1,25 @@
-"""GPUs that read each other's tokens: training is that of alltoall, captured and overlapped too."""
+"""GPUs that read each other's tokens: training is that of alltoall, captured and overlapped too.
+
+Two ranks share the GPU where there is one; whole steps are captured where each has its own.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.distributed.ranks import Job
+from tests.distributed.ranks import Job, share_gpus
 from tests.distributed.training import Outcome, Training
 from tests.gpu.test_data_parallel_gpu import BASE, assert_same_tensors
 from tests.tolerances import assert_forward_close
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 COMMON = (
     *BASE, "compile.enabled=true", f"parallel.ep={RANKS}", "train.steps=5", "train.global_batch_size=16",
     "train.micro_batch_size=1", "graph.warmup_steps=2",
 )  # fmt: skip
 SYMM = (*COMMON, "moe.dispatcher=symm", "moe.receive_budget=worst_case")
-RUNS = {
+ALL_RUNS = {
     "alltoall": COMMON,
     "symm": SYMM,
     "symm layer": (*SYMM, "graph.scope=layer"),
@@ -30,6 +32,11 @@ RUNS = {
         *SYMM, "moe.transport=copy_engine", "pipeline.ep_overlap=true", "graph.scope=full_iteration",
     ),
 }  # fmt: skip
+RUNS = {
+    name: words
+    for name, words in ALL_RUNS.items()
+    if not (share_gpus(RANKS) and "graph.scope=full_iteration" in words)
+}
 PLAIN = {
     "symm layer": "symm",
     "symm full_iteration": "symm",
@@ -58,8 +65,9 @@ def test_losses_are_those_of_alltoall(outcomes, name):
     assert torch.equal(outcomes[name][0].rows, outcomes[name][1].rows)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [name for name in PLAIN if name in RUNS])
 def test_capture_and_overlap_change_no_bit(outcomes, name):
     for found, plain in zip(outcomes[name], outcomes[PLAIN[name]], strict=True):
-        assert torch.equal(found.rows, plain.rows)
+        differ = (found.rows != plain.rows).nonzero().tolist()
+        assert not differ, differ  # (step, place in a row)
         assert_same_tensors(found.weights, plain.weights)

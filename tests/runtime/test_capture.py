@@ -38,7 +38,7 @@ class CountingMaker(GraphMaker):
     def __init__(self, *counts: int | None) -> None:
         self.counts = list(counts)
 
-    def make(self, run, given=()):
+    def make(self, run, given=(), pool=0):
         return SimpleNamespace(nodes=self.counts.pop(0))
 
 

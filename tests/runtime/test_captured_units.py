@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 
@@ -77,6 +78,47 @@ class Chain:
             gradient = self.gradients[id(module.weight)]
             assert_gradient_close(gradient.total, total)
             gradient.finish()
+
+
+class OrderedChain(Chain):
+    """Three units, the middle one without weights; notes which graphs replay, by the order of making."""
+
+    def __init__(self) -> None:
+        super().__init__(("attn", "moe_combine", "mlp"))
+        between = Segment("moe_combine", lambda x: x.cos(), ("x",), ("x",), stream="comm")
+        self.segments.insert(1, between)
+        self.replayed: list[tuple[int, int]] = []
+        """Pool and number of each graph."""
+        make, made = self.capture.maker.make, itertools.count()
+
+        def noting(run, given=(), pool=0):
+            graph, number = make(run, given, pool), next(made)
+            replay = graph.replay
+            graph.replay = lambda: self.replayed.append((pool, number)) or replay()
+            return graph
+
+        self.capture.maker.make = noting
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_graphs_of_a_backward_and_its_forward_replay_in_the_order_in_which_their_pool_has_made_them(
+    in_flight,
+):
+    chain = OrderedChain()
+    for _ in range(4):
+        with chain.capture.step():
+            for _ in range(3):
+                chain.replayed = []
+                leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(in_flight)]
+                outputs = [chain.forward(leaf) for leaf in leaves]
+                for output in outputs:
+                    output.square().sum().backward()
+                for pool in range(in_flight):
+                    numbers = [number for of, number in chain.replayed if of == pool]
+                    assert numbers == sorted(numbers) and len(numbers) in (0, 6)
+        for gradient in chain.gradients.values():
+            gradient.finish()
+    assert chain.replayed
 
 
 @pytest.mark.parametrize("names", [("attn",), ("mlp",), ("attn", "mlp")])

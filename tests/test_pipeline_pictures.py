@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -13,6 +14,8 @@ from graphmoe.config import ConfigError
 from graphmoe.pipeline_pictures.bars import COLOURS, Panel, bars_of, idle_shares, summary, text_colour
 from graphmoe.pipeline_pictures.chart import draw_chart
 from graphmoe.pipeline_pictures.page import timeline_figure, write_page
+from runtime.pipeline.actions import Action
+from runtime.pipeline.timeline import Span
 from tests.pipeline_timelines import folded_in_turns, long_timeline, two_ranks
 
 
@@ -63,7 +66,7 @@ def test_idle_shares_count_computation_only_and_once_for_what_takes_turns():
 
 
 def test_the_summary_has_the_largest_peak_in_bytes_where_they_are_known():
-    assert summary(Panel("a", two_ranks(), "")) == "12, bubble 58.3%, peak 1 activations"
+    assert summary(Panel("a", two_ranks(), "")) == "12, bubble 58.3%, peak 1 activation"
     assert summary(Panel("b", folded_in_turns(), "ms", 0.5)) == "4 ms, bubble 62.5%, peak 2 GiB"
 
 
@@ -88,6 +91,16 @@ def test_the_figure_has_a_trace_for_each_kind_and_one_legend(panels):
     assert list(figure.layout.yaxis.range) == [1.5, -0.5]
     assert "58% idle, 1 act." in figure.layout.yaxis.ticktext[0]
     assert "50% idle, 1 GiB" in figure.layout.yaxis2.ticktext[0]
+
+
+def test_the_legend_has_the_colours_of_first_stages_in_one_order():
+    figure = timeline_figure([Panel("folded", folded_in_turns(), ""), Panel("mixed", two_ranks(), "")])
+    mixed = figure.data[2:]
+    assert [trace.marker.color[0] for trace in mixed] == list(COLOURS.values())
+    assert [trace.legendrank for trace in mixed] == list(range(5))
+    spans = [Span(0, "compute", Action("F", stage, 0), 3.0 - stage, 4.0 - stage) for stage in (3, 0)]
+    later_first = dataclasses.replace(folded_in_turns(), spans=tuple(spans))
+    assert timeline_figure([Panel("", later_first, "")]).data[0].marker.color[0] == COLOURS["F"]
 
 
 def test_the_pointer_shows_action_start_and_end(panels):

@@ -106,7 +106,8 @@ def shown_peak(timeline: Timeline, rank: int) -> str:
     """'5.2 GiB' where bytes are known, otherwise '8 activations'."""
     if timeline.peak_bytes is not None:
         return f"{timeline.peak_bytes[rank] / 2**30:.3g} GiB"
-    return f"{timeline.peak_activations[rank]:.4g} activations"
+    peak = f"{timeline.peak_activations[rank]:.4g}"
+    return f"{peak} activation" if peak == "1" else f"{peak} activations"
 
 
 def summary(panel: Panel) -> str:

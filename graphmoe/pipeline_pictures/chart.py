@@ -23,6 +23,7 @@ from graphmoe.pipeline_pictures.bars import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MATPLOTLIB = "pip install 'graphmoe[dev]'"
 WIDTH_IN, DPI = 16.0, 120
 ROW_IN, HEAD_IN, LEGEND_IN = 0.34, 0.75, 0.45
 """Heights of a rank's row, of what is around a panel, and of the legend."""
@@ -41,7 +42,7 @@ def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ConfigError(
-            f"{path} needs matplotlib: pip install 'graphmoe[dev]'; html=... needs nothing more"
+            f"{path}: a PNG needs matplotlib: {MATPLOTLIB}; html=... needs nothing more"
         ) from error
 
     drawn = [bars_of(panel) for panel in panels]

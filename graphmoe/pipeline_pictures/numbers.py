@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from graphmoe.pipeline_pictures.bars import Panel, idle_shares, shown_peak, summary
 from runtime.pipeline.actions import Action, Together
@@ -14,7 +16,7 @@ from runtime.pipeline.timeline import Span
 
 
 def timeline_document(panel: Panel) -> dict[str, Any]:
-    """A timeline as plain values; times have the unit of the costs, or that of the recording."""
+    """A timeline as plain values. ``stages`` is the number of ranks, as on the command line."""
     timeline = panel.timeline
     ranks = range(timeline.placement.num_ranks)
     rows: list[dict[str, list[dict[str, Any]]]] = [{"compute": [], "comm": []} for _ in ranks]
@@ -22,11 +24,12 @@ def timeline_document(panel: Panel) -> dict[str, Any]:
         rows[span.rank][span.lane] += _actions(span, panel.scale)
     return {
         "schedule": timeline.schedule,
+        "title": panel.title,
+        "stages": len(ranks),
+        "virtual_stages": timeline.placement.num_stages // len(ranks),
+        "microbatches": timeline.num_micro_batches,
+        "ranks": [list(timeline.placement.stages_of(rank)) for rank in ranks],
         "unit": panel.unit or None,
-        "num_ranks": len(ranks),
-        "num_stages": timeline.placement.num_stages,
-        "num_micro_batches": timeline.num_micro_batches,
-        "stages": [list(timeline.placement.stages_of(rank)) for rank in ranks],
         "makespan": timeline.makespan * panel.scale,
         "bubble": timeline.bubble,
         "peak_activations": list(timeline.peak_activations),
@@ -37,16 +40,16 @@ def timeline_document(panel: Panel) -> dict[str, Any]:
     }
 
 
-def timeline_table(panel: Panel) -> Table:
+def timeline_table(panel: Panel) -> Group:
     """The numbers of each rank, below those of the whole."""
-    table = Table(title=f"{panel.title}: {summary(panel)}", title_justify="left", box=SIMPLE_HEAD)
-    for name, justify in (("rank", "right"), ("stages", "left"), ("busy", "right"), ("peak", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("rank", "stages", "busy", "peak"):
+        table.add_column(name, justify="left" if name == "stages" else "right")
     timeline = panel.timeline
     for rank, idle in enumerate(idle_shares(timeline)):
         stages = " ".join(map(str, timeline.placement.stages_of(rank)))
         table.add_row(str(rank), stages, f"{1 - idle:.1%}", shown_peak(timeline, rank))
-    return table
+    return Group(Text(f"{panel.title}: {summary(panel)}", "bold"), table)
 
 
 def _actions(span: Span, scale: float) -> Iterator[dict[str, Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphmoe.pipeline_pictures.bars import (
+    COLOURS,
     WORDS,
     Bar,
     BarKind,
@@ -36,7 +38,12 @@ def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
         full_html=False,
         include_plotlyjs=True,
         default_width="100%",
-        config={"responsive": True, "displaylogo": False, "scrollZoom": True},
+        config={
+            "responsive": True,
+            "displaylogo": False,
+            "scrollZoom": True,
+            "modeBarButtons": [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+        },
         post_script=_TOUCH,
     )
     page = _PAGE.format(command=html.escape(command), figure=figure, tables="\n".join(_tables(panels)))
@@ -101,11 +108,13 @@ def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) ->
     from plotly.graph_objects import Bar as Trace
 
     unit = f" {panel.unit}" if panel.unit else ""
+    bars = sorted(bars, key=lambda bar: bar.colour != COLOURS[kind])  # the legend has the first bar's colour
     border_px = 0 if kind == "comm" else 0.5  # transfers may be as narrow as the border
     return Trace(
         orientation="h",
         name=WORDS[kind],
         legendgroup=kind,
+        legendrank=list(COLOURS).index(kind),
         showlegend=in_legend,
         y=[(bar.low + bar.high) / 2 for bar in bars],
         width=[bar.high - bar.low for bar in bars],
@@ -130,7 +139,7 @@ def _side(panel: Panel) -> list[str]:
     """What stands beside the rows."""
     return [
         f"rank {rank}<br><span style='font-size:9px'>{idle:.0%} idle, "
-        f"{shown_peak(panel.timeline, rank).replace('activations', 'act.')}</span>"
+        f"{re.sub('activations?', 'act.', shown_peak(panel.timeline, rank))}</span>"
         for rank, idle in enumerate(idle_shares(panel.timeline))
     ]
 

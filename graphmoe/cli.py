@@ -12,7 +12,8 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,46 +37,44 @@ def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = Non
 def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:
     """Fill the dataclass from ``key=value`` words; values are taken verbatim.
 
-    Lists are split at commas, ``none`` clears an optional value. ``--help`` prints the keys and ends
-    the process. *Raises* ConfigError naming each unknown, malformed or missing key.
+    Lists are split at commas, ``none`` clears an optional value; a field that is a dataclass itself has keys
+    with a dot. ``--help`` prints the keys and ends the process. *Raises* ConfigError naming each unknown,
+    malformed or missing key.
     """
     if any(word in ("-h", "--help", "help") for word in argv):
         print(usage(cls, prog))
         sys.exit(0)
-    hints = typing.get_type_hints(cls)
-    fields = {_key(f.name): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    keys = {key.word: key for key in _keys(cls)}
     problems: list[str] = []
-    values: dict[str, Any] = {}
+    values: dict[tuple[str, ...], Any] = {}
     for word in argv:
-        key, equals, text = word.partition("=")
+        name, equals, text = word.partition("=")
         if not equals:
             problems.append(f"'{word}' is not of the form key=value")
-        elif key not in fields:
-            problems.append(f"unknown key '{key}'{nearest(key, list(fields))}")
+        elif name not in keys:
+            problems.append(f"unknown key '{name}'{nearest(name, list(keys))}")
         else:
             try:
-                values[fields[key].name] = _convert(text, hints[fields[key].name])
+                values[keys[name].path] = _convert(text, keys[name].hint)
             except ValueError as error:
-                problems.append(f"{key}={text}: {error}")
-    for key, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name not in values and not problems:
-            problems.append(f"{key}=... is required ({field_docs(cls).get(f.name, '')})")
+                problems.append(f"{name}={text}: {error}")
+    for name, key in keys.items():
+        if key.is_required and key.path not in values and not problems:
+            problems.append(f"{name}=... is required ({key.doc})")
     if problems:
         raise ConfigError("; ".join(problems) + f"\n{usage(cls, prog)}")
-    return cls(**values)
+    return _filled(cls, values)
 
 
 def usage(cls: type, prog: str) -> str:
     """One line for each key of the tool, with its default."""
-    docs = field_docs(cls)
     lines = [f"usage: python -m {prog} key=value ..."]
-    for f in dataclasses.fields(cls):
-        default = f.default if f.default is not dataclasses.MISSING else None
+    for key in _keys(cls):
+        default = key.default if key.default is not dataclasses.MISSING else None
         if isinstance(default, enum.Enum):
             default = default.name
-        shown = f"{_key(f.name)}={default}" if default is not None else f"{_key(f.name)}=..."
-        lines.append(f"  {shown:<28} {docs.get(f.name, '')}")
+        shown = f"{key.word}={default}" if default is not None else f"{key.word}=..."
+        lines.append(f"  {shown:<28} {key.doc}")
     return "\n".join(lines)
 
 
@@ -97,9 +96,45 @@ def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
         Console().print(text)
 
 
-def _key(name: str) -> str:
-    """How a field is spelled on the command line: ``from_`` is ``from``, which Python keeps for itself."""
-    return name.removesuffix("_")
+@dataclass(frozen=True)
+class _Key:
+    """One key of a tool, and the field that it fills."""
+
+    word: str
+    """How it is spelled on the command line."""
+    path: tuple[str, ...]
+    """Names of fields, from the tool's dataclass inwards."""
+    hint: Any
+    doc: str
+    default: Any
+    is_required: bool
+
+
+def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
+    """The keys in the order of the fields; those of a dataclass within have its field's name before a dot."""
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    for f in dataclasses.fields(cls):
+        path = (*outer, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from _keys(hints[f.name], path)
+            continue
+        # from_ is spelled from, which Python keeps for itself
+        word = ".".join(name.removesuffix("_") for name in path)
+        is_required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        yield _Key(word, path, hints[f.name], docs.get(f.name, ""), f.default, is_required)
+
+
+def _filled(cls: type[Args], values: Mapping[tuple[str, ...], Any], outer: tuple[str, ...] = ()) -> Args:
+    """The dataclass, and those within, with the values given by path."""
+    hints = typing.get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        path = (*outer, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            given[f.name] = _filled(hints[f.name], values, path)
+        elif path in values:
+            given[f.name] = values[path]
+    return cls(**given)
 
 
 def _convert(text: str, hint: Any) -> Any:

@@ -63,6 +63,47 @@ def test_defaults_stay_and_empty_values_are_values():
     assert (found.from_, found.names, found.sizes, found.fast, found.limit) == ("", [], None, False, 7)
 
 
+@dataclass
+class Paint:
+    """Of a tool's tool."""
+
+    layers: int = 2
+    """Coats."""
+    from_: str | None = None
+    """Where it is bought."""
+
+
+@dataclass
+class PaintedArgs:
+    """Of another tool."""
+
+    name: str
+    """Whose."""
+    paint: Paint = field(default_factory=Paint)
+
+
+def test_a_dataclass_within_has_keys_with_a_dot():
+    found = parse_args(PaintedArgs, ["paint.layers=3", "name=a", "paint.from=b"], prog="graphmoe.tool")
+    assert found == PaintedArgs("a", Paint(3, "b"))
+    assert parse_args(PaintedArgs, ["name=a"], prog="graphmoe.tool") == PaintedArgs("a")
+    rows = [" ".join(line.split()) for line in usage(PaintedArgs, "graphmoe.tool").splitlines()[1:]]
+    assert rows == ["name=... Whose.", "paint.layers=2 Coats.", "paint.from=... Where it is bought."]
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("paint.layres=3", "unknown key 'paint.layres'; did you mean 'paint.layers'?"),
+        ("paint=3", "unknown key 'paint'"),
+        ("paint.layers=x", "paint.layers=x: invalid literal for int()"),
+    ],
+)
+def test_a_wrong_key_with_a_dot_is_named_too(word, message):
+    with pytest.raises(ConfigError) as error:
+        parse_args(PaintedArgs, ["name=a", word], prog="graphmoe.tool")
+    assert message in str(error.value).splitlines()[0]
+
+
 @pytest.mark.parametrize(
     "word, message",
     [

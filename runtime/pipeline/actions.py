@@ -1,7 +1,7 @@
 """What the ranks of a pipeline do, and in which order: the words that schedules are made of.
 
-The model is cut into stages, numbered from the embedding to the loss. A rank has one stage or several (virtual
-stages); `Placement` says which. Tables name work by stage and micro-batch, and know no tensors.
+The model is cut into stages, numbered from the embedding to the loss. A rank has one stage or several
+(virtual stages); `Placement` says which. Tables name work by stage and micro-batch, and know no tensors.
 """
 
 from __future__ import annotations

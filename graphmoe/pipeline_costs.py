@@ -1,0 +1,197 @@
+"""What the parts of a model cost a pipeline, modelled or measured, and the layout that balances its stages.
+
+Neither this module nor what it imports needs torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from graphmoe.config import ConfigError, ModelConfig
+from graphmoe.flops import flops_per_token
+from graphmoe.pipeline_layout import short_layout
+
+DENSE_SEGMENTS = ("attn", "mlp")
+MOE_SEGMENTS = (
+    "attn",
+    "moe_router",
+    "moe_preprocess",
+    "moe_dispatch",
+    "shared_experts",
+    "moe_experts",
+    "moe_combine",
+)
+"""The segments of layers in their order, as `graphmoe.model.layer` has them."""
+KINDS = ("embed", "dense", "moe", "mtp", "loss")
+"""Words for the parts of a model of which costs may be given whole."""
+
+
+class PartCost(NamedTuple):
+    """What a part of the model takes: FLOPs of one token, or a time."""
+
+    letter: str
+    """Of layout strings."""
+    forward: float
+    inputs: float
+    """For the gradients of what it reads."""
+    weights: float
+    """For the gradients of its weights."""
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+
+def default_layout(
+    model: ModelConfig, seq_len: int, num_stages: int, measured_ms: Mapping[str, float] | None = None
+) -> str:
+    """The layout whose largest stage is smallest: by FLOPs, or by times that were measured.
+
+    *Raises* ConfigError where there are more stages than parts.
+    """
+    if measured_ms is not None:
+        return balanced_layout(measured_parts(model, measured_ms), num_stages)
+    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], num_stages)
+
+
+def modelled_parts(model: ModelConfig, seq_len: int) -> list[PartCost]:
+    """FLOPs of one token in each part, in the order of the model: E, layers, MTP layers, L.
+
+    The embedding counts as nothing. Products with weights cost as much again for either kind of gradient;
+    attention's scores have no weights, and their two products become four.
+    """
+    flops = flops_per_token(model, seq_len).components
+    num_moe_layers = model.num_layers - model.num_dense_layers
+    projections = flops.attention_projections // model.num_layers
+    scores = flops.attention_scores // model.num_layers
+
+    def part(letter: str, products: int, scores: int) -> PartCost:
+        return PartCost(letter, products + scores, products + 2 * scores, products)
+
+    parts = [PartCost("E", 0, 0, 0)]
+    if model.num_dense_layers:
+        mlp = flops.dense_mlp // model.num_dense_layers
+        parts += [part("t", projections + mlp, scores)] * model.num_dense_layers
+    if num_moe_layers:
+        experts = (flops.routed_experts + flops.shared_experts) // num_moe_layers
+        parts += [part("t", projections + experts, scores)] * num_moe_layers
+    if model.mtp_depth:
+        parts += [part("m", flops.mtp // model.mtp_depth - scores, scores)] * model.mtp_depth
+    return [*parts, part("L", flops.head, 0)]
+
+
+def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Letter and milliseconds of each part, forward and backward together, from times that were measured.
+
+    Names are kinds of parts (`KINDS`), segments (``attn``) or units of neighbouring segments
+    (``attn..moe_combine``). A layer without a time of its own costs what its segments do, an MTP layer a MoE
+    layer and a loss, the embedding nothing. *Raises* ConfigError.
+    """
+    known = {*KINDS, *DENSE_SEGMENTS, *MOE_SEGMENTS}
+    for name, ms in measured_ms.items():
+        unknown = [word for word in name.split("..") if word not in known]
+        if unknown:
+            raise ConfigError(
+                f"'{name}' is no part whose time balances a pipeline; use {', '.join(KINDS)}, a segment of a "
+                f"layer such as attn, or a unit such as attn..moe_combine"
+            )
+        if not 0 <= ms < math.inf:
+            raise ConfigError(f"the time of '{name}' is {ms} ms; it must be 0 or greater")
+    moe_segments = [s for s in MOE_SEGMENTS if s != "shared_experts" or model.shared_ffn_size]
+    num_moe_layers = model.num_layers - model.num_dense_layers
+    dense = _kind_ms("dense", DENSE_SEGMENTS, measured_ms) if model.num_dense_layers else 0.0
+    moe = _kind_ms("moe", moe_segments, measured_ms) if num_moe_layers or model.mtp_depth else 0.0
+    embed, loss = measured_ms.get("embed", 0.0), _kind_ms("loss", ("loss",), measured_ms)
+    return [
+        ("E", embed),
+        *[("t", dense)] * model.num_dense_layers,
+        *[("t", moe)] * num_moe_layers,
+        *[("m", measured_ms.get("mtp", moe + loss))] * model.mtp_depth,
+        ("L", loss),
+    ]
+
+
+def balanced_layout(costs: Sequence[tuple[str, float]], num_stages: int) -> str:
+    """The layout of contiguous stages, none empty, whose largest cost is smallest.
+
+    ``costs`` has letter and cost of each part, in the order of the model. Of several such layouts it is the
+    most even one (least sum of squares), with the lighter stages first, whose ranks keep the most
+    activations. *Raises* ConfigError where there are more stages than parts.
+    """
+    if not 1 <= num_stages <= len(costs):
+        raise ConfigError(
+            f"parallel.pp * pipeline.virtual_stages = {num_stages}, and the model has {len(costs)} parts "
+            f"({short_layout([''.join(letter for letter, _ in costs)])}), of which each stage needs one; use "
+            f"1 to {len(costs)} stages"
+        )
+    sums = [0, *itertools.accumulate(cost for _, cost in costs)]
+    largest, _ = _cheapest(sums, num_stages, max)
+
+    def evenness(before: float, stage: float) -> float:
+        return before + stage * stage if stage <= largest else math.inf
+
+    _, borders = _cheapest(sums, num_stages, evenness)
+    letters = "".join(letter for letter, _ in costs)
+    return short_layout([letters[start:end] for start, end in itertools.pairwise(borders)])
+
+
+def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCost]:
+    """The sum of each stage's parts; its letter is the piece."""
+    assert "".join(pieces) == "".join(part.letter for part in parts)
+    found, rest = [], iter(parts)
+    for piece in pieces:
+        own = list(itertools.islice(rest, len(piece)))
+        sums = (sum(part[field] for part in own) for field in (1, 2, 3))  # type: ignore[misc]
+        found.append(PartCost(piece, *sums))
+    return found
+
+
+def _cheapest(
+    sums: Sequence[float], num_stages: int, join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The least joint cost of contiguous stages, and their borders, from 0 to the number of parts.
+
+    ``sums`` are the costs of all parts before each; ``join`` adds a stage to the cost of those before it.
+    """
+    num_parts = len(sums) - 1
+    table: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+    starts: list[dict[int, int]] = []
+    for stage in range(1, num_stages + 1):
+        after: dict[int, tuple[float, int]] = {}
+        for end in range(stage, num_parts - (num_stages - stage) + 1):
+            after[end] = min(
+                (join(table[start][0], sums[end] - sums[start]), start) for start in table if start < end
+            )
+        starts.append({end: start for end, (_, start) in after.items()})
+        table = after
+    borders = [num_parts]
+    for by_end in reversed(starts):
+        borders.append(by_end[borders[-1]])
+    return table[num_parts][0], borders[::-1]
+
+
+def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float]) -> float:
+    """Milliseconds of a part: its own entry, or the sum of those of its segments and units."""
+    if kind in measured_ms:
+        return measured_ms[kind]
+    found: dict[str, str] = {}
+    for name in measured_ms:
+        first, _, last = name.partition("..")
+        if first not in segments or (last or first) not in segments:
+            continue
+        covered = segments[segments.index(first) : segments.index(last or first) + 1]
+        for segment in covered:
+            if segment in found:
+                raise ConfigError(
+                    f"'{found[segment]}' and '{name}' both have the time of {segment}; leave one out"
+                )
+            found[segment] = name
+    if missing := [segment for segment in segments if segment not in found]:
+        raise ConfigError(
+            f"no time for {', '.join(missing)}; give it, perhaps in a unit such as attn..moe_combine, or the "
+            f"time of the whole part, {kind}"
+        )
+    return sum(measured_ms[name] for name in dict.fromkeys(found.values()))

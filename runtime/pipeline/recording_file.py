@@ -1,0 +1,133 @@
+"""What a run records of its pipeline, ``pipeline.json`` in its folder, as timelines by step.
+
+```
+{"schedule": "1f1b", "rank_of": [0, 1], "num_micro_batches": 4,
+ "steps": [{"step": 12, "peak_bytes": [1, 2], "spans": [[0, "compute", "0F0", 0.0, 310.5], ...]}]}
+```
+
+A span is rank, lane, action (``0F3+0B1`` where two take turns), start and end in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from graphmoe.config import ConfigError
+from runtime.pipeline.actions import Action, Placement, Step, Table, Together
+from runtime.pipeline.timeline import Lane, Span, Timeline
+from runtime.pipeline.validate import peak_activations
+
+FILE_NAME = "pipeline.json"
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+def write(path: Path, timelines: Mapping[int, Timeline]) -> None:
+    """Write the timelines of a run by step, all of one schedule; the file is there whole or not at all."""
+    first = next(iter(timelines.values()))
+    for timeline in timelines.values():
+        same = (timeline.schedule, timeline.placement, timeline.num_micro_batches)
+        assert same == (first.schedule, first.placement, first.num_micro_batches)
+    document = {
+        "schedule": first.schedule,
+        "rank_of": first.placement.rank_of,
+        "num_micro_batches": first.num_micro_batches,
+        "steps": [
+            {
+                "step": step,
+                "peak_bytes": timeline.peak_bytes,
+                "spans": [[s.rank, s.lane, str(s.step), s.start, s.end] for s in timeline.spans],
+            }
+            for step, timeline in timelines.items()
+        ],
+    }
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+    draft.replace(path)
+
+
+def read(path: Path) -> dict[int, Timeline]:
+    """The timelines by step. *Raises* ConfigError for a file that is not there, or is none of `write`."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        rank_of = tuple(int(rank) for rank in document["rank_of"])
+        placement = Placement(rank_of, max(rank_of) + 1)
+        schedule, num_micro_batches = str(document["schedule"]), int(document["num_micro_batches"])
+        timelines = {}
+        for step in document["steps"]:
+            number = int(step["step"])
+            spans = [_span(row, placement) for row in step["spans"]]
+            timelines[number] = timeline_of(
+                schedule, placement, num_micro_batches, spans, step.get("peak_bytes")
+            )
+        return timelines
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {path}; a run with profile.pipeline=true writes it") from error
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ConfigError(f"{path} is no recording of a pipeline: {what}") from error
+
+
+def timeline_of(
+    schedule: str,
+    placement: Placement,
+    num_micro_batches: int,
+    spans: Iterable[Span],
+    peak_bytes: Iterable[float] | None = None,
+) -> Timeline:
+    """A timeline of what was measured; times are counted from the first start.
+
+    The spans of one rank and lane must not overlap. They may come in any order.
+    """
+    measured = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
+    if not measured:
+        raise ValueError("a step has no spans")
+    begin, end = min(span.start for span in measured), max(span.end for span in measured)
+    moved = tuple(Span(s.rank, s.lane, s.step, s.start - begin, s.end - begin) for s in measured)
+    busy = sum(span.end - span.start for span in moved if span.lane == "compute")
+    makespan = end - begin
+    table = table_of(schedule, placement, num_micro_batches, moved)
+    return Timeline(
+        schedule,
+        placement,
+        num_micro_batches,
+        moved,
+        makespan,
+        1 - busy / (makespan * placement.num_ranks) if makespan else 0.0,
+        tuple(peak_activations(table)),
+        None if peak_bytes is None else tuple(float(most) for most in peak_bytes),
+    )
+
+
+def table_of(schedule: str, placement: Placement, num_micro_batches: int, spans: Iterable[Span]) -> Table:
+    """What each rank computed, in order; the spans of a rank are in the order of time."""
+    ranks: list[list[Step]] = [[] for _ in range(placement.num_ranks)]
+    for span in spans:
+        if span.lane == "compute":
+            ranks[span.rank].append(span.step)
+    return Table(schedule, placement, num_micro_batches, tuple(map(tuple, ranks)))
+
+
+def _span(row: list[Any], placement: Placement) -> Span:
+    """*Raises* ValueError for what is no row of a span."""
+    rank, lane, text, start, end = row
+    if lane not in get_args(Lane):
+        raise ValueError(f"'{lane}' is no lane, which are {', '.join(get_args(Lane))}")
+    if not 0 <= rank < placement.num_ranks:
+        raise ValueError(f"a span of rank {rank} of a pipeline of {placement.num_ranks} ranks")
+    actions = [_action(part, placement) for part in text.split("+", 1)]
+    return Span(rank, lane, Together(*actions) if len(actions) == 2 else actions[0], float(start), float(end))
+
+
+def _action(text: str, placement: Placement) -> Action:
+    """*Raises* ValueError for what is no action of any stage."""
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is no action such as 3F0")
+    stage = int(match[1])
+    if stage >= placement.num_stages:
+        raise ValueError(f"'{text}' is of stage {stage} of {placement.num_stages} stages")
+    return Action(match[2], stage, int(match[3]))  # type: ignore[arg-type]

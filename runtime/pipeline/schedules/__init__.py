@@ -1,0 +1,147 @@
+"""Schedules by name: what each needs, and how its table is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from graphmoe.config import ConfigError
+from runtime.pipeline.actions import Table
+from runtime.pipeline.schedules.alternating import interleaved, one_forward_one_backward
+from runtime.pipeline.schedules.folded import v_half, v_min, zbv
+from runtime.pipeline.schedules.forward_first import forward_only, gpipe
+from runtime.pipeline.schedules.zero_bubble import zb1p
+
+Build = Callable[[int, int, int], Table]
+"""Of the number of ranks, of micro-batches, and of virtual stages of each rank."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A line of `SCHEDULES`."""
+
+    build: Build
+    description: str
+    virtual_stages: tuple[int, int | None] = (1, 1)
+    """The fewest and the most on each rank; None: any number."""
+    splits_backward: bool = False
+    """Whether tables have I and W in the place of B."""
+    build_overlapped: Build | None = None
+    """Makes the table whose forwards and backwards run together, where there is one."""
+
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe, "all forwards, then all backwards"),
+    "1f1b": Schedule(
+        one_forward_one_backward,
+        "a forward and a backward in turns",
+        build_overlapped=partial(one_forward_one_backward, overlap=True),
+    ),
+    "interleaved": Schedule(
+        interleaved,
+        "1f1b on several stages of each rank: less bubble, more messages and activations",
+        virtual_stages=(2, None),
+        build_overlapped=partial(interleaved, overlap=True),
+    ),
+    "zb1p": Schedule(
+        zb1p,
+        "1f1b with weight gradients where ranks would wait: a third of the bubble",
+        splits_backward=True,
+    ),
+    "zbv": Schedule(
+        zbv,
+        "two stages on each rank, there and back: hardly a bubble, with the activations of 1f1b",
+        virtual_stages=(2, 2),
+        splits_backward=True,
+    ),
+    "v_half": Schedule(
+        v_half,
+        "zbv with half of the activations and some bubble",
+        virtual_stages=(2, 2),
+        splits_backward=True,
+    ),
+    "v_min": Schedule(
+        v_min,
+        "zbv with a third of the activations and more bubble",
+        virtual_stages=(2, 2),
+        splits_backward=True,
+    ),
+}
+
+__all__ = ["SCHEDULES", "Schedule", "forward_only", "make_table", "schedule_rules", "with_overlap"]
+
+
+def make_table(
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int | None = None,
+    *,
+    overlap: bool = False,
+) -> Table:
+    """The table of a schedule; with None for the fewest virtual stages that it takes.
+
+    Raises ConfigError with all that `schedule_rules` finds.
+    """
+    problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    schedule = SCHEDULES[name]
+    build = schedule.build_overlapped if overlap else schedule.build
+    assert build
+    return build(num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0])
+
+
+def with_overlap(table: Table) -> Table:
+    """The table of the same schedule and numbers in which forwards and backwards run together.
+
+    Where a rank has both a forward and a backward to do in steady state, they become one `Together`, of two
+    micro-batches: longer warm-ups make all pairs independent.
+
+    Raises ConfigError for a schedule that has no such pairs.
+    """
+    placement = table.placement
+    virtual_stages = placement.num_stages // placement.num_ranks
+    return make_table(
+        table.schedule, placement.num_ranks, table.num_micro_batches, virtual_stages, overlap=True
+    )
+
+
+def schedule_rules(
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int | None = None,
+    *,
+    overlap: bool = False,
+) -> Iterator[str]:
+    """What keeps a schedule from running with these numbers, and which ones would work."""
+    if num_ranks < 1:
+        yield f"parallel.pp={num_ranks} is no number of ranks; use 1 or more"
+    if num_micro_batches < 1:
+        yield f"pipeline.microbatches={num_micro_batches} leaves nothing to do; use 1 or more"
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        yield f"pipeline.schedule={name}: there is no such schedule; use one of {', '.join(SCHEDULES)}"
+        return
+    if virtual_stages is not None and not _takes(schedule, virtual_stages):
+        fewest, most = schedule.virtual_stages
+        wanted = f"{fewest}" if fewest == most else f"{fewest} or more"
+        takers = ", ".join(other for other, line in SCHEDULES.items() if _takes(line, virtual_stages))
+        instead = f", or a schedule that takes {virtual_stages}: {takers}" if takers else ""
+        yield (
+            f"pipeline.virtual_stages={virtual_stages} does not suit pipeline.schedule={name}, which has "
+            f"{wanted} on each rank; use {wanted}{instead}"
+        )
+    if overlap and schedule.build_overlapped is None:
+        able = ", ".join(other for other, line in SCHEDULES.items() if line.build_overlapped)
+        yield (
+            f"pipeline.ep_overlap=true runs a forward and a backward together, and pipeline.schedule={name} "
+            f"pairs none; use one of {able}"
+        )
+
+
+def _takes(schedule: Schedule, virtual_stages: int) -> bool:
+    fewest, most = schedule.virtual_stages
+    return fewest <= virtual_stages <= (most or virtual_stages)

@@ -1,0 +1,220 @@
+"""Tables of all schedules: they can be run, keep what they promise, and take the published time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from graphmoe.config import ConfigError
+from runtime.pipeline.actions import Action, Placement
+from runtime.pipeline.schedules import SCHEDULES, forward_only, make_table
+from runtime.pipeline.simulate import Costs, simulate
+from runtime.pipeline.validate import check, peak_activations
+
+PUBLISHED = [
+    # schedule, virtual stages, makespan, activations of the rank that keeps most
+    ("1f1b", 1, 117_000, 8),
+    ("zb1p", 1, 103_000, 8),
+    ("interleaved", 2, 106_500, 11.5),
+    ("interleaved", 4, 101_250, 9.75),
+    ("zbv", 2, 99_500, 8),
+]
+"""8 ranks, 32 micro-batches, F = I = W = 1000 for a rank's whole stage, free communication."""
+
+PUBLISHED_LIMITS = [("v_half", 104_500, 5), ("v_min", 109_000, 4)]
+
+VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
+VARIANTS += [("interleaved", virtual) for virtual in (2, 3, 4)]
+RANKS = range(1, 9)
+MICRO_BATCHES = range(1, 21)
+
+
+def timed(name, num_ranks, num_micro_batches, virtual=None, unit=1000):
+    table = make_table(name, num_ranks, num_micro_batches, virtual)
+    return simulate(table, Costs.of_rank(table.placement, unit, unit, unit))
+
+
+def promised(name, num_ranks, virtual):
+    """The most activations of a rank's whole stage that a schedule keeps, of many micro-batches."""
+    return {
+        "gpipe": math.inf,
+        "1f1b": num_ranks,
+        "zb1p": num_ranks,
+        "zbv": num_ranks,
+        "v_half": min(num_ranks, num_ranks / 2 + 1),
+        "v_min": min(num_ranks, num_ranks // 3 + 2),
+        "interleaved": (2 * (num_ranks - 1) + (virtual - 1) * num_ranks + 1) / virtual,
+    }[name]
+
+
+def least(placement, num_micro_batches):
+    """The makespan of F = I = W = 1 per stage that no table can beat."""
+    for_one = 2 * placement.num_stages + 1
+    work = [3 * num_micro_batches * len(placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    return max(for_one, *(placement.stages_of(rank)[0] + busy for rank, busy in enumerate(work)))
+
+
+@pytest.mark.parametrize(("name", "virtual", "makespan", "peak"), PUBLISHED)
+def test_makespan_bubble_and_peak_are_the_published_ones(name, virtual, makespan, peak):
+    timeline = timed(name, 8, 32, virtual)
+    assert timeline.makespan == makespan
+    assert timeline.bubble == (makespan - 96_000) / makespan
+    assert max(timeline.peak_activations) == peak
+
+
+@pytest.mark.parametrize(("name", "makespan", "peak"), PUBLISHED_LIMITS)
+def test_schedules_of_less_memory_are_no_slower_and_no_larger_than_published(name, makespan, peak):
+    timeline = timed(name, 8, 32)
+    assert timeline.makespan <= makespan and max(timeline.peak_activations) <= peak
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize(("name", "virtual"), VARIANTS)
+def test_any_number_of_micro_batches_can_be_run_within_the_promised_memory(name, virtual, num_ranks):
+    for number in MICRO_BATCHES:
+        table = make_table(name, num_ranks, number, virtual)
+        check(table)
+        assert max(peak_activations(table)) <= min(number, promised(name, num_ranks, virtual))
+        timeline = simulate(table, Costs.of_rank(table.placement, virtual, virtual, virtual))
+        # No worse than one micro-batch after the other through the bubble of 1F1B.
+        assert (
+            least(table.placement, number) <= timeline.makespan <= 3 * virtual * (number + 2 * num_ranks - 1)
+        )
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 3, 4, 7, 8))
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+def test_bubble_follows_the_formula(name, virtual, num_ranks):
+    for number in (num_ranks, 2 * num_ranks, 5 * num_ranks):
+        bubble = timed(name, num_ranks, number, virtual, unit=1000 * virtual).bubble
+        assert bubble == (num_ranks - 1) / (num_ranks - 1 + number * virtual)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_rounds_that_are_not_full_are_no_slower_than_full_ones_nor_than_1f1b(num_ranks):
+    for number in MICRO_BATCHES:
+        full = -(-number // num_ranks) * num_ranks
+        for virtual in (2, 4):
+            makespan = timed("interleaved", num_ranks, number, virtual).makespan
+            assert makespan <= timed("interleaved", num_ranks, full, virtual).makespan
+            assert makespan <= timed("1f1b", num_ranks, number).makespan
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_zero_bubble_schedules_wait_only_for_the_first_forward(num_ranks):
+    for number in (num_ranks, 2 * num_ranks + 1, 20):
+        assert timed("zb1p", num_ranks, number, unit=2).makespan == 6 * number + 2 * (num_ranks - 1)
+        assert timed("zbv", num_ranks, number, unit=2).makespan == 6 * number + num_ranks - 1
+
+
+@pytest.mark.parametrize("num_ranks", [*RANKS, 12, 15, 16])
+@pytest.mark.parametrize("name", ["zbv", "v_half", "v_min"])
+def test_the_bubble_of_a_v_does_not_grow_with_the_micro_batches(name, num_ranks):
+    few, many = 2 * num_ranks, 5 * num_ranks
+    for_few, for_many = (timed(name, num_ranks, number, unit=2).makespan for number in (few, many))
+    assert for_many - for_few == 6 * (many - few)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 5, 6, 7, 8, 16])
+def test_less_memory_costs_time_on_a_v(num_ranks):
+    timelines = [timed(name, num_ranks, 3 * num_ranks) for name in ("zbv", "v_half", "v_min")]
+    by_time = [timeline.makespan for timeline in timelines]
+    by_memory = [max(timeline.peak_activations) for timeline in timelines]
+    assert by_time == sorted(by_time) and by_memory == sorted(by_memory, reverse=True)
+    assert by_time[-1] < timed("1f1b", num_ranks, 3 * num_ranks).makespan
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_line_of_a_schedule_says_what_its_table_has(name):
+    schedule = SCHEDULES[name]
+    table = make_table(name, 2, 4)
+    assert table.schedule == name and table.num_micro_batches == 4
+    assert table.placement.num_stages == 2 * schedule.virtual_stages[0]
+    kinds = {action.kind for rank in range(2) for action in table.actions(rank)}
+    assert kinds == ({"F", "I", "W"} if schedule.splits_backward else {"F", "B"})
+    assert (schedule.virtual_stages[1] == 2) == (table.placement == Placement.folded(2))
+
+
+def test_small_tables_are_those_of_the_papers():
+    def written(name, *numbers):
+        return [" ".join(map(str, steps)) for steps in make_table(name, *numbers).ranks]
+
+    assert written("gpipe", 2, 2) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert written("1f1b", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    assert written("zb1p", 2, 2) == ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
+    assert written("interleaved", 2, 2, 2) == [
+        "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
+    ]
+
+
+def test_as_many_micro_batches_as_ranks_leave_no_forward_after_the_warm_up_of_the_first():
+    table = make_table("interleaved", 8, 8, 2)
+    check(table)
+    assert [action.kind for action in table.actions(0)] == ["F"] * 16 + ["B"] * 16
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 9])
+@pytest.mark.parametrize(
+    "placement", [Placement.loop(1), Placement.loop(4), Placement.loop(4, 3), Placement.folded(4)]
+)
+def test_evaluation_runs_all_forwards_and_keeps_nothing(placement, number):
+    table = forward_only(placement, number)
+    check(table)
+    kinds = {action.kind for rank in range(placement.num_ranks) for action in table.actions(rank)}
+    virtual = placement.num_stages // placement.num_ranks
+    assert kinds == {"F"} and set(peak_activations(table)) == {1 / virtual}
+    makespan = simulate(table, Costs.of_rank(placement, virtual, 0, 0)).makespan
+    assert makespan < number * virtual + placement.num_stages
+    if number % placement.num_ranks == 0 and placement == Placement.loop(placement.num_ranks, virtual):
+        assert makespan == number * virtual + placement.num_ranks - 1
+
+
+def test_evaluation_takes_the_placement_of_a_table():
+    assert forward_only(make_table("zbv", 4, 8), 3) == forward_only(Placement.folded(4), 3)
+
+
+def test_equal_numbers_give_equal_tables():
+    assert all(make_table(name, 4, 6) == make_table(name, 4, 6) for name in SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("2f2b", 4, 8), r"pipeline.schedule=2f2b: there is no such schedule; use one of gpipe, 1f1b, inter"),
+        (("1f1b", 0, 8), r"parallel.pp=0 is no number of ranks; use 1 or more"),
+        (("1f1b", 4, 0), r"pipeline.microbatches=0 leaves nothing to do; use 1 or more"),
+        (
+            ("interleaved", 4, 8, 1),
+            r"pipeline.virtual_stages=1 does not suit pipeline.schedule=interleaved, which has 2 or more on "
+            r"each rank; use 2 or more, or a schedule that takes 1: gpipe, 1f1b, zb1p",
+        ),
+        (("v_min", 4, 8, 3), r"which has 2 on each rank; use 2, or a schedule that takes 3: interleaved"),
+        (("zb1p", 4, 8, 0), r"pipeline.virtual_stages=0 .* which has 1 on each rank; use 1$"),
+    ],
+)
+def test_numbers_that_do_not_work_are_named_with_those_that_would(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        make_table(*arguments)
+
+
+def test_all_that_is_wrong_is_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        make_table("zbv", 0, 0, 1, overlap=True)
+    named = (
+        "parallel.pp=0",
+        "pipeline.microbatches=0",
+        "pipeline.virtual_stages=1",
+        "pipeline.ep_overlap=true",
+    )
+    assert all(name in str(caught.value) for name in named)
+
+
+def test_actions_of_a_split_backward_come_in_the_order_of_micro_batches():
+    table = make_table("zbv", 4, 6)
+    for rank in range(4):
+        for stage in table.placement.stages_of(rank):
+            for kind in ("F", "I", "W"):
+                done = [action for action in table.actions(rank) if action[:2] == (kind, stage)]
+                assert done == [Action(kind, stage, number) for number in range(6)]

@@ -1,0 +1,105 @@
+"""simulate: small cases computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.pipeline.actions import Placement, Together
+from runtime.pipeline.schedules import make_table
+from runtime.pipeline.simulate import Costs, simulate
+from runtime.pipeline.timeline import Timeline
+
+
+def rows(timeline: Timeline, lane="compute"):
+    """The spans of a lane by rank, as text, start and end."""
+    num_ranks = timeline.placement.num_ranks
+    return [
+        [
+            (str(span.step), span.start, span.end)
+            for span in timeline.spans
+            if (span.rank, span.lane) == (rank, lane)
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+def test_uneven_stages_and_transfers_by_hand():
+    costs = Costs((2, 3), (1, 2), (1, 1), comm=1, activation_bytes=(10, 30))
+    timeline = simulate(make_table("1f1b", 2, 2), costs)
+    assert rows(timeline) == [
+        [("0F0", 0, 2), ("0F1", 2, 4), ("0B0", 10, 12), ("0B1", 16, 18)],
+        [("1F0", 3, 6), ("1B0", 6, 9), ("1F1", 9, 12), ("1B1", 12, 15)],
+    ]
+    assert rows(timeline, "comm") == [
+        [("0B0", 9, 10), ("0B1", 15, 16)],
+        [("1F0", 2, 3), ("1F1", 4, 5)],
+    ]
+    assert timeline.makespan == 18 and timeline.bubble == 16 / 36
+    assert timeline.peak_activations == (2, 1) and timeline.peak_bytes == (20, 30)
+
+
+def test_a_split_backward_sends_before_it_makes_weight_gradients():
+    timeline = simulate(make_table("zb1p", 2, 1), Costs((1, 1), (2, 2), (3, 3)))
+    assert rows(timeline) == [
+        [("0F0", 0, 1), ("0I0", 4, 6), ("0W0", 6, 9)],
+        [("1F0", 1, 2), ("1I0", 2, 4), ("1W0", 4, 7)],
+    ]
+    assert rows(timeline, "comm") == [[], []]
+
+
+def test_neighbouring_stages_of_one_rank_need_no_transfer():
+    table = make_table("zbv", 2, 1)
+    timeline = simulate(table, Costs((1,) * 4, (1,) * 4, (1,) * 4, comm=1))
+    times = {name: (start, end) for row in rows(timeline) for name, start, end in row}
+    assert [times[f"{stage}F0"] for stage in range(4)] == [(0, 1), (2, 3), (3, 4), (5, 6)]
+    assert [times[f"{stage}I0"] for stage in range(4)] == [(11, 12), (9, 10), (8, 9), (6, 7)]
+    assert timeline.makespan == 13
+    assert rows(timeline, "comm")[1] == [("1F0", 1, 2), ("2I0", 7, 8)]
+    assert rows(simulate(make_table("zbv", 1, 3), Costs((1,) * 2, (1,) * 2, (1,) * 2, comm=9)), "comm") == [
+        []
+    ]
+
+
+@pytest.mark.parametrize(("hidden", "pair"), [(0, 10), (1, 9), (4, 6), (50, 6)])
+def test_a_pair_saves_what_is_hidden_up_to_its_shorter_half(hidden, pair):
+    timeline = simulate(make_table("1f1b", 1, 2, overlap=True), Costs((4,), (3,), (3,), hidden=hidden))
+    assert rows(timeline) == [[("0F0", 0, 4), ("0F1+0B0", 4, 4 + pair), ("0B1", 4 + pair, 10 + pair)]]
+    assert timeline.bubble == 0
+
+
+def test_costs_of_a_rank_are_shared_by_its_stages():
+    costs = Costs.of_rank(Placement.folded(2), 1000, 600, 400, comm=7, hidden=100, activation_bytes=8)
+    assert costs == Costs((500,) * 4, (300,) * 4, (200,) * 4, comm=7, hidden=50, activation_bytes=(4,) * 4)
+
+
+def test_a_backward_takes_as_long_as_its_halves():
+    costs = Costs((1, 2), (3, 4), (5, 6))
+    table = make_table("1f1b", 2, 1)
+    forward, backward = table.ranks[1]
+    assert costs.of(forward) == 2 and costs.of(backward) == 10
+    assert costs.of(Together(forward, backward)) == 12
+
+
+def test_spans_are_sorted_by_rank_and_time_and_do_not_overlap():
+    table = make_table("interleaved", 4, 6, 2)
+    timeline = simulate(table, Costs.of_rank(table.placement, 10, 11, 9, comm=3))
+    keys = [(span.rank, span.start) for span in timeline.spans]
+    assert keys == sorted(keys)
+    for rank, row in enumerate(rows(timeline)):
+        assert [name for name, *_ in row] == list(map(str, table.ranks[rank]))
+        assert all(first[2] <= second[1] for first, second in zip(row, row[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "v_half", "v_min"])
+def test_slower_transfers_never_make_a_step_shorter(name):
+    table = make_table(name, 4, 7)
+    times = [
+        simulate(table, Costs.of_rank(table.placement, 4, 4, 4, comm=comm)).makespan for comm in range(5)
+    ]
+    assert times == sorted(times) and times[0] < times[-1]
+
+
+def test_the_slowest_stage_sets_the_pace():
+    table = make_table("1f1b", 4, 16)
+    costs = Costs((1, 1, 3, 1), (1, 1, 3, 1), (1, 1, 3, 1))
+    assert 16 * 9 <= simulate(table, costs).makespan <= 16 * 9 + 3 * 3 * 1

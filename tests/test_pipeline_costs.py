@@ -1,0 +1,168 @@
+"""What the parts of a model cost a pipeline, and the layouts that balance its stages."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from graphmoe.config import ConfigError, ModelConfig, MoEConfig
+from graphmoe.flops import flops_per_token
+from graphmoe.model.layer import DenseLayer, MoELayer
+from graphmoe.pipeline_costs import (
+    DENSE_SEGMENTS,
+    MOE_SEGMENTS,
+    balanced_layout,
+    default_layout,
+    measured_parts,
+    modelled_parts,
+    stage_costs,
+)
+from graphmoe.pipeline_layout import parse_layout, pieces_of
+
+PRESETS = sorted((Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
+
+
+def preset(path: Path) -> ModelConfig:
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path)))
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def parts_of(costs: list[float]) -> list[tuple[str, float]]:
+    return list(zip("E" + "t" * (len(costs) - 2) + "L", costs, strict=True))
+
+
+def sums_of(layout: str, costs: list[float]) -> list[float]:
+    lengths = map(len, parse_layout(layout))
+    rest = iter(costs)
+    return [sum(itertools.islice(rest, length)) for length in lengths]
+
+
+def test_no_layout_has_a_smaller_largest_stage_and_none_of_those_is_more_even():
+    draw = random.Random(0)
+    for _ in range(60):
+        costs = [draw.choice((0, 1, 2, 3, 7)) for _ in range(draw.randrange(2, 9))]
+        num_stages = draw.randrange(1, len(costs) + 1)
+        best = min(
+            (max(sums), sum(s * s for s in sums))
+            for borders in itertools.combinations(range(1, len(costs)), num_stages - 1)
+            for sums in [[sum(costs[a:b]) for a, b in itertools.pairwise([0, *borders, len(costs)])]]
+        )
+        found = sums_of(balanced_layout(parts_of(costs), num_stages), costs)
+        assert len(found) == num_stages and (max(found), sum(s * s for s in found)) == best
+
+
+def test_fractions_of_a_millisecond_balance_as_well():
+    costs = [0.1] * 7
+    assert sorted(sums_of(balanced_layout(parts_of(costs), 3), costs)) == pytest.approx([0.2, 0.2, 0.3])
+
+
+def test_of_even_layouts_the_first_stages_are_the_lighter_ones():
+    assert balanced_layout(parts_of([1, 1, 1, 1, 1]), 3) == "E|tt|tL"
+
+
+def test_a_stage_without_cost_is_made_only_where_it_must_be():
+    assert balanced_layout(parts_of([0, 1, 1, 1]), 3) == "Et|t|L"
+    assert balanced_layout(parts_of([0, 1, 1, 1]), 4) == "E|t|t|L"
+
+
+@pytest.mark.parametrize("num_stages", [0, 5])
+def test_more_stages_than_parts_are_refused(num_stages):
+    with pytest.raises(ConfigError, match=rf"= {num_stages}, and the model has 4 parts \(EttL\).*use 1 to 4"):
+        balanced_layout(parts_of([0, 1, 1, 1]), num_stages)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_the_parts_of_a_model_add_up_to_its_flops(path):
+    model = preset(path)
+    parts, flops = modelled_parts(model, 4096), flops_per_token(model, 4096)
+    assert sum(part.forward for part in parts) == flops.forward
+    assert sum(part.inputs + part.weights for part in parts) == flops.backward
+    assert (
+        "".join(part.letter for part in parts) == "E" + "t" * model.num_layers + "m" * model.mtp_depth + "L"
+    )
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_the_default_layout_fits_its_model(path):
+    model = preset(path)
+    for num_stages in (1, 2, 4, 5):
+        layout = default_layout(model, 4096, num_stages)
+        pieces_of(layout, model.num_layers, model.mtp_depth, num_stages)
+        costs = [stage.total for stage in stage_costs(parse_layout(layout), modelled_parts(model, 4096))]
+        assert min(costs) > 0 and sum(costs) == flops_per_token(model, 4096).total
+
+
+def test_a_stage_costs_the_sum_of_its_parts():
+    model = ModelConfig(num_layers=3, mtp_depth=1)
+    parts = modelled_parts(model, 64)
+    stages = stage_costs(["Et", "ttmL"], parts)
+    assert stages[0] == ("Et", parts[1].forward, parts[1].inputs, parts[1].weights)
+    assert stages[1].total == pytest.approx(sum(part.total for part in parts[2:]))
+
+
+def test_the_segments_of_layers_are_those_that_layers_have():
+    config = ModelConfig()
+    with torch.device("meta"):
+        dense, moe = DenseLayer(config).segments(), MoELayer(config, MoEConfig()).segments()
+    assert (tuple(s.name for s in dense), tuple(s.name for s in moe)) == (DENSE_SEGMENTS, MOE_SEGMENTS)
+
+
+MODEL = ModelConfig(num_layers=3, num_dense_layers=1, mtp_depth=1)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {"dense": 2.0, "moe": 5.0, "loss": 3.0},
+        {"attn..mlp": 2.0, "attn..moe_combine": 5.0, "loss": 3.0},
+        {
+            "attn": 1.5,
+            "mlp": 0.5,
+            "moe_router..moe_preprocess": 1.0,
+            "moe_dispatch..moe_combine": 2.5,
+            "loss": 3,
+        },
+        {"dense": 2.0, "moe": 5.0, "attn": 9.0, "loss": 3.0, "embed": 0.0, "mtp": 8.0},
+    ],
+)
+def test_times_may_be_of_parts_segments_or_units(measured):
+    expected = [("E", 0.0), ("t", 2.0), ("t", 5.0), ("t", 5.0), ("m", 8.0), ("L", 3.0)]
+    assert measured_parts(MODEL, measured) == expected
+    assert default_layout(MODEL, 4096, 2, measured) == balanced_layout(expected, 2) == "Ettt|mL"
+
+
+def test_a_model_without_shared_experts_needs_no_time_for_them():
+    model = ModelConfig(num_layers=1, num_dense_layers=0, shared_ffn_size=0)
+    times = {name: 1.0 for name in MOE_SEGMENTS if name != "shared_experts"}
+    assert measured_parts(model, {**times, "loss": 1.0})[1] == ("t", 6.0)
+
+
+@pytest.mark.parametrize(
+    "measured, message",
+    [
+        (
+            {"atn": 1.0},
+            "'atn' is no part whose time balances a pipeline; use embed, dense, moe, mtp, loss, a seg",
+        ),
+        ({"attn..mpl": 1.0}, "'attn..mpl' is no part"),
+        ({"dense": -1.0}, "the time of 'dense' is -1.0 ms; it must be 0 or greater"),
+        (
+            {"dense": 1.0, "attn": 1.0, "loss": 1.0},
+            "no time for moe_router, moe_preprocess, .*whole part, moe",
+        ),
+        (
+            {"attn..mlp": 1.0, "mlp": 1.0, "moe": 1.0},
+            "'attn..mlp' and 'mlp' both have the time of mlp; leave",
+        ),
+        ({"dense": 1.0, "moe": 1.0}, "no time for loss"),
+    ],
+)
+def test_wrong_or_missing_times_are_named(measured, message):
+    with pytest.raises(ConfigError, match=message):
+        measured_parts(MODEL, measured)

@@ -1,0 +1,164 @@
+"""Layout strings: what they stand for, how they are shortened, and where their errors point."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from graphmoe.config import ConfigError
+from graphmoe.pipeline_layout import MAX_SIGNS, StagePieces, parse_layout, pieces_of, short_layout
+
+EXAMPLE = "Et|(tt|)*6L"
+
+
+def error_of(text: str, *model: int) -> tuple[str, str, int]:
+    """What the error says in its first line, the string it shows, and the column of its caret."""
+    with pytest.raises(ConfigError) as caught:
+        pieces_of(text, *model) if model else parse_layout(text)
+    problem, shown, caret = str(caught.value).split("\n")
+    assert problem.startswith("pipeline.layout: ") and set(caret) == {" ", "^"}
+    return problem.removeprefix("pipeline.layout: "), shown[2:], caret.index("^") - 2
+
+
+@pytest.mark.parametrize(
+    "text, pieces",
+    [
+        (EXAMPLE, ["Et", *["tt"] * 6, "L"]),
+        ("Et*3|t*2L", ["Ettt", "ttL"]),
+        ("E t, t | t t, L", ["Ett", "ttL"]),
+        ("E t * 3 | L", ["Ettt", "L"]),
+        ("E(t)*2|(t|(tt|)*2)*2mL", ["Ett", "t", "tt", "tt", "t", "tt", "tt", "mL"]),
+        ("E|(t(m))L", ["E", "tmL"]),
+        ("(E|t)L", ["E", "tL"]),
+        ("Et|tm|L", ["Et", "tm", "L"]),
+        ("Et*010L", ["Etttttttttt" + "L"]),
+        ("Et(|t)*2L", ["Et", "t", "tL"]),
+        ("EL", ["EL"]),
+    ],
+)
+def test_a_layout_is_written_out_as_pieces(text, pieces):
+    assert parse_layout(text) == pieces
+
+
+def test_pieces_number_layers_over_the_whole_model():
+    stages = pieces_of("Et|ttt|tm|mL", num_layers=5, mtp_depth=2, num_stages=4)
+    assert stages == (
+        StagePieces(True, range(0, 1), range(0, 0), False),
+        StagePieces(False, range(1, 4), range(0, 0), False),
+        StagePieces(False, range(4, 5), range(0, 1), False),
+        StagePieces(False, range(5, 5), range(1, 2), True),
+    )
+
+
+def test_every_layer_of_the_example_is_on_one_stage():
+    stages = pieces_of(EXAMPLE, num_layers=13, mtp_depth=0, num_stages=8)
+    assert [layer for stage in stages for layer in stage.layers] == list(range(13))
+    assert [stage.embed for stage in stages] == [True] + [False] * 7
+    assert [stage.loss for stage in stages] == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize(
+    "text, message, column",
+    [
+        ("Et|xt|L", "'x' is no letter of a layout; use E (embedding), t (layer)", 3),
+        ("Et;L", "';' is no letter", 2),
+        ("Et|2t|L", "'2' is no letter", 3),
+        ("Et|(tt|*6L", "this parenthesis is not closed; write )", 3),
+        ("Et|((t|)*6L", "this parenthesis is not closed", 3),
+        ("Et|tt)*6L", "no parenthesis is open here; take this one away", 5),
+        ("Et*|L", "a number must follow the star; write such as t*3", 2),
+        ("E(tt)*", "a number must follow the star; write such as (...)*3", 5),
+        ("*3tL", "there is nothing here to repeat; write such as t*3 or (tt|)*3", 0),
+        ("E(*3t)L", "there is nothing here to repeat", 2),
+        ("E()*3L", "nothing is in these parentheses", 1),
+        ("E(, )L", "nothing is in these parentheses", 1),
+        ("Et*0L", "the number must be above 0; write such as t*3", 3),
+        ("E(tt|)*00L", "the number must be above 0; write such as (...)*3", 8),
+        ("Et*-2L", "the number must be above 0; write such as t*3", 3),
+        ("Et*1 2L", "a space splits this number", 5),
+        ("Et*2*3L", "to repeat a repetition, use parentheses: (t*2)*3", 4),
+        ("tt|L", "E, the embedding, is missing; write it first", 0),
+        ("tE|L", "E, the embedding, must be the first letter; move it there", 1),
+        ("Et|EL", "E, the embedding, is there 2 times; write it once, first", 3),
+        ("E*2tL", "E, the embedding, is there 2 times", 0),
+        ("Et|tt", "L, the loss, is missing; write it last", 4),
+        ("Et|Lt", "L, the loss, must be the last letter; move it there", 3),
+        ("EtL|tL", "L, the loss, is there 2 times; write it once, last", 2),
+        ("Etm|tL", "m, a multi-token-prediction layer, must come after the last t", 2),
+        ("E m t", "L, the loss, is missing", 4),
+        ("Et||L", "the stage before this border is empty", 3),
+        ("|EtL", "the stage before this border is empty", 0),
+        ("E(|t)*2||L", "the stage before this border is empty", 8),
+        ("EtL|", "the stage after this border is empty; end with L", 3),
+        ("E(t|)*2", "the stage after this border is empty", 3),
+        ("", "it is empty; write such as 'Ett|ttL'", 0),
+        (" , ", "it is empty", 0),
+        ("|", "the stage before this border is empty", 0),
+    ],
+)
+def test_an_error_points_at_the_character(text, message, column):
+    problem, shown, caret = error_of(text)
+    assert problem.startswith(message) and (shown, caret) == (text, column)
+
+
+@pytest.mark.parametrize(
+    "text, model, message, column",
+    [
+        (EXAMPLE, (12, 0, 8), "t is there 13 times, and model.num_layers=12; take 1 away", 5),
+        (EXAMPLE, (20, 0, 8), "t is there 13 times, and model.num_layers=20; add 7", 5),
+        ("EL", (2, 0, 1), "t is there 0 times, and model.num_layers=2; add 2", 1),
+        ("EtmmL", (1, 1, 1), "m is there 2 times, and model.mtp_depth=1; take 1 away", 3),
+        ("EtL", (1, 1, 1), "m is there 0 times, and model.mtp_depth=1; add 1", 2),
+        ("Et|t|L", (2, 0, 2), "3 pieces, and parallel.pp * pipeline.virtual_stages = 2; use 1 border |", 5),
+        ("Et|t|L", (2, 0, 4), "3 pieces, and parallel.pp * pipeline.virtual_stages = 4; use 3 borders |", 5),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_the_key_and_both_numbers(text, model, message, column):
+    problem, shown, caret = error_of(text, *model)
+    assert problem.startswith(message) and (shown, caret) == (text, column)
+
+
+def test_a_space_of_any_kind_keeps_the_caret_below_its_character():
+    assert error_of("E\tt\n?L") == (error_of("E t ?L")[0], "E t ?L", 4)
+
+
+def test_an_error_names_the_string_as_the_caller_does():
+    with pytest.raises(ConfigError, match="^layout: 'q'"):
+        parse_layout("q", key="layout")
+    with pytest.raises(ConfigError, match="^layout: t is there 1 time, "):
+        pieces_of("EtL", 2, 0, 1, key="layout")
+
+
+@pytest.mark.parametrize("text", [f"Et*{MAX_SIGNS}L", "E((t*1000)*1000)*1000L", f"Et*{'9' * 5000}L"])
+def test_a_layout_that_would_fill_the_memory_is_refused(text):
+    assert "more than 10000 letters" in error_of(text)[0]
+
+
+def test_parentheses_in_parentheses_end_in_an_error_and_not_in_a_crash():
+    assert "more than 200 parentheses" in error_of("(" * 100_000)[0]
+    assert parse_layout("E" + "(" * 200 + "t" + ")" * 200 + "L") == ["EtL"]
+
+
+def test_a_shortened_layout_is_parsed_to_the_same_pieces():
+    draw = random.Random(0)
+    for _ in range(300):
+        pieces = ["t" * draw.choice((1, 1, 2, 2, 3, 4, 11)) for _ in range(draw.randrange(1, 12))]
+        pieces = [piece for piece in pieces for _ in range(draw.choice((1, 1, 2, 5)))]
+        pieces[-1] += "m" * draw.choice((0, 1, 5)) + "L"
+        pieces[0] = "E" + pieces[0]
+        short = short_layout(pieces)
+        assert parse_layout(short) == pieces and len(short) <= len("|".join(pieces))
+
+
+def test_repetitions_are_shown_where_they_are_shorter():
+    assert short_layout(parse_layout(EXAMPLE)) == EXAMPLE
+    assert short_layout(["Ettt", "tt", "tt", "ttttL"]) == "Ettt|tt|tt|t*4L"
+
+
+def test_layouts_need_no_torch():
+    code = "import sys, graphmoe.pipeline_layout, graphmoe.pipeline_costs; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -159,19 +159,25 @@ def fake_model(config: RunConfig, mesh: Mesh) -> Transformer:
         rank=mesh.rank,
         dispatcher=dispatcher,
     )
-    for holder, key in tensors_of(model).values():
-        meta = holder[key]
-        fake = torch.empty(meta.shape, dtype=meta.dtype)
-        if isinstance(meta, nn.Parameter):
-            fake = nn.Parameter(fake)
-            if hasattr(meta, "parallel"):
-                fake.parallel = meta.parallel  # type: ignore[attr-defined]
-        holder[key] = fake
+    places = [*tensors_of(model).values()]
+    fakes = {meta: _fake(meta) for meta in (holder[key] for holder, key in places)}
+    for holder, key in places:
+        holder[key] = fakes[holder[key]]
     if isinstance(dispatcher, BalancedAllToAll):
         for module in model.modules():
             if isinstance(module, Experts):
                 module.assumed_rows = dispatcher.expert_rows
     return model
+
+
+def _fake(meta: Tensor) -> Tensor:
+    """What stands for a parameter or buffer on the meta device."""
+    fake = torch.empty(meta.shape, dtype=meta.dtype)
+    if isinstance(meta, nn.Parameter):
+        fake = nn.Parameter(fake)
+        if hasattr(meta, "parallel"):
+            fake.parallel = meta.parallel  # type: ignore[attr-defined]
+    return fake
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:

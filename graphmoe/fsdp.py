@@ -54,8 +54,8 @@ class ShardedOptimizer(StepOptimizer):
         self.model, self._dtype = model, next(model.parameters()).dtype
         blocks = model.blocks()
         self._sharded = ShardedWeights(blocks, mesh, device, fill)
-        one_after_the_other = range(len(blocks)) if not model.mtp else range(1, 1 + len(model.layers))
-        self._sharded.gather_ahead(one_after_the_other)  # later depths need embedding and head again
+        needed_once = not model.mtp and not model.config.tie_embeddings  # embedding and head
+        self._sharded.gather_ahead(range(len(blocks)) if needed_once else range(1, 1 + len(model.layers)))
         model.loss = self._sharded.around(model.loss)  # type: ignore[method-assign]
         self.weights = dict(model.named_parameters())
         """DTensors by parameter name."""

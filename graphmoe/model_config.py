@@ -17,6 +17,8 @@ class ModelConfig:
     """Rows of the embedding and of the head, > 0."""
     hidden_size: int = 256
     """Width of the residual stream, > 0."""
+    tie_embeddings: bool = False
+    """Whether the head's weight is the embedding's: one parameter, whose gradient is the sum of both uses."""
     num_layers: int = 4
     """Transformer layers, dense ones included, multi-token-prediction layers not, > 0."""
     num_dense_layers: int = 1

@@ -14,7 +14,10 @@ from graphmoe.config import AttentionKind, ModelConfig
 
 @dataclass(frozen=True)
 class Components:
-    """Parameters of each part of a model; ``mtp`` is everything of the multi-token-prediction layers."""
+    """Parameters of each part of a model; ``mtp`` is everything of the multi-token-prediction layers.
+
+    A tied head has none of its own: its weight counts as the embedding's.
+    """
 
     embedding: int
     head: int
@@ -88,7 +91,7 @@ def _components(model: ModelConfig, *, experts_per_layer: int) -> Components:
     mtp_layer = 2 * d * d + mtp_norms + attention + router + routed + shared + norms
     return Components(
         embedding=model.vocab_size * d,
-        head=model.vocab_size * d,
+        head=0 if model.tie_embeddings else model.vocab_size * d,
         attention=layers * attention,
         dense_mlp=model.num_dense_layers * swiglu_weights(model, model.dense_ffn_size),
         router=num_moe_layers * router,

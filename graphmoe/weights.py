@@ -78,7 +78,7 @@ def load_weights(
     compute, rope_theta for one, are logged where the folder has them otherwise; the model's own stay.
 
     *Raises* ConfigError (CheckpointError for a run) that lists all tensors that are missing, extra or
-    mis-shaped; the model is unchanged then.
+    mis-shaped, and ConfigError where only one of the two has a head of its own; the model is unchanged then.
     """
     folder = Path(folder)
     config, state = model.config, shards_of(model, layout, rank, instead=into)
@@ -86,6 +86,7 @@ def load_weights(
     kind = kind_of(folder)
     if kind is FolderKind.run:
         theirs = run_config(folder)
+        _refuse_other_tie(folder, theirs, config)
         with explained_mismatch(folder, config):
             CheckpointStore.open_any(folder).load(_places_in_run(folder, state), partial=True)
     else:
@@ -95,12 +96,24 @@ def load_weights(
         else:
             weights = open_weights(folder)
             theirs, files, found = weights.config, weights.files, own_pieces(state)
+        _refuse_other_tie(folder, theirs, config)
         shapes = {name: whole_shape(tensor) for name, tensor in state.items()}
         files.check(found, shapes, hints=same_function(config, theirs))
         fill(state, files, found)
     for line in same_function(config, theirs):
         log.warning("%s in %s; the weights are used with the former", line, folder)
     return kind
+
+
+def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
+    """Raise ConfigError where one model has a head of its own and the other has not."""
+    if theirs.tie_embeddings != ours.tie_embeddings:
+        wanted, has = (str(config.tie_embeddings).lower() for config in (ours, theirs))
+        what = "has no head of its own" if theirs.tie_embeddings else "has a head that would be dropped"
+        raise ConfigError(
+            f"model.tie_embeddings={wanted}, but {folder} is of a model with {has}, which {what}; use "
+            f"model.tie_embeddings={has}, or start without its weights"
+        )
 
 
 @contextmanager

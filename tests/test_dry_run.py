@@ -48,6 +48,7 @@ OF_FOUR = {
     "ep4": ("parallel.ep=4",),
     "tp2 ep4": ("parallel.tp=2", "parallel.ep=4"),
     "tp2 etp2": ("parallel.tp=2", "parallel.etp=2"),
+    "a tied head": ("model.tie_embeddings=true", "model.vocab_size=256"),
 }
 
 
@@ -108,6 +109,7 @@ def test_collectives_and_memory_are_those_of_a_real_rank(four, name, rank):
         ("parallel.tp=2", "precision.compute=bf16"),
         ("parallel.tp=2", "model.attention=gqa", "precision.compute=bf16"),
         ("parallel.ep=4", "precision.compute=fp32"),
+        ("parallel.tp=2", "model.tie_embeddings=true", "model.vocab_size=4096", "precision.compute=bf16"),
         ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2", "precision.compute=bf16"),
     ],
     ids=" ".join,

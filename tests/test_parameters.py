@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from graphmoe.flops import flops_per_token
 from graphmoe.parameters import count_parameters
 from tests.test_presets import PRESETS, load_preset
 
@@ -26,11 +27,12 @@ def component(name: str) -> str:
     return next(label for place, label in places.items() if place in name)
 
 
+@pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_counts_equal_those_of_the_built_model_component_by_component(preset):
+def test_counts_equal_those_of_the_built_model_component_by_component(preset, ties):
     from graphmoe.model import build_model
 
-    config = load_preset(preset)
+    config = load_preset(preset, tie_embeddings=ties)
     config.num_layers = min(config.num_layers, config.num_dense_layers + 2)
     built: Counter[str] = Counter()
     for name, parameter in build_model(config, device="meta").named_parameters():
@@ -43,6 +45,15 @@ def test_two_prediction_layers_cost_twice_one():
     one, two = (count_parameters(load_preset("tiny", mtp_depth=depth)) for depth in (1, 2))
     assert two.total.mtp == 2 * one.total.mtp > 0
     assert two.total.full - one.total.full == one.total.mtp
+
+
+def test_a_tied_head_is_counted_with_the_embedding_and_computes_as_much():
+    apart, tied = (load_preset("deepseek_v3", tie_embeddings=ties) for ties in (False, True))
+    counts, of_tied = count_parameters(apart), count_parameters(tied)
+    assert of_tied.total.head == of_tied.active.head == 0
+    assert counts.total.full - of_tied.total.full == counts.total.head == apart.vocab_size * apart.hidden_size
+    assert of_tied.total.body == counts.total.body
+    assert flops_per_token(tied, 4096) == flops_per_token(apart, 4096)
 
 
 def test_deepseek_v3_is_published_as_671_billion_with_37_active():

@@ -49,11 +49,18 @@ def build_model(
 
 @torch.no_grad()
 def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Give the parameters of a module on the meta device memory, unset, and its buffers zeros."""
-    marks = [layout_of(parameter) for parameter in module.parameters()]
+    """Give the parameters of a module on the meta device memory, unset, and its buffers zeros.
+
+    A parameter that several places share is one afterwards too.
+    """
+    before = [*module.named_parameters(remove_duplicate=False)]
     module.to_empty(device=device)
-    for parameter, mark in zip(module.parameters(), marks, strict=True):
-        parameter.parallel = mark  # type: ignore[attr-defined]  # to_empty makes new ones
+    made: dict[int, nn.Parameter] = {}
+    for name, old in before:  # to_empty makes new ones, one for each place that shares it
+        new = made.setdefault(id(old), module.get_parameter(name))
+        new.parallel = layout_of(old)  # type: ignore[attr-defined]
+        holder, _, key = name.rpartition(".")
+        module.get_submodule(holder).register_parameter(key, new)
     for buffer in module.buffers():
         buffer.zero_()
 
@@ -71,7 +78,8 @@ def init_weights(
 
     Each parameter has a generator of its own, and so has each routed expert, seeded by its name and
     ``seed``: a weight does not depend on which other weights exist. Of one that is cut the whole is made,
-    and the rank's part kept, so that weights do not depend on the layout either.
+    and the rank's part kept, so that weights do not depend on the layout either. A tied head has the
+    weight of the embedding, which is N(0, std) whether they are tied or not.
     """
     norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}
     experts = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}

@@ -22,6 +22,7 @@ from graphmoe.model.mtp import MtpLayer, shift_left
 from graphmoe.model.norm import RMSNorm
 from graphmoe.model.rope import rope_tables
 from graphmoe.model.sequence import own_positions
+from graphmoe.model.tied import tie_head
 from graphmoe.model.vocabulary import IGNORED, Embedding, cross_entropy_sum
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.segments import Executor, Segment, run_segments
@@ -106,6 +107,8 @@ class Transformer(nn.Module):
         self.mtp = nn.ModuleList(
             MtpLayer(config, execution, layout, dispatcher) for _ in range(config.mtp_depth)
         )
+        if config.tie_embeddings:
+            tie_head(self)
         self._rope: tuple[Tensor, Tensor] | None = None
         self._own_rope: tuple[Tensor, Tensor] | None = None
 
@@ -205,7 +208,10 @@ class Transformer(nn.Module):
     def blocks(self) -> list[tuple[nn.Module, ...]]:
         """Modules that a forward needs at a time, in the order of the layers; each parameter is in one."""
         found: list[tuple[nn.Module, ...]] = [(self.embed,), *((layer,) for layer in self.layers)]
-        found.append((self.loss_head,))
+        if self.config.tie_embeddings:
+            found[0] = self.embed, self.loss_head
+        else:
+            found.append((self.loss_head,))
         for layer in self.mtp:
             assert isinstance(layer, MtpLayer)
             found += [(layer.embed_norm, layer.hidden_norm, layer.proj, layer.layer), (layer.norm,)]

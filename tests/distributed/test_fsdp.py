@@ -125,11 +125,14 @@ OF_TWO = {
     "bf16": Sharded((BF16,)),
     "later tokens, computed again": Sharded(MTP),
     "a bad step": Sharded(change=nan_gradient_in_step_2),
+    "a tied head": Sharded(("model.tie_embeddings=true",)),
+    "a tied head, later tokens": Sharded(("model.tie_embeddings=true", "model.mtp_depth=1")),
 }
 OF_FOUR = {
     "six experts for four": Sharded(("model.num_experts=6",)),
     "ep2": Sharded(("parallel.ep=2",)),
     "tp2 ep4": Sharded(("parallel.tp=2", "parallel.ep=4")),
+    "a tied head, tp2": Sharded(("model.tie_embeddings=true", "parallel.tp=2", "optim.lr=1e-3")),
 }
 
 

@@ -67,6 +67,7 @@ def grouped(
 
 
 NO_GROUPS = {"n_group": 1, "topk_group": 1}
+TIED = {"tie_word_embeddings": True}
 CASES = {
     "v2_plain": Case(
         "DeepseekV2",
@@ -151,6 +152,24 @@ CASES = {
         | grouped(9, 3, 6, 3, 3, 17)
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
         lengths=(1, 23),
+    ),
+    "v2_tied": Case(
+        "DeepseekV2",
+        {"hidden_size": 24, "num_hidden_layers": 2}
+        | latent(2, None, 6, 4, 5, 10)
+        | experts(5, 2, 7, 1, 1, **NO_GROUPS, **TIED),
+    ),
+    "v3_tied": Case(
+        "DeepseekV3",
+        {"hidden_size": 22, "num_hidden_layers": 2}
+        | latent(2, 8, 4, 6, 10, 9)
+        | experts(6, 2, 7, 1, 1, **NO_GROUPS, **TIED),
+    ),
+    "qwen3_tied": Case(
+        "Qwen3Moe", {"hidden_size": 28, "num_hidden_layers": 2} | grouped(4, 2, 6, 5, 2, 9) | TIED
+    ),
+    "mixtral_tied": Case(
+        "Mixtral", {"hidden_size": 24, "num_hidden_layers": 2} | grouped(4, 2, None, 5, 2, 7) | TIED
     ),
 }
 

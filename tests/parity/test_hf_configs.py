@@ -84,7 +84,6 @@ REFUSED = {
     "deepseek_v3": {
         "attention_bias": True,
         "hidden_act": "gelu",
-        "tie_word_embeddings": True,
         "attention_dropout": 0.1,
         "rope_interleave": False,
         "topk_method": "greedy",
@@ -105,6 +104,19 @@ def test_all_unsupported_values_are_named_at_once(name):
     assert len(lines) == 1 + len(REFUSED[name])
     for key in REFUSED[name]:
         assert sum(key in line and "supported is" in line for line in lines) == 1, (key, lines)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_tied_head_is_read_and_written_in_each_family(name):
+    apart, tied = (read(PUBLISHED[name] | {"tie_word_embeddings": ties}) for ties in (False, True))
+    assert tied == replace(apart, tie_embeddings=True) and not apart.tie_embeddings
+    family, raw = to_hf_config(tied)
+    assert raw["tie_word_embeddings"] is True and read(raw) == tied
+    assert to_hf_config(apart)[1] == raw | {"tie_word_embeddings": False}
+    assert not type(
+        transformers.AutoConfig.for_model(family.name)
+    )().tie_word_embeddings  # as where it is absent
+    assert not read({key: value for key, value in raw.items() if key != "tie_word_embeddings"}).tie_embeddings
 
 
 def test_a_sliding_window_that_is_not_used_is_fine():

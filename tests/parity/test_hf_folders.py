@@ -34,9 +34,9 @@ def change_config(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def save_mtp_model(folder, depth=2):
+def save_mtp_model(folder, depth=2, **changes):
     """Write a DeepSeek-V3 folder with multi-token prediction; the model, all of it random."""
-    config = replace(load_config(folder.parent), mtp_depth=depth)
+    config = replace(load_config(folder.parent), mtp_depth=depth, **changes)
     model = build_model(config, seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -141,6 +141,22 @@ def test_copies_of_embedding_and_head_may_be_left_out_but_not_differ(tmp_path):
     assert all(f"different: {name}" in str(caught.value) for name in copies)
     change_tensors(tmp_path / "mtp", leave_out)
     assert_same_bits(load_hf(tmp_path / "mtp")[1].state_dict(), model.state_dict())
+
+
+def test_a_tied_folder_may_have_its_head_but_no_other(tmp_path):
+    folder = tmp_path / "hf"
+    config, _ = save_mtp_model(folder, tie_embeddings=True)
+    names = ["lm_head.weight", "model.layers.3.shared_head.head.weight"]
+    _, model = load_hf(folder)
+    assert config.tie_embeddings and model.loss_head.head.weight is model.embed.weight
+    assert names[0] not in tensors_in(folder) and names[1] in tensors_in(folder)
+    change_tensors(folder, lambda tensors: tensors.update({names[0]: tensors[names[1]].clone()}))
+    assert_same_bits(load_hf(folder)[1].state_dict(), model.state_dict())
+    change_tensors(folder, lambda tensors: [tensors[name].add_(1e-3) for name in names])
+    with pytest.raises(ConfigError) as caught:
+        load_hf(folder)
+    equal = "must equal model.embed_tokens.weight; the model has one"
+    assert all(f"different: {name} {equal}" in str(caught.value) for name in names)
 
 
 def test_every_missing_extra_and_misshaped_tensor_is_listed_at_once(folder):

@@ -137,11 +137,11 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
     keys.only("attention_dropout", 0.0)
-    keys.only("tie_word_embeddings", False)
     config = ModelConfig(
         name=name,
         vocab_size=keys.int("vocab_size"),
         hidden_size=keys.int("hidden_size"),
+        tie_embeddings=keys.bool("tie_word_embeddings", False),
         num_layers=keys.int("num_hidden_layers"),
         init_std=keys.float("initializer_range", 0.02),
         **family.read(keys),
@@ -162,7 +162,7 @@ def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": config.tie_embeddings,
         "use_cache": True,
     }
 

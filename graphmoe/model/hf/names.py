@@ -10,6 +10,7 @@ from graphmoe.model.hf.families import Family
 
 Index = tuple[int | slice, ...]
 WHOLE: Index = (slice(None),)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,16 @@ class Piece:
     index: Index = WHOLE
     repeats: str | None = None
     """Another published tensor that this one must equal; a folder may leave the repetition out."""
+    written: bool = True
+    """Whether a folder that we write has it."""
 
 
 def pieces(family: Family, config: ModelConfig) -> list[Piece]:
     """Every tensor of a published folder; those without ``repeats`` cover each of ours once."""
     found = [
-        Piece("model.embed_tokens.weight", "embed.weight"),
+        Piece(EMBEDDING, "embed.weight"),
         Piece("model.norm.weight", "loss_head.norm.weight"),
-        Piece("lm_head.weight", "loss_head.head.weight"),
+        _head(config),
     ]
     for i in range(config.num_layers):
         found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=i < config.num_dense_layers)
@@ -37,15 +40,23 @@ def pieces(family: Family, config: ModelConfig) -> list[Piece]:
     return found
 
 
+def _head(config: ModelConfig) -> Piece:
+    """The head, which tied models are published without."""
+    if config.tie_embeddings:
+        return Piece(HEAD, "embed.weight", repeats=EMBEDDING, written=False)
+    return Piece(HEAD, "loss_head.head.weight")
+
+
 def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
     """One multi-token-prediction layer; it ships copies of the embedding and of the head."""
-    yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats="model.embed_tokens.weight")
+    head = _head(config)
+    yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
     yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")
     yield Piece(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
     yield Piece(f"{theirs}.eh_proj.weight", f"{ours}.proj.weight")
     yield from _layer(family, config, theirs, f"{ours}.layer", dense=False)
     yield Piece(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
-    yield Piece(f"{theirs}.shared_head.head.weight", "loss_head.head.weight", repeats="lm_head.weight")
+    yield Piece(f"{theirs}.shared_head.head.weight", head.ours, repeats=head.repeats or head.theirs)
 
 
 def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:

@@ -19,7 +19,8 @@ from tests.runs import config
 
 CPU = torch.device("cpu")
 FACTS = """
-    model.vocab_size model.hidden_size model.num_layers model.num_dense_layers model.dense_ffn_size
+    model.vocab_size model.hidden_size model.tie_embeddings
+    model.num_layers model.num_dense_layers model.dense_ffn_size
     model.attention model.num_heads model.num_kv_heads model.head_dim model.qk_norm model.q_lora_rank
     model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim
     model.attention_backend model.rope_theta model.rope_scaling model.yarn_factor

@@ -1,0 +1,129 @@
+"""A tied head: one parameter, one name, and the gradient of both uses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.config import ModelConfig
+from graphmoe.generate import model_of_one_rank
+from graphmoe.layout import Layout
+from graphmoe.model import build_model
+from graphmoe.model.tied import EMBEDDING, HEAD
+from graphmoe.model.transformer import Transformer
+from tests.model.test_transformer import CONFIGS, both, make_batch
+from tests.runs import config
+from tests.tolerances import assert_forward_close, assert_gradient_close
+
+
+def tied(name: str = "mla", **changes) -> ModelConfig:
+    return dataclasses.replace(CONFIGS[name], tie_embeddings=True, **changes)
+
+
+def untied(of: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(of, tie_embeddings=False)
+
+
+def is_tied(model: Transformer) -> bool:
+    return model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
+
+
+def written_out_loss(model: Transformer, weight_VD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    """Mean of -log p(label) in fp64: plain indexing, the layers and the norm of a model, a plain product."""
+    x_BSD, (cos_SP, sin_SP) = weight_VD[tokens_BS], model.rope(tokens_BS.shape[1], tokens_BS.device)
+    for layer in model.layers:
+        output = layer(x_BSD, cos_SP, sin_SP)
+        x_BSD = output if isinstance(output, Tensor) else output.x_BSD
+    log_p_BSV = (model.loss_head.norm(x_BSD) @ weight_VD.T).double().log_softmax(-1)
+    return -log_p_BSV.gather(-1, labels_BS.unsqueeze(-1)).mean()
+
+
+@both
+def test_the_gradient_of_a_tied_weight_is_that_of_plain_pytorch(name):
+    model = build_model(tied(name, aux_loss_coef=0.0)).double()
+    assert is_tied(model)
+    loss = model.loss(*make_batch())
+    loss.total.backward()
+    weight = model.embed.weight.detach().clone().requires_grad_()
+    expected = written_out_loss(model, weight, *make_batch())
+    expected.backward()
+    assert_forward_close(loss.cross_entropy, expected)
+    assert_gradient_close(model.embed.weight.grad.float(), weight.grad)  # logits are fp32
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@both
+def test_it_is_the_sum_of_the_gradients_of_all_uses(name, depth):
+    model = build_model(tied(name, mtp_depth=depth)).double()
+    apart = build_model(untied(model.config), seed=None).double()
+    weights = model.state_dict() | {HEAD: model.embed.weight.detach().clone()}
+    apart.load_state_dict(weights)
+    of_tied, of_untied = model.loss(*make_batch()), apart.loss(*make_batch())
+    of_tied.total.backward()
+    of_untied.total.backward()
+    assert torch.equal(of_tied.total, of_untied.total)
+    uses = [apart.get_parameter(name).grad for name in (EMBEDDING, HEAD)]
+    assert all(bool(gradient.any()) for gradient in uses)
+    assert_gradient_close(model.embed.weight.grad, uses[0] + uses[1])
+    for key, parameter in model.named_parameters():
+        if key != EMBEDDING:
+            assert_gradient_close(parameter.grad, apart.get_parameter(key).grad)
+
+
+def test_the_head_has_the_first_weight_of_the_embedding_whether_they_are_tied_or_not():
+    model, apart = (build_model(of, seed=3) for of in (tied(), untied(tied())))
+    assert torch.equal(model.get_parameter(HEAD), apart.get_parameter(EMBEDDING))
+    others = apart.state_dict()
+    del others[EMBEDDING], others[HEAD]
+    assert all(torch.equal(model.state_dict()[key], weight) for key, weight in others.items())
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_weight_is_one_parameter_with_one_name_on_every_device(device):
+    model, apart = (build_model(of, device=device, dtype=torch.bfloat16) for of in (tied(), untied(tied())))
+    assert is_tied(model) and model.embed.weight.dtype == torch.bfloat16
+    names = [name for name, _ in model.named_parameters()]
+    assert set(apart.state_dict()) - set(model.state_dict()) == {HEAD}
+    assert [name for name, _ in apart.named_parameters() if name != HEAD] == names
+    assert model.blocks()[0] == (model.embed, model.loss_head)
+    held = [p for block in model.blocks() for p in torch.nn.ModuleList(block).parameters()]
+    assert sorted(map(id, held)) == sorted(map(id, model.parameters()))
+
+
+def test_logits_are_products_with_the_embedding():
+    model = build_model(tied())
+    tokens, _ = make_batch()
+    h = model.loss_head.norm(model.hidden(tokens)[0])
+    assert_forward_close(model(tokens), h.double() @ model.embed.weight.double().T)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_stays_tied_when_it_loads_a_state_or_is_copied(assign):
+    model, other = build_model(tied(), seed=1), build_model(tied(), seed=2)
+    other.load_state_dict(model.state_dict(), assign=assign)
+    again = copy.deepcopy(other)
+    tokens, _ = make_batch()
+    for each in (other, again):
+        assert is_tied(each) and torch.equal(each(tokens), model(tokens))
+    held = torch.nn.ModuleDict({"model": model})
+    assert "model." + EMBEDDING in held.state_dict() and "model." + HEAD not in held.state_dict()
+    assert not any(held.load_state_dict(held.state_dict()))
+
+
+def test_a_state_with_another_head_is_refused_both_ways():
+    model, apart = build_model(tied()), build_model(untied(tied()))
+    with pytest.raises(RuntimeError, match=f'Unexpected key.*"{HEAD}"'):
+        model.load_state_dict(apart.state_dict())
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{HEAD}"'):
+        apart.load_state_dict(model.state_dict())
+
+
+def test_a_rank_of_cp_samples_with_a_tied_model_that_shares_its_weights():
+    run = config("model.tie_embeddings=true")
+    shared = build_model(run.model, execution=run.moe, layout=Layout(cp=2), seed=3)
+    alone = model_of_one_rank(shared, run.moe)
+    assert is_tied(alone) and alone.embed.weight.data_ptr() == shared.embed.weight.data_ptr()

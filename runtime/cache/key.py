@@ -56,7 +56,8 @@ SOURCES = {
     "graphmoe/ops": "graphmoe/ops/**/*.py",
     "graphmoe/model": "graphmoe/model/**/*.py",
     "graphmoe": "graphmoe/"
-    "{adamw,dispatch,gradients,layout,optim,receive_budget,schedule,segments,step_optimizer,torch_compat}.py",
+    "{adamw,dispatch,gradients,layout,optim,receive_budget,schedule,segments,step_optimizer,"
+    "torch_compat/__init__}.py",
     "passes": "passes/**/*.py",
     "runtime": "runtime/*.py",
     "runtime/dispatch": "runtime/dispatch/*.py",

@@ -1,0 +1,110 @@
+"""Channels: what carries messages between the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphmoe.world import COLLECTIVE_TIMEOUT
+from runtime.pipeline.transfers import Channel, Message
+
+
+class Spec(NamedTuple):
+    """What a tensor of a message looks like; both sides know it, so no shapes are sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Specs = tuple[Spec, ...]
+
+
+def specs_of(tensors: Iterable[Tensor]) -> Specs:
+    return tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+class Arrival:
+    """A message whose receives are posted."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], works: Sequence[dist.Work]) -> None:
+        self._tensors, self._works = tensors, works
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors. With NCCL the stream waits for them, with gloo the host."""
+        for work in self._works:
+            work.wait()
+        return self._tensors
+
+
+class Channels:
+    """A communicator for each ordered pair of ranks, so that a send never waits behind a receive.
+
+    Making one is collective of all ranks of the job: torch names a group that only its members make by the
+    number of groups that they are in, on which the ranks of a pipeline do not agree
+    (_hash_ranks_to_str in torch/distributed/distributed_c10d.py, torch 2.11 to 2.13).
+    """
+
+    def __init__(
+        self, channels: Iterable[Channel], pipelines: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        """``pipelines``: the ranks of the job in each pipeline, ``layout.groups("pp")``.
+
+        Sends a byte along each channel, since communicators of NCCL are made by their first message, which
+        no graph could capture.
+        """
+        self._device = device
+        self._ends: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
+        """The group of a channel, and the rank at its other end."""
+        self._in_flight: dict[Message, tuple[list[dist.Work], list[Tensor]]] = {}
+        for channel in sorted(channels):
+            for ranks in pipelines:
+                source, destination = (ranks[index] for index in channel)
+                group = dist.new_group([source, destination], timeout=COLLECTIVE_TIMEOUT)
+                if dist.get_rank() in (source, destination):
+                    self._ends[channel] = group, destination if dist.get_rank() == source else source
+        self._open(next((ranks for ranks in pipelines if dist.get_rank() in ranks), ()) if self._ends else ())
+
+    def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
+        """Start to send; the tensors must not be changed and are held until `release` or `finish`."""
+        group, peer = self._ends[message.channel]
+        held = [tensor.contiguous() for tensor in tensors]
+        self._in_flight[message] = [_sent(tensor, peer, group) for tensor in held], held
+
+    def receive(self, message: Message, specs: Specs) -> Arrival:
+        """Post the receives of a message, after those of all that its source sends before it."""
+        group, peer = self._ends[message.channel]
+        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
+        return Arrival(tensors, [_received(tensor, peer, group) for tensor in tensors])
+
+    def release(self, messages: Iterable[Message]) -> None:
+        """Wait for sent messages and hold them no longer. With NCCL the stream waits, with gloo the host."""
+        for message in messages:
+            for work in self._in_flight.pop(message)[0]:
+                work.wait()
+
+    def finish(self) -> None:
+        """`release` all that is left at the end of a step."""
+        self.release(list(self._in_flight))
+
+    def _open(self, ranks: Sequence[int]) -> None:
+        """One byte along each channel of this pipeline, in one order on all of its ranks."""
+        for channel, (group, peer) in self._ends.items():
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            sends = ranks[channel[0]] == dist.get_rank()
+            (_sent if sends else _received)(byte, peer, group).wait()
+
+
+def _sent(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.isend(tensor, peer, group=group)
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
+def _received(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.irecv(tensor, peer, group=group)
+    assert work is not None, "this rank is not in the group"
+    return work

@@ -1,0 +1,147 @@
+"""Pipeline: runs one rank of a table, with stages that do the work and channels to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from graphmoe.torch_compat.pipelining import Parts, ScheduleRuntime
+from runtime.pipeline.actions import Action, Step, Table, Together
+from runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
+from runtime.pipeline.dependencies import needs, parts, result
+from runtime.pipeline.recorder import Recorder
+from runtime.pipeline.schedules import forward_only
+from runtime.pipeline.stages import Stage, Tensors
+from runtime.pipeline.timeline import Lane
+from runtime.pipeline.transfers import Message, Transfers, transfers_of
+from runtime.pipeline.validate import check
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A table as this rank runs it."""
+
+    transfers: Transfers
+    run: ScheduleRuntime
+
+
+class Pipeline:
+    """One rank of a pipeline. With NCCL the host waits for nothing, so a graph can capture a step."""
+
+    def __init__(
+        self,
+        table: Table,
+        rank: int,
+        stages: Mapping[int, Stage],
+        channels: Channels,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``rank`` is the place in the pipeline; ``channels`` has those of `channels_of(table)`.
+
+        Raises `TableError` for a table that no ranks could run.
+        """
+        check(table)
+        assert tuple(sorted(stages)) == table.placement.stages_of(rank)
+        self.recorder = recorder
+        """May be exchanged between steps; None records nothing."""
+        self._table, self._rank, self._stages, self._channels = table, rank, stages, channels
+        self._arriving: dict[Action, Arrival] = {}
+        self._handed: dict[Action, Tensors] = {}
+        """Results for another stage of this rank."""
+        self._training = self._program(table)
+        self._evaluating: dict[int, _Program] = {}
+        self._transfers = self._training.transfers
+
+    def train(self) -> None:
+        """Run the table: all forwards and backwards of a step."""
+        assert torch.is_grad_enabled()
+        self._do(self._training)
+
+    def evaluate(self, num_micro_batches: int) -> None:
+        """Run forwards only, under torch.no_grad of the caller."""
+        assert not torch.is_grad_enabled()
+        if num_micro_batches not in self._evaluating:
+            self._evaluating[num_micro_batches] = self._program(forward_only(self._table, num_micro_batches))
+        self._do(self._evaluating[num_micro_batches])
+
+    def _program(self, table: Table) -> _Program:
+        orders = {rank: [parts(step) for step in steps] for rank, steps in enumerate(table.ranks)}
+        steps: dict[Parts, Step] = {parts(step): step for step in table.ranks[self._rank]}
+        run = ScheduleRuntime(
+            orders,
+            self._rank,
+            tuple(self._stages),
+            table.placement.num_stages,
+            lambda of_step: self._run(steps[of_step]),
+        )
+        return _Program(transfers_of(table, self._rank), run)
+
+    def _do(self, program: _Program) -> None:
+        if self.recorder:
+            self.recorder.start()
+        self._transfers = program.transfers
+        program.run()
+        self._channels.finish()
+        assert not self._arriving and not self._handed
+
+    def _run(self, step: Step) -> None:
+        """One step of the table; messages are sent as soon as they are there."""
+        for message in self._transfers.posts.get(step, ()):
+            self._arriving[message.content] = self._channels.receive(message, self._specs(message))
+        inputs = [self._inputs(action) for action in parts(step)]
+        self._channels.release(self._transfers.over.get(step, ()))
+        with self._recorded("compute", step):
+            if isinstance(step, Together):
+                self._together(step.forward, step.backward, inputs[0], inputs[1])
+            else:
+                self._alone(step, inputs[0])
+
+    def _together(self, forward: Action, backward: Action, received: Tensors, gradients: Tensors) -> None:
+        """A forward and a backward of other micro-batches, one after the other.
+
+        Whatever order they are computed in, the forward's results are delivered first: so the next rank
+        expects it where both go to one.
+        """
+        self._alone(forward, received)
+        self._alone(backward, gradients)
+
+    def _alone(self, action: Action, inputs: Tensors) -> None:
+        stage = self._stages[action.stage]
+        if action.kind == "W":
+            stage.backward_weights(action.micro_batch)
+        elif action.kind == "F":
+            self._deliver(action, stage.forward(action.micro_batch, inputs))
+        else:
+            self._deliver(action, stage.backward(action.micro_batch, inputs, weights=action.kind == "B"))
+
+    def _inputs(self, action: Action) -> Tensors:
+        """What the neighbouring stage has made for an action."""
+        of_others = [n for n in needs(action, self._table.placement.num_stages) if n.stage != action.stage]
+        if not of_others:
+            return ()
+        if of_others[0] in self._handed:
+            return self._handed.pop(of_others[0])
+        with self._recorded("comm", action):
+            return self._arriving.pop(of_others[0]).wait()
+
+    def _deliver(self, action: Action, results: Tensors) -> None:
+        """Bring the results of an action to the stage that reads them."""
+        content, stage = result(action), self._stages[action.stage]
+        promised = stage.sent if action.kind == "F" else stage.received
+        assert specs_of(results) == promised, f"{action} made {specs_of(results)}, {promised} was said"
+        reader = action.stage + (1 if action.kind == "F" else -1)
+        if content in self._transfers.sends:
+            self._channels.send(self._transfers.sends[content], results)
+        elif reader in self._stages:
+            self._handed[content] = results
+
+    def _specs(self, message: Message) -> Specs:
+        """What a message to this rank has."""
+        kind, stage, _ = message.content
+        return self._stages[stage + 1].received if kind == "F" else self._stages[stage - 1].sent
+
+    def _recorded(self, lane: Lane, step: Step) -> AbstractContextManager[None]:
+        return self.recorder.span(lane, step) if self.recorder else nullcontext()

@@ -1,0 +1,107 @@
+"""Stage: the part of a model that a pipeline runs, and AutogradStage, whose backward is autograd's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from runtime.pipeline.channels import Specs
+from runtime.unit_code import Later
+
+Tensors = tuple[Tensor, ...]
+Deferring = Callable[[Later], AbstractContextManager[object]]
+"""A context: what runs inside it leaves the W of its backward in the list."""
+Run = Callable[[int, Tensors], tuple[Tensors, Tensor | None]]
+"""Of a micro-batch and what was received for it: what goes to the next stage, and a scalar to add to the
+loss, if there is one."""
+
+
+class Stage(Protocol):
+    """A part of the model. It keeps what the backward of each micro-batch needs, from F to B or W."""
+
+    @property
+    def received(self) -> Specs:
+        """What each message from the stage before has, of which gradients go back; () of the first stage."""
+
+    @property
+    def sent(self) -> Specs:
+        """What each message to the next stage has, of which gradients come back; () of the last stage."""
+
+    def forward(self, micro_batch: int, received: Tensors) -> Tensors:
+        """What goes to the next stage. Without gradients (torch.no_grad) nothing is kept."""
+
+    def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
+        """The gradients of what was received, from those of what was sent. Without ``weights`` W is left."""
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """W, where the backward left it."""
+
+
+@dataclass
+class _Kept:
+    received: Tensors
+    """Leaves of autograd's graph."""
+    sent: list[GradientEdge | None]
+    """Places in the graph, not the tensors: these are free when they have been sent. None: no gradient."""
+    loss: Tensor | None
+    later: Later
+
+
+class AutogradStage:
+    """A stage whose backward is one call of autograd. No device sync."""
+
+    def __init__(
+        self, run: Run, received: Specs = (), sent: Specs = (), deferring: Deferring | None = None
+    ) -> None:
+        """``deferring`` is for schedules with I and W apart; without it I makes all gradients, W nothing."""
+        self.received, self.sent = received, sent
+        self._run = run
+        self._deferring: Deferring = deferring or nullcontext
+        self._kept: dict[int, _Kept] = {}
+        self._later: dict[int, Later] = {}
+
+    @property
+    def kept(self) -> set[int]:
+        """Micro-batches of which something is kept."""
+        return {*self._kept, *self._later}
+
+    def forward(self, micro_batch: int, received: Tensors) -> Tensors:
+        if not torch.is_grad_enabled():
+            return self._run(micro_batch, received)[0]
+        assert micro_batch not in self.kept, f"micro-batch {micro_batch} is still kept"
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in received)
+        later: Later = []
+        with self._deferring(later):
+            sent, loss = self._run(micro_batch, leaves)
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
+        self._kept[micro_batch] = _Kept(leaves, edges, loss, later)
+        return tuple(tensor.detach() for tensor in sent)
+
+    def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
+        kept = self._kept.pop(micro_batch)
+        _backward(kept, gradients)
+        self._later[micro_batch] = kept.later
+        if weights:
+            self.backward_weights(micro_batch)
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received)
+
+    def backward_weights(self, micro_batch: int) -> None:
+        later = self._later.pop(micro_batch)
+        while later:
+            later.pop(0)()  # what W has read is free when it is over
+
+
+def _backward(kept: _Kept, gradients: Sequence[Tensor]) -> None:
+    """One backward of the loss and of what was sent; autograd frees its graph."""
+    pairs = zip(kept.sent, gradients, strict=True)
+    roots: list[tuple[GradientEdge | Tensor, Tensor | None]] = [(e, g) for e, g in pairs if e is not None]
+    if kept.loss is not None and kept.loss.requires_grad:
+        roots.append((kept.loss, None))
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])  # type: ignore[arg-type]

@@ -1,0 +1,168 @@
+"""A toy model in stages, and cases that run it through a pipeline or in one process. B rows, D width."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from runtime.pipeline.actions import Table
+from runtime.pipeline.channels import Channels, Spec
+from runtime.pipeline.engine import Pipeline
+from runtime.pipeline.schedules import SCHEDULES, make_table
+from runtime.pipeline.stages import AutogradStage
+from runtime.pipeline.transfers import channels_of
+
+B, D = 3, 6
+MESSAGE = (Spec((B, D), torch.float64),)
+WITH_SUMS = (*MESSAGE, Spec((B,), torch.float64))
+
+
+class Token:
+    """Something that is there as long as what a backward needs is kept."""
+
+
+class Product(torch.autograd.Function):
+    """x @ w, whose W is put off if a list for it was there in the forward."""
+
+    @staticmethod
+    def forward(ctx, x_BD, part, token):
+        ctx.part, ctx.token, ctx.later = part, token, part.later
+        ctx.save_for_backward(x_BD)
+        return x_BD @ part.w_DD
+
+    @staticmethod
+    def backward(ctx, of_output_BD):
+        w = functools.partial(ctx.part.add, ctx.saved_tensors[0], of_output_BD, ctx.token)
+        w() if ctx.later is None else ctx.later.append(w)
+        return of_output_BD @ ctx.part.w_DD.T, None, None
+
+
+class Part:
+    """The layers of one stage: a product, tanh, and an addend to the loss."""
+
+    def __init__(self, stage, num_stages, sums):
+        generator = torch.Generator().manual_seed(stage)
+        self.w_DD = torch.randn(D, D, generator=generator, dtype=torch.float64)
+        self.gradient_DD = torch.zeros_like(self.w_DD)
+        self.bias_D = torch.randn(D, generator=generator, dtype=torch.float64).requires_grad_()
+        self.stage, self.num_stages, self.sums = stage, num_stages, sums
+        self.later, self.tokens, self.losses = None, weakref.WeakSet(), {}
+
+    def add(self, x_BD, of_output_BD, token):
+        self.gradient_DD += x_BD.T @ of_output_BD
+
+    @contextmanager
+    def deferring(self, later):
+        self.later = later
+        yield
+        self.later = None
+
+    def __call__(self, micro_batch, received):
+        data = torch.Generator().manual_seed(1000 + micro_batch)
+        if not self.stage:
+            x_BD = torch.randn(B, D, generator=data, dtype=torch.float64, requires_grad=True)
+            received = (x_BD, torch.zeros(B).double())
+        x_BD, token = received[0].clone(), Token()
+        h_BD = torch.tanh(Product.apply(x_BD, self, token) + self.bias_D)
+        self.tokens.add(token)
+        loss = (1 + micro_batch) * h_BD.square().mean()
+        sent = (h_BD, received[1].clone() + x_BD.sum(1)) if self.sums else (h_BD,)
+        if self.stage == self.num_stages - 1:
+            loss, sent = loss + sum(tensor.sum() for tensor in sent), ()
+        self.losses[micro_batch] = loss.item()
+        return sent, loss
+
+    def found(self):
+        """What a run leaves: losses by micro-batch, gradients."""
+        return self.losses, self.gradient_DD, self.bias_D.grad
+
+
+class Watched:
+    """Notes for each action how many micro-batches the rank keeps after it, and whether W has run in it."""
+
+    def __init__(self, stage, part, parts, log):
+        self._stage, self._part, self._parts, self._log = stage, part, parts, log
+        self.received, self.sent = stage.received, stage.sent
+
+    def forward(self, micro_batch, received):
+        with self._noted("F", micro_batch):
+            return self._stage.forward(micro_batch, received)
+
+    def backward(self, micro_batch, gradients, *, weights):
+        with self._noted("B" if weights else "I", micro_batch):
+            return self._stage.backward(micro_batch, gradients, weights=weights)
+
+    def backward_weights(self, micro_batch):
+        with self._noted("W", micro_batch):
+            self._stage.backward_weights(micro_batch)
+
+    @contextmanager
+    def _noted(self, kind, micro_batch):
+        before = self._part.gradient_DD.clone()
+        yield
+        kept = sum(len(part.tokens) for part in self._parts)
+        ran = not torch.equal(before, self._part.gradient_DD)
+        self._log.append((kind, self._part.stage, micro_batch, kept, ran))
+
+
+def stage_of(part, *, defers=False):
+    message = WITH_SUMS if part.sums else MESSAGE
+    received = message if part.stage else ()
+    sent = message if part.stage < part.num_stages - 1 else ()
+    return AutogradStage(part, received, sent, part.deferring if defers else None)
+
+
+def in_one_process(num_stages, num_micro_batches, sums=False, steps=1):
+    """What each part finds without a pipeline."""
+    parts = [Part(stage, num_stages, sums) for stage in range(num_stages)]
+    for micro_batch in steps * list(range(num_micro_batches)):
+        sent, losses = (), []
+        for part in parts:
+            sent, loss = part(micro_batch, sent)
+            losses.append(loss)
+        torch.autograd.backward(losses)
+    return [part.found() for part in parts]
+
+
+@functools.cache
+def all_channels(num_ranks, pipelines):
+    """Channels for all tables of so many ranks; made once, since each rank has all cases in one process."""
+    names = [(name, virtual) for name, line in SCHEDULES.items() for virtual in line.virtual_stages[:1]]
+    tables = [make_table(name, num_ranks, 1, virtual) for name, virtual in names]
+    channels = {channel for table in tables for channel in channels_of(table)}
+    return Channels(channels, pipelines, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trains a step twice, as a pipeline; each rank returns what its stages have found, and its log."""
+
+    table: Table
+    defers: bool = False
+    sums: bool = False
+    evaluates: int = 0
+    """Micro-batches that are evaluated instead."""
+    pipelines: tuple[tuple[int, ...], ...] = ()
+
+    def __call__(self, world, folder):
+        pipelines = self.pipelines or (tuple(range(world.size)),)
+        place = next(ranks.index(world.rank) for ranks in pipelines if world.rank in ranks)
+        placement = self.table.placement
+        parts = [Part(s, placement.num_stages, self.sums) for s in placement.stages_of(place)]
+        log = []
+        stages = {p.stage: Watched(stage_of(p, defers=self.defers), p, parts, log) for p in parts}
+        pipeline = Pipeline(self.table, place, stages, all_channels(placement.num_ranks, pipelines))
+        if self.evaluates:
+            with torch.no_grad():
+                pipeline.evaluate(self.evaluates)
+        else:
+            pipeline.train()
+            first = list(log)
+            pipeline.train()
+            assert log[len(first) :] == first
+            log = first
+        return {part.stage: part.found() for part in parts}, log

@@ -46,26 +46,28 @@ class Pipeline:
         check(table)
         assert tuple(sorted(stages)) == table.placement.stages_of(rank)
         self.recorder = recorder
-        """May be exchanged between steps; None records nothing."""
+        """Records what `train` does; may be exchanged between steps, None records nothing."""
         self._table, self._rank, self._stages, self._channels = table, rank, stages, channels
         self._arriving: dict[Action, Arrival] = {}
         self._handed: dict[Action, Tensors] = {}
         """Results for another stage of this rank."""
         self._training = self._program(table)
         self._evaluating: dict[int, _Program] = {}
-        self._transfers = self._training.transfers
+        self._transfers, self._recording = self._training.transfers, recorder
 
     def train(self) -> None:
         """Run the table: all forwards and backwards of a step."""
         assert torch.is_grad_enabled()
-        self._do(self._training)
+        if self.recorder:
+            self.recorder.start()
+        self._do(self._training, self.recorder)
 
     def evaluate(self, num_micro_batches: int) -> None:
         """Run forwards only, under torch.no_grad of the caller."""
         assert not torch.is_grad_enabled()
         if num_micro_batches not in self._evaluating:
             self._evaluating[num_micro_batches] = self._program(forward_only(self._table, num_micro_batches))
-        self._do(self._evaluating[num_micro_batches])
+        self._do(self._evaluating[num_micro_batches], None)
 
     def _program(self, table: Table) -> _Program:
         orders = {rank: [parts(step) for step in steps] for rank, steps in enumerate(table.ranks)}
@@ -79,10 +81,8 @@ class Pipeline:
         )
         return _Program(transfers_of(table, self._rank), run)
 
-    def _do(self, program: _Program) -> None:
-        if self.recorder:
-            self.recorder.start()
-        self._transfers = program.transfers
+    def _do(self, program: _Program, recorder: Recorder | None) -> None:
+        self._transfers, self._recording = program.transfers, recorder
         program.run()
         self._channels.finish()
         assert not self._arriving and not self._handed
@@ -144,4 +144,4 @@ class Pipeline:
         return self._stages[stage + 1].received if kind == "F" else self._stages[stage - 1].sent
 
     def _recorded(self, lane: Lane, step: Step) -> AbstractContextManager[None]:
-        return self.recorder.span(lane, step) if self.recorder else nullcontext()
+        return self._recording.span(lane, step) if self._recording else nullcontext()

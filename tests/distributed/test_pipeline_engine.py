@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.pipeline.schedules import make_table
+from runtime.pipeline.recording_file import timeline_of
+from runtime.pipeline.schedules import forward_only, make_table
+from runtime.pipeline.validate import peak_activations
 from tests.distributed.ranks import run_ranks
-from tests.distributed.toy_pipeline import Case, in_one_process
+from tests.distributed.toy_pipeline import Case, Recorded, in_one_process
 
 VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
 VARIANTS += [("interleaved", 2), ("interleaved", 3)]
@@ -29,12 +31,18 @@ def cases_of(num_ranks):
         found[f"{name}, messages of two tensors"] = Case(table, defers=name in SPLIT, sums=True)
         found[f"{name}, W not put off"] = Case(table)
         found |= {f"{name}, evaluates {many}": Case(table, sums=True, evaluates=many) for many in (1, 6)}
+    if num_ranks == 4:
+        two = ((0, 2), (3, 1))
+        for name in ("1f1b", "zbv"):
+            table = make_table(name, 2, 3)
+            found[f"two of {name}"] = Case(table, defers=name in SPLIT, pipelines=two)
+    found["recorded"] = Recorded(make_table("interleaved", num_ranks, 4, overlap=True))
     return found
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def runs(request, tmp_path_factory):
-    """Each case, and by rank what it found."""
+    """By name: a case, and by rank what it found, its log and what was recorded."""
     cases = cases_of(request.param)
     results = run_ranks(tmp_path_factory.mktemp("ranks"), cases, request.param)
     return {name: (case, results[name]) for name, case in cases.items()}
@@ -42,15 +50,71 @@ def runs(request, tmp_path_factory):
 
 def test_losses_and_gradients_are_those_of_one_process(runs):
     for name, (case, results) in runs.items():
-        if case.evaluates:
-            continue
-        found = {stage: of_stage for stages, _ in results for stage, of_stage in stages.items()}
-        for stage, (losses, *gradients) in enumerate(expected(case)):
-            assert found[stage][0] == losses, name
-            for ours, theirs in zip(found[stage][1:], gradients, strict=True):
+        table = case.table
+        expected = in_one_process(table.placement.num_stages, table.num_micro_batches, case.sums, steps=2)
+        for stage, (losses, *gradients) in found_by(results) if not case.evaluates else ():
+            assert losses == expected[stage][0], name
+            for ours, theirs in zip(gradients, expected[stage][1:], strict=True):
                 assert torch.equal(ours, theirs), (name, stage)
 
 
-def expected(case):
-    stages, number = case.table.placement.num_stages, case.table.num_micro_batches
-    return in_one_process(stages, case.evaluates or number, case.sums, steps=2)
+def test_evaluation_finds_the_losses_of_one_process_and_keeps_nothing(runs):
+    for name, (case, results) in runs.items():
+        expected = in_one_process(case.table.placement.num_stages, case.evaluates, case.sums)
+        for stage, (losses, w_gradient, bias_gradient) in found_by(results) if case.evaluates else ():
+            assert losses == expected[stage][0], name
+            assert not w_gradient.any() and bias_gradient is None
+            assert not any(kept for _, log, _ in results for *_, kept, _ in log)
+
+
+def found_by(results):
+    """Each stage with what was found there; several pipelines have several of each."""
+    return [(stage, found) for stages, *_ in results for stage, found in stages.items()]
+
+
+def test_each_rank_does_what_its_table_says_and_keeps_no_more(runs):
+    for name, (case, results) in runs.items():
+        table = forward_only(case.table, case.evaluates) if case.evaluates else case.table
+        for rank, (_, log, _) in enumerate(results):
+            place = place_of(case, rank)
+            assert [entry[:3] for entry in log] == table.actions(place), name
+            ends = "F" if case.evaluates else "BI" if name.endswith("not put off") else "BW"
+            expected = kept = peak = 0
+            for kind, _, _, kept, _ in log:
+                expected += (kind == "F") - (kind in ends)
+                assert kept == expected, name
+                peak = max(peak, kept)
+            if not case.evaluates and not name.endswith("not put off"):
+                share = len(table.placement.stages_of(place))
+                assert peak == peak_activations(table)[place] * share, name
+
+
+def place_of(case, rank):
+    return next(ranks.index(rank) for ranks in case.pipelines or (range(rank + 1),) if rank in ranks)
+
+
+def test_weight_gradients_are_made_in_w_and_not_before(runs):
+    for name, (case, results) in runs.items():
+        for _, log, _ in results:
+            ran = {kind: {added for k, *_, added in log if k == kind} for kind, *_ in log}
+            assert ran == {kind: {kind in ("BW" if case.defers else "BI")} for kind in ran}, name
+
+
+def test_what_is_recorded_is_the_table_with_waits_between(runs):
+    case, results = runs["recorded"]
+    table = case.table
+    spans = [span for *_, of_rank in results for span in of_rank]
+    timeline = timeline_of(table.schedule, table.placement, table.num_micro_batches, spans)
+    for rank, steps in enumerate(table.ranks):
+        computed = [span for span in timeline.spans if (span.rank, span.lane) == (rank, "compute")]
+        assert tuple(span.step for span in computed) == steps
+        assert all(a.end <= b.start for a, b in zip(computed, computed[1:], strict=False))
+        assert all(span.start <= span.end for span in timeline.spans)
+        waits = [span for span in timeline.spans if (span.rank, span.lane) == (rank, "comm")]
+        assert {w.step.kind for w in waits} <= {"F", "B"} and waits
+
+
+def test_an_error_of_a_stage_ends_the_run_there(tmp_path):
+    case = Case(make_table("1f1b", 2, 3), fails=("B", 1, 1))
+    with pytest.raises(AssertionError, match=r"rank 1: (.|\n)*ValueError: 1B1 has failed"):
+        run_ranks(tmp_path, {"fails": case}, 2)

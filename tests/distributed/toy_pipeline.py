@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.pipeline.actions import Table
+from runtime.pipeline.actions import Action, Table
 from runtime.pipeline.channels import Channels, Spec
 from runtime.pipeline.engine import Pipeline
+from runtime.pipeline.recorder import Recorder
 from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.stages import AutogradStage
 from runtime.pipeline.transfers import channels_of
@@ -84,8 +85,8 @@ class Part:
 class Watched:
     """Notes for each action how many micro-batches the rank keeps after it, and whether W has run in it."""
 
-    def __init__(self, stage, part, parts, log):
-        self._stage, self._part, self._parts, self._log = stage, part, parts, log
+    def __init__(self, stage, part, parts, log, fails=None):
+        self._stage, self._part, self._parts, self._log, self._fails = stage, part, parts, log, fails
         self.received, self.sent = stage.received, stage.sent
 
     def forward(self, micro_batch, received):
@@ -102,6 +103,8 @@ class Watched:
 
     @contextmanager
     def _noted(self, kind, micro_batch):
+        if self._fails == (kind, self._part.stage, micro_batch):
+            raise ValueError(f"{Action(*self._fails)} has failed")
         before = self._part.gradient_DD.clone()
         yield
         kept = sum(len(part.tokens) for part in self._parts)
@@ -147,15 +150,10 @@ class Case:
     evaluates: int = 0
     """Micro-batches that are evaluated instead."""
     pipelines: tuple[tuple[int, ...], ...] = ()
+    fails: tuple[str, int, int] | None = None
 
     def __call__(self, world, folder):
-        pipelines = self.pipelines or (tuple(range(world.size)),)
-        place = next(ranks.index(world.rank) for ranks in pipelines if world.rank in ranks)
-        placement = self.table.placement
-        parts = [Part(s, placement.num_stages, self.sums) for s in placement.stages_of(place)]
-        log = []
-        stages = {p.stage: Watched(stage_of(p, defers=self.defers), p, parts, log) for p in parts}
-        pipeline = Pipeline(self.table, place, stages, all_channels(placement.num_ranks, pipelines))
+        parts, log, pipeline = self.made(world)
         if self.evaluates:
             with torch.no_grad():
                 pipeline.evaluate(self.evaluates)
@@ -165,4 +163,32 @@ class Case:
             pipeline.train()
             assert log[len(first) :] == first
             log = first
-        return {part.stage: part.found() for part in parts}, log
+        return {part.stage: part.found() for part in parts}, log, ()
+
+    def made(self, world):
+        pipelines = self.pipelines or (tuple(range(world.size)),)
+        place = next(ranks.index(world.rank) for ranks in pipelines if world.rank in ranks)
+        placement, log = self.table.placement, []
+        parts = [Part(s, placement.num_stages, self.sums) for s in placement.stages_of(place)]
+        stages = {
+            part.stage: Watched(stage_of(part, defers=self.defers), part, parts, log, self.fails)
+            for part in parts
+        }
+        channels = all_channels(placement.num_ranks, pipelines)
+        return parts, log, Pipeline(self.table, place, stages, channels)
+
+
+class Recorded(Case):
+    """A case whose second step is recorded; the log ends with what was."""
+
+    def __call__(self, world, folder):
+        parts, log, pipeline = self.made(world)
+        pipeline.train()
+        pipeline.recorder = Recorder(torch.device("cpu"), world.barrier)
+        pipeline.train()
+        log = log[: len(log) // 2]
+        found = {part.stage: part.found() for part in parts}
+        with torch.no_grad():
+            pipeline.evaluate(2)  # is not recorded
+        origin = min(world.gather(pipeline.recorder.began_ns))
+        return found, log, pipeline.recorder.spans(world.rank, origin)

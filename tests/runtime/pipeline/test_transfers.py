@@ -1,0 +1,189 @@
+"""Messages of all tables: both ends of a channel agree on their order, and nobody waits in vain."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+
+from runtime.pipeline.actions import Action, Placement
+from runtime.pipeline.dependencies import needs, parts, result
+from runtime.pipeline.schedules import forward_only, make_table
+from runtime.pipeline.transfers import HELD, channels_of, transfers_of
+
+TRAINING = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
+TRAINING += [("interleaved", virtual) for virtual in (2, 3)]
+PLACEMENTS = [functools.partial(Placement.loop, virtual_stages=v) for v in (1, 2, 3)] + [Placement.folded]
+SIZES = [(ranks, number) for ranks in (1, 2, 3, 4, 7) for number in (1, 2, 5, 8, 13)]
+
+
+def tables():
+    for size in SIZES:
+        for name, virtual in TRAINING:
+            yield make_table(name, *size, virtual)
+        for name, virtual in (("1f1b", 1), ("interleaved", 2)):
+            yield make_table(name, *size, virtual, overlap=True)
+        for placed in PLACEMENTS:
+            yield forward_only(placed(size[0]), size[1])
+
+
+TABLES = list(tables())
+
+
+@pytest.fixture(scope="module")
+def transfers():
+    """By table and rank."""
+    return [[transfers_of(table, rank) for rank in range(len(table.ranks))] for table in TABLES]
+
+
+def read_at(table, rank):
+    """Step numbers by the results of other ranks that the steps read."""
+    placement = table.placement
+    return {
+        need: time
+        for time, step in enumerate(table.ranks[rank])
+        for action in parts(step)
+        for need in needs(action, placement.num_stages)
+        if placement.rank_of[need.stage] != rank
+    }
+
+
+def made_at(table, rank):
+    """Step numbers by the results that the steps make."""
+    return {result(action): time for time, step in enumerate(table.ranks[rank]) for action in parts(step)}
+
+
+def times(table, rank, by_step):
+    """Messages with the numbers of their steps, in order."""
+    return {message: t for t, step in enumerate(table.ranks[rank]) for message in by_step.get(step, ())}
+
+
+def test_both_ends_of_a_channel_have_its_messages_in_one_order_each_once(transfers):
+    for table, of_ranks in zip(TABLES, transfers, strict=True):
+        sent = {channel: [] for channel in channels_of(table)}
+        posted = {channel: [] for channel in channels_of(table)}
+        for rank, steps in enumerate(table.ranks):
+            actions = [result(action) for step in steps for action in parts(step)]
+            for message in map(of_ranks[rank].sends.get, actions):
+                if message:
+                    sent[message.channel].append(message.content)
+            for step in steps:
+                for message in of_ranks[rank].posts.get(step, ()):
+                    posted[message.channel].append(message.content)
+        assert sent == posted
+        assert all(len(set(contents)) == len(contents) > 0 for contents in sent.values())
+
+
+def test_what_a_rank_reads_of_others_is_what_it_receives(transfers):
+    for table, of_ranks in zip(TABLES, transfers, strict=True):
+        for rank, of_rank in enumerate(of_ranks):
+            posts = times(table, rank, of_rank.posts)
+            assert {message.content for message in posts} == set(read_at(table, rank))
+            assert all(message.destination == rank != message.source for message in posts)
+
+
+def test_a_receive_is_posted_before_its_reader_only_where_one_behind_it_has_to_be(transfers):
+    for table, of_ranks in zip(TABLES, transfers, strict=True):
+        for rank, of_rank in enumerate(of_ranks):
+            posts, read = times(table, rank, of_rank.posts), read_at(table, rank)
+            for channel in channels_of(table):
+                own = [message for message in posts if message.channel == channel]
+                for place, message in enumerate(own):
+                    assert posts[message] <= read[message.content]
+                    if posts[message] < read[message.content]:
+                        assert posts[own[place + 1]] == posts[message]
+
+
+def test_only_tables_whose_ranks_have_several_stages_post_any_receive_early(transfers):
+    early = {
+        table.schedule
+        for table, of_ranks in zip(TABLES, transfers, strict=True)
+        for rank, of_rank in enumerate(of_ranks)
+        for message, time in times(table, rank, of_rank.posts).items()
+        if time < read_at(table, rank)[message.content]
+    }
+    assert not early & {"gpipe", "1f1b", "zb1p"} and "zbv" in early
+
+
+def test_a_message_is_over_when_its_reader_has_led_to_something_that_came_back(transfers):
+    for table, of_ranks in zip(TABLES, transfers, strict=True):
+        if table.placement.num_ranks > 4 or table.schedule == "forward_only":
+            continue
+        before = all_before(table)
+        for rank, of_rank in enumerate(of_ranks):
+            for message, time in times(table, rank, of_rank.over).items():
+                reader = read_at(table, message.destination)[message.content]
+                assert (message.destination, reader) in before[rank, time]
+
+
+def all_before(table):
+    """By rank and number of a step: the steps of all ranks that are over when it has its inputs."""
+    made = {content: (r, t) for r in range(len(table.ranks)) for content, t in made_at(table, r).items()}
+
+    @functools.cache
+    def of(rank, time):
+        step = table.ranks[rank][time]
+        direct = {made[n] for a in parts(step) for n in needs(a, table.placement.num_stages)}
+        direct |= {(rank, time - 1)} if time else set()
+        return direct.union(*(of(*one) for one in direct))
+
+    return {
+        (rank, time): of(rank, time)
+        for rank in range(len(table.ranks))
+        for time in range(len(table.ranks[rank]))
+    }
+
+
+def test_no_rank_waits_in_vain_where_receives_releases_and_inputs_stop_the_host(transfers):
+    for table, of_ranks in zip(TABLES, transfers, strict=True):
+        position, posted, made = [0] * len(table.ranks), set(), set()
+        moved = True
+        while moved:
+            moved = False
+            for rank, steps in enumerate(table.ranks):
+                while position[rank] < len(steps):
+                    step = steps[position[rank]]
+                    posted |= {message.content for message in of_ranks[rank].posts.get(step, ())}
+                    wanted = {n for a in parts(step) for n in needs(a, table.placement.num_stages)}
+                    over = {message.content for message in of_ranks[rank].over.get(step, ())}
+                    if not (wanted <= made and over <= posted):
+                        break
+                    made |= {result(action) for action in parts(step)}
+                    position[rank] += 1
+                    moved = True
+        assert position == [len(steps) for steps in table.ranks], (table.schedule, len(position))
+
+
+@pytest.mark.parametrize(
+    ("table", "most"),
+    [
+        (make_table("1f1b", 4, 16), [4, 4, 3, 2]),
+        (forward_only(Placement.loop(4), 16), [HELD, HELD, HELD, 0]),
+    ],
+)
+def test_sent_messages_are_held_for_a_while_only(table, most):
+    assert [most_held(table, rank) for rank in range(4)] == most
+
+
+def most_held(table, rank):
+    of_rank, held, most = transfers_of(table, rank), set(), 0
+    for step in table.ranks[rank]:
+        held -= set(of_rank.over.get(step, ()))
+        held |= {of_rank.sends[result(a)] for a in parts(step) if result(a) in of_rank.sends}
+        most = max(most, len(held))
+    return most
+
+
+def test_neighbours_on_one_rank_send_nothing():
+    folded = make_table("zbv", 2, 2)
+    assert Action("F", 1, 0) not in transfers_of(folded, 1).sends
+    assert channels_of(make_table("interleaved", 1, 3, 2)) == []
+    assert channels_of(make_table("1f1b", 3, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert channels_of(make_table("interleaved", 3, 2, 2)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+
+
+def test_a_table_that_evaluates_needs_no_channel_that_its_schedule_lacks():
+    for table in TABLES:
+        assert set(channels_of(forward_only(table, 4))) <= set(channels_of(table))
+    assert Counter(table.schedule for table in TABLES)["forward_only"] == len(SIZES) * len(PLACEMENTS)

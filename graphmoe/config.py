@@ -1,7 +1,8 @@
 """The typed schema of a run: every key that a YAML file or an override can set.
 
-One dataclass per section (the model's in ``graphmoe.model_config``); choices are the enums of
-``graphmoe.choices``. All of them can be imported from here.
+One dataclass per section (the model's in ``graphmoe.model_config``, those of the pipeline and of profiles in
+``graphmoe.pipeline_config``); choices are the enums of ``graphmoe.choices``. All of them can be imported from
+here.
 Defaults stand here and YAML states deltas. The string under a field is its documentation:
 ``docs/configuration.md`` and error messages are made from it. ``graphmoe.config_rules`` holds the rules
 that join several fields.
@@ -32,6 +33,7 @@ from graphmoe.choices import GroupScore as GroupScore
 from graphmoe.choices import RopeScaling as RopeScaling
 from graphmoe.choices import ScoreFunction as ScoreFunction
 from graphmoe.model_config import ModelConfig
+from graphmoe.pipeline_config import PipelineConfig, ProfileConfig
 
 
 class ConfigError(ValueError):
@@ -353,15 +355,6 @@ class RecomputeConfig:
 
 
 @dataclass
-class PipelineConfig:
-    """How micro-batches follow each other."""
-
-    ep_overlap: bool = False
-    """Run the backward of each micro-batch in turns with the forward of the next, and shared experts and
-    weight gradients while tokens travel, so that transfers hide beside products, docs/expert_parallel.md."""
-
-
-@dataclass
 class RunConfig:
     """The root of a run's configuration."""
 
@@ -381,6 +374,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     log: LogConfig = field(default_factory=LogConfig)
     format: OutputFormat = OutputFormat.text

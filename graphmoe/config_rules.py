@@ -41,6 +41,7 @@ from graphmoe.parallel_rules import (
     shard_rules,
     tensor_parallel_rules,
 )
+from graphmoe.pipeline_plan import plan_problems
 from graphmoe.recompute_rules import recompute_rules
 from graphmoe.segments import (
     CAPTURABLE,
@@ -80,7 +81,7 @@ def violations(config: RunConfig) -> list[str]:
         *overlap_rules(config),
         *recompute_rules(config.recompute, config.model, config.compile.enabled),
         *_launch_rules(config),
-        *pipeline_rules(config.parallel),
+        *pipeline_rules(config.parallel, config.pipeline, config.graph.scope),
         *tensor_parallel_rules(config.parallel, config.model, seq_len_of(config)),
         *shard_rules(config.parallel, config.graph.scope),
         *context_parallel_rules(config.parallel, config.model, seq_len_of(config)),
@@ -138,7 +139,7 @@ POSITIVE = """
 """
 POSITIVE_IF_SET = """
     data.seq_len parallel.dp host.threads host.kernarg_pool_mb host.max_hw_queues launch.gpus_per_job
-    launch.hang_timeout_s launch.fake_world
+    launch.hang_timeout_s launch.fake_world pipeline.virtual_stages pipeline.microbatches
 """
 NOT_NEGATIVE = """
     model.num_dense_layers model.q_lora_rank model.yarn_mscale model.yarn_mscale_all_dim
@@ -310,11 +311,12 @@ def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str
     if min(parallel.dp or 1, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp) < 1:
         return
     try:
-        dp = Layout.of(parallel, ranks).dp
+        layout = Layout.of(parallel, ranks)
     except ConfigError as error:
         if exact:
             yield str(error)
         return
+    dp = layout.dp
     together = train.micro_batch_size * dp
     if dp > 1 and together > 0 and train.global_batch_size % together:
         yield (
@@ -322,6 +324,8 @@ def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str
             f"{train.micro_batch_size} times {dp} {'workers' if dp == ranks else 'data-parallel ranks'}; "
             f"use a multiple of {together}"
         )
+    elif exact and together > 0:
+        yield from plan_problems(config, layout)
 
 
 def _compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from graphmoe.config import AttentionBackend, RunConfig
 from graphmoe.layout import Layout
+from graphmoe.micro_batches import OneAfterTheOther
 from graphmoe.model import build_model
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
@@ -112,13 +113,10 @@ def _step(config: RunConfig, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog, int]
     with FakeTensorMode(allow_fallback_kernels=False):
         model = fake_model(config, mesh)
         optimizer = Optimizer(model, config.optim, config.train, mesh)
-        step = TrainStep(
-            config,
-            model,
-            optimizer,
-            ArrivingWeights(_executor(config, optimizer, running), optimizer.wait_for),
-            mesh,
-        )
+        execute = ArrivingWeights(_executor(config, optimizer, running), optimizer.wait_for)
+        num_global = config.train.global_batch_size // config.train.micro_batch_size
+        micro_batches = OneAfterTheOther(model, execute, num_global)
+        step = TrainStep(config, model, optimizer, micro_batches, mesh)
         run_watched(step, StepWatch(collectives, memory, running), memory)
     return collectives, memory, step.num_micro_batches
 

@@ -30,6 +30,11 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
             f"launch.fake_world={world} counts what parallel.dp_shard=zero1 keeps and sends, and "
             f"parallel.dp_shard=fsdp2 is given; leave one of them out"
         )
+    if config.parallel.pp > 1:
+        yield (
+            f"launch.fake_world={world} runs all layers on one rank, and parallel.pp={config.parallel.pp} "
+            f"shares them out; use parallel.pp=1"
+        )
     if launch.write_only:
         yield (
             f"launch.write_only=true writes a run that others start, and launch.fake_world={world} starts "

@@ -8,6 +8,8 @@ import logging
 import os
 import shlex
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from runtime.compile_report import REPORT_FILE, to_json, to_text
 from runtime.compiled import CompiledSegments
 from runtime.overlap.runner import Overlap
 from runtime.recompute import Recompute, RecomputedSegments
+from runtime.unit_code import Later
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +113,11 @@ class Execution:
         """Whether the routed experts run as one operation."""
         passes = select_passes(self.config.passes, {})
         return self._compiled is not None and "fuse_experts" in [spec.name for spec in passes]
+
+    @property
+    def deferring(self) -> Callable[[Later], AbstractContextManager[None]] | None:
+        """Inside, compiled units leave weight gradients to be made later; None where none are compiled."""
+        return self._compiled.deferring if self._compiled else None
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""

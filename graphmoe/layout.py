@@ -17,23 +17,27 @@ from torch import Tensor
 
 from graphmoe.config import ConfigError, ContextMethod, ParallelConfig
 
-Axis = Literal["pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "cp_tp", "ep_etp", "stage", "world"]
+Axis = Literal[
+    "pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "dp_pp", "cp_tp", "ep_etp", "stage", "embed", "world"
+]  # fmt: skip
 """Dimensions, and those that several span: ``dp_cp`` holds ranks with the same shards of dense weights,
-``cp_tp`` those with parts of the same sequences, ``ep_etp`` one copy of all experts, ``stage`` all ranks
-with the same layers."""
+``dp_pp`` those with other tokens or other layers, ``cp_tp`` those with parts of the same sequences,
+``ep_etp`` one copy of all experts, ``stage`` all ranks with the same layers, ``embed`` those with the same
+rows of the embedding, on whichever places along pp it is."""
 DENSE: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 EXPERT: tuple[Axis, ...] = ("pp", "edp", "ep", "etp")
 _SPANS: dict[Axis, tuple[tuple[Axis, ...], tuple[Axis, ...]]] = {
     **{axis: (DENSE, (axis,)) for axis in DENSE},
     **{axis: (EXPERT, (axis,)) for axis in EXPERT[1:]},
     "dp_cp": (DENSE, ("dp", "cp")),
+    "dp_pp": (DENSE, ("pp", "dp")),
     "cp_tp": (DENSE, ("cp", "tp")),
     "ep_etp": (EXPERT, ("ep", "etp")),
     "stage": (DENSE, ("dp", "cp", "tp")),
     "world": (DENSE, DENSE),
 }
-AXES: tuple[Axis, ...] = tuple(_SPANS)
-SUMMED_OVER: tuple[Axis, ...] = ("dp", "dp_cp", "edp", "stage", "world")
+AXES: tuple[Axis, ...] = (*_SPANS, "embed")
+SUMMED_OVER: tuple[Axis, ...] = ("dp", "dp_cp", "dp_pp", "edp", "stage", "embed", "world")
 """Those along which gradients, new weights and what a step says of itself travel."""
 
 
@@ -49,6 +53,8 @@ class Layout:
     etp: int = 1
     ring: bool = False
     """Ranks of cp pass keys and values round instead of exchanging heads, and hold chunks in zigzag order."""
+    embed_on: tuple[int, ...] = (0,)
+    """Places along pp of the ranks that hold the embedding: its stage, and others that use it again."""
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Layout:
@@ -88,7 +94,9 @@ class Layout:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def size(self, axis: Axis) -> int:
-        """Ranks in a group of the axis."""
+        """Ranks in a group of the axis; of ``embed``, in the one that holds the embedding."""
+        if axis == "embed":
+            return self.size("dp_cp") * len(self.embed_on)
         return math.prod(getattr(self, name) for name in _SPANS[axis][1])
 
     def index(self, axis: Axis, rank: int) -> int:
@@ -101,6 +109,8 @@ class Layout:
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """All groups of the axis; each rank is in one."""
+        if axis == "embed":
+            return self._embed_groups()
         folding, spanned = _SPANS[axis]
         sizes = [getattr(self, name) for name in folding]
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -109,6 +119,18 @@ class Layout:
         offsets = _offsets([sizes[i] for i in inside], [strides[i] for i in inside])
         starts = _offsets([sizes[i] for i in outside], [strides[i] for i in outside])
         return [tuple(start + offset for offset in offsets) for start in starts]
+
+    def _embed_groups(self) -> list[tuple[int, ...]]:
+        """For each place along tp the ranks that hold the embedding, and others by what they hold alike."""
+        holders: dict[int, tuple[int, ...]] = {}
+        others = []
+        for group in self.groups("dp_cp"):
+            if self.index("pp", group[0]) in self.embed_on:
+                place = self.index("tp", group[0])
+                holders[place] = (*holders.get(place, ()), *group)
+            else:
+                others.append(group)
+        return [*holders.values(), *others]
 
 
 ALONE = Layout()

@@ -13,6 +13,7 @@ from graphmoe.config import ComputeDtype, ConfigError, DpShard, RunConfig
 from graphmoe.fsdp import ShardedOptimizer
 from graphmoe.model import Transformer, build_model, init_weights, materialise
 from graphmoe.optim import Optimizer
+from graphmoe.pipeline_layout import StagePieces
 from graphmoe.step_optimizer import StepOptimizer
 from runtime.dispatch import make_dispatcher
 from runtime.mesh import Mesh
@@ -22,8 +23,12 @@ log = logging.getLogger(__name__)
 DTYPES = {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.fp32: torch.float32}
 
 
-def build(config: RunConfig, device: torch.device, mesh: Mesh) -> tuple[Transformer, StepOptimizer]:
+def build(
+    config: RunConfig, device: torch.device, mesh: Mesh, stages: Sequence[StagePieces] = ()
+) -> tuple[Transformer, StepOptimizer]:
     """What this rank has of the model, with its first weights, and the optimizer over it. A collective.
+
+    ``stages`` are those of this rank where layers are shared out.
 
     *Raises* ConfigError where one rank alone is to share its weights out.
     """
@@ -42,6 +47,7 @@ def build(config: RunConfig, device: torch.device, mesh: Mesh) -> tuple[Transfor
         layout=mesh.layout,
         rank=mesh.rank,
         dispatcher=make_dispatcher(config, mesh),
+        stages=stages,
     )
     if not shards:
         return model, Optimizer(model, config.optim, config.train, mesh)

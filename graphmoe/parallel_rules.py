@@ -12,18 +12,31 @@ from graphmoe.config import (
     DpShard,
     ModelConfig,
     ParallelConfig,
+    PipelineConfig,
 )
 
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
 """Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
 
 
-def pipeline_rules(parallel: ParallelConfig) -> Iterator[str]:
-    """The dimension that no model is split along."""
-    if parallel.pp > 1:
+def pipeline_rules(parallel: ParallelConfig, pipeline: PipelineConfig, scope: object) -> Iterator[str]:
+    """What ``parallel.pp`` does not go together with."""
+    if parallel.pp < 2:
+        return
+    if parallel.dp_shard is DpShard.fsdp2:
         yield (
-            f"parallel.pp={parallel.pp} would split the layers over ranks, which this version does not; use "
-            f"parallel.pp=1"
+            f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch anew, and parallel.pp="
+            f"{parallel.pp} has many under way; use parallel.dp_shard=zero1"
+        )
+    if pipeline.ep_overlap:
+        yield (
+            f"pipeline.ep_overlap=true runs micro-batches of one stage in turns, which this version does not "
+            f"with parallel.pp={parallel.pp}; use pipeline.ep_overlap=false"
+        )
+    if scope != "none":
+        yield (
+            f"graph.scope={scope} captures what this version does not with parallel.pp={parallel.pp}; use "
+            f"graph.scope=none"
         )
 
 

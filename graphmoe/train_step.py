@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +11,45 @@ from torch import Tensor
 
 from graphmoe.config import AuxLoss, RunConfig
 from graphmoe.layout import Axis
+from graphmoe.micro_batches import MicroBatches
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim import update_selection_bias
+from graphmoe.pipeline_layout import StagePieces
 from graphmoe.receive_budget import balanced_load, routed_tokens
-from graphmoe.segments import Executor
 from graphmoe.step_optimizer import StepOptimizer
 from graphmoe.step_rows import RECEIVED, device_row
 from graphmoe.world import sums
 from runtime.mesh import Mesh
-from runtime.overlap.runner import Overlap
+
+
+@dataclass
+class Made:
+    """What the micro-batches of this rank have made so far: sums over them, on the device."""
+
+    losses: Tensor
+    """Cross-entropy, multi-token-prediction loss, and ``ROUTER_STATS``, of those the mean of all layers."""
+    counts_LE: Tensor
+    """Slots routed to each expert, int32; 0 for layers of other ranks."""
+    load_2: Tensor | None = None
+    """The most that arrived at once, a `graphmoe.receive_budget.Load`; None where no room is planned."""
+
+    @classmethod
+    def none(cls, model: Transformer, device: torch.device) -> Made:
+        """Zeros."""
+        shape = model.num_moe_layers, model.config.num_experts
+        losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
+        return cls(losses, torch.zeros(shape, dtype=torch.int32, device=device))
+
+    def add(self, model: Transformer, pieces: StagePieces, output: LossOutput) -> None:
+        """One more micro-batch of a stage."""
+        layers = model.moe_layers(pieces)
+        stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
+        self.losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
+        self.counts_LE[layers.start : layers.stop] += output.counts_LE
+        if output.load_2 is not None:
+            load_2 = self.load_2
+            self.load_2 = output.load_2 if load_2 is None else torch.maximum(load_2, output.load_2)
 
 
 class TrainStep:
@@ -40,14 +70,14 @@ class TrainStep:
         config: RunConfig,
         model: Transformer,
         optimizer: StepOptimizer,
-        execute: Executor,
+        micro_batches: MicroBatches,
         mesh: Mesh,
-        overlap: Overlap | None = None,
     ) -> None:
-        """``execute`` is ``optimizer.executor``'s; it runs units by ``overlap``, if that is given."""
-        self.config, self.model, self.optimizer, self.execute = config, model, optimizer, execute
-        self.mesh, self.overlap = mesh, overlap
-        self.routers = model.routers()
+        self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
+        self.micro_batches = micro_batches
+        layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
+        self.routers = dict(zip(layers, model.routers(), strict=True))
+        """Of this rank, by their place among all MoE layers of the model."""
         self.global_micro_batches = config.train.global_batch_size // config.train.micro_batch_size
         self.num_micro_batches = self.global_micro_batches // mesh.layout.dp
         """Of this rank."""
@@ -62,8 +92,8 @@ class TrainStep:
         result = self.optimizer.step(scalars["loss"])
         if self.config.model.selection_bias:
             rate = self.config.model.bias_update_rate
-            for router, counts_E in zip(self.routers, counts_LE, strict=True):
-                update_selection_bias(router.selection_bias, counts_E, rate, result.finite)
+            for layer, router in self.routers.items():
+                update_selection_bias(router.selection_bias, counts_LE[layer], rate, result.finite)
         scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}
         scalars |= {"skipped_total": self.optimizer.skipped, "longest_skip": self.optimizer.longest_skip}
         return device_row(scalars, counts_LE, self.mesh.layout.ep)
@@ -74,52 +104,22 @@ class TrainStep:
         Of all ranks: expert loads are summed; the receive load is the most that arrived anywhere at once, a
         `graphmoe.receive_budget.Load`, or None where no room is planned.
         """
-        losses = torch.zeros(2 + len(ROUTER_STATS), device=self.device)
-        counts_LE = torch.zeros(
-            len(self.routers), self.config.model.num_experts, dtype=torch.int32, device=self.device
-        )
-        load_2: Tensor | None = None
+        made = Made.none(self.model, self.device)
+
+        def add(pieces: StagePieces, output: LossOutput) -> None:
+            made.add(self.model, pieces, output)
+            self._tell_routers(made.counts_LE)
+
         self.optimizer.start_gather()
-        for tokens in batches:
-            tokens = tokens.to(self.device, non_blocking=True)
-            output = self._forward_and_backward(tokens)
-            stats = output.stats_L3.mean(dim=0) if self.routers else output.stats_L3.new_zeros(3)
-            losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
-            counts_LE += output.counts_LE
-            if output.load_2 is not None:
-                load_2 = output.load_2 if load_2 is None else torch.maximum(load_2, output.load_2)
-            self._tell_routers(counts_LE)
-        if overlap := self._overlap_in_use:
-            overlap.finish()
-        self._tell_routers(torch.zeros_like(counts_LE))
+        self.micro_batches.train(batches, add)
+        self._tell_routers(torch.zeros_like(made.counts_LE))
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
-        axes: list[tuple[Axis, Tensor]] = [("dp", losses), ("stage", counts_LE)]
-        if load_2 is not None:
-            axes.append(("world", one_of_all(load_2, self.mesh)))
+        axes: list[tuple[Axis, Tensor]] = [("dp_pp", made.losses), ("world", made.counts_LE)]
+        if made.load_2 is not None:
+            axes.append(("world", one_of_all(made.load_2, self.mesh)))
         losses, counts_LE, *loads = self._summed(axes)
         named = zip(("loss", "mtp_loss", *ROUTER_STATS), losses / self.global_micro_batches, strict=True)
         return dict(named), counts_LE, loads[0].amax(dim=0) if loads else None
-
-    def _forward_and_backward(self, tokens: Tensor) -> LossOutput:
-        """Of one micro-batch; with overlap the backward may still have to run when this returns."""
-
-        def forward() -> LossOutput:
-            return self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
-
-        overlap = self._overlap_in_use
-        output = overlap.forward(forward) if overlap else forward()
-        total = output.total / self.global_micro_batches
-        if overlap:
-            overlap.backward(total)
-        else:
-            total.backward()
-        return output
-
-    @property
-    def _overlap_in_use(self) -> Overlap | None:
-        """None where the host counts what arrives: then units are no graphs, and it would wait in between."""
-        dispatcher = self.model.dispatcher
-        return self.overlap if dispatcher is not None and dispatcher.capacity is not None else None
 
     def _summed(self, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
         """Each summed over the ranks of its axis; what travels over the same ranks does so together."""
@@ -144,8 +144,8 @@ class TrainStep:
     def _tell_routers(self, counts_LE: Tensor) -> None:
         """Give this rank's counts of the step so far to the balance loss over the global batch."""
         if self.config.model.aux_loss is AuxLoss.global_batch:
-            for router, counts_E in zip(self.routers, counts_LE, strict=True):
-                router.earlier_counts.copy_(counts_E)
+            for layer, router in self.routers.items():
+                router.earlier_counts.copy_(counts_LE[layer])
 
 
 def one_of_all(load_2: Tensor, mesh: Mesh) -> Tensor:

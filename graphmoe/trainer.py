@@ -34,11 +34,12 @@ from graphmoe.environment import (
 from graphmoe.execution import Execution
 from graphmoe.flops import flops_per_token
 from graphmoe.launches import Launches
-from graphmoe.layout import Layout
 from graphmoe.metrics import METRICS_FILE, MetricsWriter, NoMetrics, Throughput, log_line, to_json
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optimizers import DTYPES, build
 from graphmoe.pace import Pace
+from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipelined import micro_batches_of
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
 from graphmoe.signals import StopSignal
@@ -71,7 +72,9 @@ class Trainer:
         assert config.data.seq_len is not None
         self.config, self.folder, self.progress = config, folder, progress
         self.world = world or World()
-        self.layout = Layout.of(config.parallel, self.world.size)
+        self.layout = layout_of_run(config, self.world.size)
+        self.plan = plan_of(config, self.layout)
+        """How ranks share the layers; None where each has all of them."""
         self.mesh = Mesh(self.layout)
         use_groups(self.mesh)
         self.device = open_device(config.run.device)
@@ -80,7 +83,8 @@ class Trainer:
         self.corpus: Corpus = open_data(
             config.data, seq_len=config.data.seq_len, vocab_size=config.model.vocab_size
         )
-        self.model, self.optimizer = build(config, self.device, self.mesh)
+        own = self.plan.own_stages(self.mesh.index("pp")) if self.plan else {}
+        self.model, self.optimizer = build(config, self.device, self.mesh, [*own.values()])
         dtype = DTYPES[config.precision.compute]
         self.execution = Execution(config, dtype, self.device, self.optimizer, self.world)
         self.loader = Loader(
@@ -95,7 +99,7 @@ class Trainer:
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
         self.rows = StepRows(
             min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
-            len(self.model.routers()),
+            self.model.num_moe_layers,
             self.device,
             planned=self._plans,
         )
@@ -115,9 +119,10 @@ class Trainer:
     def start(self) -> None:
         """Take over the state to start from, and open the metrics: the last that can be refused."""
         self.execute = self.optimizer.executor(self.execution.start(self.folder, self._restore()))
-        self.train_step = TrainStep(
-            self.config, self.model, self.optimizer, self.execute, self.mesh, self.execution.overlap
+        micro_batches = micro_batches_of(
+            self.config, self.plan, self.model, self.execute, self.mesh, self.execution
         )
+        self.train_step = TrainStep(self.config, self.model, self.optimizer, micro_batches, self.mesh)
         capture, folder = self.execution.capture, self.folder if self.world.is_first else None
         places = {**tensors_of(self.model), **self.optimizer.places()} if capture else {}
         graph = self.config.graph
@@ -128,7 +133,7 @@ class Trainer:
             lambda batches: self._run_step(batches), self.rows, self.optimizer.void, self.pace, ladder
         )
         self.validation = Validation(
-            self.config.train, self.corpus, self.model, self.execute, self.mesh, self.pace, ladder
+            self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.pace, ladder
         )
         self.metrics: MetricsWriter = NoMetrics()
         self.world.on_first(self._open_metrics)

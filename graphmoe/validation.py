@@ -7,9 +7,10 @@ from torch import Tensor
 
 from graphmoe.config import TrainConfig
 from graphmoe.data import Corpus, first_batches
-from graphmoe.model.transformer import Transformer
+from graphmoe.micro_batches import MicroBatches
+from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.pace import Pace
-from graphmoe.segments import Executor
+from graphmoe.pipeline_layout import StagePieces
 from graphmoe.train_step import one_of_all
 from graphmoe.world import sums
 from runtime.mesh import Mesh
@@ -24,12 +25,12 @@ class Validation:
         config: TrainConfig,
         corpus: Corpus,
         model: Transformer,
-        execute: Executor,
+        micro_batches: MicroBatches,
         mesh: Mesh,
         pace: Pace,
         ladder: ReceiveLadder | None,
     ) -> None:
-        self.config, self.corpus, self.model, self.execute = config, corpus, model, execute
+        self.config, self.corpus, self.model, self.micro_batches = config, corpus, model, micro_batches
         self.mesh, self.pace, self.ladder = mesh, pace, ladder
         self.device = next(model.parameters()).device
 
@@ -55,17 +56,21 @@ class Validation:
     def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
         """The sum over micro-batches, and whether there was room for what arrived. Waits for the device."""
         layout, index = self.mesh.layout, self.mesh.index("dp")
-        total, load_2 = torch.zeros((), device=self.device), None
-        for first in range(0, len(batches), layout.dp):
-            mine = first + index
-            # ranks that are through go on with the last one, since experts wait for tokens of all ranks
-            tokens = batches[min(mine, len(batches) - 1)].to(self.device, non_blocking=True)
-            output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
-            total += output.cross_entropy * (mine < len(batches))
+        total, loads = torch.zeros((), device=self.device), list[Tensor]()
+        numbers = range(index, index + len(batches), layout.dp)
+        # ranks that are through go on with the last one, since experts wait for tokens of all ranks
+        mine = [batches[min(number, len(batches) - 1)] for number in numbers]
+        counted = iter(numbers)
+
+        def add(pieces: StagePieces, output: LossOutput) -> None:
+            if pieces.loss:
+                total.add_(output.cross_entropy * (next(counted) < len(batches)))
             if output.load_2 is not None:
-                load_2 = output.load_2 if load_2 is None else torch.maximum(load_2, output.load_2)
-        (total,) = sums(self.mesh.group("dp"), total)
-        return total.item(), load_2 is None or self._has_room(load_2)
+                loads.append(output.load_2)
+
+        self.micro_batches.evaluate(mine, add)
+        (total,) = sums(self.mesh.group("dp_pp"), total)
+        return total.item(), not loads or self._has_room(torch.stack(loads).amax(dim=0))
 
     def _has_room(self, load_2: Tensor) -> bool:
         """Whether there was room at every rank."""

@@ -83,6 +83,8 @@ def load_weights(
     folder = Path(folder)
     config, state = model.config, shards_of(model, layout, rank, instead=into)
     assert isinstance(config, ModelConfig)
+    own_shapes = {name: whole_shape(tensor) for name, tensor in state.items()}
+    shapes = {**shapes_of(config), **own_shapes}  # other ranks may have other layers
     kind = kind_of(folder)
     if kind is FolderKind.run:
         theirs = run_config(folder)
@@ -95,11 +97,10 @@ def load_weights(
             theirs, files, found = source.config, source.files, source.pieces
         else:
             weights = open_weights(folder)
-            theirs, files, found = weights.config, weights.files, own_pieces(state)
+            theirs, files, found = weights.config, weights.files, own_pieces(shapes)
         _refuse_other_tie(folder, theirs, config)
-        shapes = {name: whole_shape(tensor) for name, tensor in state.items()}
         files.check(found, shapes, hints=same_function(config, theirs))
-        fill(state, files, found)
+        fill(state, files, [piece for piece in found if piece.ours in state])
     for line in same_function(config, theirs):
         log.warning("%s in %s; the weights are used with the former", line, folder)
     return kind

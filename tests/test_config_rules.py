@@ -187,7 +187,22 @@ RULES = [
         "parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall",
     ),
     ("parallel.cp=0", "parallel.cp=0 must be greater than 0"),
-    ("launch.nproc=4 parallel.pp=2", "would split the layers over ranks, which this version does not; use"),
+    ("parallel.pp=2 parallel.dp_shard=fsdp2", "has many under way; use parallel.dp_shard=zero1"),
+    ("parallel.pp=2 compile.enabled=true graph.scope=layer", "use graph.scope=none"),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.schedule=zbb",
+        "pipeline.schedule=zbb is unknown; use one of gpipe, 1f1b, interleaved",
+    ),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.microbatches=3",
+        "ranks is 4; use pipeline.microbatches=4, or train.global_batch_size=12",
+    ),
+    ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.layout=EttttL", "use 1 border |"),
+    ("launch.nproc=8 launch.nodes=1 parallel.pp=8", "of which each stage needs one; use 1 to 6 stages"),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.schedule=zbv pipeline.virtual_stages=3",
+        "pipeline.virtual_stages=3",
+    ),
     ("launch.nproc=6 launch.nodes=1 parallel.tp=4", "parallel.pp=1 = 4 does not divide the 6 ranks"),
     ("launch.nproc=4 launch.nodes=1 parallel.ep=8", "does not divide the 4 ranks of a pipeline stage"),
     ("checkpoint.init_from=a checkpoint.resume_from=b", "use one of the two"),

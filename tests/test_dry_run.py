@@ -18,6 +18,7 @@ from graphmoe.dry_run import dry_run, run_watched
 from graphmoe.dry_run_report import FILE, ranks_in_words, render, verdict
 from graphmoe.layout import Layout
 from graphmoe.memory import state_bytes
+from graphmoe.micro_batches import OneAfterTheOther
 from graphmoe.model import build_model
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
@@ -72,7 +73,8 @@ class RealStep:
         optimizer = Optimizer(model, run.optim, run.train, mesh)
         log, memory = CollectiveLog(mesh), MemoryLog()
         execute = ArrivingWeights(run_segments, optimizer.wait_for)
-        step = TrainStep(run, model, optimizer, execute, mesh)
+        num_global = run.train.global_batch_size // run.train.micro_batch_size
+        step = TrainStep(run, model, optimizer, OneAfterTheOther(model, execute, num_global), mesh)
         run_watched(step, StepWatch(log, memory, has_data=True), memory)
         use_groups(None)
         times = dict.fromkeys(("forward", "backward"), step.num_micro_batches)

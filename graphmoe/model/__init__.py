@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from graphmoe.dispatch import Dispatcher
 from graphmoe.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.pipeline_layout import StagePieces
 
 __all__ = ["LossOutput", "Transformer", "build_model", "init_weights", "materialise"]
 
@@ -28,16 +29,18 @@ def build_model(
     layout: Layout = ALONE,
     rank: int = 0,
     dispatcher: Dispatcher | None = None,
+    stages: Sequence[StagePieces] = (),
 ) -> Transformer:
     """What a rank of a layout holds of the model, built on the meta device and filled on ``device``.
 
     Parameters have ``dtype``; the router's bias and counts stay fp32. ``seed=None`` leaves the weights
     unset, for a caller that loads them. A rank that shares layers with others needs process groups to run
     them: ``graphmoe.ops.collectives.use_groups``. Without a dispatcher tokens stay on their rank
-    (``local``): then it can run where it holds all experts.
+    (``local``): then it can run where it holds all experts. ``stages`` are those of this rank; without any it
+    has all layers.
     """
     with torch.device("meta"):
-        model = Transformer(config, execution or MoEConfig(), layout, dispatcher)
+        model = Transformer(config, execution or MoEConfig(), layout, dispatcher, stages)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     if torch.device(device).type != "meta":

@@ -1,10 +1,15 @@
 """The model: embedding, layers, and the loss segment (final norm, head, cross-entropy).
 
+A rank of a pipeline has some of its stages; ``stage`` runs one, and ``loss`` is the stage that has all.
+
 Suffixes: B batch, S sequence, V vocabulary, D hidden, L MoE layers, E experts, P rotation pairs.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +18,7 @@ from torch import Tensor, nn
 
 from graphmoe.config import ConfigError, ModelConfig, MoEConfig
 from graphmoe.dispatch import Dispatcher
-from graphmoe.layout import ALONE, Layout
+from graphmoe.layout import ALONE, Layout, layout_of
 from graphmoe.model.attention import rotary_dim
 from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput
 from graphmoe.model.linear import column_parallel
@@ -25,11 +30,12 @@ from graphmoe.model.sequence import own_positions
 from graphmoe.model.tied import tie_head
 from graphmoe.model.vocabulary import IGNORED, Embedding, cross_entropy_sum
 from graphmoe.ops.collectives import all_gather, sums_over
+from graphmoe.pipeline_layout import StagePieces, all_pieces, any_of, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
 
 
 class LossOutput(NamedTuple):
-    """Losses of a micro-batch, all fp32 scalars on the device, and router statistics."""
+    """Losses of a micro-batch, all fp32 scalars on the device, and router statistics; of a stage its own."""
 
     total: Tensor
     """What is differentiated: cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
@@ -43,30 +49,41 @@ class LossOutput(NamedTuple):
     """Slots routed to each expert of each MoE layer, int32."""
     load_2: Tensor | None = None
     """The most of ``MoEOutput.load_2`` of all MoE layers; None where the dispatcher has no capacity."""
+    carried: tuple[Tensor, ...] = ()
+    """What the next stage reads, [B, S, D] each: the state after the last layer so far, or from the final
+    norm on the normed states from which each depth predicts."""
+
+
+class Elsewhere(nn.Module):
+    """Stands where other ranks of the pipeline have a module; it has no parameters and cannot run."""
 
 
 class LossHead(nn.Module):
-    """Final norm, head and cross-entropy."""
+    """Final norm, head and cross-entropy, or one of both."""
 
-    def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
+    def __init__(
+        self, config: ModelConfig, layout: Layout = ALONE, *, has_norm: bool = True, has_head: bool = True
+    ) -> None:
         super().__init__()
         self.tp, self.cp = layout.tp, layout.cp
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = column_parallel(config.hidden_size, config.vocab_size, self.tp)
+        width = config.hidden_size
+        self.norm = RMSNorm(width, config.norm_eps) if has_norm else Elsewhere()
+        self.head = column_parallel(width, config.vocab_size, self.tp) if has_head else Elsewhere()
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """Mean cross-entropy of the next tokens, fp32 scalar."""
         return self.cross_entropy(self.norm(x_BSD), labels_BS)
 
-    def segments(self, norm: nn.Module | None = None) -> list[Segment]:
-        """The loss segment, with another final norm if one is given.
+    def segments(self, norm: nn.Module | None) -> list[Segment]:
+        """The loss segment, as far as it is here; without a norm what it reads is normed.
 
         ``normed`` is what the prediction of later tokens starts from.
         """
-        return [
-            Segment("loss", norm or self.norm, ("x",), ("normed",)),
-            Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",)),
-        ]
+        found = [] if norm is None else [Segment("loss", norm, ("x",), ("normed",))]
+        if not isinstance(self.head, Elsewhere):
+            loss = Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",))
+            found.append(loss)
+        return found
 
     def cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """Mean cross-entropy of normed hidden states; 0 where every label is ignored.
@@ -82,7 +99,7 @@ class LossHead(nn.Module):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """fp32 logits [B, S, V], from an fp32 product whatever the weights' dtype."""
-        return F.linear(self.norm(x_BSD).float(), self.head.weight.float())
+        return F.linear(self.norm(x_BSD).float(), self.head.weight.float())  # type: ignore[arg-type]
 
 
 class Transformer(nn.Module):
@@ -94,21 +111,41 @@ class Transformer(nn.Module):
         execution: MoEConfig,
         layout: Layout = ALONE,
         dispatcher: Dispatcher | None = None,
+        stages: Sequence[StagePieces] = (),
     ) -> None:
+        """``stages`` are those of this rank; without any it has all of the model."""
         super().__init__()
         self.config, self.layout = config, layout
-        self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp)
-        dense = config.num_dense_layers
-        self.layers = nn.ModuleList(
-            DenseLayer(config, layout) if i < dense else MoELayer(config, execution, layout, dispatcher)
-            for i in range(config.num_layers)
+        self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
+        """Those that `stage` can run, in the order of the model."""
+        here = functools.partial(any_of, self.stages)
+        embeds = here(lambda stage: needs_embedding(stage, tied=config.tie_embeddings))
+        self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp) if embeds else Elsewhere()
+
+        def layer(i: int) -> nn.Module:
+            if not here(lambda stage: i in stage.layers):
+                return Elsewhere()
+            if i < config.num_dense_layers:
+                return DenseLayer(config, layout)
+            return MoELayer(config, execution, layout, dispatcher)
+
+        def mtp_layer(k: int) -> nn.Module:
+            on_this_rank = here(lambda stage: k in stage.mtp)
+            return MtpLayer(config, execution, layout, dispatcher) if on_this_rank else Elsewhere()
+
+        self.layers = nn.ModuleList(map(layer, range(config.num_layers)))
+        self.loss_head = LossHead(
+            config,
+            layout,
+            has_norm=here(lambda stage: normalises(stage, config.mtp_depth)),
+            has_head=here(lambda stage: stage.loss),
         )
-        self.loss_head = LossHead(config, layout)
-        self.mtp = nn.ModuleList(
-            MtpLayer(config, execution, layout, dispatcher) for _ in range(config.mtp_depth)
-        )
-        if config.tie_embeddings:
+        self.mtp = nn.ModuleList(map(mtp_layer, range(config.mtp_depth)))
+        if config.tie_embeddings and here(lambda stage: stage.loss):
             tie_head(self)
+        if embeds and len(layout.embed_on) > 1:
+            parallel = replace(layout_of(self.embed.weight), summed_over="embed")
+            self.embed.weight.parallel = parallel  # type: ignore[union-attr]
         self._rope: tuple[Tensor, Tensor] | None = None
         self._own_rope: tuple[Tensor, Tensor] | None = None
 
@@ -128,42 +165,106 @@ class Transformer(nn.Module):
 
         All ranks of cp and tp get the same whole sequences, and return the same losses.
         """
-        x_BSD, outputs, rope = self.hidden(tokens_BS, execute)
-        wanted = ("cross_entropy", "normed") if self.mtp else ("cross_entropy",)
-        cross_entropy, *normed = execute(
-            self.loss_head.segments(), {"x": x_BSD, "labels": self._own(labels_BS)}, wanted
-        )
-        mtp = cross_entropy.new_zeros(())
-        for depth, layer in enumerate(self.mtp, start=1):
-            embedded_BSD = self._embed(shift_left(tokens_BS, depth, fill=0), execute)
-            output = layer(*normed, embedded_BSD, *rope, execute, len(self.layers) + depth - 1)
-            named = {"x": output.x_BSD, "labels": self._own(shift_left(labels_BS, depth, fill=IGNORED))}
-            wanted = ("cross_entropy", "normed") if depth < len(self.mtp) else ("cross_entropy",)
-            assert isinstance(layer, MtpLayer)
-            loss, *normed = execute(self.loss_head.segments(layer.norm), named, wanted)
-            mtp = mtp + loss / len(self.mtp)
-            outputs.append(output)
+        (whole,) = self.stages
+        return self.stage(whole, (), tokens_BS, labels_BS, execute)
+
+    def stage(
+        self,
+        pieces: StagePieces,
+        carried: tuple[Tensor, ...],
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        execute: Executor = run_segments,
+    ) -> LossOutput:
+        """What one stage makes of what the one before has carried on. No device sync."""
+        outputs: list[MoEOutput] = []
+        rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
+        if pieces.embed:
+            carried = (self._embed(tokens_BS, execute),)
+        if len(pieces.layers):
+            (x_BSD,) = carried
+            x_BSD, outputs = self._run_layers(x_BSD, pieces.layers, rope, execute)
+            carried = (x_BSD,)
+        losses: list[Tensor] = []
+        if pieces.loss or len(pieces.mtp):
+            carried, losses = self._predict(pieces, carried, tokens_BS, labels_BS, execute, outputs)
+        none = torch.zeros((), device=tokens_BS.device)
+        cross_entropy = losses[0] if losses else none
+        mtp = sum((loss / len(self.mtp) for loss in losses[1:]), none)
         total = cross_entropy + self.config.mtp_loss_weight * mtp
         for output in outputs:
             total = total + output.loss
         stats_L3, counts_LE = self._stack(outputs, tokens_BS.device)
         loads = [output.load_2 for output in outputs if output.load_2 is not None]
         load_2 = torch.stack(loads).amax(dim=0) if loads else None
-        return LossOutput(total, cross_entropy.detach(), mtp.detach(), stats_L3, counts_LE, load_2)
+        handed = () if pieces.loss else carried
+        return LossOutput(total, cross_entropy.detach(), mtp.detach(), stats_L3, counts_LE, load_2, handed)
+
+    def _predict(
+        self,
+        pieces: StagePieces,
+        carried: tuple[Tensor, ...],
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        execute: Executor,
+        outputs: list[MoEOutput],
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """The normed states of all depths so far, and where the loss is here the loss of each depth.
+
+        The outputs of multi-token-prediction layers are added to ``outputs``.
+        """
+        rope, losses = self.rope(tokens_BS.shape[1], tokens_BS.device), list[Tensor]()
+
+        def finish(x_BSD: Tensor, norm: nn.Module | None, depth: int) -> list[Tensor]:
+            """Norm and loss of a depth, as far as they are here: the normed state if anybody reads it."""
+            named = {"x" if norm else "normed": x_BSD}
+            wanted = ["normed"] if norm and (depth < len(self.mtp) or not pieces.loss) else []
+            if pieces.loss:
+                named["labels"] = self._own(
+                    shift_left(labels_BS, depth, fill=IGNORED) if depth else labels_BS
+                )
+                wanted = ["cross_entropy", *wanted]
+            results = list(execute(self.loss_head.segments(norm), named, tuple(wanted)))
+            if pieces.loss:
+                losses.append(results.pop(0))
+            return results
+
+        if normalises(pieces, len(self.mtp)):
+            (x_BSD,) = carried
+            normed = finish(x_BSD, self.loss_head.norm, 0)
+        else:
+            normed = [*carried]
+            for depth, state_BSD in enumerate(normed if pieces.loss else ()):
+                finish(state_BSD, None, depth)
+        for k in pieces.mtp:
+            layer, depth = self.mtp[k], k + 1
+            assert isinstance(layer, MtpLayer)
+            embedded_BSD = self._embed(shift_left(tokens_BS, depth, fill=0), execute)
+            output = layer(normed[-1], embedded_BSD, *rope, execute, len(self.layers) + k)
+            outputs.append(output)
+            normed += finish(output.x_BSD, layer.norm, depth)
+        return tuple(normed), losses
 
     def hidden(
         self, tokens_BS: Tensor, execute: Executor = run_segments
     ) -> tuple[Tensor, list[MoEOutput], tuple[Tensor, Tensor]]:
         """Hidden states before the final norm, the MoE layers' outputs, and the rotary tables."""
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
-        x_BSD, outputs = self._embed(tokens_BS, execute), []
-        for index, layer in enumerate(self.layers):
-            output = layer(x_BSD, *rope, execute, index)
+        x_BSD = self._embed(tokens_BS, execute)
+        x_BSD, outputs = self._run_layers(x_BSD, range(len(self.layers)), rope, execute)
+        return x_BSD, outputs, rope
+
+    def _run_layers(
+        self, x_BSD: Tensor, layers: range, rope: tuple[Tensor, Tensor], execute: Executor
+    ) -> tuple[Tensor, list[MoEOutput]]:
+        outputs = []
+        for index in layers:
+            output = self.layers[index](x_BSD, *rope, execute, index)
             if isinstance(output, MoEOutput):
                 outputs.append(output)
                 output = output.x_BSD
             x_BSD = output
-        return x_BSD, outputs, rope
+        return x_BSD, outputs
 
     def _embed(self, tokens_BS: Tensor, execute: Executor) -> Tensor:
         named = {"tokens": self._own(tokens_BS)}
@@ -202,11 +303,28 @@ class Transformer(nn.Module):
                 module.use(dispatcher)
 
     def routers(self) -> list[Router]:
-        """The routers in the order of ``LossOutput.counts_LE``."""
+        """The routers here, in the order of ``LossOutput.counts_LE``."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
+    @property
+    def num_moe_layers(self) -> int:
+        """Of the whole model, those that predict later tokens included."""
+        return self.config.num_layers - self.config.num_dense_layers + self.config.mtp_depth
+
+    def moe_layers(self, pieces: StagePieces) -> range:
+        """Places of a stage's MoE layers among those of the whole model."""
+        dense, layers = self.config.num_dense_layers, pieces.layers
+        found = range(max(layers.start - dense, 0), max(layers.stop - dense, 0))
+        if not len(pieces.mtp):
+            return found
+        first = self.config.num_layers - dense + pieces.mtp.start
+        return range(found.start if len(found) else first, first + len(pieces.mtp))
+
     def blocks(self) -> list[tuple[nn.Module, ...]]:
-        """Modules that a forward needs at a time, in the order of the layers; each parameter is in one."""
+        """Modules that a forward needs at a time, in the order of the layers; each parameter is in one.
+
+        Of a model that has all its stages.
+        """
         found: list[tuple[nn.Module, ...]] = [(self.embed,), *((layer,) for layer in self.layers)]
         if self.config.tie_embeddings:
             found[0] = self.embed, self.loss_head

@@ -23,6 +23,10 @@ ALL_RUNS = {
     "alltoall": COMMON,
     "symm": SYMM,
     "symm layer": (*SYMM, "graph.scope=layer"),
+    "symm dispatch": (*SYMM, "graph.scope=[moe_dispatch]"),
+    "symm combine": (*SYMM, "graph.scope=[moe_combine]"),
+    "symm experts": (*SYMM, "graph.scope=[shared_experts,moe_experts]"),
+    "symm router": (*SYMM, "graph.scope=partial"),
     "symm full_iteration": (*SYMM, "graph.scope=full_iteration"),
     "symm overlap": (*SYMM, "pipeline.ep_overlap=true"),
     "symm overlap full_iteration": (*SYMM, "pipeline.ep_overlap=true", "graph.scope=full_iteration"),
@@ -39,6 +43,10 @@ RUNS = {
 }
 PLAIN = {
     "symm layer": "symm",
+    "symm dispatch": "symm",
+    "symm combine": "symm",
+    "symm experts": "symm",
+    "symm router": "symm",
     "symm full_iteration": "symm",
     "symm overlap": "symm",
     "symm overlap full_iteration": "symm",

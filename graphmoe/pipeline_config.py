@@ -1,0 +1,32 @@
+"""The schema's sections on how micro-batches follow each other, and what is recorded of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class PipelineConfig:
+    """How micro-batches follow each other, over the ranks of ``parallel.pp`` too, docs/pipeline.md."""
+
+    schedule: str = "1f1b"
+    """Which micro-batch each stage works on next, where parallel.pp > 1: gpipe, 1f1b, interleaved, zb1p, zbv,
+    v_half or v_min."""
+    virtual_stages: int | None = None
+    """Stages on each rank; null: as few as the schedule takes."""
+    microbatches: int | None = None
+    """Micro-batches of a step on each rank; null: what train.global_batch_size and micro_batch_size give."""
+    layout: str | None = None
+    """What each stage has, such as "Et|(tt|)*6L"; null: stages of equal cost."""
+    ep_overlap: bool = False
+    """Run the backward of each micro-batch in turns with the forward of the next, and shared experts and
+    weight gradients while tokens travel, so that transfers hide beside products, docs/expert_parallel.md."""
+
+
+@dataclass
+class ProfileConfig:
+    """What a run records of its time."""
+
+    pipeline: bool = False
+    """Record when each stage works on which micro-batch in the steps that are logged, in pipeline.json, which
+    graphmoe.pipeline_view draws; where parallel.pp > 1."""

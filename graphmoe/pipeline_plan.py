@@ -1,0 +1,104 @@
+"""What a run's configuration makes of the pipeline: stages, their ranks, and the schedule's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.layout import Layout
+from graphmoe.pipeline_costs import default_layout
+from graphmoe.pipeline_layout import StagePieces, needs_embedding, pieces_of
+from runtime.pipeline.actions import Placement, Table
+from runtime.pipeline.schedules import SCHEDULES, make_table, schedule_rules
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The pipeline of a run whose layers are shared out along pp."""
+
+    layout: str
+    """What each stage has, as `graphmoe.pipeline_layout` writes it."""
+    stages: tuple[StagePieces, ...]
+    table: Table
+    embed_on: tuple[int, ...]
+    """Places along pp that hold the embedding."""
+
+    @property
+    def placement(self) -> Placement:
+        return self.table.placement
+
+    def own_stages(self, place: int) -> dict[int, StagePieces]:
+        """Those of a place along pp, by number."""
+        return {number: self.stages[number] for number in self.placement.stages_of(place)}
+
+    def describe(self) -> str:
+        """A line for the log."""
+        return (
+            f"pipeline.schedule={self.table.schedule}: {len(self.stages)} stages on "
+            f"{self.placement.num_ranks} ranks, {self.table.num_micro_batches} micro-batches a step, "
+            f"layout {self.layout}"
+        )
+
+
+def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
+    """The pipeline of a run; None where each rank has all layers. *Raises* ConfigError."""
+    if layout.pp == 1:
+        return None
+    if problems := [*_schedule_problems(config, layout)]:
+        raise ConfigError("; ".join(problems))
+    pipeline, model = config.pipeline, config.model
+    count = num_micro_batches(config, layout)
+    table = make_table(
+        pipeline.schedule, layout.pp, count, pipeline.virtual_stages, overlap=pipeline.ep_overlap
+    )
+    placement = table.placement
+    text = pipeline.layout or default_layout(model, config.data.seq_len or 1, placement.num_stages)
+    stages = pieces_of(text, model.num_layers, model.mtp_depth, placement.num_stages)
+    embeds = (
+        placement.rank_of[number]
+        for number, stage in enumerate(stages)
+        if needs_embedding(stage, tied=model.tie_embeddings)
+    )
+    return PipelinePlan(text, stages, table, tuple(sorted(set(embeds))))
+
+
+def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Why there is no pipeline of a configuration, for ranks whose number is known."""
+    try:
+        plan_of(config, layout)
+    except ConfigError as error:
+        yield str(error)
+
+
+def layout_of_run(config: RunConfig, num_ranks: int) -> Layout:
+    """The layout of a run's ranks, with the places of the embedding. *Raises* ConfigError."""
+    layout = Layout.of(config.parallel, num_ranks)
+    plan = plan_of(config, layout)
+    return layout if plan is None else replace(layout, embed_on=plan.embed_on)
+
+
+def num_micro_batches(config: RunConfig, layout: Layout) -> int:
+    """Micro-batches of a step on each rank."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * layout.dp)
+
+
+def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Violated rules of the schedule, for ranks whose number is known."""
+    pipeline, train = config.pipeline, config.train
+    if pipeline.schedule not in SCHEDULES:
+        yield f"pipeline.schedule={pipeline.schedule} is unknown; use one of {', '.join(SCHEDULES)}"
+        return
+    count = num_micro_batches(config, layout)
+    if pipeline.microbatches not in (None, count):
+        wanted = pipeline.microbatches * train.micro_batch_size * layout.dp
+        yield (
+            f"pipeline.microbatches={pipeline.microbatches}, and train.global_batch_size="
+            f"{train.global_batch_size} over train.micro_batch_size={train.micro_batch_size} times "
+            f"{layout.dp} data-parallel ranks is {count}; use pipeline.microbatches={count}, or "
+            f"train.global_batch_size={wanted}"
+        )
+    if count:
+        yield from schedule_rules(
+            pipeline.schedule, layout.pp, count, pipeline.virtual_stages, overlap=pipeline.ep_overlap
+        )

@@ -1,0 +1,118 @@
+"""The micro-batches of a step through a model whose layers the ranks along pp share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from graphmoe.config import RunConfig
+from graphmoe.execution import Execution
+from graphmoe.micro_batches import Add, MicroBatches, OneAfterTheOther
+from graphmoe.model.transformer import Transformer
+from graphmoe.pipeline_layout import StagePieces
+from graphmoe.pipeline_plan import PipelinePlan
+from graphmoe.segments import Executor
+from runtime.mesh import Mesh
+from runtime.pipeline.channels import Channels, Spec
+from runtime.pipeline.engine import Pipeline
+from runtime.pipeline.stages import AutogradStage, Deferring
+from runtime.pipeline.transfers import channels_of
+
+log = logging.getLogger(__name__)
+
+
+def micro_batches_of(
+    config: RunConfig,
+    plan: PipelinePlan | None,
+    model: Transformer,
+    execute: Executor,
+    mesh: Mesh,
+    execution: Execution,
+) -> MicroBatches:
+    """What runs the micro-batches of a run's steps. A collective."""
+    train = config.train
+    num_global = train.global_batch_size // train.micro_batch_size
+    if plan is None:
+        return OneAfterTheOther(model, execute, num_global, execution.overlap)
+    log.info(plan.describe())
+    assert config.data.seq_len is not None
+    positions = config.data.seq_len // mesh.layout.size("cp_tp")
+    shape = train.micro_batch_size, positions, config.model.hidden_size
+    message = Spec(shape, next(model.parameters()).dtype)
+    return Pipelined(plan, model, execute, mesh, message, num_global, execution.deferring)
+
+
+class Pipelined:
+    """`graphmoe.micro_batches.MicroBatches` by the schedule of a plan. Making one is collective."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        model: Transformer,
+        execute: Executor,
+        mesh: Mesh,
+        message: Spec,
+        num_global: int,
+        deferring: Deferring | None = None,
+    ) -> None:
+        """``message`` is a hidden state of a micro-batch.
+
+        ``num_global`` is how many micro-batches all ranks together have in a step. Inside ``deferring``
+        compiled units leave weight gradients to be made later.
+        """
+        self.model, self.execute, self.num_global = model, execute, num_global
+        self.device = next(model.parameters()).device
+        self._batches: list[Tensor] = []
+        self._add: Add | None = None
+        place = mesh.index("pp")
+        self.stages = plan.own_stages(place)
+        counts = carried_counts(plan.stages)
+        runs = {
+            number: AutogradStage(
+                functools.partial(self._run, number),
+                received=(message,) * counts[number],
+                sent=(message,) * counts[number + 1],
+                deferring=deferring,
+            )
+            for number in self.stages
+        }
+        channels = Channels(channels_of(plan.table), mesh.layout.groups("pp"), self.device)
+        self.pipeline = Pipeline(plan.table, place, runs, channels)
+
+    def train(self, batches: Iterable[Tensor], add: Add) -> None:
+        """As `MicroBatches.train`; all ranks along pp get the same batches."""
+        self._take(batches, add)
+        self.pipeline.train()
+
+    def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
+        """As `MicroBatches.evaluate`."""
+        self._take(batches, add)
+        self.pipeline.evaluate(len(batches))
+
+    def _take(self, batches: Iterable[Tensor], add: Add) -> None:
+        self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
+        self._add = add
+
+    def _run(
+        self, number: int, micro_batch: int, received: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What a stage carries on, and what it adds to the loss."""
+        assert self._add is not None
+        pieces, tokens = self.stages[number], self._batches[micro_batch]
+        output = self.model.stage(pieces, received, tokens[:, :-1], tokens[:, 1:], self.execute)
+        self._add(pieces, output)
+        return output.carried, output.total / self.num_global
+
+
+def carried_counts(stages: Sequence[StagePieces]) -> list[int]:
+    """How many hidden states each stage is given, and 0 behind the last.
+
+    One, and one more for each later token that stages before it have predicted from.
+    """
+    counts = [0]
+    for stage in stages[:-1]:
+        counts.append(1 + stage.mtp.stop)
+    return [*counts, 0]

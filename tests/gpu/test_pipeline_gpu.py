@@ -1,0 +1,60 @@
+"""Layers shared out to two GPUs: each schedule trains as one GPU does, on bf16 compiled units.
+
+Two ranks share the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.world import World
+from tests.distributed.ranks import Job
+from tests.distributed.training import Outcome, Training, without_rank_load
+from tests.gpu.tiny import GPU
+from tests.tolerances import assert_forward_close
+
+BASE = (
+    *GPU, "model.num_layers=4", "model.mtp_depth=1", "train.steps=6", "train.val_interval=3",
+    "train.log_interval=3", "train.global_batch_size=16", "train.micro_batch_size=2",
+    "optim.schedule=constant", "compile.enabled=true",
+)  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "v_half", "v_min")
+RUNS = {
+    **{name: (*BASE, "parallel.pp=2", f"pipeline.schedule={name}") for name in SCHEDULES},
+    "tied": (*BASE, "parallel.pp=2", "model.tie_embeddings=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, list[Outcome]]:
+    """Of two ranks; that they end at all shows that no message waits for ever."""
+    cases = {name: Training(words) for name, words in RUNS.items()}
+    return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=400)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, Outcome]:
+    tied = (*BASE, "model.tie_embeddings=true")
+    return {
+        name: Training(words)(World(), tmp_path_factory.mktemp("alone"))
+        for name, words in (("untied", BASE), ("tied", tied))
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_of_both_ranks_are_those_of_one_gpu(outcomes, alone, name):
+    wanted = alone["tied" if name == "tied" else "untied"]
+    first, second = outcomes[name]
+    assert torch.equal(first.rows, second.rows)
+    assert_forward_close(without_rank_load(first.rows)[:, 0].bfloat16(), without_rank_load(wanted.rows)[:, 0])
+    losses = [[row["val_loss"] for row in run.written if "val_loss" in row] for run in (first, wanted)]
+    assert_forward_close(torch.tensor(losses[0]).bfloat16(), torch.tensor(losses[1]))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_hold_the_same_embedding_where_both_have_it(outcomes, name):
+    first, second = (found.weights for found in outcomes[name])
+    common = first.keys() & second.keys()
+    assert common <= {"embed.weight"}
+    assert all(torch.equal(first[key], second[key]) for key in common)

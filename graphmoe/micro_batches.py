@@ -44,7 +44,7 @@ class OneAfterTheOther:
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         """As `MicroBatches.train`."""
-        overlap = self._overlap_in_use
+        overlap = overlap_in_use(self.overlap, self.model)
         for tokens in batches:
             tokens = tokens.to(self.device, non_blocking=True)
             add(self.pieces, self._forward_and_backward(tokens, overlap))
@@ -71,8 +71,8 @@ class OneAfterTheOther:
             total.backward()
         return output
 
-    @property
-    def _overlap_in_use(self) -> Overlap | None:
-        """None where the host counts what arrives: then units are no graphs, and it would wait in between."""
-        dispatcher = self.model.dispatcher
-        return self.overlap if dispatcher is not None and dispatcher.capacity is not None else None
+
+def overlap_in_use(overlap: Overlap | None, model: Transformer) -> Overlap | None:
+    """None where the host counts what arrives: then units are no graphs, and it would wait in between."""
+    dispatcher = model.dispatcher
+    return overlap if dispatcher is not None and dispatcher.capacity is not None else None

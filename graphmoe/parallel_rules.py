@@ -12,14 +12,13 @@ from graphmoe.config import (
     DpShard,
     ModelConfig,
     ParallelConfig,
-    PipelineConfig,
 )
 
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
 """Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
 
 
-def pipeline_rules(parallel: ParallelConfig, pipeline: PipelineConfig, scope: object) -> Iterator[str]:
+def pipeline_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
     """What ``parallel.pp`` does not go together with."""
     if parallel.pp < 2:
         return
@@ -27,11 +26,6 @@ def pipeline_rules(parallel: ParallelConfig, pipeline: PipelineConfig, scope: ob
         yield (
             f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch anew, and parallel.pp="
             f"{parallel.pp} has many under way; use parallel.dp_shard=zero1"
-        )
-    if pipeline.ep_overlap:
-        yield (
-            f"pipeline.ep_overlap=true runs micro-batches of one stage in turns, which this version does not "
-            f"with parallel.pp={parallel.pp}; use pipeline.ep_overlap=false"
         )
     if scope != "none":
         yield (

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from graphmoe.config import RunConfig
 from graphmoe.execution import Execution
-from graphmoe.micro_batches import Add, MicroBatches, OneAfterTheOther
+from graphmoe.micro_batches import Add, MicroBatches, OneAfterTheOther, overlap_in_use
 from graphmoe.model.transformer import Transformer
 from graphmoe.pipeline_layout import StagePieces
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.segments import Executor
 from runtime.mesh import Mesh
+from runtime.overlap.runner import Overlap
 from runtime.pipeline.channels import Channels, Spec
 from runtime.pipeline.engine import Pipeline
-from runtime.pipeline.stages import AutogradStage, Deferring
+from runtime.pipeline.overlapped import OverlappedStage
+from runtime.pipeline.stages import Deferring
 from runtime.pipeline.transfers import channels_of
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ def micro_batches_of(
     positions = config.data.seq_len // mesh.layout.size("cp_tp")
     shape = train.micro_batch_size, positions, config.model.hidden_size
     message = Spec(shape, next(model.parameters()).dtype)
-    return Pipelined(plan, model, execute, mesh, message, num_global, execution.deferring)
+    return Pipelined(plan, model, execute, mesh, message, num_global, execution.deferring, execution.overlap)
 
 
 class Pipelined:
@@ -57,25 +59,29 @@ class Pipelined:
         message: Spec,
         num_global: int,
         deferring: Deferring | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         """``message`` is a hidden state of a micro-batch.
 
         ``num_global`` is how many micro-batches all ranks together have in a step. Inside ``deferring``
-        compiled units leave weight gradients to be made later.
+        compiled units leave weight gradients to be made later. With ``overlap`` a forward and a backward that
+        the plan's table has together take turns.
         """
         self.model, self.execute, self.num_global = model, execute, num_global
         self.device = next(model.parameters()).device
+        self.overlap = overlap
         self._batches: list[Tensor] = []
         self._add: Add | None = None
         place = mesh.index("pp")
         self.stages = plan.own_stages(place)
         counts = carried_counts(plan.stages)
         runs = {
-            number: AutogradStage(
+            number: OverlappedStage(
                 functools.partial(self._run, number),
-                received=(message,) * counts[number],
-                sent=(message,) * counts[number + 1],
-                deferring=deferring,
+                (message,) * counts[number],
+                (message,) * counts[number + 1],
+                deferring,
+                self._overlap_in_use,
             )
             for number in self.stages
         }
@@ -85,12 +91,19 @@ class Pipelined:
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         """As `MicroBatches.train`; all ranks along pp get the same batches."""
         self._take(batches, add)
+        if self.overlap:
+            self.overlap.start_step()
         self.pipeline.train()
+        if self.overlap:
+            self.overlap.finish()
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
         """As `MicroBatches.evaluate`."""
         self._take(batches, add)
         self.pipeline.evaluate(len(batches))
+
+    def _overlap_in_use(self) -> Overlap | None:
+        return overlap_in_use(self.overlap, self.model)
 
     def _take(self, batches: Iterable[Tensor], add: Add) -> None:
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from runtime.overlap.order import Direction, backward_of, interleaved, transfers_first, turns
+from runtime.overlap.order import Direction, Piece, backward_of, interleaved, transfers_first, turns
 from runtime.overlap.tape import Tape
 from runtime.overlap.transfers import Transfers
 from runtime.unit_code import Later
@@ -23,9 +23,10 @@ Call = Callable[[Sequence[Tensor], Later], Sequence[Tensor]]
 class Overlap:
     """Interleaves the units of two micro-batches; transfers between ranks get a stream of their own.
 
-    A step calls ``forward`` and ``backward`` for each micro-batch and ``finish`` at its end; an executor
-    calls ``run_unit`` for each unit. Weight gradients are made when the transfers of a turn are under way;
-    they are summed over micro-batches in their order, as without overlap. No device sync.
+    A step calls ``forward`` and ``backward`` for each micro-batch and ``finish`` at its end; or, where a
+    schedule says what runs beside what, ``record``, ``run_backward`` and ``finish``. An executor calls
+    ``run_unit`` for each unit. Weight gradients are made when the transfers of a turn are under way; they are
+    summed over micro-batches in their order, as without overlap. No device sync.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,8 +34,10 @@ class Overlap:
         self._transfers = Transfers(device)
         self._tape: Tape | None = None
         """Of the forward that runs, or has run."""
-        self._before: _Backward | None = None
+        self._before: Backward | None = None
         """The backward of the micro-batch before."""
+        self._beside: Backward | None = None
+        """What runs in turns with the forward that is under way, or alone."""
         self._queue: deque[tuple[Direction, int]] = deque()
         """What is still to come of a forward and the backward beside it."""
         self.order: list[tuple[Direction, str]] = []
@@ -47,32 +50,61 @@ class Overlap:
 
     def forward(self, run: Callable[[], Result]) -> Result:
         """What ``run`` returns; the backward of the micro-batch before runs in between, all of it."""
-        self._tape = Tape(self._anchor)
         if self._before is None:
-            self.order = []
-        else:
-            pieces = self._before.tape.pieces
-            in_turns = turns(pieces, range(len(pieces)))
-            self._queue.extend(interleaved(in_turns, self._before.turns))
-        result = run()
-        self._run_backward()
-        assert not self._queue, f"the forward has ended before its {self._queue[0]}"
-        self._before = None
+            self.start_step()
+        before, self._before = self._before, None
+        result, self._tape = self.record(run, before, before.tape.pieces if before else ())
         return result
+
+    def start_step(self) -> None:
+        """Forget what the step before has queued."""
+        self.order = []
 
     def backward(self, loss: Tensor) -> None:
         """Let the backward of the last forward begin; it runs beside the next forward or in ``finish``."""
         assert self._tape is not None
-        self._tape.start(loss)
-        self._before, self._tape = _Backward(self._tape), None
+        self._tape.start([loss])
+        self._before, self._tape = Backward(self._tape), None
+
+    def record(
+        self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[Piece] = ()
+    ) -> tuple[Result, Tape]:
+        """What ``run`` returns, a forward, and its tape; ``beside`` runs in between, all of it.
+
+        ``like`` are the pieces of an earlier forward through the same units, for their turns.
+        """
+        self._tape = tape = Tape(self._anchor)
+        self._beside = beside
+        if beside is not None:
+            self._queue.extend(interleaved(turns(like, range(len(like))), beside.turns))
+        result = run()
+        self._run_backward()
+        assert not self._queue, f"the forward has ended before its {self._queue[0]}"
+        self._tape = self._beside = None
+        return result, tape
+
+    def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """``Tape.receive`` of the forward that is under way."""
+        assert self._tape is not None
+        return self._tape.receive(tensors)
+
+    def run_backward(self, backward: Backward) -> None:
+        """The backward of a micro-batch, beside nothing."""
+        self._beside = backward
+        for turn in backward.turns:
+            self._queue.extend(("backward", number) for number in turn)
+            self._run_backward()
+        self._beside = None
 
     def finish(self) -> None:
         """Run what is left. The current stream then has all that the step has made."""
         if self._before is not None:
-            for turn in self._before.turns:
-                self._queue.extend(("backward", number) for number in turn)
-                self._run_backward()
+            self.run_backward(self._before)
         self._before = None
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the current stream wait for the transfers that are under way."""
         self._transfers.wait_for_all()
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
@@ -98,13 +130,13 @@ class Overlap:
         left: list[Later] = []
         while self._queue and self._queue[0][0] == "backward":
             _, number = self._queue.popleft()
-            assert self._before is not None
-            left.append(self._back(self._before, number))
+            assert self._beside is not None
+            left.append(self._back(self._beside, number))
         for weights in left:
             while weights:  # a unit that holds what its W reads would be a cycle, which nobody collects
                 weights.pop(0)()
 
-    def _back(self, backward: _Backward, number: int) -> Later:
+    def _back(self, backward: Backward, number: int) -> Later:
         tape, piece = backward.tape, backward.pieces[number]
         self.order.append(("backward", piece.name))
         key: Hashable = (tape, "backward", number)
@@ -116,8 +148,8 @@ class Overlap:
         return self._transfers.run(key, lambda: tape.back(place, keep=True), reads)
 
 
-class _Backward:
-    """The backward of a micro-batch, cut into turns."""
+class Backward:
+    """The backward of a micro-batch, cut into turns; its tape has been started."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape, self.pieces = tape, backward_of(tape.pieces)

@@ -14,6 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from runtime.overlap.order import Piece
 from runtime.unit_code import Later
 
+RECEIVED = -1
+"""Stands for the number of a piece where something comes from elsewhere."""
+
 
 @dataclass
 class _Done:
@@ -33,7 +36,8 @@ class Tape:
     """What the backward of one micro-batch needs, unit by unit.
 
     ``run`` is called for each unit of the forward. Then ``start`` takes the gradients of what was made of the
-    units' results, and ``back`` runs one unit's backward.
+    units' results, and ``back`` runs one unit's backward. What comes from elsewhere and wants a gradient is
+    given to ``receive`` first; ``gradients_of_received`` has those in the end.
     """
 
     def __init__(self, anchor: Tensor) -> None:
@@ -45,10 +49,26 @@ class Tape:
         self._edges: dict[tuple[int, int], GradientEdge] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         """Those that have come for each result; they are added when all of them can be read."""
+        self._received: list[tuple[int, int]] = []
+        """Keys of what `receive` was given."""
 
     @property
     def pieces(self) -> list[Piece]:
         return [done.piece for done in self._done]
+
+    def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What stands for tensors from elsewhere, to be read by units; called once, before any of them."""
+        assert not self._done
+        given = tuple(self._source_of(tensor.detach()) for tensor in tensors)
+        for i, tensor in enumerate(given):
+            self._received.append((RECEIVED, i))
+            self._source[id(tensor.grad_fn)] = RECEIVED, i
+            self._edges[RECEIVED, i] = get_gradient_edge(tensor)
+        return given
+
+    def gradients_of_received(self) -> tuple[Tensor, ...]:
+        """When the backward of all units is over."""
+        return tuple(functools.reduce(torch.add, self._gradients.pop(key)) for key in self._received)
 
     def run(
         self,
@@ -75,18 +95,22 @@ class Tape:
         for i in outputs:
             self._source[id(given[i].grad_fn)] = number, i
             self._edges[number, i] = get_gradient_edge(given[i])
-        piece = Piece(name, frozenset(source for source, _ in reads), transfers)
+        piece = Piece(name, frozenset(source for source, _ in reads if source != RECEIVED), transfers)
         self._done.append(_Done(piece, reads, inputs, outputs, weights))
         return given
 
-    def start(self, total: Tensor) -> None:
-        """Take the gradients of a scalar that was made of units' results."""
+    def start(
+        self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Take the gradients of what was made of units' results; scalars need none of their own."""
         keys = [*self._edges]
-        self._add(keys, torch.autograd.grad(total, [self._edges[key] for key in keys], allow_unused=True))
+        edges = [self._edges[key] for key in keys]
+        found = torch.autograd.grad(roots, edges, gradients, allow_unused=True)  # type: ignore[arg-type]
+        self._add(keys, found)
 
     def sources(self, read: Sequence[Tensor]) -> set[int]:
         """The units that have made these tensors, as far as they want gradients."""
-        return {self._key(tensor)[0] for tensor in read if tensor.requires_grad}
+        return {self._key(tensor)[0] for tensor in read if tensor.requires_grad} - {RECEIVED}
 
     def what_back_reads(self, number: int) -> Any:
         """What must stay as it is while the backward of a unit runs."""

@@ -14,7 +14,7 @@ from runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
 from runtime.pipeline.dependencies import needs, parts, result
 from runtime.pipeline.recorder import Recorder
 from runtime.pipeline.schedules import forward_only
-from runtime.pipeline.stages import Stage, Tensors
+from runtime.pipeline.stages import BackwardOf, Stage, Tensors
 from runtime.pipeline.timeline import Lane
 from runtime.pipeline.transfers import Message, Transfers, transfers_of
 from runtime.pipeline.validate import check
@@ -100,13 +100,15 @@ class Pipeline:
                 self._alone(step, inputs[0])
 
     def _together(self, forward: Action, backward: Action, received: Tensors, gradients: Tensors) -> None:
-        """A forward and a backward of other micro-batches, one after the other.
+        """A forward and a backward of other micro-batches.
 
-        Whatever order they are computed in, the forward's results are delivered first: so the next rank
-        expects it where both go to one.
+        The forward's results are delivered first: so the next rank expects it where both go to one.
         """
-        self._alone(forward, received)
-        self._alone(backward, gradients)
+        other = BackwardOf(self._stages[backward.stage], backward.micro_batch)
+        stage = self._stages[forward.stage]
+        sent, of_received = stage.together(forward.micro_batch, received, other, gradients)
+        self._deliver(forward, sent)
+        self._deliver(backward, of_received)
 
     def _alone(self, action: Action, inputs: Tensors) -> None:
         stage = self._stages[action.stage]

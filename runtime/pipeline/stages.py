@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ class Stage(Protocol):
 
     def backward_weights(self, micro_batch: int) -> None:
         """W, where the backward left it."""
+
+    def together(
+        self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """``forward``, and the whole ``backward`` of another micro-batch beside it; what each returns."""
+
+
+class BackwardOf(NamedTuple):
+    """A backward that is due."""
+
+    stage: Stage
+    micro_batch: int
 
 
 @dataclass
@@ -90,6 +102,13 @@ class AutogradStage:
         if weights:
             self.backward_weights(micro_batch)
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received)
+
+    def together(
+        self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """One after the other."""
+        sent = self.forward(micro_batch, received)
+        return sent, backward.stage.backward(backward.micro_batch, gradients, weights=True)
 
     def backward_weights(self, micro_batch: int) -> None:
         later = self._later.pop(micro_batch)

@@ -101,6 +101,10 @@ class Watched:
         with self._noted("W", micro_batch):
             self._stage.backward_weights(micro_batch)
 
+    def together(self, micro_batch, received, backward, gradients):
+        sent = self.forward(micro_batch, received)
+        return sent, backward.stage.backward(backward.micro_batch, gradients, weights=True)
+
     @contextmanager
     def _noted(self, kind, micro_batch):
         if self._fails == (kind, self._part.stage, micro_batch):

@@ -1,0 +1,107 @@
+"""OverlappedStage: a stage whose forwards and backwards of two micro-batches take turns, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from runtime.overlap.order import Piece
+from runtime.overlap.runner import Backward, Overlap
+from runtime.overlap.tape import Tape
+from runtime.pipeline.channels import Specs
+from runtime.pipeline.stages import AutogradStage, BackwardOf, Deferring, Run, Tensors
+
+
+@dataclass
+class _Taped:
+    """A forward that an `Overlap` has run."""
+
+    tape: Tape
+    sent: list[GradientEdge | None]
+    loss: Tensor | None
+
+    def started(self, gradients: Sequence[Tensor]) -> Backward:
+        """Its backward, from the gradients of what was sent."""
+        pairs = [(e, g) for e, g in zip(self.sent, gradients, strict=True) if e is not None]
+        roots: list[Tensor | GradientEdge] = [edge for edge, _ in pairs]
+        values: list[Tensor | None] = [gradient for _, gradient in pairs]
+        if self.loss is not None and self.loss.requires_grad:
+            roots.append(self.loss)
+            values.append(None)
+        self.tape.start(roots, values)
+        return Backward(self.tape)
+
+
+class OverlappedStage(AutogradStage):
+    """An `AutogradStage` that runs by an `Overlap`, where there is one for the step.
+
+    Transfers between ranks have a stream of their own, also in a forward or backward that runs alone. For
+    schedules with whole backwards.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        received: Specs,
+        sent: Specs,
+        deferring: Deferring | None,
+        overlap: Callable[[], Overlap | None],
+    ) -> None:
+        """``overlap`` is asked at each forward; a step gets the same answer throughout."""
+        super().__init__(run, received, sent, deferring)
+        self._overlap = overlap
+        self._taped: dict[int, _Taped] = {}
+        self._pieces: Sequence[Piece] = ()
+        """Of the last forward."""
+
+    @property
+    def kept(self) -> set[int]:
+        return {*super().kept, *self._taped}
+
+    def forward(self, micro_batch: int, received: Tensors) -> Tensors:
+        overlap = self._overlap() if torch.is_grad_enabled() else None
+        if overlap is None:
+            return super().forward(micro_batch, received)
+        return self._record(overlap, micro_batch, received)
+
+    def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
+        taped = self._taped.pop(micro_batch, None)
+        if taped is None:
+            return super().backward(micro_batch, gradients, weights=weights)
+        assert weights, "a schedule with I and W apart has no forward beside its backwards"
+        overlap = self._overlap()
+        assert overlap is not None
+        overlap.run_backward(taped.started(gradients))
+        overlap.settle()
+        return taped.tape.gradients_of_received()
+
+    def together(
+        self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """In turns. The other stage is one of these too."""
+        overlap, other = self._overlap(), backward.stage
+        assert isinstance(other, OverlappedStage)
+        if overlap is None or not self._pieces:
+            return super().together(micro_batch, received, backward, gradients)
+        taped = other._taped.pop(backward.micro_batch)
+        sent = self._record(overlap, micro_batch, received, taped.started(gradients))
+        return sent, taped.tape.gradients_of_received()
+
+    def _record(
+        self, overlap: Overlap, micro_batch: int, received: Tensors, beside: Backward | None = None
+    ) -> Tensors:
+        assert micro_batch not in self.kept, f"micro-batch {micro_batch} is still kept"
+
+        def run() -> tuple[Tensors, Tensor | None]:
+            return self._run(micro_batch, overlap.receive(received))
+
+        (sent, loss), tape = overlap.record(run, beside, self._pieces)
+        overlap.settle()  # what is sent may have been made by a transfer
+        self._pieces = tape.pieces
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
+        self._taped[micro_batch] = _Taped(tape, edges, loss)
+        return tuple(tensor.detach() for tensor in sent)

@@ -58,8 +58,8 @@ def verdict(document: dict[str, Any]) -> str:
     if state > card:
         return (
             f"{lines}Weights, gradients and optimizer state alone take {_gib(state)} GiB, so no batch is "
-            f"small enough without a pipeline, which this version has not: raise parallel.ep, parallel.etp "
-            f"or parallel.tp, or use parallel.dp_shard=fsdp2 (not counted here)"
+            f"small enough without a pipeline: raise parallel.ep, parallel.etp or parallel.tp, or use "
+            f"parallel.pp or parallel.dp_shard=fsdp2, which a dry run does not show"
         )
     ways = ["a larger parallel.tp or parallel.cp"]
     if document["micro_batch_size"] > 1:

@@ -21,7 +21,7 @@ from torch import Tensor
 from graphmoe.gradients import Gradient, delivered, have_begun
 from runtime.capture import Capture, Span
 from runtime.graphs import static_copy
-from runtime.unit_code import UnitCode, differentiable
+from runtime.unit_code import Later, UnitCode, differentiable
 
 
 class UnitCapture:
@@ -71,8 +71,10 @@ class CapturedUnit:
         self._calls = 0
         """In this step."""
 
-    def __call__(self, tensors: Sequence[Tensor], gradients: Sequence[Gradient]) -> tuple[Tensor, ...]:
-        """As ``UnitCode``."""
+    def __call__(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Gradient], later: Later | None = None
+    ) -> tuple[Tensor, ...]:
+        """As ``UnitCode``, but that W comes with I."""
         if self._step != self._capture.steps:
             self._step, self._calls = self._capture.steps, 0
             for earlier in self._lanes:

@@ -122,6 +122,8 @@ class CompiledSegments:
         self._recompute = recompute or Recompute()
         self._overlap = overlap
         """What runs the units of two micro-batches in turns; None where each runs for itself."""
+        self._later: Later | None = None
+        """Where backwards leave their W; None where they run it."""
         self._run_dynamic = executor_outside_graphs(self._recompute)
         self._places: dict[tuple[Any, ...], list[_Place | Unit]] = {}
         """The units of a list of segments; those that are dynamic run as they are."""
@@ -155,9 +157,23 @@ class CompiledSegments:
                 made_by[name] = maker and maker.at(position)
         return tuple(values[name] for name in keep)
 
+    @contextmanager
+    def deferring(self, later: Later) -> Iterator[None]:
+        """The backward of each unit whose forward runs inside leaves its W in ``later``, in the order of I.
+
+        Whoever calls these, and drops them, has all weight gradients; each is summed when its W is called.
+        A unit without weights leaves nothing, and inference is as ever. A dynamic unit is no graph and has no
+        W: its weight gradients come with I. Inside a micro-batch of the overlap the overlap's list is used.
+        """
+        before, self._later = self._later, later
+        try:
+            yield
+        finally:
+            self._later = before
+
     def _run(self, place: _Place, code: UnitCode | CapturedUnit, read: list[Tensor]) -> Sequence[Tensor]:
         if self._overlap is None or not self._overlap.runs:
-            return code([*place.bound.tensors, *read], place.gradients)
+            return code([*place.bound.tensors, *read], place.gradients, self._later)
         assert isinstance(code, UnitCode), f"{place.bound.unit.name} is captured alone, and others run inside"
 
         def call(own: Sequence[Tensor], later: Later) -> Sequence[Tensor]:

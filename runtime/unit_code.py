@@ -151,6 +151,8 @@ class _Postponing:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         of_inputs, handed = self._code.backward_inputs(kept, of_outputs)
         if self.graphs.weight_gradients:
+            # What made an input leads to other units' calls in the list: a cycle, which nobody collects.
+            handed = [tensor.detach() for tensor in handed]
             self._later.append(functools.partial(self._code.backward_weights, handed, gradients))
         return of_inputs, [None] * len(self.graphs.weight_gradients)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ class Span:
     seconds: float = 0.0
     """Time that the graphs took to make."""
 
-    def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: int = 0) -> Graph:
+    def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
         """One more graph, as ``GraphMaker.make``."""
         started = time.perf_counter()
         graph = maker.make(run, given, pool)

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,12 +164,23 @@ class CompiledSegments:
         Whoever calls these, and drops them, has all weight gradients; each is summed when its W is called.
         A unit without weights leaves nothing, and inference is as ever. A dynamic unit is no graph and has no
         W: its weight gradients come with I. Inside a micro-batch of the overlap the overlap's list is used.
+        Units that are captured need a ``lane`` as well.
         """
         before, self._later = self._later, later
         try:
             yield
         finally:
             self._later = before
+
+    def lane(self, name: Hashable) -> AbstractContextManager[None]:
+        """Around the forward of a micro-batch: which of those in flight it is, for units that are captured.
+
+        Each lane has graphs and buffers of its own. All that a captured unit returns inside, and gradients of
+        what it read, are there until the lane is taken again: by then every backward and W must be over, and
+        what goes to another rank must have left. Take the lane that was taken first in the last step for the
+        first micro-batch of each step: its W stores where the others add.
+        """
+        return nullcontext() if self._capture is None else self._capture.lane(name)
 
     def _run(self, place: _Place, code: UnitCode | CapturedUnit, read: list[Tensor]) -> Sequence[Tensor]:
         if self._overlap is None or not self._overlap.runs:

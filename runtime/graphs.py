@@ -7,7 +7,7 @@ import ctypes
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,9 +38,9 @@ class GraphMaker:
     def __init__(self, device: torch.device) -> None:
         self.on = "device" if device.type == "cuda" else "host"
         self._made: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
-        self._pools: dict[int, Any] = {}
+        self._pools: dict[Hashable, Any] = {}
 
-    def make(self, run: Run, given: Sequence[Tensor] = (), pool: int = 0) -> Graph:
+    def make(self, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
         """A graph of ``run`` on the current stream, where it has run before. Nothing is executed.
 
         ``given`` is what ``run`` must not read, since others stand in for it; a CPU's stand-in spoils it.

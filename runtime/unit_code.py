@@ -51,6 +51,11 @@ class UnitCode:
             if graphs.weight_gradients:
                 self._weights_code(add=False)
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether I computes anything."""
+        return self._inputs is not None
+
     def compile_rest(self) -> None:
         """Compile what else waits for its first use: W that adds."""
         if self.graphs.weight_gradients:
@@ -67,7 +72,7 @@ class UnitCode:
         if self.graphs.backward is None:
             results = tuple(self._forward(*tensors))
         else:
-            code = self if later is None else _Postponing(self, later, len(gradients))
+            code = self if later is None else Postponing(self, later, len(gradients))
             results = differentiable(code, tensors, gradients)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
@@ -137,7 +142,7 @@ class UnitCode:
         return self._weights[add]
 
 
-class _Postponing:
+class Postponing:
     """A unit whose backward is I, and leaves W for later."""
 
     def __init__(self, code: UnitCode, later: Later, num_weights: int) -> None:

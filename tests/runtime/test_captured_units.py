@@ -2,123 +2,51 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 
 import pytest
 import torch
-from torch import nn
 
 from graphmoe.config import ConfigError
 from graphmoe.gradients import Gradient
 from graphmoe.segments import CAPTURABLE, SCOPES, Segment, run_segments, segments_of
-from passes import PassRunner, select_passes
+from passes import PassRunner
 from runtime.capture import REPORT_FILE, Capture
 from runtime.captured_units import UnitCapture
 from runtime.compile_report import REPORT_FILE as COMPILE_REPORT
 from runtime.compiled import CompiledSegments
 from tests.runs import COMPILED, assert_same_state, config, final_state, numbers, train_in
-from tests.tolerances import assert_gradient_close
+from tests.runtime.chains import CPU, Chain, OrderedChain, Scale
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
-CPU = torch.device("cpu")
 RUN = (*COMPILED, "train.steps=6", "train.val_interval=3", "checkpoint.interval=6")
 
 
-class Scale(nn.Module):
-    """sin(x times its weight)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(1, 2, 4))
-
-    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight + shift).sin()
-
-
-class Chain:
-    """Two units, the first of which is captured after one step, with their gradients."""
-
-    def __init__(self, names: tuple[str, ...] = ("attn",)) -> None:
-        self.modules = [Scale(), Scale()]
-        self.segments = [
-            Segment(name, module, ("x", "shift"), ("x",))
-            for name, module in zip(("attn", "mlp"), self.modules, strict=True)
-        ]
-        self.gradients = {id(m.weight): Gradient(torch.full((4,), torch.nan)) for m in self.modules}
-        split = select_passes(config("passes.enabled=[split_backward]").passes, {})
-        self.capture = Capture("test", CPU, warmup_steps=1)
-        self.execute = CompiledSegments(
-            lambda trains: PassRunner(split),
-            lambda p: self.gradients[id(p)],
-            UnitCapture(frozenset(names), self.capture),
-        )
-        self.shift = torch.full((4,), 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (y,) = self.execute(self.segments, {"x": x, "shift": self.shift}, ("x",))
-        return y
-
-    def check(self, *batches: torch.Tensor) -> None:
-        """One step of the batches: results and all gradients are those of the plain segments."""
-        wanted = [torch.zeros(4), torch.zeros(4)]
-        with self.capture.step():
-            leaves = [batch.clone().requires_grad_() for batch in batches]
-            outputs = [self.forward(leaf) for leaf in leaves]
-            for leaf, output in zip(leaves[::-1], outputs[::-1], strict=True):
-                (plain,) = run_segments(self.segments, {"x": leaf, "shift": self.shift}, ("x",))
-                weights = [m.weight for m in self.modules]
-                of_x, *of_weights = torch.autograd.grad(plain.square().sum(), [leaf, *weights])
-                torch.testing.assert_close(output, plain)
-                output.square().sum().backward()
-                assert_gradient_close(leaf.grad, of_x)
-                wanted = [total + gradient for total, gradient in zip(wanted, of_weights, strict=True)]
-        for module, total in zip(self.modules, wanted, strict=True):
-            gradient = self.gradients[id(module.weight)]
-            assert_gradient_close(gradient.total, total)
-            gradient.finish()
-
-
-class OrderedChain(Chain):
-    """Three units, the middle one without weights; notes which graphs replay, by the order of making."""
-
-    def __init__(self) -> None:
-        super().__init__(("attn", "moe_combine", "mlp"))
-        between = Segment("moe_combine", lambda x: x.cos(), ("x",), ("x",), stream="comm")
-        self.segments.insert(1, between)
-        self.replayed: list[tuple[int, int]] = []
-        """Pool and number of each graph."""
-        make, made = self.capture.maker.make, itertools.count()
-
-        def noting(run, given=(), pool=0):
-            graph, number = make(run, given, pool), next(made)
-            replay = graph.replay
-            graph.replay = lambda: self.replayed.append((pool, number)) or replay()
-            return graph
-
-        self.capture.maker.make = noting
-
-
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight, order", [(1, 1), (2, 1), (2, -1)])
+@pytest.mark.parametrize("warmed_up_with", [1, 3])
 def test_graphs_of_a_backward_and_its_forward_replay_in_the_order_in_which_their_pool_has_made_them(
-    in_flight,
+    in_flight, order, warmed_up_with
 ):
+    """Whichever forward in flight has its backward first, and also where W adds for the first time."""
     chain = OrderedChain()
-    for _ in range(4):
+    for step in range(5):
         with chain.capture.step():
-            for _ in range(3):
+            for number in range(3 if step else warmed_up_with):
                 chain.replayed = []
                 leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(in_flight)]
                 outputs = [chain.forward(leaf) for leaf in leaves]
-                for output in outputs:
+                for output in outputs[::order]:
                     output.square().sum().backward()
+                adds_first = step == 1 and (number, warmed_up_with) == (1, 1)
                 for pool in range(in_flight):
-                    numbers = [number for of, number in chain.replayed if of == pool]
-                    assert numbers == sorted(numbers) and len(numbers) in (0, 6)
+                    numbers = [number for of, number in chain.replayed if of == (None, pool)]
+                    assert numbers == sorted(numbers)
+                    assert adds_first or len(numbers) == 6 * chain.capture.ready
         for gradient in chain.gradients.values():
             gradient.finish()
-    assert chain.replayed
+        made = chain.capture.report.graphs  # F, and backwards that store and that add, or that add only
+        assert step < 2 or made == (9 if in_flight == 1 else 9 + 6)
 
 
 @pytest.mark.parametrize("names", [("attn",), ("mlp",), ("attn", "mlp")])

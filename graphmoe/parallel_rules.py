@@ -13,13 +13,16 @@ from graphmoe.config import (
     ModelConfig,
     ParallelConfig,
 )
+from runtime.pipeline.schedules import SCHEDULES
 
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
 """Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
 
 
-def pipeline_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
-    """What ``parallel.pp`` does not go together with."""
+def pipeline_rules(parallel: ParallelConfig, schedule: str, scope: object) -> Iterator[str]:
+    """Schedules that there are, and what ``parallel.pp`` does not go together with."""
+    if schedule not in SCHEDULES:
+        yield f"pipeline.schedule={schedule} is unknown; use one of {', '.join(SCHEDULES)}"
     if parallel.pp < 2:
         return
     if parallel.dp_shard is DpShard.fsdp2:

@@ -42,7 +42,10 @@ class PipelinePlan:
 
 
 def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
-    """The pipeline of a run; None where each rank has all layers. *Raises* ConfigError."""
+    """The pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
+
+    The schedule must be one that there is.
+    """
     if layout.pp == 1:
         return None
     if problems := [*_schedule_problems(config, layout)]:
@@ -65,6 +68,8 @@ def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
 
 def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Why there is no pipeline of a configuration, for ranks whose number is known."""
+    if config.pipeline.schedule not in SCHEDULES:
+        return  # another rule says so
     try:
         plan_of(config, layout)
     except ConfigError as error:
@@ -86,9 +91,6 @@ def num_micro_batches(config: RunConfig, layout: Layout) -> int:
 def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Violated rules of the schedule, for ranks whose number is known."""
     pipeline, train = config.pipeline, config.train
-    if pipeline.schedule not in SCHEDULES:
-        yield f"pipeline.schedule={pipeline.schedule} is unknown; use one of {', '.join(SCHEDULES)}"
-        return
     count = num_micro_batches(config, layout)
     if pipeline.microbatches not in (None, count):
         wanted = pipeline.microbatches * train.micro_batch_size * layout.dp

@@ -21,6 +21,7 @@ from graphmoe.config import (
     DpShard,
     MoEConfig,
     OptimConfig,
+    PipelineConfig,
     RunConfig,
 )
 from graphmoe.data import DataError
@@ -105,6 +106,12 @@ def warn_of_unused(config: RunConfig, world: World) -> None:
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
+    if config.parallel.pp == 1:
+        for key in ("schedule", "virtual_stages", "microbatches", "layout"):
+            if getattr(config.pipeline, key) != getattr(PipelineConfig, key):
+                log.warning(
+                    "pipeline.%s=%s has no effect with parallel.pp=1", key, getattr(config.pipeline, key)
+                )
     dispatcher = dispatcher_of(config.moe, config.parallel)
     has_effect = {
         "receive_budget": reads_peers(config.moe, config.parallel),

@@ -39,6 +39,7 @@ from graphmoe.ops.collectives import use_groups
 from graphmoe.optimizers import DTYPES, build
 from graphmoe.pace import Pace
 from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_profile import profile_of
 from graphmoe.pipelined import micro_batches_of
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
@@ -135,6 +136,7 @@ class Trainer:
         self.validation = Validation(
             self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.pace, ladder
         )
+        self.profile = profile_of(self.config, self.plan, micro_batches, self.mesh, self.folder, self.step)
         self.metrics: MetricsWriter = NoMetrics()
         self.world.on_first(self._open_metrics)
 
@@ -154,7 +156,7 @@ class Trainer:
                 self._validate()
             signal = self._loop(stop, garbage)
             self._flush()
-            self.memory = memory_gib(self.device), taken_gib(self.device)
+            self.memory = self._peak_gib(), taken_gib(self.device)
             finished = self.step >= self.config.train.steps
             if self.step not in self.store.latest():
                 self._save(wait=True)
@@ -193,7 +195,8 @@ class Trainer:
         train, checkpoint = self.config.train, self.config.checkpoint
         self.pace.step(self.step + 1)
         batches = (next(self.loader) for _ in range(self.train_step.num_micro_batches))
-        self.launches(self.step + 1, batches)
+        with self.profile.step(self.step + 1):
+            self.launches(self.step + 1, batches)
         self.step += 1
         if self.first_step_s is None:
             self._synchronize()
@@ -284,7 +287,7 @@ class Trainer:
 
     def _write(self, step: int, epoch: float) -> list[StepRow]:
         """Write the metrics up to a step and log them; returns them as read."""
-        memory, per_step = memory_gib(self.device), self.throughput.tokens_per_step
+        memory, per_step = self._peak_gib(), self.throughput.tokens_per_step
         read = self.rows.read(step)
         self.pace.has_read()
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
@@ -375,6 +378,9 @@ class Trainer:
         flops = flops_per_token(config.model, config.data.seq_len).total
         name, peak = device_name(self.device), config.log.peak_tflops
         return Throughput(tokens, flops, name, peak, self.world.size)
+
+    def _peak_gib(self) -> float:
+        return max(memory_gib(self.device), self.profile.earlier_peak_gib)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

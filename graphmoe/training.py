@@ -121,6 +121,8 @@ def warn_of_unused(config: RunConfig, world: World) -> None:
         if value != getattr(MoEConfig, key):
             shown = getattr(value, "value", value)
             log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, shown, dispatcher.value)
+    if config.profile.pipeline and config.parallel.pp == 1:
+        log.warning("profile.pipeline=true has no effect with parallel.pp=1")
     zero1 = config.parallel.dp_shard is DpShard.zero1
     if config.optim.bucket_mb != OptimConfig.bucket_mb and (world.size == 1 or not zero1):
         given, why = config.optim.bucket_mb, "one rank" if zero1 else "parallel.dp_shard=fsdp2"

@@ -9,10 +9,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.fx
 
+from graphmoe.pipelined import Pipelined
 from graphmoe.trainer import Trainer
 
 WORDS = ("passes.extra=[tests.faults:nothing]",)
@@ -24,10 +26,15 @@ HANG_AT = "FAULT_HANG_AT"
 """The same for where it sleeps for an hour."""
 SIGNAL_AT = {number: f"FAULT_{number.name}_AT" for number in (signal.SIGKILL, signal.SIGSTOP)}
 """The same for where it sends itself a signal."""
+IN_STAGE = {name: f"FAULT_{name}_IN_STAGE_AT" for name in ("RAISE", "SIGKILL")}
+"""The same for what happens inside the step: in a stage of a pipeline, in its second micro-batch."""
 HOLD = "FAULT_HOLD"
 """Set: a thread is always inside an operation of torch, as one of gloo may be that lets go of a tensor."""
 
 _whole_step = Trainer._train_step
+_whole_stage = Pipelined._run
+_of_stage: list[Callable[[], object]] = []
+"""What is to happen in the next second micro-batch."""
 
 
 def nothing(graph: torch.fx.Graph) -> int:
@@ -44,7 +51,24 @@ def _step(self: Trainer) -> None:
     for number, name in SIGNAL_AT.items():
         if _is_due(self, name):
             os.kill(os.getpid(), number)
+    for name, fault in (("RAISE", _raise), ("SIGKILL", _kill)):
+        if _is_due(self, IN_STAGE[name]):
+            _of_stage.append(fault)
     _whole_step(self)
+
+
+def _stage(self: Pipelined, number: int, micro_batch: int, received: tuple[torch.Tensor, ...]):
+    if micro_batch == 1 and _of_stage:
+        _of_stage.pop()()
+    return _whole_stage(self, number, micro_batch, received)
+
+
+def _raise() -> None:
+    raise RuntimeError("the cause, in a stage")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_due(trainer: Trainer, name: str) -> bool:
@@ -61,3 +85,4 @@ def _hold() -> None:
 if HOLD in os.environ:
     threading.Thread(target=_hold, daemon=True).start()
 Trainer._train_step = _step  # type: ignore[method-assign]
+Pipelined._run = _stage  # type: ignore[method-assign]

@@ -210,15 +210,15 @@ def nan_gradients_from_step_2(trainer: Trainer) -> None:
 
 
 def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:
-    whole = trainer.model.loss
+    whole = trainer.model.stage  # of the one stage, or of each
 
-    def loss(*arguments):
+    def stage(*arguments):
         output = whole(*arguments)
         bad = torch.is_grad_enabled() and spoiled(trainer.step + 1)
         return output._replace(total=output.total * math.nan) if bad else output
 
     if on_rank(trainer, 1):
-        trainer.model.loss = loss
+        trainer.model.stage = stage
 
 
 def signal_in_step_3(trainer: Trainer) -> None:

@@ -1,0 +1,92 @@
+"""Commands whose workers share out layers: what they record, leave, and say when one fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphmoe import generate, pipeline_view
+from graphmoe.weights import read_run
+from runtime.pipeline.recording_file import FILE_NAME, read
+from tests.faults import IN_STAGE
+from tests.faults import WORDS as FAULTY
+from tests.runs import TINY, Command, command, metrics
+
+STAGES = (
+    "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=8",
+    "train.log_interval=3", "checkpoint.interval=2", "profile.pipeline=true",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, text_words: tuple[str, ...]) -> Path:
+    """The folder of a run on text that recorded its pipeline."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run = command(folder, *TINY, *text_words, *STAGES, "log.sample_tokens=8", seconds=180)
+    assert run.wait() == 0, run.err.read_text()
+    return folder / "run"
+
+
+def test_the_steps_that_are_logged_are_recorded_whole(recorded):
+    timelines = read(recorded / FILE_NAME)
+    assert [*timelines] == [3, 6, 8]
+    for timeline in timelines.values():
+        assert (timeline.schedule, timeline.num_micro_batches, timeline.peak_bytes) == ("zb1p", 2, None)
+        done = sorted(str(span.step) for span in timeline.spans if span.lane == "compute")
+        assert done == sorted(f"{stage}{kind}{n}" for stage in range(2) for kind in "FIW" for n in range(2))
+        at = {(span.lane, str(span.step)): span for span in timeline.spans}
+        for n in range(2):
+            assert at["compute", f"0F{n}"].start < at["compute", f"1F{n}"].end
+            assert at["compute", f"1F{n}"].end < at["compute", f"0I{n}"].end
+            assert at["comm", f"1F{n}"].end <= at["compute", f"1F{n}"].start
+
+
+def test_the_recording_is_shown_and_drawn(recorded, tmp_path, capsys):
+    pipeline_view.main([f"run={recorded}", f"out={tmp_path}", "format=json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert [each["schedule"] for each in shown["schedules"]] == ["zb1p", "zb1p"]
+    assert shown["schedules"][0]["title"] == "zb1p, step 8 as recorded"
+    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_run_reports_what_a_run_of_one_rank_does(recorded):
+    steps = [row for row in metrics(recorded) if "loss" in row]
+    summary = json.loads((recorded / "summary.json").read_text())
+    assert summary["finished"] and summary["final_loss"] == steps[-1]["loss"] > 1
+    assert summary["final_val_loss"] and summary["sample"] is None
+    said = (recorded / "logs" / "rank0.log").read_text()
+    assert "no sample of text: ranks share the weights; graphmoe.generate reads them" in said
+
+
+def test_text_is_generated_from_a_checkpoint_of_stages(recorded, capsys):
+    generate.main([f"run={recorded}", "prompt=the loss", "tokens=8"])
+    assert capsys.readouterr().out.startswith("the loss")
+
+
+def failed(folder: Path, fault: str) -> str:
+    """The end of what the run says whose rank 1 fails inside step 6; it has a checkpoint of step 4."""
+    words, saved = (*TINY, *STAGES, *FAULTY, "checkpoint.async_save=false"), "checkpoints/step_00000004"
+    run = Command(folder, words, environment={fault: "1:0:6"})
+    run.wait_until((folder / "run" / saved).exists, 180)
+    began = time.monotonic()
+    assert run.wait() == 1 and time.monotonic() - began < 60
+    _, weights, step = read_run(folder / "run", None)
+    assert step == 4 and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+    assert [*read(folder / "run" / FILE_NAME)] == [3]
+    return run.err.read_text().partition("error: ")[2]
+
+
+def test_an_error_in_a_stage_ends_all_ranks_and_is_what_the_user_reads(tmp_path):
+    log = tmp_path / "run" / "logs" / "rank1.log"
+    said = f"rank 1 on {socket.gethostname()}: RuntimeError: the cause, in a stage\n  log of rank 1: {log}\n"
+    assert failed(tmp_path, IN_STAGE["RAISE"]) == said
+
+
+def test_a_stage_that_is_killed_inside_a_step_ends_all_ranks_and_is_named(tmp_path):
+    said = failed(tmp_path, IN_STAGE["SIGKILL"])
+    assert said.startswith(f"rank 1 on {socket.gethostname()}: killed by SIGKILL, as a system does")

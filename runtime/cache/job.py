@@ -74,9 +74,11 @@ class JobCache:
     def publish(self, report: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         """Keep what this node's ranks have compiled so far; a collective of all ranks.
 
-        None of them compiles meanwhile: compilers write libraries in place.
+        None of them compiles meanwhile: compilers write libraries in place. What one has measured all know
+        then, for ranks may have different layers.
         """
-        self._world.barrier()
+        for measured in self._world.gather(self.measured):
+            self.measured.update(measured)
         try:
             if self._work is not None:
                 self._work.publish({**report, "measured": self.measured}, notes)

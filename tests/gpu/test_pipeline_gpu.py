@@ -5,10 +5,13 @@ Two ranks share the GPU where there is one.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from graphmoe.world import World
+from runtime.pipeline.recording_file import FILE_NAME, read
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.gpu.tiny import GPU
@@ -23,14 +26,20 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "v_half", "v_min")
 RUNS = {
     **{name: (*BASE, "parallel.pp=2", f"pipeline.schedule={name}") for name in SCHEDULES},
     "tied": (*BASE, "parallel.pp=2", "model.tie_embeddings=true"),
+    "recorded": (*BASE, "parallel.pp=2", "pipeline.schedule=zb1p", "profile.pipeline=true"),
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[str, list[Outcome]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder) -> dict[str, list[Outcome]]:
     """Of two ranks; that they end at all shows that no message waits for ever."""
     cases = {name: Training(words) for name, words in RUNS.items()}
-    return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=400)
+    return Job(folder, cases, device="cuda").results(seconds=400)
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +67,13 @@ def test_ranks_hold_the_same_embedding_where_both_have_it(outcomes, name):
     common = first.keys() & second.keys()
     assert common <= {"embed.weight"}
     assert all(torch.equal(first[key], second[key]) for key in common)
+
+
+def test_recorded_steps_have_the_spans_and_the_peak_of_each_gpu_and_change_no_number(outcomes, folder):
+    timelines = read(folder / "recorded" / FILE_NAME)
+    assert [*timelines] == [3, 6]
+    for timeline in timelines.values():
+        assert len([span for span in timeline.spans if span.lane == "compute"]) == 2 * 3 * 8
+        assert timeline.peak_bytes is not None and min(timeline.peak_bytes) > 0
+        assert 0 < timeline.bubble < 1
+    assert torch.equal(outcomes["recorded"][0].rows, outcomes["zb1p"][0].rows)

@@ -1,0 +1,30 @@
+"""Spans of several ranks in one time, and a setting that records nothing."""
+
+from __future__ import annotations
+
+from graphmoe.pipeline_profile import _Part, in_common_time
+from graphmoe.training import warn_of_unused
+from graphmoe.world import World
+from runtime.pipeline.actions import Action
+from runtime.pipeline.timeline import Span
+from tests.runs import config
+
+
+def part(host: str, rank: int, began_ns: int) -> _Part:
+    return _Part(host, began_ns, [Span(rank, "compute", Action("F", rank, 0), 1.0, 3.0)], None)
+
+
+def test_on_one_host_spans_are_moved_by_its_clock():
+    found = in_common_time([part("a", 0, 5_000), part("a", 1, 7_500)])
+    assert [(span.rank, span.start, span.end) for span in found] == [(0, 1.0, 3.0), (1, 3.5, 5.5)]
+
+
+def test_on_several_hosts_whose_clocks_differ_all_begin_at_the_barrier():
+    found = in_common_time([part("a", 0, 5_000), part("b", 1, 7_500)])
+    assert [(span.start, span.end) for span in found] == [(1.0, 3.0)] * 2
+
+
+def test_without_a_pipeline_there_is_a_warning_that_nothing_is_recorded(caplog):
+    warn_of_unused(config("profile.pipeline=true"), World())
+    warn_of_unused(config("profile.pipeline=true", "parallel.pp=2", "launch.nproc=2"), World())
+    assert caplog.messages == ["profile.pipeline=true has no effect with parallel.pp=1"]

@@ -11,7 +11,7 @@ import torch
 
 from graphmoe.trainer import Trainer
 from graphmoe.world import World
-from runtime.unit_code import _Postponing
+from runtime.unit_code import Postponing
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training
 
@@ -53,7 +53,7 @@ class InTurns:
             def run(batches):
                 row = step(batches)
                 orders.append(list(overlap.order))
-                kept.append(sum(isinstance(found, _Postponing) for found in gc.get_objects()))
+                kept.append(sum(isinstance(found, Postponing) for found in gc.get_objects()))
                 return row
 
             trainer._run_step = run

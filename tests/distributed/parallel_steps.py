@@ -83,7 +83,7 @@ class Step:
             _count(model, outputs[number])
         parameters = dict(model.named_parameters())
         outcome = Outcome(
-            {number: LossOutput(*map(_on_host, output)) for number, output in outputs.items()},
+            {number: LossOutput(*map(_on_host, output[:-1])) for number, output in outputs.items()},
             {name: _copied(p) for name, p in parameters.items()},
             {
                 name: _copied(torch.zeros_like(p) if p.grad is None else p.grad)

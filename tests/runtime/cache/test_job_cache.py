@@ -8,7 +8,7 @@ from unittest import mock
 from graphmoe.world import World
 from runtime.cache import job
 from runtime.cache.job import JobCache
-from tests.runtime.cache.cache_contents import FACTS
+from tests.runtime.cache.cache_contents import FACTS, write
 
 
 def opened(cache, monkeypatch, world: World) -> JobCache:
@@ -23,7 +23,8 @@ def test_what_every_rank_has_measured_is_kept_for_the_next_job(cache, monkeypatc
         monkeypatch.setattr(world, "gather", lambda item: [item, {"of rank 1": 5}])
         first = opened(cache, monkeypatch, world)
         first.measured["of rank 0"] = 3
-        first.publish({"graphs": 1}, {"model": "tiny"})
         assert first._work is not None
+        write(first._work, a="1")
+        first.publish({"graphs": 1}, {"model": "tiny"})
         first._work.close()
         assert opened(cache, monkeypatch, world).measured == {"of rank 0": 3, "of rank 1": 5}

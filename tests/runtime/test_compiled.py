@@ -104,7 +104,7 @@ def test_another_shape_compiles_again_and_says_which_tensor_changed(caplog):
     for seq_len in (4, 4, 5):
         tensors = {"x": torch.randn(2, seq_len, 16), "labels": torch.zeros(2, seq_len, dtype=torch.long)}
         with torch.no_grad():
-            made(head.segments(), tensors, ("cross_entropy",))
+            made(head.segments(head.norm), tensors, ("cross_entropy",))
     assert made.recompiled == 1
     assert (
         "loss is compiled again: x was torch.float32 [2, 4, 16] and is torch.float32 [2, 5, 16]"

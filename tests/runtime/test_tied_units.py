@@ -29,7 +29,9 @@ def loss_of_both_uses(model: Transformer, tokens_BS: Tensor, execute: Executor) 
     """The loss of a model without layers."""
     named = {"tokens": tokens_BS[:, :-1], "labels": tokens_BS[:, 1:]}
     (x_BSD,) = execute([Segment("embed", model.embed, ("tokens",), ("x",))], named, ("x",))
-    (loss,) = execute(model.loss_head.segments(), {**named, "x": x_BSD}, ("cross_entropy",))
+    (loss,) = execute(
+        model.loss_head.segments(model.loss_head.norm), {**named, "x": x_BSD}, ("cross_entropy",)
+    )
     return loss
 
 

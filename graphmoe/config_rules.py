@@ -81,7 +81,12 @@ def violations(config: RunConfig) -> list[str]:
         *overlap_rules(config),
         *recompute_rules(config.recompute, config.model, config.compile.enabled),
         *_launch_rules(config),
-        *pipeline_rules(config.parallel, config.pipeline.schedule, config.graph.scope),
+        *pipeline_rules(
+            config.parallel,
+            config.pipeline.schedule,
+            config.graph.scope,
+            records=config.profile.pipeline,
+        ),
         *tensor_parallel_rules(config.parallel, config.model, seq_len_of(config)),
         *shard_rules(config.parallel, config.graph.scope),
         *context_parallel_rules(config.parallel, config.model, seq_len_of(config)),

@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,14 @@ from graphmoe.environment import device_name
 from graphmoe.layout import Layout
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
 from graphmoe.receive_budget import routed_tokens
-from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments, segments_of
+from graphmoe.segments import (
+    EXPERTS_STAGE,
+    FULL_ITERATION,
+    Executor,
+    lowest_stage,
+    run_segments,
+    segments_of,
+)
 from graphmoe.step_optimizer import StepOptimizer
 from graphmoe.world import World
 from passes import PassRunner, select_passes
@@ -118,6 +125,18 @@ class Execution:
     def deferring(self) -> Callable[[Later], AbstractContextManager[None]] | None:
         """Inside, compiled units leave weight gradients to be made later; None where none are compiled."""
         return self._compiled.deferring if self._compiled else None
+
+    @property
+    def lane(self) -> Callable[[Hashable], AbstractContextManager[None]] | None:
+        """`CompiledSegments.lane`; None where no units are captured."""
+        return self._compiled.lane if self._compiled and self._compiled.captures else None
+
+    @property
+    def waiting_steps(self) -> int:
+        """The first steps of a program, which wait for the device where they compile or capture units."""
+        if self.capture is None:
+            return 1
+        return self.capture.warmup_steps + (self.config.graph.scope != FULL_ITERATION)
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""

@@ -13,13 +13,14 @@ from graphmoe.config import (
     ModelConfig,
     ParallelConfig,
 )
+from graphmoe.segments import FULL_ITERATION
 from runtime.pipeline.schedules import SCHEDULES
 
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
 """Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
 
 
-def pipeline_rules(parallel: ParallelConfig, schedule: str, scope: object) -> Iterator[str]:
+def pipeline_rules(parallel: ParallelConfig, schedule: str, scope: object, *, records: bool) -> Iterator[str]:
     """Schedules that there are, and what ``parallel.pp`` does not go together with."""
     if schedule not in SCHEDULES:
         yield f"pipeline.schedule={schedule} is unknown; use one of {', '.join(SCHEDULES)}"
@@ -30,10 +31,10 @@ def pipeline_rules(parallel: ParallelConfig, schedule: str, scope: object) -> It
             f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch anew, and parallel.pp="
             f"{parallel.pp} has many under way; use parallel.dp_shard=zero1"
         )
-    if scope != "none":
+    if scope == FULL_ITERATION and records:
         yield (
-            f"graph.scope={scope} captures what this version does not with parallel.pp={parallel.pp}; use "
-            f"graph.scope=none"
+            f"profile.pipeline=true measures each action of a step, and graph.scope={FULL_ITERATION} replays "
+            f"all of them at once; use profile.pipeline=false, or another graph.scope such as layer"
         )
 
 

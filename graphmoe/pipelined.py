@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from graphmoe.config import RunConfig
@@ -19,8 +22,8 @@ from runtime.mesh import Mesh
 from runtime.overlap.runner import Overlap
 from runtime.pipeline.channels import Channels, Spec
 from runtime.pipeline.engine import Pipeline
+from runtime.pipeline.lanes import lanes_of
 from runtime.pipeline.overlapped import OverlappedStage
-from runtime.pipeline.stages import Deferring
 from runtime.pipeline.transfers import channels_of
 
 log = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ def micro_batches_of(
     positions = config.data.seq_len // mesh.layout.size("cp_tp")
     shape = train.micro_batch_size, positions, config.model.hidden_size
     message = Spec(shape, next(model.parameters()).dtype)
-    return Pipelined(plan, model, execute, mesh, message, num_global, execution.deferring, execution.overlap)
+    return Pipelined(plan, model, execute, mesh, message, num_global, execution)
 
 
 class Pipelined:
@@ -58,39 +61,41 @@ class Pipelined:
         mesh: Mesh,
         message: Spec,
         num_global: int,
-        deferring: Deferring | None = None,
-        overlap: Overlap | None = None,
+        execution: Execution,
     ) -> None:
         """``message`` is a hidden state of a micro-batch.
 
-        ``num_global`` is how many micro-batches all ranks together have in a step. Inside ``deferring``
-        compiled units leave weight gradients to be made later. With ``overlap`` a forward and a backward that
-        the plan's table has together take turns.
+        ``num_global`` is how many micro-batches all ranks together have in a step.
         """
         self.model, self.execute, self.num_global = model, execute, num_global
         self.device = next(model.parameters()).device
-        self.overlap = overlap
+        self.overlap = execution.overlap
+        self._waiting_steps = execution.waiting_steps
+        self._num_run: Counter[tuple[bool, int]] = Counter()
+        """How often steps and validations ran, of each program."""
         self._batches: list[Tensor] = []
         self._add: Add | None = None
         place = mesh.index("pp")
         self.stages = plan.own_stages(place)
+        self._lane = execution.lane
+        self._lanes = lanes_of(plan.table, place)
         counts = carried_counts(plan.stages)
         runs = {
             number: OverlappedStage(
                 functools.partial(self._run, number),
                 (message,) * counts[number],
                 (message,) * counts[number + 1],
-                deferring,
+                execution.deferring,
                 self._overlap_in_use,
             )
             for number in self.stages
         }
-        channels = Channels(channels_of(plan.table), mesh.layout.groups("pp"), self.device)
-        self.pipeline = Pipeline(plan.table, place, runs, channels)
+        self.channels = Channels(channels_of(plan.table), mesh.layout.groups("pp"), self.device)
+        self.pipeline = Pipeline(plan.table, place, runs, self.channels, copies=self._lane is not None)
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         """As `MicroBatches.train`; all ranks along pp get the same batches."""
-        self._take(batches, add)
+        self._begin(batches, add, self._waiting_steps)
         if self.overlap:
             self.overlap.start_step()
         self.pipeline.train()
@@ -99,15 +104,19 @@ class Pipelined:
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
         """As `MicroBatches.evaluate`."""
-        self._take(batches, add)
+        self._begin(batches, add, 1)
         self.pipeline.evaluate(len(batches))
 
     def _overlap_in_use(self) -> Overlap | None:
         return overlap_in_use(self.overlap, self.model)
 
-    def _take(self, batches: Iterable[Tensor], add: Add) -> None:
+    def _begin(self, batches: Iterable[Tensor], add: Add, waiting: int) -> None:
+        """So many first times of each program compile, or capture."""
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
         self._add = add
+        program = torch.is_grad_enabled(), id(self.model.dispatcher)  # each rung of a ladder has its own
+        self.channels.by_host = self._num_run[program] < waiting
+        self._num_run[program] += 1
 
     def _run(
         self, number: int, micro_batch: int, received: tuple[Tensor, ...]
@@ -115,9 +124,15 @@ class Pipelined:
         """What a stage carries on, and what it adds to the loss."""
         assert self._add is not None
         pieces, tokens = self.stages[number], self._batches[micro_batch]
-        output = self.model.stage(pieces, received, tokens[:, :-1], tokens[:, 1:], self.execute)
+        with self._on_lane(number, micro_batch):
+            output = self.model.stage(pieces, received, tokens[:, :-1], tokens[:, 1:], self.execute)
         self._add(pieces, output)
         return output.carried, output.total / self.num_global
+
+    def _on_lane(self, number: int, micro_batch: int) -> AbstractContextManager[None]:
+        if self._lane is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._lane((number, self._lanes[number, micro_batch]))
 
 
 def carried_counts(stages: Sequence[StagePieces]) -> list[int]:

@@ -172,6 +172,11 @@ class CompiledSegments:
         finally:
             self._later = before
 
+    @property
+    def captures(self) -> bool:
+        """Whether units are captured."""
+        return self._capture is not None
+
     def lane(self, name: Hashable) -> AbstractContextManager[None]:
         """Around the forward of a micro-batch: which of those in flight it is, for units that are captured.
 

@@ -188,7 +188,10 @@ RULES = [
     ),
     ("parallel.cp=0", "parallel.cp=0 must be greater than 0"),
     ("parallel.pp=2 parallel.dp_shard=fsdp2", "has many under way; use parallel.dp_shard=zero1"),
-    ("parallel.pp=2 compile.enabled=true graph.scope=layer", "use graph.scope=none"),
+    (
+        "parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true",
+        "use profile.pipeline=false, or another graph.scope",
+    ),
     (
         "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.schedule=zbb",
         "pipeline.schedule=zbb is unknown; use one of gpipe, 1f1b, interleaved",

@@ -48,7 +48,7 @@ class LossOutput(NamedTuple):
     counts_LE: Tensor
     """Slots routed to each expert of each MoE layer, int32."""
     load_2: Tensor | None = None
-    """The most of ``MoEOutput.load_2`` of all MoE layers; None where the dispatcher has no capacity."""
+    """The most of ``MoEOutput.load_2`` of all MoE layers, 0 without one; None where nothing is measured."""
     carried: tuple[Tensor, ...] = ()
     """What the next stage reads, [B, S, D] each: the state after the last layer so far, or from the final
     norm on the normed states from which each depth predicts."""
@@ -116,6 +116,8 @@ class Transformer(nn.Module):
         """``stages`` are those of this rank; without any it has all of the model."""
         super().__init__()
         self.config, self.layout = config, layout
+        self.dispatcher = dispatcher if self.num_moe_layers else None
+        """By which tokens travel, in all layers; None where they stay on their rank."""
         self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
         """Those that `stage` can run, in the order of the model."""
         here = functools.partial(any_of, self.stages)
@@ -196,7 +198,7 @@ class Transformer(nn.Module):
             total = total + output.loss
         stats_L3, counts_LE = self._stack(outputs, tokens_BS.device)
         loads = [output.load_2 for output in outputs if output.load_2 is not None]
-        load_2 = torch.stack(loads).amax(dim=0) if loads else None
+        load_2 = torch.stack(loads).amax(dim=0) if loads else self._no_load(tokens_BS.device)
         handed = () if pieces.loss else carried
         return LossOutput(total, cross_entropy.detach(), mtp.detach(), stats_L3, counts_LE, load_2, handed)
 
@@ -291,16 +293,19 @@ class Transformer(nn.Module):
                 self._own_rope = own_positions(cos_SP, self.layout, 0), own_positions(sin_SP, self.layout, 0)
         return self._own_rope
 
-    @property
-    def dispatcher(self) -> Dispatcher | None:
-        """By which tokens travel, in all layers; None where they stay on their rank."""
-        return next((m.dispatcher for m in self.modules() if isinstance(m, MoELayer)), None)
-
     def use(self, dispatcher: Dispatcher) -> None:
         """From now on tokens travel by this dispatcher, in all layers."""
+        self.dispatcher = dispatcher
         for module in self.modules():
             if isinstance(module, MoELayer):
                 module.use(dispatcher)
+
+    def _no_load(self, device: torch.device) -> Tensor | None:
+        """What arrives at a stage without MoE layers, where others say what does."""
+        by = self.dispatcher
+        if by is None or (by.capacity is None and by.chunk is None):
+            return None
+        return torch.zeros(2, dtype=torch.int32, device=device)
 
     def routers(self) -> list[Router]:
         """The routers here, in the order of ``LossOutput.counts_LE``."""

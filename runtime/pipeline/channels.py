@@ -30,14 +30,14 @@ def specs_of(tensors: Iterable[Tensor]) -> Specs:
 class Arrival:
     """A message whose receives are posted."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], works: Sequence[dist.Work]) -> None:
-        self._tensors, self._works = tensors, works
+    def __init__(self, tensors: Sequence[Tensor], works: Sequence[dist.Work], device: torch.device) -> None:
+        self._tensors, self._works, self._device = tensors, works, device
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors. With NCCL the stream waits for them, with gloo the host."""
+        """The tensors, on the device. With NCCL the stream waits for them, with gloo the host."""
         for work in self._works:
             work.wait()
-        return self._tensors
+        return tuple(tensor.to(self._device) for tensor in self._tensors)
 
 
 class Channels:
@@ -57,6 +57,14 @@ class Channels:
         no graph could capture.
         """
         self._device = device
+        self._has_nccl = "cuda:nccl" in dist.get_backend_config()
+        self.by_host = False
+        """Whether messages go through the memory of the hosts, as they always do without NCCL. Set it between
+        steps, alike on all ranks.
+
+        Then no stream ever waits for another rank. So a rank may compile, measure kernels and capture, all of
+        which wait for the device, while others wait for its code.
+        """
         self._ends: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
         """The group of a channel, and the rank at its other end."""
         self._in_flight: dict[Message, tuple[list[dist.Work], list[Tensor]]] = {}
@@ -71,14 +79,15 @@ class Channels:
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
         """Start to send; the tensors must not be changed and are held until `release` or `finish`."""
         group, peer = self._ends[message.channel]
-        held = [tensor.contiguous() for tensor in tensors]
+        held = [tensor.to(self._place).contiguous() for tensor in tensors]
         self._in_flight[message] = [_sent(tensor, peer, group) for tensor in held], held
 
     def receive(self, message: Message, specs: Specs) -> Arrival:
         """Post the receives of a message, after those of all that its source sends before it."""
         group, peer = self._ends[message.channel]
-        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
-        return Arrival(tensors, [_received(tensor, peer, group) for tensor in tensors])
+        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._place) for spec in specs)
+        works = [_received(tensor, peer, group) for tensor in tensors]
+        return Arrival(tensors, works, self._device)
 
     def release(self, messages: Iterable[Message]) -> None:
         """Wait for sent messages and hold them no longer. With NCCL the stream waits, with gloo the host."""
@@ -90,10 +99,15 @@ class Channels:
         """`release` all that is left at the end of a step."""
         self.release(list(self._in_flight))
 
+    @property
+    def _place(self) -> torch.device:
+        """Where messages are sent from and received."""
+        return torch.device("cpu") if self.by_host or not self._has_nccl else self._device
+
     def _open(self, ranks: Sequence[int]) -> None:
         """One byte along each channel of this pipeline, in one order on all of its ranks."""
         for channel, (group, peer) in self._ends.items():
-            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._place)
             sends = ranks[channel[0]] == dist.get_rank()
             (_sent if sends else _received)(byte, peer, group).wait()
 

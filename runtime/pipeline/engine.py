@@ -38,8 +38,12 @@ class Pipeline:
         stages: Mapping[int, Stage],
         channels: Channels,
         recorder: Recorder | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
         """``rank`` is the place in the pipeline; ``channels`` has those of `channels_of(table)`.
+
+        With ``copies`` the stages may overwrite what they return as soon as its micro-batch is over.
 
         Raises `TableError` for a table that no ranks could run.
         """
@@ -48,6 +52,7 @@ class Pipeline:
         self.recorder = recorder
         """Records what `train` does; may be exchanged between steps, None records nothing."""
         self._table, self._rank, self._stages, self._channels = table, rank, stages, channels
+        self._copies = copies
         self._arriving: dict[Action, Arrival] = {}
         self._handed: dict[Action, Tensors] = {}
         """Results for another stage of this rank."""
@@ -134,6 +139,8 @@ class Pipeline:
         content, stage = result(action), self._stages[action.stage]
         promised = stage.sent if action.kind == "F" else stage.received
         assert specs_of(results) == promised, f"{action} made {specs_of(results)}, {promised} was said"
+        if self._copies:
+            results = tuple(tensor.clone() for tensor in results)
         reader = action.stage + (1 if action.kind == "F" else -1)
         if content in self._transfers.sends:
             self._channels.send(self._transfers.sends[content], results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -17,7 +17,10 @@ class PipelineConfig:
     microbatches: int | None = None
     """Micro-batches of a step on each rank; null: what train.global_batch_size and micro_batch_size give."""
     layout: str | None = None
-    """What each stage has, such as "Et|(tt|)*6L"; null: stages of equal cost."""
+    """What each stage has, such as "Et|(tt|)*6L"; null: what gives the busiest rank least to do."""
+    costs: list[str] = field(default_factory=list)
+    """Milliseconds of a micro-batch, forward and backward together, by which layers are shared out where no
+    layout is given, such as [dense:3.1,moe:6.7,loss:9.3]; []: FLOPs."""
     ep_overlap: bool = False
     """Run the backward of each micro-batch in turns with the forward of the next, and shared experts and
     weight gradients while tokens travel, so that transfers hide beside products, docs/expert_parallel.md."""

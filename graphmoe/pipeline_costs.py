@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from graphmoe.config import ConfigError, ModelConfig
 from graphmoe.flops import flops_per_token
-from graphmoe.pipeline_layout import short_layout
+from graphmoe.pipeline_balance import balanced_layout
 
 DENSE_SEGMENTS = ("attn", "mlp")
 MOE_SEGMENTS = (
@@ -46,15 +46,18 @@ class PartCost(NamedTuple):
 
 
 def default_layout(
-    model: ModelConfig, seq_len: int, num_stages: int, measured_ms: Mapping[str, float] | None = None
+    model: ModelConfig,
+    seq_len: int,
+    rank_of: Sequence[int],
+    measured_ms: Mapping[str, float] | None = None,
 ) -> str:
-    """The layout whose largest stage is smallest: by FLOPs, or by times that were measured.
+    """The layout whose busiest rank has least to do: by FLOPs, or by times that were measured.
 
-    *Raises* ConfigError where there are more stages than parts.
+    ``rank_of`` says on which rank each stage is. *Raises* ConfigError where there are more stages than parts.
     """
-    if measured_ms is not None:
-        return balanced_layout(measured_parts(model, measured_ms), num_stages)
-    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], num_stages)
+    if measured_ms:
+        return balanced_layout(measured_parts(model, measured_ms), rank_of)
+    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
 
 
 def modelled_parts(model: ModelConfig, seq_len: int) -> list[PartCost]:
@@ -114,30 +117,6 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
     ]
 
 
-def balanced_layout(costs: Sequence[tuple[str, float]], num_stages: int) -> str:
-    """The layout of contiguous stages, none empty, whose largest cost is smallest.
-
-    ``costs`` has letter and cost of each part, in the order of the model. Of several such layouts it is the
-    most even one (least sum of squares), with the lighter stages first, whose ranks keep the most
-    activations. *Raises* ConfigError where there are more stages than parts.
-    """
-    if not 1 <= num_stages <= len(costs):
-        raise ConfigError(
-            f"parallel.pp * pipeline.virtual_stages = {num_stages}, and the model has {len(costs)} parts "
-            f"({short_layout([''.join(letter for letter, _ in costs)])}), of which each stage needs one; use "
-            f"1 to {len(costs)} stages"
-        )
-    sums = [0, *itertools.accumulate(cost for _, cost in costs)]
-    largest, _ = _cheapest(sums, num_stages, max)
-
-    def evenness(before: float, stage: float) -> float:
-        return before + stage * stage if stage <= largest else math.inf
-
-    _, borders = _cheapest(sums, num_stages, evenness)
-    letters = "".join(letter for letter, _ in costs)
-    return short_layout([letters[start:end] for start, end in itertools.pairwise(borders)])
-
-
 def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCost]:
     """The sum of each stage's parts; its letter is the piece."""
     assert "".join(pieces) == "".join(part.letter for part in parts)
@@ -147,30 +126,6 @@ def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCo
         sums = (sum(part[field] for part in own) for field in (1, 2, 3))  # type: ignore[misc]
         found.append(PartCost(piece, *sums))
     return found
-
-
-def _cheapest(
-    sums: Sequence[float], num_stages: int, join: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
-    """The least joint cost of contiguous stages, and their borders, from 0 to the number of parts.
-
-    ``sums`` are the costs of all parts before each; ``join`` adds a stage to the cost of those before it.
-    """
-    num_parts = len(sums) - 1
-    table: dict[int, tuple[float, int]] = {0: (0.0, 0)}
-    starts: list[dict[int, int]] = []
-    for stage in range(1, num_stages + 1):
-        after: dict[int, tuple[float, int]] = {}
-        for end in range(stage, num_parts - (num_stages - stage) + 1):
-            after[end] = min(
-                (join(table[start][0], sums[end] - sums[start]), start) for start in table if start < end
-            )
-        starts.append({end: start for end, (_, start) in after.items()})
-        table = after
-    borders = [num_parts]
-    for by_end in reversed(starts):
-        borders.append(by_end[borders[-1]])
-    return table[num_parts][0], borders[::-1]
 
 
 def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float]) -> float:

@@ -56,7 +56,7 @@ def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
         pipeline.schedule, layout.pp, count, pipeline.virtual_stages, overlap=pipeline.ep_overlap
     )
     placement = table.placement
-    text = pipeline.layout or default_layout(model, config.data.seq_len or 1, placement.num_stages)
+    text = pipeline.layout or _balanced(config, placement)
     stages = pieces_of(text, model.num_layers, model.mtp_depth, placement.num_stages)
     embeds = (
         placement.rank_of[number]
@@ -64,6 +64,26 @@ def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
         if needs_embedding(stage, tied=model.tie_embeddings)
     )
     return PipelinePlan(text, stages, table, tuple(sorted(set(embeds))))
+
+
+def _balanced(config: RunConfig, placement: Placement) -> str:
+    """The layout of a run that names none. *Raises* ConfigError."""
+    costs, model, seq_len = config.pipeline.costs, config.model, config.data.seq_len or 1
+    if not costs:
+        return default_layout(model, seq_len, placement.rank_of)
+    try:
+        return default_layout(model, seq_len, placement.rank_of, dict(map(_cost, costs)))
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.costs={costs}: {error}") from error
+
+
+def _cost(entry: str) -> tuple[str, float]:
+    """A part of the model and its milliseconds."""
+    name, _, value = entry.partition(":")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ConfigError(f"'{entry}' must be a part and its milliseconds, such as moe:6.7") from None
 
 
 def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
@@ -91,6 +111,11 @@ def num_micro_batches(config: RunConfig, layout: Layout) -> int:
 def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Violated rules of the schedule, for ranks whose number is known."""
     pipeline, train = config.pipeline, config.train
+    if pipeline.layout is not None and pipeline.costs:
+        yield (
+            f"pipeline.layout={pipeline.layout} says what each stage has, and pipeline.costs would balance "
+            f"them; leave one out"
+        )
     count = num_micro_batches(config, layout)
     if pipeline.microbatches not in (None, count):
         wanted = pipeline.microbatches * train.micro_batch_size * layout.dp

@@ -201,6 +201,23 @@ RULES = [
         "ranks is 4; use pipeline.microbatches=4, or train.global_batch_size=12",
     ),
     ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.layout=EttttL", "use 1 border |"),
+    ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moo:1]", "pipeline.costs=['moo:1']: 'moo'"),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moe]",
+        "'moe' must be a part and its milliseconds",
+    ),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[dense:1]",
+        "or the time of the whole part, moe",
+    ),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[dense:1,moe:-2,loss:1]",
+        "the time of 'moe' is -2.0 ms",
+    ),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.layout=Ett|ttL pipeline.costs=[moe:1]",
+        "leave one out",
+    ),
     ("launch.nproc=8 launch.nodes=1 parallel.pp=8", "of which each stage needs one; use 1 to 6 stages"),
     (
         "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.schedule=zbv pipeline.virtual_stages=3",

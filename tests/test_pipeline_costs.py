@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,10 @@ from omegaconf import OmegaConf
 from graphmoe.config import ConfigError, ModelConfig, MoEConfig
 from graphmoe.flops import flops_per_token
 from graphmoe.model.layer import DenseLayer, MoELayer
+from graphmoe.pipeline_balance import balanced_layout
 from graphmoe.pipeline_costs import (
     DENSE_SEGMENTS,
     MOE_SEGMENTS,
-    balanced_layout,
     default_layout,
     measured_parts,
     modelled_parts,
@@ -31,50 +29,6 @@ def preset(path: Path) -> ModelConfig:
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path)))
     assert isinstance(config, ModelConfig)
     return config
-
-
-def parts_of(costs: list[float]) -> list[tuple[str, float]]:
-    return list(zip("E" + "t" * (len(costs) - 2) + "L", costs, strict=True))
-
-
-def sums_of(layout: str, costs: list[float]) -> list[float]:
-    lengths = map(len, parse_layout(layout))
-    rest = iter(costs)
-    return [sum(itertools.islice(rest, length)) for length in lengths]
-
-
-def test_no_layout_has_a_smaller_largest_stage_and_none_of_those_is_more_even():
-    draw = random.Random(0)
-    for _ in range(60):
-        costs = [draw.choice((0, 1, 2, 3, 7)) for _ in range(draw.randrange(2, 9))]
-        num_stages = draw.randrange(1, len(costs) + 1)
-        best = min(
-            (max(sums), sum(s * s for s in sums))
-            for borders in itertools.combinations(range(1, len(costs)), num_stages - 1)
-            for sums in [[sum(costs[a:b]) for a, b in itertools.pairwise([0, *borders, len(costs)])]]
-        )
-        found = sums_of(balanced_layout(parts_of(costs), num_stages), costs)
-        assert len(found) == num_stages and (max(found), sum(s * s for s in found)) == best
-
-
-def test_fractions_of_a_millisecond_balance_as_well():
-    costs = [0.1] * 7
-    assert sorted(sums_of(balanced_layout(parts_of(costs), 3), costs)) == pytest.approx([0.2, 0.2, 0.3])
-
-
-def test_of_even_layouts_the_first_stages_are_the_lighter_ones():
-    assert balanced_layout(parts_of([1, 1, 1, 1, 1]), 3) == "E|tt|tL"
-
-
-def test_a_stage_without_cost_is_made_only_where_it_must_be():
-    assert balanced_layout(parts_of([0, 1, 1, 1]), 3) == "Et|t|L"
-    assert balanced_layout(parts_of([0, 1, 1, 1]), 4) == "E|t|t|L"
-
-
-@pytest.mark.parametrize("num_stages", [0, 5])
-def test_more_stages_than_parts_are_refused(num_stages):
-    with pytest.raises(ConfigError, match=rf"= {num_stages}, and the model has 4 parts \(EttL\).*use 1 to 4"):
-        balanced_layout(parts_of([0, 1, 1, 1]), num_stages)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -92,7 +46,7 @@ def test_the_parts_of_a_model_add_up_to_its_flops(path):
 def test_the_default_layout_fits_its_model(path):
     model = preset(path)
     for num_stages in (1, 2, 4, 5):
-        layout = default_layout(model, 4096, num_stages)
+        layout = default_layout(model, 4096, range(num_stages))
         pieces_of(layout, model.num_layers, model.mtp_depth, num_stages)
         costs = [stage.total for stage in stage_costs(parse_layout(layout), modelled_parts(model, 4096))]
         assert min(costs) > 0 and sum(costs) == flops_per_token(model, 4096).total
@@ -134,7 +88,7 @@ MODEL = ModelConfig(num_layers=3, num_dense_layers=1, mtp_depth=1)
 def test_times_may_be_of_parts_segments_or_units(measured):
     expected = [("E", 0.0), ("t", 2.0), ("t", 5.0), ("t", 5.0), ("m", 8.0), ("L", 3.0)]
     assert measured_parts(MODEL, measured) == expected
-    assert default_layout(MODEL, 4096, 2, measured) == balanced_layout(expected, 2) == "Ettt|mL"
+    assert default_layout(MODEL, 4096, range(2), measured) == balanced_layout(expected, range(2)) == "Ettt|mL"
 
 
 def test_a_model_without_shared_experts_needs_no_time_for_them():

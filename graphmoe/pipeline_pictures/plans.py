@@ -116,8 +116,9 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
     if name is not None:
         num_micro_batches = args.microbatches or 4 * num_ranks
         table = make_table(name, num_ranks, num_micro_batches, virtual, overlap=args.overlap)
+    placement = Placement.loop(num_ranks, virtual) if table is None else table.placement
     if layout is None and model is not None:
-        layout = default_layout(model, args.seq_len, num_ranks * virtual)
+        layout = default_layout(model, args.seq_len, placement.rank_of)
     stages: tuple[StagePieces, ...] = ()
     costs: list[PartCost] = []
     if layout is not None:
@@ -128,11 +129,11 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
         stages = pieces_of(layout, num_layers, mtp_depth, num_ranks * virtual, key="layout")
         costs = [] if model is None else stage_costs(pieces, modelled_parts(model, args.seq_len))
     if table is None:
-        return Plan(Placement.loop(num_ranks, virtual), None, layout, stages, tuple(costs))
-    timeline = simulate(table, _costs(args.cost, table.placement, costs))
+        return Plan(placement, None, layout, stages, tuple(costs))
+    timeline = simulate(table, _costs(args.cost, placement, costs))
     words = [table.schedule, *([f"{virtual} stages a rank"] if virtual > 1 else [])]
     panel = Panel(", ".join([*words, *(["overlap"] if args.overlap else [])]), timeline, "")
-    return Plan(table.placement, panel, layout, stages, tuple(costs))
+    return Plan(placement, panel, layout, stages, tuple(costs))
 
 
 def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> tuple[int, int]:

@@ -68,8 +68,7 @@ def test_losses_gradients_and_weights_are_those_of_one_process(outcomes, alone, 
     for found, weights_of_rank, gradients_of_rank in zip(of_ranks, weights, gradients, strict=True):
         assert_forward_close(without_rank_load(found.rows), without_rank_load(alone.rows))
         assert torch.equal(found.rows, of_ranks[0].rows)
-        losses = [[row["val_loss"] for row in run.written if "val_loss" in row] for run in (found, alone)]
-        assert_forward_close(*map(torch.tensor, losses))
+        assert_forward_close(found.val_losses, alone.val_losses)
         assert found.weights.keys() == alone.weights.keys() == found.gradients.keys()
         for name in found.weights:
             assert_gradient_close(found.gradients[name], gradients_of_rank[name])

@@ -33,6 +33,7 @@ from passes import PassRunner
 from passes.base import Stage
 from runtime import unit_code
 from tests.runs import TIMED, config
+from tests.tolerances import assert_forward_close
 
 Change = Callable[[Trainer], None]
 """What is done to a trainer before it starts its loop."""
@@ -58,6 +59,18 @@ class Outcome:
     writes: bool
     stopped_by: str | None = None
     error: str = ""
+
+    @property
+    def val_losses(self) -> Tensor:
+        """Of all validations, in their order."""
+        return torch.tensor([row["val_loss"] for row in self.written if "val_loss" in row])
+
+
+def assert_went_on(found: Outcome, whole: Outcome, step: int) -> None:
+    """A run that was resumed at a step has the losses that the whole one has after it."""
+    assert found.step == whole.step == len(whole.rows) > step
+    assert_forward_close(without_rank_load(found.rows), without_rank_load(whole.rows[step:]))
+    assert_forward_close(found.val_losses[-2:], whole.val_losses[-2:])
 
 
 class Recorder(NoMetrics):

@@ -13,17 +13,10 @@ from typing import NamedTuple
 from graphmoe.config import ConfigError, ModelConfig
 from graphmoe.flops import flops_per_token
 from graphmoe.pipeline_balance import balanced_layout
+from graphmoe.segment_names import SEGMENT_NAMES
 
 DENSE_SEGMENTS = ("attn", "mlp")
-MOE_SEGMENTS = (
-    "attn",
-    "moe_router",
-    "moe_preprocess",
-    "moe_dispatch",
-    "shared_experts",
-    "moe_experts",
-    "moe_combine",
-)
+MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))
 """The segments of layers in their order, as `graphmoe.model.layer` has them."""
 KINDS = ("embed", "dense", "moe", "mtp", "loss")
 """Words for the parts of a model of which costs may be given whole."""

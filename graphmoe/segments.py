@@ -2,7 +2,7 @@
 
 A segment is a function of tensors. What it reads and writes is named, so that whoever runs it (the
 plain forward here, compile units and graph capture in ``runtime/``) sees each boundary as an
-explicit tensor. This module knows no model class and imports none of the project.
+explicit tensor. This module knows no model class.
 """
 
 from __future__ import annotations
@@ -14,20 +14,7 @@ from typing import Literal, Protocol
 
 import torch
 
-SEGMENT_NAMES = (
-    "embed",
-    "attn",
-    "mlp",
-    "moe_router",
-    "moe_preprocess",
-    "moe_dispatch",
-    "shared_experts",
-    "moe_experts",
-    "moe_combine",
-    "loss",
-    "optimizer",
-)
-
+from graphmoe.segment_names import SEGMENT_NAMES
 
 CAPTURABLE = tuple(name for name in SEGMENT_NAMES if name != "optimizer")
 """Segments that replay from graphs of their own where ``graph.scope`` names them."""

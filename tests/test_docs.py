@@ -28,7 +28,7 @@ from graphmoe.config import ConfigError, ModelConfig, MoEConfig, RunConfig
 from graphmoe.config_errors import explain
 from graphmoe.entry import to_config
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
-from graphmoe.segments import SEGMENT_NAMES
+from graphmoe.segment_names import SEGMENT_NAMES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphmoe.segment_names import SEGMENT_NAMES
 from graphmoe.segments import (
     DISPATCHER_STAGES,
-    SEGMENT_NAMES,
     Segment,
     lowest_stage,
     run_segments,

@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.config import AttentionKind, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
-from graphmoe.segments import SEGMENT_NAMES, run_segments
+from graphmoe.segment_names import SEGMENT_NAMES
+from graphmoe.segments import run_segments
 from tests.tolerances import assert_gradient_close
 
 B, S = 2, 11

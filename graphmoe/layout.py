@@ -67,7 +67,8 @@ class Layout:
         words = " * ".join(f"parallel.{name}={value}" for name, value in given.items())
         if world_size % rest:
             raise ConfigError(
-                f"{words} = {rest} does not divide the {world_size} ranks (launch.nproc * nodes); use a "
+                f"{words} = {rest} does not divide the {world_size} rank{'s' * (world_size > 1)} "
+                f"(launch.nproc * nodes); use a "
                 f"multiple of {rest} ranks, or smaller dimensions"
             )
         dp = world_size // rest

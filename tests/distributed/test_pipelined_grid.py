@@ -1,6 +1,6 @@
 """Every schedule on 2, 4 and 8 ranks of a pipeline, beside dp and ep, trains as one process does.
 
-Half an hour of two cores: python -m pytest -m exhaustive tests/distributed/test_pipelined_grid.py
+17 minutes on two cores: python -m pytest -m exhaustive tests/distributed/test_pipelined_grid.py
 """
 
 from __future__ import annotations

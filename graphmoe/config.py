@@ -324,8 +324,8 @@ class LaunchConfig:
     fake_world: int | None = None
     """Dry run of one rank of so many, alone and without data: reports collectives and memory of a step,
     docs/dry_run.md, > 0."""
-    fake_rank: int = 0
-    """The rank that a dry run runs, >= 0."""
+    fake_rank: int | None = None
+    """The rank that a dry run runs, from 0; null takes one of those that are projected to hold most."""
     fake_memory_gb: float = 192.0
     """Memory of the device that a dry run plans for, as its vendor states it, in units of 2^30 bytes, > 0."""
 

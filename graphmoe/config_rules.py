@@ -151,7 +151,7 @@ NOT_NEGATIVE = """
     model.shared_ffn_size model.bias_update_rate model.aux_loss_coef model.z_loss_coef model.mtp_depth
     model.mtp_loss_weight data.prefetch optim.warmup_steps optim.weight_decay train.clip_grad_norm
     train.val_interval train.val_batches checkpoint.interval checkpoint.keep_every log.sample_tokens
-    launch.max_restarts launch.fake_rank
+    launch.max_restarts
 """
 BELOW_ONE = "data.val_fraction optim.beta1 optim.beta2"
 SHARES = "optim.min_lr_ratio optim.wsd_decay_fraction"

@@ -33,6 +33,7 @@ def render(document: dict[str, Any]) -> Group:
     count, of_each = document["micro_batches"], document["micro_batch_size"]
     return Group(
         f"[bold]{document['model']}[/bold], rank {document['rank']} of {document['world']}",
+        *_pipeline_lines(document),
         f"ranks of all that is dense: {dense}; of experts: {experts}",
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
         f"data-parallel rank has {count} micro-batch{'' if count == 1 else 'es'} of {of_each}; "
@@ -55,19 +56,39 @@ def verdict(document: dict[str, Any]) -> str:
     if document["fits"]:
         return f"[bold]fits[/bold]: {numbers}, {_gib(card - peak)} GiB more"
     lines = f"[bold]DOES NOT FIT[/bold]: {numbers}, {_gib(peak - card)} GiB ({peak - card:,} bytes) too few. "
+    pipeline = document["pipeline"]
     if state > card:
+        fsdp2 = "" if pipeline else ", or use parallel.dp_shard=fsdp2, which a dry run does not show"
         return (
             f"{lines}Weights, gradients and optimizer state alone take {_gib(state)} GiB, so no batch is "
-            f"small enough without a pipeline: raise parallel.ep, parallel.etp or parallel.tp, or use "
-            f"parallel.pp or parallel.dp_shard=fsdp2, which a dry run does not show"
+            f"small enough: raise parallel.pp, parallel.ep, parallel.etp or parallel.tp{fsdp2}"
         )
     ways = ["a larger parallel.tp or parallel.cp"]
+    if pipeline and pipeline["schedule"] != "v_min":
+        ways.insert(0, "pipeline.schedule=v_min")
     if document["micro_batch_size"] > 1:
         ways.insert(0, "a smaller train.micro_batch_size")
     if not document["recompute_all"]:
         ways.insert(0, "recompute=all")
     room = f"{_gib(card - state)} GiB are left for activations"
     return f"{lines}Without activations it is {_gib(state)} GiB, so {room}: try {', or '.join(ways)}"
+
+
+def _pipeline_lines(document: dict[str, Any]) -> list[str]:
+    """Which stages the rank has, and what is projected for others."""
+    pipeline = document["pipeline"]
+    if pipeline is None:
+        return []
+    stages = " and ".join(
+        f"{number} ({piece})" for number, piece in zip(pipeline["stages"], pipeline["pieces"], strict=True)
+    )
+    sizes = ", ".join(_gib(size) for size in pipeline["projected_bytes_by_pp_rank"])
+    return [
+        f"rank {pipeline['pp_rank']} of the pipeline: stage {stages} of {pipeline['layout']}, "
+        f"pipeline.schedule={pipeline['schedule']}",
+        f"projected GiB of the ranks of the pipeline, from 0: {sizes}; "
+        f"launch.fake_rank={document['world'] // document['layout']['pp']}*n shows rank n",
+    ]
 
 
 def _memory_table(memory: dict[str, Any]) -> Table:
@@ -108,12 +129,16 @@ def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', anything else as it is."""
+    """0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', 0 1 2 3 8 9 10 as '0..3 8..10', others as they are."""
     steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
-    if len(ranks) < 3 or len(steps) > 1:
+    if len(ranks) < 3:
         return " ".join(map(str, ranks))
-    (step,) = steps
-    return f"{ranks[0]}..{ranks[-1]}{'' if step == 1 else f' by {step}'}"
+    if len(steps) == 1:
+        (step,) = steps
+        return f"{ranks[0]}..{ranks[-1]}{'' if step == 1 else f' by {step}'}"
+    starts = [i for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1] + 1]
+    runs = [ranks[start:end] for start, end in zip(starts, [*starts[1:], len(ranks)], strict=True)]
+    return " ".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
 def _gib(size: int) -> str:

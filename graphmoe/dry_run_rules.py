@@ -20,7 +20,7 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
             f"launch.fake_world={world} stands for all ranks, and launch.nproc={launch.nproc} with "
             f"launch.nodes={launch.nodes} starts processes; leave those two out"
         )
-    if launch.fake_rank >= world:
+    if launch.fake_rank is not None and not 0 <= launch.fake_rank < world:
         yield (
             f"launch.fake_rank={launch.fake_rank} is not among the ranks of launch.fake_world={world}; use "
             f"0 to {world - 1}"
@@ -29,11 +29,6 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"launch.fake_world={world} counts what parallel.dp_shard=zero1 keeps and sends, and "
             f"parallel.dp_shard=fsdp2 is given; leave one of them out"
-        )
-    if config.parallel.pp > 1:
-        yield (
-            f"launch.fake_world={world} runs all layers on one rank, and parallel.pp={config.parallel.pp} "
-            f"shares them out; use parallel.pp=1"
         )
     if launch.write_only:
         yield (
@@ -45,7 +40,8 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
 def with_dry_batch(config: RunConfig) -> RunConfig:
     """In a dry run the default global batch is at least one micro-batch for each data-parallel rank.
 
-    Any other that does not divide is refused, as in a run.
+    With a pipeline these are ``pipeline.microbatches``, or four for each of its ranks. Any other that does
+    not divide is refused, as in a run.
     """
     launch, train = config.launch, config.train
     if launch.fake_world is None or train.global_batch_size != TrainConfig.global_batch_size:
@@ -56,4 +52,6 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
         return config
     if together <= 0 or train.global_batch_size % together == 0:
         return config
-    return dataclasses.replace(config, train=dataclasses.replace(train, global_batch_size=together))
+    count = config.pipeline.microbatches or 4 * config.parallel.pp if config.parallel.pp > 1 else 1
+    train = dataclasses.replace(train, global_batch_size=together * count)
+    return dataclasses.replace(config, train=train)

@@ -19,9 +19,9 @@ import psutil
 import torch
 
 from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, PrecisionConfig, RunConfig
-from graphmoe.layout import Layout
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
+from graphmoe.pipeline_plan import layout_of_run, plan_of
 
 PACKAGES = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors")
 
@@ -36,20 +36,32 @@ def open_device(choice: DeviceChoice) -> torch.device:
 
 
 def check_memory(config: RunConfig, device: torch.device, num_ranks: int = 1) -> None:
-    """Refuse a model whose weights, gradients and moments alone exceed the memory of a rank's device."""
+    """Refuse a model whose weights, gradients and moments alone exceed the memory of a rank's device.
+
+    Where layers are shared out, of the ranks that hold most.
+    """
     parameters = count_parameters(config.model).total.full
-    layout = Layout.of(config.parallel, num_ranks)
-    rounded = config.precision.compute is ComputeDtype.bf16
-    kinds = state_bytes(config.model, layout, rounded=rounded, dp_shard=config.parallel.dp_shard)
-    needed = sum(kinds.values())
+    layout = layout_of_run(config, num_ranks)
+    plan = plan_of(config, layout)
+    rounded, dp_shard = config.precision.compute is ComputeDtype.bf16, config.parallel.dp_shard
+    needed_by_place = [
+        sum(state_bytes(config.model, layout, stages, rounded=rounded, dp_shard=dp_shard).values())
+        for stages in (plan.stages_of_places if plan else [[]])
+    ]
+    needed = max(needed_by_place)
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if needed > there:
+        where, instead = f" on each of {num_ranks} ranks" if num_ranks > 1 else "", ""
+        if plan:
+            place = needed_by_place.index(needed)
+            where = f" on rank {place} of parallel.pp={layout.pp} ({', '.join(plan.pieces_of_place(place))})"
+            instead = f", or a pipeline.layout that gives it less than {plan.layout}"
         raise ConfigError(
             f"model={config.model.name} with model.num_layers={config.model.num_layers} has {parameters:,} "
-            f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB"
-            f"{f' on each of {num_ranks} ranks' if num_ranks > 1 else ''}, and this {device.type} has "
-            f"{there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller model"
+            f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB{where}, and this "
+            f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller "
+            f"model{instead}"
         )
 
 

@@ -21,6 +21,7 @@ from graphmoe.flops import flops_per_token
 from graphmoe.layout import ALONE, Layout
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
+from graphmoe.pipeline_plan import PipelinePlan, plan_of_any_batch
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",
@@ -37,7 +38,9 @@ def main() -> None:
 def show(cfg: RunConfig) -> None:
     """Print the figures of the configured model."""
     assert cfg.data.seq_len is not None  # filled when the configuration is resolved
-    document = describe(cfg.model, cfg.data.seq_len, layout_of_run(cfg), cfg.parallel.dp_shard)
+    layout = layout_of_run(cfg)
+    plan = plan_of_any_batch(cfg, layout)
+    document = describe(cfg.model, cfg.data.seq_len, layout, cfg.parallel.dp_shard, plan)
     emit(document, render(document), cfg.format)
 
 
@@ -62,18 +65,49 @@ def layout_of_run(cfg: RunConfig) -> Layout:
 
 
 def describe(
-    model: ModelConfig, seq_len: int, layout: Layout = ALONE, dp_shard: DpShard = DpShard.zero1
+    model: ModelConfig,
+    seq_len: int,
+    layout: Layout = ALONE,
+    dp_shard: DpShard = DpShard.zero1,
+    plan: PipelinePlan | None = None,
 ) -> dict[str, Any]:
     """All figures as plain values: parameters by component, FLOPs of one token, bytes of training state.
 
-    The bytes are those of one rank alone, and of each rank of the layout.
+    The bytes are those of one rank alone, and of each rank of the layout; with a plan, of the rank along pp
+    that holds most, and of every one.
     """
-    counts = count_parameters(model)
-    flops = flops_per_token(model, seq_len)
-    memory, per_rank = (
-        {name: round(size) for name, size in kinds.items()}
-        for kinds in (state_bytes(model, ALONE), state_bytes(model, layout, dp_shard=dp_shard))
-    )
+    if plan:
+        layout = dataclasses.replace(layout, embed_on=plan.embed_on)
+    of_places = [
+        _whole_bytes(state_bytes(model, layout, stages, dp_shard=dp_shard))
+        for stages in (plan.stages_of_places if plan else [[]])
+    ]
+    document = {
+        **_figures(model, seq_len),
+        "num_ranks": layout.size("world"),
+        "memory_bytes": _whole_bytes(state_bytes(model, ALONE)),
+        "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
+    }
+    if plan:
+        document["pipeline"] = {
+            "layout": plan.layout,
+            "ranks": [
+                {"pieces": plan.pieces_of_place(place), "memory_bytes": kinds}
+                for place, kinds in enumerate(of_places)
+            ],
+        }
+    return document
+
+
+def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
+    """Bytes by kind, and all."""
+    rounded = {name: round(size) for name, size in kinds.items()}
+    return {**rounded, "total": sum(rounded.values())}
+
+
+def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
+    """What does not depend on ranks."""
+    counts, flops = count_parameters(model), flops_per_token(model, seq_len)
     return {
         "model": model.name,
         "num_layers": model.num_layers,
@@ -89,9 +123,6 @@ def describe(
             "backward": flops.backward,
             "total": flops.total,
         },
-        "num_ranks": layout.size("world"),
-        "memory_bytes": {**memory, "total": sum(memory.values())},
-        "memory_bytes_per_rank": {**per_rank, "total": sum(per_rank.values())},
     }
 
 
@@ -106,7 +137,7 @@ def render(document: dict[str, Any]) -> Group:
         f"\n[bold]FLOPs per token[/bold] at data.seq_len={seq_len}, causal attention halved",
         _flops_table(document["flops_per_token"]),
         "\n[bold]Memory of bf16 training[/bold], without activations",
-        _memory_table(document["memory_bytes"], document["memory_bytes_per_rank"], document["num_ranks"]),
+        _memory_table(document),
     )
 
 
@@ -142,16 +173,26 @@ def _flops_table(flops: dict[str, Any]) -> Table:
     return table
 
 
-def _memory_table(memory: dict[str, int], per_rank: dict[str, int], num_ranks: int) -> Table:
-    """Bytes of everything that grows with the number of parameters: on one rank, and on each of several."""
+def _memory_table(document: dict[str, Any]) -> Table:
+    """Bytes of everything that grows with the number of parameters: on one rank, and on each of several.
+
+    With a pipeline on the ranks that hold most and least.
+    """
+    memory, num_ranks = document["memory_bytes"], document["num_ranks"]
     scale, unit = (2**30, "GiB") if memory["total"] >= 2**30 else (2**20, "MiB")
-    columns = [memory, per_rank] if num_ranks > 1 else [memory]
-    names = [f"{unit} on one rank", f"{unit} on each of {num_ranks}"] if num_ranks > 1 else [unit]
-    table = _table("state", *names)
+    columns = {unit if num_ranks == 1 else f"{unit} on one rank": memory}
+    if "pipeline" in document:
+        ranks = [*enumerate(document["pipeline"]["ranks"])]
+        ranks.sort(key=lambda rank: -rank[1]["memory_bytes"]["total"])
+        for word, (place, rank) in zip(("most", "least"), (ranks[0], ranks[-1]), strict=True):
+            columns[f"{word}: pp rank {place}, {' '.join(rank['pieces'])}"] = rank["memory_bytes"]
+    elif num_ranks > 1:
+        columns[f"{unit} on each of {num_ranks}"] = document["memory_bytes_per_rank"]
+    table = _table("state", *columns)
     for name in memory:
         if name == "total":
             table.add_section()
-        table.add_row(_words(name), *(f"{sizes.get(name, 0) / scale:,.3f}" for sizes in columns))
+        table.add_row(_words(name), *(f"{sizes.get(name, 0) / scale:,.3f}" for sizes in columns.values()))
     return table
 
 

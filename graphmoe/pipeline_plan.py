@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.layout import Layout
 from graphmoe.pipeline_costs import default_layout
-from graphmoe.pipeline_layout import StagePieces, needs_embedding, pieces_of
+from graphmoe.pipeline_layout import StagePieces, needs_embedding, parse_layout, pieces_of, short_layout
 from runtime.pipeline.actions import Placement, Table
 from runtime.pipeline.schedules import SCHEDULES, make_table, schedule_rules
 
@@ -31,6 +31,16 @@ class PipelinePlan:
     def own_stages(self, place: int) -> dict[int, StagePieces]:
         """Those of a place along pp, by number."""
         return {number: self.stages[number] for number in self.placement.stages_of(place)}
+
+    @property
+    def stages_of_places(self) -> list[list[StagePieces]]:
+        """Those of each place along pp, in the order of the model."""
+        return [[*self.own_stages(place).values()] for place in range(self.placement.num_ranks)]
+
+    def pieces_of_place(self, place: int) -> list[str]:
+        """What the stages of a place have, as a layout says it: ``['Et', 'L']``."""
+        pieces = parse_layout(self.layout)
+        return [short_layout([pieces[number]]) for number in self.placement.stages_of(place)]
 
     def describe(self) -> str:
         """A line for the log."""
@@ -64,6 +74,13 @@ def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
         if needs_embedding(stage, tied=model.tie_embeddings)
     )
     return PipelinePlan(text, stages, table, tuple(sorted(set(embeds))))
+
+
+def plan_of_any_batch(config: RunConfig, layout: Layout) -> PipelinePlan | None:
+    """`plan_of` with one micro-batch: who has which stages does not depend on how many there are."""
+    train = replace(config.train, global_batch_size=config.train.micro_batch_size * layout.dp)
+    pipeline = replace(config.pipeline, microbatches=None)
+    return plan_of(replace(config, train=train, pipeline=pipeline), layout)
 
 
 def _balanced(config: RunConfig, placement: Placement) -> str:

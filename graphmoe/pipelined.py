@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from graphmoe.config import RunConfig
-from graphmoe.execution import Execution
 from graphmoe.micro_batches import Add, MicroBatches, OneAfterTheOther, overlap_in_use
 from graphmoe.model.transformer import Transformer
 from graphmoe.pipeline_layout import StagePieces
@@ -24,9 +24,28 @@ from runtime.pipeline.channels import Channels, Spec
 from runtime.pipeline.engine import Pipeline
 from runtime.pipeline.lanes import lanes_of
 from runtime.pipeline.overlapped import OverlappedStage
-from runtime.pipeline.transfers import channels_of
+from runtime.pipeline.stages import Deferring
+from runtime.pipeline.transfers import Channel, channels_of
 
 log = logging.getLogger(__name__)
+
+OpenChannels = Callable[[Iterable[Channel], Sequence[Sequence[int]], torch.device], Channels]
+
+
+class StageExecution(Protocol):
+    """What running stages asks of who executes their segments: a `graphmoe.execution.Execution`."""
+
+    @property
+    def overlap(self) -> Overlap | None: ...
+
+    @property
+    def deferring(self) -> Deferring | None: ...
+
+    @property
+    def lane(self) -> Callable[[Hashable], AbstractContextManager[None]] | None: ...
+
+    @property
+    def waiting_steps(self) -> int: ...
 
 
 def micro_batches_of(
@@ -35,7 +54,8 @@ def micro_batches_of(
     model: Transformer,
     execute: Executor,
     mesh: Mesh,
-    execution: Execution,
+    execution: StageExecution,
+    open_channels: OpenChannels = Channels,
 ) -> MicroBatches:
     """What runs the micro-batches of a run's steps. A collective."""
     train = config.train
@@ -47,7 +67,7 @@ def micro_batches_of(
     positions = config.data.seq_len // mesh.layout.size("cp_tp")
     shape = train.micro_batch_size, positions, config.model.hidden_size
     message = Spec(shape, next(model.parameters()).dtype)
-    return Pipelined(plan, model, execute, mesh, message, num_global, execution)
+    return Pipelined(plan, model, execute, mesh, message, num_global, execution, open_channels)
 
 
 class Pipelined:
@@ -61,7 +81,8 @@ class Pipelined:
         mesh: Mesh,
         message: Spec,
         num_global: int,
-        execution: Execution,
+        execution: StageExecution,
+        open_channels: OpenChannels = Channels,
     ) -> None:
         """``message`` is a hidden state of a micro-batch.
 
@@ -90,7 +111,7 @@ class Pipelined:
             )
             for number in self.stages
         }
-        self.channels = Channels(channels_of(plan.table), mesh.layout.groups("pp"), self.device)
+        self.channels = open_channels(channels_of(plan.table), mesh.layout.groups("pp"), self.device)
         self.pipeline = Pipeline(plan.table, place, runs, self.channels, copies=self._lane is not None)
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ from rich.console import Console
 
 from graphmoe import layout as layouts
 from graphmoe.config import ComputeDtype, ConfigError
-from graphmoe.dry_run import dry_run, run_watched
+from graphmoe.dry_run import DryExecution, dry_run, run_watched
 from graphmoe.dry_run_report import FILE, ranks_in_words, render, verdict
 from graphmoe.layout import Layout
 from graphmoe.memory import state_bytes
-from graphmoe.micro_batches import OneAfterTheOther
 from graphmoe.model import build_model
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
+from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipelined import micro_batches_of
 from graphmoe.segments import run_segments
 from graphmoe.torch_compat import fake_process_group
 from graphmoe.train_step import TrainStep
@@ -33,12 +36,13 @@ from runtime.dry import collectives
 from runtime.dry.collectives import CollectiveLog, WrongGroup, check_experts, check_groups
 from runtime.dry.inside import bytes_inside
 from runtime.dry.memory import MemoryLog
+from runtime.dry.pipeline import WatchedChannels
 from runtime.dry.watch import StepWatch
 from runtime.mesh import Mesh
 from tests.distributed.ranks import Job
 from tests.runs import command, config
 
-# Round robin over 4 experts on 4 ranks sends each token to two ranks, as the dry run assumes.
+# Round robin over an expert on each rank sends each token to two ranks, as the dry run assumes.
 WORDS = (
     "model.num_dense_layers=1", "model.mtp_depth=1", "model.top_k=2", "model.aux_loss=micro_batch",
     "model.aux_loss_coef=0.1", "moe.force_balance=true", "precision.compute=fp32", "train.steps=1",
@@ -50,6 +54,11 @@ OF_FOUR = {
     "tp2 ep4": ("parallel.tp=2", "parallel.ep=4"),
     "tp2 etp2": ("parallel.tp=2", "parallel.etp=2"),
     "a tied head": ("model.tie_embeddings=true", "model.vocab_size=256"),
+    "pp2 ep2": ("parallel.pp=2", "parallel.ep=2", "model.num_experts=2"),
+    "pp2 tp2, a tied head": ("parallel.pp=2", "parallel.tp=2", "model.tie_embeddings=true"),
+    "pp4 1f1b": ("parallel.pp=4", "model.num_layers=4"),
+    "pp4 zbv": ("parallel.pp=4", "model.num_layers=6", "pipeline.schedule=zbv"),
+    "pp2 interleaved": ("parallel.pp=2", "model.num_layers=4", "pipeline.schedule=interleaved"),
 }
 
 
@@ -61,7 +70,8 @@ class RealStep:
 
     def __call__(self, world: World, folder: Path) -> tuple[list[dict[str, Any]], dict[str, int], int]:
         run = config(*WORDS, *self.words)
-        mesh = Mesh(Layout.of(run.parallel, world.size))
+        layout = layout_of_run(run, world.size)
+        mesh, plan = Mesh(layout), plan_of(run, layout)
         use_groups(mesh)
         model = build_model(
             run.model,
@@ -69,15 +79,18 @@ class RealStep:
             layout=mesh.layout,
             rank=world.rank,
             dispatcher=make_dispatcher(run, mesh),
+            stages=[*plan.own_stages(mesh.index("pp")).values()] if plan else [],
         )
         optimizer = Optimizer(model, run.optim, run.train, mesh)
         log, memory = CollectiveLog(mesh), MemoryLog()
+        watch = StepWatch(log, memory, has_data=True)
         execute = ArrivingWeights(run_segments, optimizer.wait_for)
-        num_global = run.train.global_batch_size // run.train.micro_batch_size
-        step = TrainStep(run, model, optimizer, OneAfterTheOther(model, execute, num_global), mesh)
-        run_watched(step, StepWatch(log, memory, has_data=True), memory)
+        channels = functools.partial(WatchedChannels, watch)
+        micro_batches = micro_batches_of(run, plan, model, execute, mesh, DryExecution(None), channels)
+        step = TrainStep(run, model, optimizer, micro_batches, mesh)
+        run_watched(step, watch, memory)
         use_groups(None)
-        times = dict.fromkeys(("forward", "backward"), step.num_micro_batches)
+        times = dict.fromkeys(("forward", "backward"), 1 if plan else step.num_micro_batches)
         return log.to_json(times), memory.held, memory.peak_bytes
 
 
@@ -113,6 +126,9 @@ def test_collectives_and_memory_are_those_of_a_real_rank(four, name, rank):
         ("parallel.ep=4", "precision.compute=fp32"),
         ("parallel.tp=2", "model.tie_embeddings=true", "model.vocab_size=4096", "precision.compute=bf16"),
         ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2", "precision.compute=bf16"),
+        ("parallel.pp=2", "parallel.ep=2", "precision.compute=bf16"),
+        ("parallel.pp=2", "launch.fake_rank=7", "model.vocab_size=4096", "precision.compute=bf16"),
+        ("parallel.pp=2", "launch.fake_rank=7", "model.tie_embeddings=true", "parallel.tp=2"),
     ],
     ids=" ".join,
 )
@@ -124,13 +140,41 @@ def test_the_formula_for_weights_and_optimizer_state_is_what_a_rank_holds(words)
     )  # fmt: skip
     run = config(*WORDS, *words)
     rounded = run.precision.compute is ComputeDtype.bf16
-    expected = state_bytes(run.model, Layout.of(run.parallel, 8), rounded=rounded)
-    held = dry_run(run)["memory"]["state_bytes"]
+    layout, found = layout_of_run(run, 8), dry_run(run)
+    plan = plan_of(run, layout)
+    stages = plan.stages_of_places[found["pipeline"]["pp_rank"]] if plan else []
+    expected = state_bytes(run.model, layout, stages, rounded=rounded)
+    held = found["memory"]["state_bytes"]
     assert held["weights"] + held.get("main_weights", 0) == pytest.approx(
         expected["weights_bf16" if rounded else "weights_fp32"] + expected["main_weights_fp32"], rel=0.02
     )
     assert held["gradients"] == pytest.approx(expected["gradients_fp32"], rel=0.02)
     assert held["moments"] == pytest.approx(expected["moments_fp32"], rel=0.02)
+
+
+PIPELINES = {
+    "1f1b": (),
+    "a large head": ("model.vocab_size=16384", "data.seq_len=4"),
+    "interleaved": ("pipeline.schedule=interleaved",),
+    "zbv": ("pipeline.schedule=zbv",),
+    "zbv, compiled": ("pipeline.schedule=zbv", "compile.enabled=true", "model.num_dense_layers=0"),
+    "beside ep": ("parallel.ep=2", "launch.fake_world=8", "train.global_batch_size=24"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("compiled" in name)) for name in PIPELINES]
+)
+def test_the_rank_that_is_shown_holds_the_most(name):
+    words = (
+        "launch.fake_world=4", "parallel.pp=4", "model.num_layers=8", "model.mtp_depth=0",
+        "pipeline.microbatches=6", "train.global_batch_size=12", *PIPELINES[name],
+    )  # fmt: skip
+    shown = dry(*words)
+    stage = shown["world"] // 4
+    peaks = [dry(*words, f"launch.fake_rank={place * stage}")["memory"]["peak_bytes"] for place in range(4)]
+    assert shown["memory"]["peak_bytes"] == peaks[shown["pipeline"]["pp_rank"]] >= 0.97 * max(peaks)
+    assert shown["rank"] == shown["pipeline"]["pp_rank"] * stage
 
 
 def test_micro_batches_multiply_what_forward_and_backward_send_and_change_no_memory():
@@ -216,6 +260,48 @@ def test_a_collective_of_a_group_that_no_axis_has_is_noticed():
     ]
 
 
+def test_a_message_outside_of_the_pipeline_is_noticed():
+    with fake_process_group(8, 2):
+        mesh = Mesh(Layout(dp=4, pp=2))
+        log = CollectiveLog(mesh)
+        right, wrong = (dist.new_group(ranks) for ranks in ([2, 6], [2, 4]))
+        with StepWatch(log, MemoryLog(), has_data=True):
+            dist.isend(torch.zeros(4), 6, group=right)
+            dist.irecv(torch.zeros(2), 6, group=right)
+            with pytest.raises(WrongGroup, match=r"a message among ranks \[2, 4\], and the pipeline has \[2"):
+                dist.isend(torch.zeros(4), 4, group=wrong)
+    found = [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts]
+    assert found == [("send", ("pp",), (2, 6), 16), ("receive", ("pp",), (6, 2), 8)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "interleaved"])
+def test_a_rank_of_a_pipeline_sends_and_receives_a_hidden_state_for_each_micro_batch(schedule):
+    words = ("launch.fake_world=8", "parallel.pp=4", f"pipeline.schedule={schedule}", "model.num_layers=8")
+    found = dry(*words, "model.mtp_depth=0", "launch.fake_rank=2", "train.global_batch_size=24")
+    pipeline, count = found["pipeline"], found["micro_batches"]
+    assert (pipeline["pp_rank"], pipeline["schedule"], count) == (1, schedule, 6)
+    messages = [c for c in found["collectives"] if c["operation"] in ("send", "receive")]
+    each = count * len(pipeline["stages"])
+    assert {(c["phase"], c["operation"], *c["ranks"]): c["count"] for c in messages} == {
+        ("forward", "receive", 0, 2): each,
+        ("forward", "send", 2, 4): each,
+        ("backward", "receive", 4, 2): each,
+        ("backward", "send", 2, 0): each,
+    }
+    assert {c["bytes"] for c in messages} == {2 * 16 * 16 * 4}
+
+
+def test_what_schedules_keep_is_what_their_tables_say():
+    words = ("launch.fake_world=4", "parallel.pp=4", "model.num_layers=4", "model.mtp_depth=0")
+    words = (*words, "launch.fake_rank=0", "pipeline.layout=Et|t|t|tL", "pipeline.microbatches=12")
+
+    def kept(schedule: str) -> int:
+        found = dry(*words, "train.global_batch_size=24", f"pipeline.schedule={schedule}")
+        return found["memory"]["at_peak_bytes"]["forward"]
+
+    assert kept("gpipe") == pytest.approx(3 * kept("1f1b"), rel=0.03)  # 12 micro-batches, and 4
+
+
 def test_memory_counts_views_once_and_forgets_what_ended():
     memory = MemoryLog()
     held = torch.zeros(256)
@@ -256,7 +342,7 @@ def test_what_does_not_fit_is_said_with_the_bytes():
     )
     assert "recompute=all" in verdict(short)
     tiny = dry(*words, "launch.fake_memory_gb=1e-6")
-    assert "no batch is small enough without a pipeline" in verdict(tiny)
+    assert "no batch is small enough: raise parallel.pp" in verdict(tiny)
 
 
 def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
@@ -276,10 +362,27 @@ def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     assert "│ forward  │ all_to_all     │ ep    │ 0..3" in capture.get()
 
 
+def test_the_report_names_the_stages_of_the_rank():
+    found = dry("launch.fake_world=4", "parallel.pp=2", "pipeline.layout=Ett|mL", "launch.fake_rank=3")
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(found))
+    text = capture.get()
+    assert "rank 1 of the pipeline: stage 1 (mL) of Ett|mL, pipeline.schedule=1f1b" in text
+    assert "launch.fake_rank=2*n shows rank n" in text and re.search("│ send +│ pp", text)
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (("launch.fake_world=8", "launch.fake_rank=8"), "use 0 to 7"),
+        (("launch.fake_world=8", "launch.fake_rank=-1"), "launch.fake_rank=-1 is not among the ranks"),
+        (("launch.fake_world=6", "parallel.pp=4"), "does not divide the 6 ranks"),
+        (("launch.fake_world=8", "parallel.pp=8"), "the model has 4 parts"),
+        (
+            ("launch.fake_world=8", "parallel.pp=2", "pipeline.microbatches=3", "train.global_batch_size=64"),
+            "use pipeline.microbatches=8",
+        ),
         (("launch.fake_world=8", "launch.nproc=2"), "leave those two out"),
         (("launch.fake_world=8", "launch.write_only=true"), "leave one of them out"),
         (("launch.fake_world=8", "parallel.dp_shard=fsdp2"), "counts what parallel.dp_shard=zero1 keeps"),
@@ -302,6 +405,9 @@ def test_the_default_batch_grows_with_the_layout_and_no_other_does():
     run = config("launch.fake_world=64", "parallel.tp=2", "train.global_batch_size=16")
     assert run.train.global_batch_size == 64
     assert config("launch.fake_world=4", "train.global_batch_size=16").train.global_batch_size == 16
+    piped = ("launch.fake_world=64", "parallel.pp=4", "train.global_batch_size=16")
+    assert config(*piped).train.global_batch_size == 16 * 2 * 16  # four for each rank of a pipeline
+    assert config(*piped, "pipeline.microbatches=5").train.global_batch_size == 16 * 2 * 5
     assert config("train.global_batch_size=16").train.global_batch_size == 16
 
 
@@ -318,4 +424,5 @@ def test_balanced_rows_are_the_most_that_a_balanced_routing_sends():
 def test_ranks_in_words():
     assert ranks_in_words([0, 1, 2, 3]) == "0..3" and ranks_in_words([4, 12, 20]) == "4..20 by 8"
     assert ranks_in_words([0, 1]) == "0 1" and ranks_in_words([0, 1, 4, 5]) == "0 1 4 5"
+    assert ranks_in_words([0, 1, 2, 8, 9, 10, 12]) == "0..2 8..10 12"
     assert ranks_in_words([7]) == "7"

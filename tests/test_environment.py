@@ -9,7 +9,10 @@ import torch
 
 from graphmoe.config import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.environment import check_memory
+from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
+from graphmoe.pipeline_plan import layout_of_run, plan_of
+from tests.runs import config
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_sizes():
@@ -32,3 +35,22 @@ def test_ranks_that_share_the_state_need_less_of_it(monkeypatch):
     with pytest.raises(ConfigError):
         check_memory(config, torch.device("cpu"), num_ranks=2)  # (6 + 18 / 2) / 18 = 0.83
     check_memory(config, torch.device("cpu"), num_ranks=8)  # (6 + 18 / 8) / 18 = 0.46
+
+
+def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypatch):
+    run = config(
+        "launch.nproc=4", "parallel.pp=4", "pipeline.layout=E|t|tttt|tL", "model.num_layers=6",
+        "train.global_batch_size=8",
+    )  # fmt: skip
+    layout = layout_of_run(run, 4)
+    plan = plan_of(run, layout)
+    needed = [
+        sum(state_bytes(run.model, layout, stages, rounded=False).values())
+        for stages in plan.stages_of_places
+    ]
+    assert max(needed) == needed[2] > 1.5 * sum(needed) / 4
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.99 * max(needed)))
+    with pytest.raises(ConfigError, match=r"on rank 2 of parallel.pp=4 \(t\*4\).* a pipeline.layout that"):
+        check_memory(run, torch.device("cpu"), num_ranks=4)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=max(needed)))
+    check_memory(run, torch.device("cpu"), num_ranks=4)

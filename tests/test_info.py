@@ -12,6 +12,8 @@ from rich.console import Console
 from graphmoe.config import LaunchConfig, ParallelConfig, RunConfig
 from graphmoe.info import describe, layout_of_run, render
 from graphmoe.layout import Layout
+from graphmoe.pipeline_plan import plan_of_any_batch
+from tests.runs import config
 from tests.test_presets import BILLIONS, PRESETS, load_preset
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +78,31 @@ def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
     assert each["total"] == sum(size for kind, size in each.items() if kind != "total")
     assert "GiB on each of 16" in shown(document)
     assert "on each of" not in shown(describe(load_preset("deepseek_v3"), 4096))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule):
+    run = config(
+        "launch.nproc=8", "parallel.pp=4", f"pipeline.schedule={schedule}", "model.num_layers=10",
+        "model.num_dense_layers=1", "train.global_batch_size=8", "model.mtp_depth=1",
+    )  # fmt: skip
+    layout = layout_of_run(run)
+    plan = plan_of_any_batch(run, layout)
+    document = describe(run.model, 16, layout, plan=plan)
+    ranks = document["pipeline"]["ranks"]
+    totals = [rank["memory_bytes"]["total"] for rank in ranks]
+    assert document["memory_bytes_per_rank"]["total"] == max(totals) > min(totals)
+    assert "".join(piece for rank in ranks for piece in rank["pieces"]).count("E") == 1
+    full = document["parameters"]["total"]["full"]
+    twice = (len(plan.embed_on) - 1) * run.model.vocab_size * run.model.hidden_size
+    assert twice > 0  # the layer that predicts later tokens embeds them
+    sums = {kind: sum(rank["memory_bytes"][kind] for rank in ranks) for kind in ranks[0]["memory_bytes"]}
+    assert sums["moments_fp32"] * layout.dp == pytest.approx(8 * full)  # each has one owner
+    assert sums["weights_bf16"] == pytest.approx(2 * (full + twice) + 2 * full / layout.dp)
+    text = shown(document)
+    for word, total in (("most", max(totals)), ("least", min(totals))):
+        rank = totals.index(total)
+        assert f"{word}: pp rank {rank}, {' '.join(ranks[rank]['pieces'])}" in text
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,11 @@ NAMES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_base_": "all_to_all",
+    "recv_": "receive",
 }
 """What we call operations of c10d."""
+MESSAGES = ("send", "recv_")
+"""Operations of c10d between two ranks of a pipeline, whose group is their channel."""
 FOLDINGS: tuple[tuple[Axis, ...], ...] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
 """How docs/parallel.md lays out the ranks, said here once more and not taken from the layout."""
 AXIS_OF: dict[str, Axis] = {"alltoall_base_": "ep_etp"}
@@ -48,6 +51,7 @@ class Collective:
     axes: tuple[Axis, ...]
     """The axis; where the operation names only a process group, all that have its ranks."""
     ranks: tuple[int, ...]
+    """In the order of the axis; of a message its source and its destination."""
     shape: tuple[int, ...]
     """Of the larger of what goes in and what comes out, on each rank."""
     dtype: str
@@ -79,6 +83,9 @@ class CollectiveLog:
             if group is None:
                 return
             ranks = tuple(dist.get_process_group_ranks(group))
+            if name in MESSAGES:
+                self._add(phase, NAMES.get(name, name), ("pp",), self._way(name, ranks), args)
+                return
             if ranks not in self._axes:
                 raise WrongGroup(
                     f"{name} among ranks {list(ranks)}, which are those of no axis of the layout"
@@ -98,6 +105,14 @@ class CollectiveLog:
                 if given.get("size", len(ranks)) != len(ranks):
                     raise WrongGroup(f"{name} of {given['size']} ranks along {axis}, which has {len(ranks)}")
                 self._add(phase, name, (axis,), ranks, (args, result))
+
+    def _way(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Source and destination of a message in a channel of these ranks."""
+        pipeline, own = self._mesh.layout.group("pp", self._mesh.rank), self._mesh.rank
+        if len(ranks) != 2 or own not in ranks or not {*ranks} <= {*pipeline}:
+            raise WrongGroup(f"a message among ranks {list(ranks)}, and the pipeline has {list(pipeline)}")
+        (peer,) = {*ranks} - {own}
+        return (own, peer) if name == "send" else (peer, own)
 
     def _add(
         self, phase: str, operation: str, axes: tuple[Axis, ...], ranks: tuple[int, ...], holding: Any

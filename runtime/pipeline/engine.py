@@ -12,7 +12,7 @@ from graphmoe.torch_compat.pipelining import Parts, ScheduleRuntime
 from runtime.pipeline.actions import Action, Step, Table, Together
 from runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
 from runtime.pipeline.dependencies import needs, parts, result
-from runtime.pipeline.recorder import Recorder
+from runtime.pipeline.recorder import StepRecorder
 from runtime.pipeline.schedules import forward_only
 from runtime.pipeline.stages import BackwardOf, Stage, Tensors
 from runtime.pipeline.timeline import Lane
@@ -37,7 +37,7 @@ class Pipeline:
         rank: int,
         stages: Mapping[int, Stage],
         channels: Channels,
-        recorder: Recorder | None = None,
+        recorder: StepRecorder | None = None,
         *,
         copies: bool = False,
     ) -> None:
@@ -86,7 +86,7 @@ class Pipeline:
         )
         return _Program(transfers_of(table, self._rank), run)
 
-    def _do(self, program: _Program, recorder: Recorder | None) -> None:
+    def _do(self, program: _Program, recorder: StepRecorder | None) -> None:
         self._transfers, self._recording = program.transfers, recorder
         program.run()
         self._channels.finish()

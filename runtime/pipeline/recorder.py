@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 
 from runtime.pipeline.actions import Step
 from runtime.pipeline.timeline import Lane, Span
+
+
+class StepRecorder(Protocol):
+    """Is told what a rank does when."""
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def span(self, lane: Lane, step: Step) -> AbstractContextManager[None]:
+        """Around a step of the table, or the wait for a message that it reads."""
 
 
 class Recorder:

@@ -80,10 +80,13 @@ def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
     assert "on each of" not in shown(describe(load_preset("deepseek_v3"), 4096))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "pieces"), [("1f1b", "Ettt|ttt|tt|ttmL"), ("zbv", "Et|t|t|tt|tt|tt|tm|L")]
+)
+def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, pieces):
     run = config(
         "launch.nproc=8", "parallel.pp=4", f"pipeline.schedule={schedule}", "model.num_layers=10",
+        f"pipeline.layout={pieces}",
         "model.num_dense_layers=1", "train.global_batch_size=8", "model.mtp_depth=1",
     )  # fmt: skip
     layout = layout_of_run(run)

@@ -2,7 +2,7 @@
 
 A segment is a function of tensors. What it reads and writes is named, so that whoever runs it (the
 plain forward here, compile units and graph capture in ``runtime/``) sees each boundary as an
-explicit tensor. This module knows no model class and imports none of the project.
+explicit tensor. This module knows no model class.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+
+from graphmoe.ranges import ranged
 
 SEGMENT_NAMES = (
     "embed",
@@ -120,7 +122,8 @@ def run_segments(
     """Run the segments in order on named tensors; returns those named in ``keep``."""
     values = dict(tensors)
     for segment in segments:
-        results = segment.run(*(values[name] for name in segment.reads))
+        with ranged(segment.name, "F"):
+            results = segment.run(*(values[name] for name in segment.reads))
         if isinstance(results, torch.Tensor):
             results = (results,)
         values.update(zip(segment.writes, results, strict=True))

@@ -18,16 +18,13 @@ from graphmoe.flops import peak_tflops
 from graphmoe.pace import Pace
 from graphmoe.ranges import ranges_wanted
 from graphmoe.torch_compat.memory import start_memory_history, stop_memory_history, write_memory_history
+from graphmoe.traces.events import FACTS, STEP
 from graphmoe.world import World
 
 log = logging.getLogger(__name__)
 
 FOLDER = "profile"
 """In a run's folder."""
-FACTS = "graphmoe"
-"""Key of a trace for what we say of its run."""
-STEP = "ProfilerStep#"
-"""What ranges of steps begin with, by torch's own convention."""
 
 
 def trace_file(rank: int) -> str:

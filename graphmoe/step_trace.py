@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +104,9 @@ class StepTrace:
             start_memory_history()
         else:
             log.info("profile.steps: a CPU has no history of memory; times are those of the host")
-        profiler.start()
+        with warnings.catch_warnings():  # torch 2.11 says that of several windows the last one stays
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            profiler.start()
         return profiler
 
     def _write(self, profiler: profile) -> None:

@@ -42,6 +42,7 @@ from graphmoe.parallel_rules import (
     tensor_parallel_rules,
 )
 from graphmoe.pipeline_plan import plan_problems
+from graphmoe.profile_rules import profile_rules
 from graphmoe.recompute_rules import recompute_rules
 from graphmoe.segments import (
     CAPTURABLE,
@@ -80,6 +81,7 @@ def violations(config: RunConfig) -> list[str]:
         *stage_rules(config.moe, config.parallel, config.graph.scope, config.model, config.compile.enabled),
         *overlap_rules(config),
         *recompute_rules(config.recompute, config.model, config.compile.enabled),
+        *profile_rules(config),
         *_launch_rules(config),
         *pipeline_rules(
             config.parallel,

@@ -28,8 +28,13 @@ class PipelineConfig:
 
 @dataclass
 class ProfileConfig:
-    """What a run records of its time."""
+    """What a run records of its time, docs/profiling.md."""
 
+    steps: list[int] = field(default_factory=list)
+    """First and last step, counted from 1, that torch's profiler records, kernels and memory, or one number
+    for one step; files are in the run's folder profile/, which graphmoe.trace reads. Empty: none."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record profile.steps."""
     pipeline: bool = False
     """Record when each stage works on which micro-batch in the steps that are logged, in pipeline.json, which
     graphmoe.pipeline_view draws; where parallel.pp > 1."""

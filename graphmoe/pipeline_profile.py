@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.environment import memory_gib
-from graphmoe.micro_batches import MicroBatches
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.pipelined import Pipelined
 from graphmoe.world import PATIENCE
@@ -29,23 +28,14 @@ KEPT_STEPS = 20
 """The last recorded ones, which the file holds."""
 
 
-class NoProfile:
-    """Of a run that records nothing."""
-
-    earlier_peak_gib = 0.0
-    """The most memory in use before counting it began anew; 0.0 where it never did."""
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """A step of training is the block."""
-        yield
-
-
-class PipelineProfile(NoProfile):
+class PipelineProfile:
     """Records logged steps of the first pipeline, the one that rank 0 is in; other ranks do nothing.
 
     Recorded steps begin and end with a wait for the device; no other one has anything of it.
     """
+
+    earlier_peak_gib = 0.0
+    """The most memory in use before counting it began anew; 0.0 where it never did."""
 
     def __init__(
         self,
@@ -71,6 +61,7 @@ class PipelineProfile(NoProfile):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
+        """A step of training is the block."""
         if not self._is_wanted or (number % self._interval and number != self._last):
             yield
             return
@@ -147,18 +138,3 @@ def in_common_time(parts: Sequence[_Part]) -> list[Span]:
         moved = (part.began_ns - first.began_ns) / 1e3 if one_host else 0.0
         found += [Span(s.rank, s.lane, s.step, s.start + moved, s.end + moved) for s in part.spans]
     return found
-
-
-def profile_of(
-    config: RunConfig,
-    plan: PipelinePlan | None,
-    micro_batches: MicroBatches,
-    mesh: Mesh,
-    folder: Path,
-    done: int,
-) -> NoProfile:
-    """What records steps of a run after the first ``done``, if ``profile.pipeline`` asks. A collective."""
-    if plan is None or not config.profile.pipeline:
-        return NoProfile()
-    assert isinstance(micro_batches, Pipelined)
-    return PipelineProfile(config, plan, micro_batches, mesh, folder, done)

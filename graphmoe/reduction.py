@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphmoe.flat_buffers import Bucket, Family, in_forward_order
 from graphmoe.gradients import Gradient
+from graphmoe.ranges import ranged
 
 
 class GradientReduction:
@@ -79,9 +80,10 @@ class _BucketSum:
     def start(self) -> None:
         """Start the sum of what has come so far."""
         self._wait()
-        for gradient in self._gradients:
-            gradient.fill()
-        self._work = self._family.reduce(self._bucket)
+        with ranged("gradients", "sum"):
+            for gradient in self._gradients:
+                gradient.fill()
+            self._work = self._family.reduce(self._bucket)
 
     def finish(self) -> None:
         """Let the current stream wait for the sum, and be ready for the next step."""
@@ -116,9 +118,10 @@ class WeightGather:
     def start(self) -> None:
         """Queue all collectives. The update that made the weights comes before them on the current stream."""
         self.wait()
-        self._underway = {
-            number: family.gather(bucket) for number, (family, bucket) in enumerate(self._queue)
-        }
+        with ranged("weights", "gather"):
+            self._underway = {
+                number: family.gather(bucket) for number, (family, bucket) in enumerate(self._queue)
+            }
 
     def wait(self, weights: Iterable[Tensor] | None = None) -> None:
         """Let the current stream wait for these parameters of the model, or for all."""

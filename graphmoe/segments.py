@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from graphmoe.ranges import ranged
 from graphmoe.segment_names import SEGMENT_NAMES
 
 CAPTURABLE = tuple(name for name in SEGMENT_NAMES if name != "optimizer")
@@ -107,7 +108,8 @@ def run_segments(
     """Run the segments in order on named tensors; returns those named in ``keep``."""
     values = dict(tensors)
     for segment in segments:
-        results = segment.run(*(values[name] for name in segment.reads))
+        with ranged(segment.name, "F"):
+            results = segment.run(*(values[name] for name in segment.reads))
         if isinstance(results, torch.Tensor):
             results = (results,)
         values.update(zip(segment.writes, results, strict=True))

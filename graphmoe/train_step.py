@@ -16,6 +16,7 @@ from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim import update_selection_bias
 from graphmoe.pipeline_layout import StagePieces
+from graphmoe.ranges import ranged
 from graphmoe.receive_budget import balanced_load, routed_tokens
 from graphmoe.step_optimizer import StepOptimizer
 from graphmoe.step_rows import RECEIVED, device_row
@@ -89,7 +90,8 @@ class TrainStep:
         scalars, counts_LE, load_2 = self.accumulate(batches)
         if load_2 is not None:
             scalars |= self._received(load_2)
-        result = self.optimizer.step(scalars["loss"])
+        with ranged("optimizer", "update"):
+            result = self.optimizer.step(scalars["loss"])
         if self.config.model.selection_bias:
             rate = self.config.model.bias_update_rate
             for layer, router in self.routers.items():

@@ -39,8 +39,8 @@ from graphmoe.ops.collectives import use_groups
 from graphmoe.optimizers import DTYPES, build
 from graphmoe.pace import Pace
 from graphmoe.pipeline_plan import layout_of_run, plan_of
-from graphmoe.pipeline_profile import profile_of
 from graphmoe.pipelined import micro_batches_of
+from graphmoe.profiles import profiles_of
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
 from graphmoe.signals import StopSignal
@@ -136,7 +136,9 @@ class Trainer:
         self.validation = Validation(
             self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.pace, ladder
         )
-        self.profile = profile_of(self.config, self.plan, micro_batches, self.mesh, self.folder, self.step)
+        self.profile = profiles_of(
+            self.config, self.plan, micro_batches, self.mesh, self.world, self.pace, self.folder, self.step
+        )
         self.metrics: MetricsWriter = NoMetrics()
         self.world.on_first(self._open_metrics)
 
@@ -152,9 +154,11 @@ class Trainer:
             stack.callback(self.loader.close)
             stack.callback(self._captured.release)
             stack.push(self.pace.leave)
+            stack.push(self.profile.leave)
             if self.step == 0:
                 self._validate()
             signal = self._loop(stop, garbage)
+            self.profile.finish()
             self._flush()
             self.memory = self._peak_gib(), taken_gib(self.device)
             finished = self.step >= self.config.train.steps

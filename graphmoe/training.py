@@ -22,6 +22,7 @@ from graphmoe.config import (
     MoEConfig,
     OptimConfig,
     PipelineConfig,
+    ProfileConfig,
     RunConfig,
 )
 from graphmoe.data import DataError
@@ -123,6 +124,8 @@ def warn_of_unused(config: RunConfig, world: World) -> None:
             log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, shown, dispatcher.value)
     if config.profile.pipeline and config.parallel.pp == 1:
         log.warning("profile.pipeline=true has no effect with parallel.pp=1")
+    if config.profile.ranks != ProfileConfig().ranks and not config.profile.steps:
+        log.warning("profile.ranks=%s has no effect without profile.steps", config.profile.ranks)
     zero1 = config.parallel.dp_shard is DpShard.zero1
     if config.optim.bucket_mb != OptimConfig.bucket_mb and (world.size == 1 or not zero1):
         given, why = config.optim.bucket_mb, "one rank" if zero1 else "parallel.dp_shard=fsdp2"

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from graphmoe.cli import emit
-from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import load_config, to_plain
 from graphmoe.logs import FILE_ONLY, start_logging
 from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, die_with_launcher, ends_at_signals
 from graphmoe.summary import render
 from runtime.launch.failures import RunFailed, write_failure
+from runtime.launch.flight_recorder import set_flight_recorder
 from runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def main() -> None:
             config, folder, claimed = _agree(config, path, world)
             log_dir = folder / LOGS
             name_log_dir(log_dir)
+            if _has_flight_recorder(config):
+                set_flight_recorder(log_dir)
             _train(config, folder, claimed, world)
     except BaseException as error:
         _end(error, log_dir)
@@ -92,8 +95,16 @@ def _join(config: RunConfig) -> World:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         device = torch.device(config.run.device.value)
+        if _has_flight_recorder(config):
+            held = os.environ.get(FOLDER_HELD)
+            set_flight_recorder(Path(held, LOGS) if held else None)
         dist.init_process_group(backend_of(device), timeout=COLLECTIVE_TIMEOUT)
     return World()
+
+
+def _has_flight_recorder(config: RunConfig) -> bool:
+    """Several ranks with GPUs have one; gloo has none."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.run.device is DeviceChoice.cuda
 
 
 def _agree(config: RunConfig, path: Path, world: World) -> tuple[RunConfig, Path, RunFolder | None]:

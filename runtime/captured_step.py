@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from graphmoe.ranges import ranged
+from graphmoe.segments import FULL_ITERATION
 from runtime.capture import Capture, Span
 from runtime.graphs import Graph
 
@@ -24,7 +26,7 @@ class CapturedStep:
     def __init__(self, step: Step, device: torch.device, capture: Capture) -> None:
         self._step, self._device, self._capture = step, device, capture
         self._static: list[Tensor] = []
-        self._span = Span("full_iteration", (), places=1)
+        self._span = Span(FULL_ITERATION, (), places=1)
         self._graphs: dict[int | None, Graph] = {}
         """Of each program of the capture."""
         self._arrivals = _Arrivals(device) if device.type == "cuda" else None
@@ -47,7 +49,8 @@ class CapturedStep:
                 return self._step(self._static)
             if self._capture.program not in self._graphs:
                 self._graphs[self._capture.program] = self._make(given)
-            return self._graphs[self._capture.program].replay()[0]
+            with ranged(FULL_ITERATION, "replay"):
+                return self._graphs[self._capture.program].replay()[0]
 
     def _check(self, given: Sequence[Tensor]) -> None:
         for number, (batch, static) in enumerate(zip(given, self._static, strict=True)):

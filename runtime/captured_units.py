@@ -189,7 +189,7 @@ class _UnitOnLane:
         def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return tuple(self._code.run_forward([*own, *static]))
 
-        return Replay(self._span, self._pool, run, static, stays)
+        return Replay(self._span, self._pool, run, static, stays, part="F")
 
     def backward(
         self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
@@ -224,7 +224,7 @@ class _UnitOnLane:
                 self._code.run_weights(handed, sums, add=add)
                 return _apart_from(scratch, of_inputs)
 
-            replay = Replay(self._span, self._pool, run, scratch, [False] * len(scratch))
+            replay = Replay(self._span, self._pool, run, scratch, [False] * len(scratch), part="B")
             self._backward[add].append(replay)
         results = replay(of_outputs)
         delivered(sums)
@@ -267,7 +267,8 @@ class _UnitOnLane:
             of_inputs, handed = self._code.backward_inputs(kept, static)
             return _apart_from(scratch, [*of_inputs, *handed[: split.num_handed]])
 
-        inputs = _Inputs(self._span, self._pool, run if self._code.has_inputs else None, static, stays)
+        run_inputs = run if self._code.has_inputs else None
+        inputs = _Inputs(self._span, self._pool, run_inputs, static, stays, part="I")
         read = [*kept, *static]
         inputs.read_by_weights = [read[i] for i in split.weights_read]
         return inputs
@@ -285,7 +286,7 @@ class _UnitOnLane:
         else:
             replay = self._pool.find(inputs.weights[add])
             if replay is None:
-                replay = Replay(self._span, self._pool, run)
+                replay = Replay(self._span, self._pool, run, part="W")
                 inputs.weights[add].append(replay)
             replay()
         self._pool.num_left -= 1

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from graphmoe.ranges import ranged
 from runtime.capture import Span
 from runtime.graphs import GraphMaker
 
@@ -62,8 +63,14 @@ class Replay:
         run: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None,
         static: Sequence[Tensor] = (),
         stays: Sequence[bool] = (),
+        *,
+        part: str,
     ) -> None:
-        """Without ``run`` nothing is launched but what fills the static tensors."""
+        """Without ``run`` nothing is launched but what fills the static tensors.
+
+        ``part`` says what of the unit it is, for ranges of profiles.
+        """
+        self._unit, self._part = span.unit, part
         self.static, self._stays, self._pool = static, stays, pool
         self.number = pool.num_made
         pool.num_made += 1
@@ -81,10 +88,11 @@ class Replay:
         return next(moved, None)
 
     def __call__(self, given: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        for static, tensor in zip(self.static, given, strict=True):
-            if static.data_ptr() != tensor.data_ptr():
-                static.copy_(tensor.detach())
-        results = self._graph.replay() if self._graph else ()
+        with ranged(self._unit, self._part):
+            for static, tensor in zip(self.static, given, strict=True):
+                if static.data_ptr() != tensor.data_ptr():
+                    static.copy_(tensor.detach())
+            results = self._graph.replay() if self._graph else ()
         if results:
             self._pool.replayed(self.number)
         if self._is_new:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.gradients import Gradient, delivered, have_begun
+from graphmoe.ranges import ranged
 from graphmoe.torch_compat import FakeTensorMode, compile_inference
 from runtime.accumulation import deliver_outputs
 from runtime.unit_graphs import UnitGraphs
@@ -70,7 +71,7 @@ class UnitCode:
         autograd gets none. It leaves that to a call that it puts into ``later``, if it is given.
         """
         if self.graphs.backward is None:
-            results = tuple(self._forward(*tensors))
+            results = tuple(self.run_forward(tensors))
         else:
             code = self if later is None else Postponing(self, later, len(gradients))
             results = differentiable(code, tensors, gradients)
@@ -82,7 +83,8 @@ class UnitCode:
 
     def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The outputs, then the intermediate results that the backward keeps."""
-        return self._forward(*tensors)
+        with ranged(self.graphs.name, "F"):
+            return self._forward(*tensors)
 
     def outputs_and_kept(
         self, tensors: Sequence[Tensor], results: Sequence[Tensor]
@@ -107,7 +109,8 @@ class UnitCode:
         read = [*kept, *gradients]
         results: Sequence[Tensor] = ()
         if self._inputs is not None:
-            results = self._inputs(*(read[i] for i in split.inputs_read))
+            with ranged(self.graphs.name, "I"):
+                results = self._inputs(*(read[i] for i in split.inputs_read))
         count = len(self.graphs.input_gradients)
         return list(results[:count]), [*results[count:], *(read[i] for i in split.weights_read)]
 
@@ -122,7 +125,9 @@ class UnitCode:
         if not wanted:
             return []
         if not self.delivers:
-            return list(self._weights_code(add=False)(*handed))
+            code = self._weights_code(add=False)
+            with ranged(self.graphs.name, "W"):
+                return list(code(*handed))
         sums = [gradients[i] for i in wanted]
         self.run_weights(handed, sums, add=have_begun(sums))
         delivered(sums)
@@ -131,7 +136,9 @@ class UnitCode:
     def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:
         """W, where it delivers: store in ``sums`` or add to them."""
         if sums:
-            self._weights_code(add=add)(*handed, *(gradient.total for gradient in sums))
+            code = self._weights_code(add=add)
+            with ranged(self.graphs.name, "W"):
+                code(*handed, *(gradient.total for gradient in sums))
             self.weights_run.add(add)
 
     def _weights_code(self, *, add: bool) -> Compiled:

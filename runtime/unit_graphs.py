@@ -51,6 +51,8 @@ class UnitGraphs:
     """Makes the unit's outputs of the results, where some are inputs or share memory."""
     made_by: tuple[MadeBy | None, ...] = ()
     """The operation with several results that made each of the unit's outputs, where one did."""
+    name: str = "unit"
+    """The unit's, for ranges of profiles."""
     reports: list[PassReport] = field(default_factory=list)
     kept_bytes: int = 0
     """What the forward keeps for the backward beside inputs."""
@@ -88,7 +90,8 @@ def unit_graphs(
         reports = runner.run("forward", forward, name, segments)
         count = len(_outputs(forward))
         made_by = _made_by(forward, views, name)
-        return UnitGraphs(forward, count, (False,) * count, views=views, reports=reports, made_by=made_by)
+        fixed = (False,) * count
+        return UnitGraphs(forward, count, fixed, views=views, name=name, reports=reports, made_by=made_by)
 
     def cut_of(joint: fx.GraphModule) -> Cut:
         return cut_joint(joint, len(differentiable), range(num_weights), recompute)
@@ -115,7 +118,7 @@ def unit_graphs(
     graphs = _joined(cut.forward, cut.backward, differentiable, fakes, num_weights, runner)
     assert graphs.backward is not None
     graphs.views, graphs.kept_bytes, graphs.recomputed = views, kept_bytes, cut.recomputed
-    graphs.made_by = made_by
+    graphs.made_by, graphs.name = made_by, name
     graphs.reports = [*reports, *runner.split_report(cut.backward, graphs.backward, name)]
     return graphs
 

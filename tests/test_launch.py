@@ -217,17 +217,17 @@ def test_the_first_of_two_errors_in_one_second_is_found(tmp_path, left):
     of_agent = {rank: failed(rank, 1, file) for rank, file in enumerate(files)}
     first = first_failure(of_agent, tmp_path, "job/0")
     assert first == Failure(1, first.host, "the cause", 10.1, 2, "job/0", str(tmp_path / "rank1.log"), True)
-    raised = first.raised(tmp_path)
+    raised = first.raised(tmp_path, 0.0)
     assert isinstance(raised, ConfigError) and str(raised) == f"rank 1 on {first.host}: the cause"
     (tmp_path / "rank1.log").touch()
-    assert str(first.raised(tmp_path)).endswith(f"\n  log of rank 1: {tmp_path}/rank1.log")
+    assert str(first.raised(tmp_path, 0.0)).endswith(f"\n  log of rank 1: {tmp_path}/rank1.log")
 
 
 def test_a_worker_that_died_without_a_word_is_the_cause_of_errors_of_that_second(tmp_path, left):
     file = left(0, RuntimeError("closed by peer"), 10.3)
     first = first_failure({0: failed(0, 1, file), 1: failed(1, -signal.SIGKILL)}, tmp_path, "job/0")
     assert (first.rank, first.message.split(",")[0]) == (1, "killed by SIGKILL")
-    assert isinstance(first.raised(tmp_path), RunFailed)
+    assert isinstance(first.raised(tmp_path, 0.0), RunFailed)
     assert first.was_killed and not first.was_stopped
 
 

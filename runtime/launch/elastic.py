@@ -69,6 +69,7 @@ def launch(
     Returns the name of the signal that asked to stop, if one did. *Raises* ConfigError or RunFailed with the
     first error.
     """
+    began = time.time()
     log_dir.mkdir(parents=True, exist_ok=True)
     logs = RankLogs(log_dir, redirect=nodes.is_first)
     agent = _Agent(_elastic_config(config, logs, nodes, one_gpu_each), resolved)
@@ -90,7 +91,7 @@ def launch(
         first = first_failure(agent.error.failures, log_dir, logs.attempt)
         assert first is not None, "elastic names at least one"
         if not (forwarding.received and (first.was_stopped or first.was_killed)):
-            raise first.raised(log_dir)
+            raise first.raised(log_dir, began)
     elif isinstance(agent.error, RendezvousError):
         raise RunFailed(f"the {nodes.count} nodes did not all meet at {nodes.endpoint}: {agent.error}")
     elif agent.error is not None:

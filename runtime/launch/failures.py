@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config import ConfigError
+from runtime.launch.flight_recorder import dump_lines, dumps_since
 
 _OURS = "graphmoe"
 _BROKEN_CONNECTION = re.compile(
@@ -66,10 +67,11 @@ class Failure:
         """One line for the user."""
         return f"rank {self.rank} on {self.host}: {self.message}"
 
-    def raised(self, log_dir: Path) -> Exception:
-        """The error that the launching process raises for it."""
-        log = self.log or log_dir / f"rank{self.rank}.log"
-        text = f"{self.text}\n  log of rank {self.rank}: {log}" if Path(log).exists() else self.text
+    def raised(self, log_dir: Path, began: float) -> Exception:
+        """The error of the launching process, which launched at ``began``, a time of ``time.time()``."""
+        log = Path(self.log or log_dir / f"rank{self.rank}.log")
+        lines = [self.text, *([f"log of rank {self.rank}: {log}"] if log.exists() else [])]
+        text = "\n  ".join([*lines, *dump_lines(dumps_since(began, log.parent))])
         return ConfigError(text) if self.wrong_config else RunFailed(text)
 
 

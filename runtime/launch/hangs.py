@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from runtime.launch.failures import Failure, leave_failure
+from runtime.launch.flight_recorder import ask_for_dumps
 from runtime.launch.stamps import LOG_DIR, STACK, STAMPS, SUFFIX, Stamp, ask_for_stacks, read_stamp
 
 _LONGEST_LOOK_S = 1.0
@@ -122,6 +123,7 @@ class HangWatch:
         """Name the rank that the others wait for, leave each one's stacks in its log, and kill all."""
         log_dirs = {log_dir, self.log_dir or log_dir}
         places = self._places(ranks)
+        ask_for_dumps(self._folder, [watched.stamp.rank for watched in ranks], self.log_dir or log_dir)
         first, *others = sorted(places, key=lambda p: (p.waits, p.watched.stamp.step, -p.watched.late_s))
         for place in places:
             log = (self.log_dir or log_dir) / f"rank{place.rank}.log"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe import generate, pipeline_view
+from graphmoe import generate, pipeline_view, trace
 from graphmoe.weights import read_run
 from runtime.pipeline.recording_file import FILE_NAME, read
 from tests.faults import IN_STAGE
@@ -20,6 +20,7 @@ from tests.runs import TINY, Command, command, metrics
 STAGES = (
     "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=8",
     "train.log_interval=3", "checkpoint.interval=2", "profile.pipeline=true",
+    "profile.steps=[3,4]", "profile.ranks=[0,1]",
 )  # fmt: skip
 
 
@@ -52,6 +53,15 @@ def test_the_recording_is_shown_and_drawn(recorded, tmp_path, capsys):
     assert [each["schedule"] for each in shown["schedules"]] == ["zb1p", "zb1p"]
     assert shown["schedules"][0]["title"] == "zb1p, step 8 as recorded"
     assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_rank_that_is_asked_leaves_a_trace_of_its_stages(recorded, capsys):
+    for rank, own, other in ((0, "embed", "loss"), (1, "loss", "embed")):
+        trace.main([f"run={recorded}", f"rank={rank}", "format=json"])
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["facts"]["rank"], shown["facts"]["num_ranks"], shown["num_steps"]) == (rank, 2, 2)
+        segments = {each["segment"] for each in shown["segments"]}
+        assert {own, "optimizer"} <= segments and other not in segments
 
 
 def test_the_run_reports_what_a_run_of_one_rank_does(recorded):

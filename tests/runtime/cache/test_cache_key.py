@@ -57,7 +57,7 @@ NO_FACTS = """
     launch.write_only launch.hang_timeout_s launch.fake_world launch.fake_rank launch.fake_memory_gb
     sweep.resume log.tensorboard log.wandb log.wandb_project log.progress log.peak_tflops
     log.sample_tokens format pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.layout
-    pipeline.costs profile.pipeline
+    pipeline.costs profile.pipeline profile.steps profile.ranks
 """
 
 

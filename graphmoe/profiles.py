@@ -1,0 +1,81 @@
+"""All that records steps of a run, as ``profile.*`` asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.environment import open_device
+from graphmoe.micro_batches import MicroBatches
+from graphmoe.pace import Pace
+from graphmoe.pipeline_plan import PipelinePlan
+from graphmoe.pipeline_profile import PipelineProfile
+from graphmoe.pipelined import Pipelined
+from graphmoe.profile_rules import rank_problem
+from graphmoe.step_trace import StepTrace
+from graphmoe.world import World
+from runtime.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+
+class Profiles:
+    """What records steps, several things or none."""
+
+    def __init__(self, pipeline: PipelineProfile | None, trace: StepTrace | None) -> None:
+        self._pipeline, self._trace = pipeline, trace
+        self._all: Sequence[PipelineProfile | StepTrace] = [p for p in (pipeline, trace) if p is not None]
+
+    @property
+    def earlier_peak_gib(self) -> float:
+        """The most memory in use before counting it began anew; 0.0 where it never did."""
+        return self._pipeline.earlier_peak_gib if self._pipeline else 0.0
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A step of training is the block."""
+        with ExitStack() as stack:
+            for each in self._all:
+                stack.enter_context(each.step(number))
+            yield
+
+    def finish(self) -> None:
+        """There are no more steps: write what was recorded of those that came. A collective."""
+        if self._trace:
+            self._trace.finish()
+
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The loop is over, by an error maybe."""
+        if self._trace:
+            self._trace.drop()
+
+
+def profiles_of(
+    config: RunConfig,
+    plan: PipelinePlan | None,
+    micro_batches: MicroBatches,
+    mesh: Mesh,
+    world: World,
+    pace: Pace,
+    folder: Path,
+    done: int,
+) -> Profiles:
+    """What records steps of a run after the first ``done``. A collective. *Raises* ConfigError."""
+    pipeline = trace = None
+    if plan is not None and config.profile.pipeline:
+        assert isinstance(micro_batches, Pipelined)
+        pipeline = PipelineProfile(config, plan, micro_batches, mesh, folder, done)
+    if steps := config.profile.steps:
+        if problem := rank_problem(config.profile.ranks, world.size):
+            raise ConfigError(problem)
+        if done >= steps[-1]:
+            log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, done)
+        else:
+            trace = StepTrace(config, folder, world, open_device(config.run.device), pace)
+    return Profiles(pipeline, trace)

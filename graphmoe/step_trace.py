@@ -1,0 +1,146 @@
+"""Records steps of a run with torch's profiler, and the history of the GPU's memory in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from graphmoe.config import RunConfig
+from graphmoe.environment import device_name
+from graphmoe.flops import peak_tflops
+from graphmoe.pace import Pace
+from graphmoe.ranges import ranges_wanted
+from graphmoe.torch_compat.memory import start_memory_history, stop_memory_history, write_memory_history
+from graphmoe.traces.events import FACTS, STEP
+from graphmoe.world import World
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profile"
+"""In a run's folder."""
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's trace."""
+    return f"rank{rank}.trace.json.gz"
+
+
+def memory_file(rank: int) -> str:
+    """Name of a rank's history of memory."""
+    return f"rank{rank}.memory.pickle"
+
+
+class StepTrace:
+    """Records the steps of ``profile.steps`` on the ranks of ``profile.ranks``; the others wait in the end.
+
+    The first recorded step waits for the device before it begins, the last one when it is over, until all
+    files are written; other steps have nothing of it.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: Path, world: World, device: torch.device, pace: Pace
+    ) -> None:
+        steps = config.profile.steps
+        self._first, self._last = steps[0], steps[-1]
+        self._config, self._world, self._device, self._pace = config, world, device, pace
+        self._folder = folder / FOLDER
+        self._is_wanted = world.rank in config.profile.ranks
+        self._is_open = False
+        self._profiler: profile | None = None
+        self._done: list[int] = []
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A step of training is the block."""
+        if not self._first <= number <= self._last:
+            yield
+            return
+        self._pace.slow(f"step {number}, which is profiled")
+        self._is_open = True
+        if not self._is_wanted:
+            yield
+        else:
+            if self._profiler is None:
+                self._profiler = self._started()
+            self._done.append(number)
+            with ranges_wanted(), record_function(f"{STEP}{number}"):
+                yield
+        if number == self._last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was recorded, if a window of steps is open. A collective."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._profiler is not None:
+            self._synchronize()
+            self._profiler.add_metadata_json(FACTS, json.dumps(self._facts()))
+            self._write(self._profiler)
+            self._profiler = None
+        self._world.barrier()
+
+    def drop(self) -> None:
+        """Stop recording and write nothing: the run ends with an error."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+            if self._on_gpu:
+                stop_memory_history()
+
+    def _started(self) -> profile:
+        self._synchronize()
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        profiler = profile(activities=kinds, record_shapes=True)
+        if self._on_gpu:
+            start_memory_history()
+        else:
+            log.info("profile.steps: a CPU has no history of memory; times are those of the host")
+        with warnings.catch_warnings():  # torch 2.11 says that of several windows the last one stays
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            profiler.start()
+        return profiler
+
+    def _write(self, profiler: profile) -> None:
+        profiler.stop()
+        self._folder.mkdir(exist_ok=True)
+        written = [self._folder / trace_file(self._world.rank)]
+        profiler.export_chrome_trace(str(written[0]))
+        if self._on_gpu:
+            written.append(self._folder / memory_file(self._world.rank))
+            write_memory_history(written[1])
+            stop_memory_history()
+        names = " and ".join(path.name for path in written)
+        log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
+
+    def _facts(self) -> dict[str, Any]:
+        """What graphmoe.trace wants to know of the run."""
+        name = device_name(self._device)
+        scope = self._config.graph.scope
+        return {
+            "run": self._config.run.name,
+            "rank": self._world.rank,
+            "num_ranks": self._world.size,
+            "steps": self._done,
+            "device": name,
+            "peak_tflops": self._config.log.peak_tflops or peak_tflops(name),
+            "graph_scope": scope if isinstance(scope, str) else [*scope],
+            "compiled": self._config.compile.enabled,
+            "torch": torch.__version__,
+        }
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,130 @@
+"""Read traces of profile.steps: time per segment, largest kernels, idle GPU, communication, launches.
+
+python -m graphmoe.trace run=outputs/tiny
+python -m graphmoe.trace run=outputs/before,outputs/after
+python -m graphmoe.trace trace=a.trace.json.gz,b.trace.json.gz format=json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from graphmoe.cli import emit, parse_args, run_tool
+from graphmoe.config import ConfigError, OutputFormat
+from graphmoe.traces.comparison import Comparison, compare
+from graphmoe.traces.events import read_trace
+from graphmoe.traces.reading import summarise
+from graphmoe.traces.summary import Summary
+from graphmoe.traces.tables import comparison_text, summary_text
+from graphmoe.traces.tracelens import tracelens_report
+
+PROG = "graphmoe.trace"
+FOLDER = "profile"
+_OF_RANK = re.compile(r"rank(\d+)\.trace\.json\.gz")
+
+
+@dataclass
+class TraceArgs:
+    """What the tool is asked."""
+
+    run: list[Path] | None = None
+    """Folder of a run with profile.steps; two, by comma, are compared."""
+    trace: list[Path] | None = None
+    """The same for files, .json or .json.gz, in place of run."""
+    rank: int | None = None
+    """Rank of the run; default: the lowest that was recorded."""
+    kernels: int = 5
+    """Largest kernels of each segment to show, > 0."""
+    tracelens: bool = True
+    """Call AMD's TraceLens too, if it is on PATH."""
+    format: OutputFormat = OutputFormat.text
+    """text, or json: one document on stdout and nothing else there."""
+
+
+def main(argv: list[str]) -> None:
+    """Show what is asked."""
+    args = parse_args(TraceArgs, argv, prog=PROG)
+    if problems := [*_problems(args)]:
+        raise ConfigError("; ".join(problems))
+    paths = args.trace or [trace_of(run, args.rank) for run in args.run or ()]
+    compares = len(paths) == 2
+    summaries = [summarise(read_trace(path), sys.maxsize if compares else args.kernels) for path in paths]
+    comparison = compare(summaries[0], summaries[1], args.kernels) if compares else None
+    reports: list[Path] = []
+    for path in paths if args.tracelens else ():
+        report, problem = tracelens_report(path)
+        reports += [report] if report else []
+        if problem:
+            print(problem, file=sys.stderr)
+    emit(
+        document(summaries, comparison, reports, args.kernels),
+        text(summaries, comparison, reports),
+        args.format,
+    )
+
+
+def trace_of(run: Path, rank: int | None) -> Path:
+    """The trace of a rank of a run. *Raises* ConfigError where there is none."""
+    if not run.is_dir():
+        raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>")
+    found = {int(m[1]): path for path in (run / FOLDER).glob("*") if (m := _OF_RANK.fullmatch(path.name))}
+    if not found:
+        raise ConfigError(f"{run} has no trace; a run with profile.steps=[10,12] writes one")
+    if rank is None:
+        return found[min(found)]
+    if rank not in found:
+        there = ", ".join(map(str, sorted(found)))
+        raise ConfigError(f"rank={rank} has no trace in {run}; there are those of {there} (profile.ranks)")
+    return found[rank]
+
+
+def document(
+    summaries: list[Summary], comparison: Comparison | None, reports: list[Path], num_kernels: int
+) -> dict[str, Any]:
+    """One object for a trace; for two a list of such, ``traces``, and what differs, ``comparison``."""
+    entries = [dataclasses.asdict(summary) for summary in summaries]
+    for entry in entries:
+        for segment in entry["segments"]:
+            del segment["kernels"][num_kernels:]
+    shown: dict[str, Any] = entries[0]
+    if comparison is not None:
+        lists = {key: getattr(comparison, key) for key in ("figures", "segments", "kernels")}
+        rows = {
+            key: [{**dataclasses.asdict(row), "difference": row.difference} for row in each]
+            for key, each in lists.items()
+        }
+        shown = {"traces": entries, "comparison": rows, "notes": comparison.notes}
+    return {**shown, "tracelens": [str(path) for path in reports]} if reports else shown
+
+
+def text(summaries: list[Summary], comparison: Comparison | None, reports: list[Path]) -> RenderableType:
+    """The same as tables."""
+    shown = summary_text(summaries[0]) if comparison is None else comparison_text(comparison)
+    return Group(shown, *(Text(f"TraceLens: {path}") for path in reports))
+
+
+def _problems(args: TraceArgs) -> Iterator[str]:
+    paths = [*(args.run or ()), *(args.trace or ())]
+    if not paths:
+        yield "nothing to read; use run=outputs/tiny or trace=<file>"
+    elif args.run and args.trace:
+        yield "run=... and trace=... are two ways to name traces; use one of them"
+    elif len(paths) > 2:
+        yield f"{len(paths)} traces are given; one is shown, two are compared"
+    if args.rank is not None and args.trace:
+        yield f"rank={args.rank} is one of a run; trace=... names the file itself"
+    if args.kernels < 1:
+        yield f"kernels={args.kernels} must be 1 or more"
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,57 @@
+"""A trace of a captured run on a GPU: its kernels belong to segments, and all figures are there."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from graphmoe.trace import trace_of
+from graphmoe.traces.events import read_trace
+from graphmoe.traces.reading import summarise
+from tests.gpu.tiny import GPU, UNREAD
+from tests.runs import numbers, train_in
+
+RUN = (*GPU, *UNREAD, "compile.enabled=true", "model.num_layers=2", "train.steps=6")
+"""Steps 1 to 3 warm up, graphs are made in the 4th."""
+NO_SEGMENT = ("(no segment)", "(between steps)", "(unknown)")
+
+
+def test_most_of_the_time_of_a_captured_run_belongs_to_segments(tmp_path):
+    train_in(tmp_path / "layer", *RUN, "graph.scope=layer", "profile.steps=[5,6]")
+    summary = summarise(read_trace(trace_of(tmp_path / "layer", None)), 5)
+    print(*((s.segment, s.part, s.calls, s.ms) for s in summary.segments), sep="\n")
+    assert summary.on == "gpu" and summary.num_steps == 2 and summary.device
+    assert 0 < summary.idle < 1 and summary.launch_ms > 0 and summary.launches > 0
+    times = {(s.segment, s.part): s.ms for s in summary.segments}
+    named = sum(ms for (segment, _), ms in times.items() if segment not in NO_SEGMENT)
+    assert named > 0.8 * sum(times.values())
+    assert times.get(("(unknown)", ""), 0.0) == 0.0
+    assert {("attn..mlp", "F"), ("attn..mlp", "B"), ("attn..moe_combine", "F")} <= times.keys()
+    assert {("attn..moe_combine", "B"), ("loss", "F"), ("optimizer", "update")} <= times.keys()
+    with (tmp_path / "layer" / "profile" / "rank0.memory.pickle").open("rb") as file:
+        assert any(pickle.load(file)["device_traces"])
+
+
+def test_recorded_steps_have_the_numbers_of_any_other_and_a_captured_step_is_one_row(
+    tmp_path, deterministic_words
+):
+    words = (*RUN, *deterministic_words, "graph.scope=full_iteration")
+    train_in(tmp_path / "plain", *words)
+    train_in(tmp_path / "recorded", *words, "profile.steps=[5,6]")
+    assert numbers(tmp_path / "plain") == numbers(tmp_path / "recorded")
+    summary = summarise(read_trace(trace_of(tmp_path / "recorded", None)), 5)
+    times = {(s.segment, s.part): s.ms for s in summary.segments}
+    assert times["full_iteration", "replay"] > 0.8 * sum(times.values())
+    assert any("say nothing of segments" in note for note in summary.notes)
+
+
+def test_an_eager_run_has_backwards_of_segments_and_floors_of_products(tmp_path):
+    train_in(tmp_path, *GPU, *UNREAD, "compile.enabled=false", "train.steps=3", "profile.steps=[3]")
+    summary = summarise(read_trace(trace_of(tmp_path, None)), 20)
+    times = {(s.segment, s.part): s.ms for s in summary.segments}
+    assert {("attn", "F"), ("attn", "B"), ("moe_experts", "F"), ("moe_experts", "B")} <= times.keys()
+    products = [k for s in summary.segments for k in s.kernels if k.floor_ms is not None]
+    if not products:
+        pytest.skip(f"the peak of {summary.device} is not known")
+    assert all(kernel.floor_ms <= kernel.ms for kernel in products)

@@ -1,0 +1,139 @@
+"""``profile.steps``: what is recorded, by whom, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphmoe.config import ConfigError
+from graphmoe.ranges import ranged, ranges_wanted
+from graphmoe.training import warn_of_unused
+from graphmoe.world import World
+from tests.runs import config, numbers, train_in, trainer_in
+
+SHORT = ("train.steps=4", "train.val_batches=0", "checkpoint.interval=2")
+RECORDED = ("profile.steps=[2,3]",)
+
+
+def trace_of(folder: Path, rank: int = 0) -> dict[str, Any]:
+    with gzip.open(folder / "profile" / f"rank{rank}.trace.json.gz") as file:
+        return json.load(file)
+
+
+def ranges_of(trace: dict[str, Any]) -> Counter[str]:
+    """How often each range of ours is there."""
+    names = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
+    return Counter(name for name in names if not name.startswith("## Call"))
+
+
+def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, caplog):
+    caplog.set_level("INFO")
+    train_in(tmp_path, *SHORT, *RECORDED)
+    trace = trace_of(tmp_path)
+    ranges = ranges_of(trace)
+    assert {name for name in ranges if name.startswith("ProfilerStep")} == {
+        "ProfilerStep#2",
+        "ProfilerStep#3",
+    }
+    layers = 2 * 2 * 2  # steps, layers, micro-batches
+    assert (ranges["attn:F"], ranges["mlp:F"], ranges["moe_experts:F"]) == (layers, layers / 2, layers / 2)
+    assert (ranges["loss:F"] % 4, ranges["optimizer:update"]) == (0, 2)
+    facts = trace["graphmoe"]
+    assert (facts["run"], facts["rank"], facts["num_ranks"], facts["steps"]) == ("mini", 0, 1, [2, 3])
+    assert not (tmp_path / "profile" / "rank0.memory.pickle").exists()
+    said = [message for message in caplog.messages if "profile" in message]
+    assert said == [
+        "profile.steps: a CPU has no history of memory; times are those of the host",
+        f"steps 2 to 3 are in {tmp_path / 'profile'}: rank0.trace.json.gz",
+    ]
+
+
+@pytest.mark.parametrize("words", [(), ("compile.enabled=true", "graph.scope=layer", "graph.warmup_steps=1")])
+def test_a_profiled_run_has_the_numbers_of_any_other(tmp_path, words):
+    train_in(tmp_path / "plain", *SHORT, *words)
+    train_in(tmp_path / "recorded", *SHORT, *words, *RECORDED)
+    assert numbers(tmp_path / "plain") == numbers(tmp_path / "recorded")
+    if words:  # a unit with I and W in one graph, as its stand-in on a CPU calls them
+        ranges = ranges_of(trace_of(tmp_path / "recorded"))
+        replays = ranges["attn..moe_combine:B"]
+        assert replays == 4 == ranges["attn..moe_combine:I"] == ranges["attn..moe_combine:W"]
+        assert {"embed:F", "embed:W", "loss:F", "loss:I", "loss:W", "attn..mlp:F"} <= ranges.keys()
+
+
+def test_a_captured_step_is_one_range(tmp_path):
+    words = ("compile.enabled=false", "graph.scope=full_iteration", "graph.warmup_steps=1")
+    train_in(tmp_path, *SHORT, *words, "profile.steps=[3]")
+    assert ranges_of(trace_of(tmp_path))["full_iteration:replay"] == 1
+
+
+def test_a_run_that_ends_early_has_the_steps_until_then(tmp_path, monkeypatch):
+    trainer = trainer_in(tmp_path, *SHORT, *RECORDED)
+    monkeypatch.setattr(trainer.agreement, "signal", lambda own: "SIGTERM" if trainer.step == 2 else None)
+    assert not trainer.run()
+    assert trace_of(tmp_path)["graphmoe"]["steps"] == [2]
+    again = train_in(tmp_path, *SHORT, *RECORDED)
+    assert again.step == 4 and trace_of(tmp_path)["graphmoe"]["steps"] == [3]
+
+
+def test_a_run_that_goes_on_behind_the_steps_says_so(tmp_path, caplog):
+    caplog.set_level("INFO")
+    train_in(tmp_path, *SHORT, "train.steps=3")
+    train_in(tmp_path, *SHORT, *RECORDED)
+    assert "profile.steps=[2, 3]: the run goes on after step 3, nothing is recorded" in caplog.messages
+    assert not (tmp_path / "profile").exists()
+
+
+def test_an_error_in_a_recorded_step_stops_the_profiler(tmp_path, monkeypatch):
+    trainer = trainer_in(tmp_path, *SHORT, *RECORDED)
+    run_step = trainer._run_step
+
+    def fail_in_third(batches):
+        return run_step(batches) if trainer.step < 2 else 1 / 0
+
+    monkeypatch.setattr(trainer, "_run_step", fail_in_third)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run()
+    assert not (tmp_path / "profile").exists()
+    assert trainer.profile._trace is not None and trainer.profile._trace._profiler is None
+
+
+def test_a_rank_that_is_not_there_is_refused_before_training(tmp_path):
+    with pytest.raises(ConfigError, match=r"profile.ranks=\[1\] has a rank that is none of 1; use 0 to 0"):
+        trainer_in(tmp_path, *RECORDED, "profile.ranks=[1]")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("profile.steps=[1,2,3]", "has 3 numbers; use the first and the last, or one"),
+        ("profile.steps=[0,2]", "counted from 1, e.g. [10,12]"),
+        ("profile.steps=[3,2]", "must be the first and the last step"),
+        ("profile.steps=[3,9] train.steps=5", "goes beyond train.steps=5; use at most [3, 5]"),
+        ("profile.steps=[9] train.steps=5", "goes beyond train.steps=5; use at most [5]"),
+        ("profile.steps=[1] profile.ranks=[]", "must be ranks"),
+        ("profile.steps=[1] profile.ranks=[0,0]", "each once"),
+        ("profile.steps=[1] profile.ranks=[-1]", "counted from 0"),
+        ("profile.steps=[1] launch.fake_world=8", "leave one of them out"),
+    ],
+)
+def test_steps_and_ranks_that_make_no_sense_are_refused(words, said):
+    with pytest.raises(ConfigError) as caught:
+        config(*words.split())
+    assert said in str(caught.value)
+
+
+def test_ranks_without_steps_have_no_effect(caplog):
+    warn_of_unused(config("profile.ranks=[1]"), World())
+    assert caplog.messages == ["profile.ranks=[1] has no effect without profile.steps"]
+
+
+def test_ranges_are_nothing_while_nobody_wants_them():
+    assert ranged("attn", "F") is ranged("mlp", "F")
+    with ranges_wanted():
+        assert ranged("attn", "F") is not ranged("mlp", "F")
+    assert ranged("attn", "F") is ranged("mlp", "F")

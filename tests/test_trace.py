@@ -1,0 +1,328 @@
+"""``graphmoe.trace``: what it makes of traces as Kineto writes them, and of one of a run on this CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphmoe.config import ConfigError
+from graphmoe.trace import main
+from graphmoe.traces.events import read_trace
+from graphmoe.traces.intervals import apart, length, union
+from graphmoe.traces.reading import summarise
+from graphmoe.traces.summary import SegmentTime, Summary
+from tests.kineto import BACKWARD, KinetoTrace
+from tests.runs import ROOT, TINY, command
+
+PRODUCT = [[4096, 2048], [2048, 1024]]
+FACTS = {"run": "tiny", "rank": 0, "num_ranks": 2, "steps": [10, 11], "graph_scope": "none"}
+
+
+def two_steps() -> KinetoTrace:
+    """Two steps of 1000 us, each: a forward, its W in autograd's thread, a sum over ranks, the update."""
+    trace = KinetoTrace()
+    for number, at in ((10, 0.0), (11, 1000.0)):
+        trace.range(f"ProfilerStep#{number}", at, at + 900)
+        trace.range("attn:F", at + 10, at + 60)
+        trace.operation("aten::mm", at + 20, at + 40, dims=PRODUCT)
+        trace.launch("nvjet_tst_128x256", at + 25, at + 100, at + 200)
+        trace.range("attn:W", at + 100, at + 160, BACKWARD)
+        trace.operation("aten::mm", at + 110, at + 130, BACKWARD, dims=PRODUCT, kind="float")
+        trace.launch("sm80_xmma_gemm", at + 115, at + 300, at + 500, BACKWARD)
+        trace.range("gradients:sum", at + 170, at + 200, BACKWARD)
+        name = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+        trace.launch(name, at + 180, at + 450, at + 600, BACKWARD, stream=20)
+        trace.range("optimizer:update", at + 210, at + 260)
+        trace.launch("triton_poi_fused_adamw", at + 220, at + 700, at + 1000)
+    return trace
+
+
+def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
+    return summarise(read_trace(trace.write(tmp_path / "a.trace.json", FACTS)), num_kernels)
+
+
+def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
+    (found,) = (s for s in summary.segments if (s.segment, s.part) == (name, part))
+    return found
+
+
+def test_intervals():
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert length([(0, 2), (1, 3), (5, 6)]) == 4
+    assert apart([(0, 10), (20, 30)], [(2, 4), (3, 5), (9, 25)]) == 11
+    assert apart([(0, 10)], []) == 10 and apart([], [(0, 1)]) == 0 == apart([(1, 2)], [(0, 3)])
+
+
+def test_kernels_belong_to_the_segment_around_their_launch_on_its_thread(tmp_path):
+    summary = read(two_steps(), tmp_path)
+    assert {(s.segment, s.part): round(s.ms, 6) for s in summary.segments} == {
+        ("attn", "F"): 0.1,
+        ("attn", "W"): 0.2,
+        ("gradients", "sum"): 0.15,
+        ("optimizer", "update"): 0.3,
+    }
+    assert [s.calls for s in summary.segments] == [1.0] * 4
+    assert segment(summary, "gradients", "sum").communication_ms == pytest.approx(0.15)
+    assert segment(summary, "attn", "F").communication_ms == 0
+
+
+def test_idle_communication_and_launches_of_a_step(tmp_path):
+    summary = read(two_steps(), tmp_path)
+    # from 100 to 2000 us: 100 + 300 + 300 us are busy in each step
+    assert summary.step_ms == pytest.approx(0.95) and summary.idle == pytest.approx(1 - 1400 / 1900)
+    assert summary.exposed_ms == pytest.approx(0.1) and summary.hidden_ms == pytest.approx(0.05)
+    assert summary.launches == 4 and summary.launch_ms == pytest.approx(0.008)
+    assert summary.streams == pytest.approx({"0.20": 0.15, "0.7": 0.6})
+
+
+def test_a_call_of_the_driver_inside_one_of_the_runtime_counts_once(tmp_path):
+    trace = two_steps()
+    for at in (0.0, 1000.0):
+        trace.call("cuLaunchKernelEx", at + 25.5, at + 26.5, 1, kind="cuda_driver")
+        trace.call("cuLaunchKernelEx", at + 300, at + 303, 2, kind="cuda_driver")
+        trace.call("cudaStreamSynchronize", at + 310, at + 800, 3)
+        trace.call("hipExtModuleLaunchKernel", at + 950, at + 960, 4)  # after the step
+    assert read(trace, tmp_path).launch_ms == pytest.approx(0.011)
+
+
+def test_floors_are_those_of_shapes_and_bytes_and_else_unknown(tmp_path):
+    trace = two_steps()
+    correlation = trace.launch("void cublasSplitKReduce", 41, 200, 201)
+    trace.copy("Memcpy DtoD (Device -> Device)", 210, 220, correlation, 3_350_000)
+    trace.copy("Memset (Device)", 222, 226, correlation, 3_350_000)
+    trace.copy("Memcpy HtoD (Pinned -> Device)", 230, 240, correlation, 3_350_000)
+    kernels = {k.name: k for s in read(trace, tmp_path).segments for k in s.kernels}
+    # 2 * 4096 * 2048 * 1024 FLOPs at 989.4 TFLOP/s
+    assert kernels["nvjet_tst_128x256"].floor_ms == pytest.approx(2 * 4096 * 2048 * 1024 / 989.4e12 * 1e3)
+    assert kernels["Memcpy DtoD (Device -> Device)"].floor_ms == pytest.approx(0.001)  # of two steps
+    assert kernels["Memset (Device)"].floor_ms == pytest.approx(0.0005)
+    unknown = {name for name, kernel in kernels.items() if kernel.floor_ms is None}
+    assert {"sm80_xmma_gemm", "triton_poi_fused_adamw", "Memcpy HtoD (Pinned -> Device)"} <= unknown
+
+
+def test_the_largest_kernel_of_a_product_has_its_floor_and_the_others_none(tmp_path):
+    trace = KinetoTrace("NVIDIA H200")
+    trace.range("ProfilerStep#1", 0, 100)
+    trace.operation("aten::_grouped_mm", 10, 30, dims=[[4096, 2048], [8, 2048, 64], [8]])
+    trace.launch("cutlass_grouped", 12, 50, 80)
+    trace.launch("prepare_grouped_gemm_data", 20, 40, 41)
+    (other,) = read(trace, tmp_path).segments
+    moved = 2 * (4096 * 2048 + 8 * 2048 * 64 + 4096 * 64) / 4.8e12
+    assert [kernel.floor_ms for kernel in other.kernels] == [pytest.approx(moved * 1e3), None]
+
+
+def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
+    trace = KinetoTrace()
+    trace.range("ProfilerStep#5", 0, 100)
+    trace.range("attn..moe_combine:B", 10, 40, BACKWARD)
+    trace.call("cudaGraphLaunch", 12, 32, 77, BACKWARD)
+    for name, start in (("triton_red_fused_rms", 50), ("nvjet_tst", 60), ("pull_kernel", 75)):
+        trace.kernel(name, start, start + 10, 77)
+    summary = read(trace, tmp_path)
+    (unit,) = summary.segments
+    assert (unit.segment, unit.part, unit.ms, unit.calls) == (
+        "attn..moe_combine",
+        "B",
+        pytest.approx(0.03),
+        1,
+    )
+    assert unit.communication_ms == pytest.approx(0.01) == summary.exposed_ms
+    assert summary.launch_ms == pytest.approx(0.02)
+    assert summary.notes == [
+        "a row such as attn..mlp is a compiled unit: its kernels are fused over its segments"
+    ]
+
+
+def test_of_a_captured_step_it_is_said_that_no_kernel_belongs_to_a_segment(tmp_path):
+    trace = KinetoTrace()
+    trace.range("ProfilerStep#5", 0, 100)
+    trace.range("full_iteration:replay", 10, 40)
+    trace.call("cudaGraphLaunch", 12, 32, 77)
+    trace.kernel("nvjet_tst", 50, 60, 77)
+    summary = read(trace, tmp_path)
+    assert [(s.segment, s.part) for s in summary.segments] == [("full_iteration", "replay")]
+    (note,) = summary.notes
+    assert "its kernels say nothing of segments" in note and "graph.scope=layer tells segments apart" in note
+
+
+def test_an_eager_backward_is_the_segments_of_the_forward_by_sequence_numbers(tmp_path):
+    trace = KinetoTrace()
+    trace.range("ProfilerStep#1", 0, 1000)
+    trace.range("attn:F", 10, 30)
+    trace.operation("aten::t", 11, 12, sequence=41)
+    trace.range("mlp:F", 40, 60)
+    trace.operation("aten::mm", 41, 50, sequence=41)  # has the node: what came before only saw the number
+    trace.operation("aten::silu", 51, 55, sequence=42)
+    trace.operation("aten::add", 70, 75, sequence=43)
+    name = "autograd::engine::evaluate_function: "
+    trace.operation(f"{name}AddBackward0", 100, 110, BACKWARD, sequence=43, forward_thread=1)
+    trace.launch("add", 105, 200, 210, BACKWARD)
+    trace.operation(f"{name}SiluBackward0", 120, 140, BACKWARD, sequence=42, forward_thread=1)
+    trace.operation("SiluBackward0", 121, 139, BACKWARD, sequence=42, forward_thread=1)
+    trace.operation("aten::silu_backward", 122, 138, BACKWARD, sequence=60)
+    trace.launch("silu_backward", 125, 220, 240, BACKWARD)
+    trace.operation(f"{name}MmBackward0", 150, 170, BACKWARD, sequence=41, forward_thread=1)
+    trace.launch("gemm", 155, 250, 280, BACKWARD)
+    summary = read(trace, tmp_path)
+    assert {(s.segment, s.part): round(s.ms, 6) for s in summary.segments} == {
+        ("mlp", "B"): 0.05,
+        ("(no segment)", ""): 0.01,
+    }
+
+
+def test_what_runs_between_steps_or_has_no_launch_is_no_part_of_a_segment(tmp_path):
+    trace = two_steps()
+    trace.launch("validation", 950, 1010, 1040)
+    trace.kernel("stray", 1050, 1060, 999_999)
+    summary = read(trace, tmp_path)
+    assert segment(summary, "(between steps)").ms == pytest.approx(0.015)
+    assert segment(summary, "(unknown)").ms == pytest.approx(0.005)
+    assert summary.notes == ["(unknown): kernels whose launch is not in the trace"]
+    assert summary.idle == pytest.approx(1 - 1440 / 1900)
+
+
+@pytest.mark.parametrize(
+    ("name", "communicates"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL", True),
+        ("void rcclGenericKernel<1, false>", True),
+        ("Memcpy PtoP (Device -> Device)", True),
+        ("void deep_ep::intranode::dispatch<8, 768, 8192>", True),
+        ("pull_kernel", True),
+        ("_sum_kernel", False),
+        ("Memcpy DtoD (Device -> Device)", False),
+        ("triton_poi_fused_add", False),
+    ],
+)
+def test_communication_is_known_by_name(tmp_path, name, communicates):
+    trace = KinetoTrace()
+    trace.range("ProfilerStep#1", 0, 100)
+    trace.launch(name, 10, 50, 60)
+    summary = read(trace, tmp_path)
+    assert summary.exposed_ms == pytest.approx(0.01 if communicates else 0.0)
+
+
+def test_two_traces_are_compared(tmp_path, capsys):
+    one, other = two_steps(), two_steps()
+    other.launch("triton_new", 230, 650, 690)
+    words = [str(t.write(tmp_path / n, FACTS)) for t, n in ((one, "a.json"), (other, "b.json.gz"))]
+    main([f"trace={','.join(words)}", "format=json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [trace["trace"] for trace in found["traces"]] == words
+    assert found["comparison"]["kernels"][0] == {
+        "name": "triton_new", "first": None, "second": 0.02, "difference": 0.02
+    }  # fmt: skip
+    rows = {row["name"]: row for row in found["comparison"]["figures"] + found["comparison"]["segments"]}
+    assert rows["launches"]["difference"] == 0.5
+    assert rows["optimizer:update"]["difference"] == pytest.approx(0.02)
+    main([f"trace={','.join(words)}", "kernels=1"])
+    out = capsys.readouterr().out
+    assert "triton_new" in out and "+0.020" in out and "nvjet" not in out
+
+
+def test_the_text_says_all_of_a_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    two_steps().write(tmp_path / "tiny" / "profile" / "rank0.trace.json.gz", FACTS)
+    main([f"run={tmp_path / 'tiny'}", "tracelens=false"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:6] == [
+        "steps 10 to 11, rank 0 of 2, NVIDIA H100 80GB HBM3; all times per step",
+        "step 0.950 ms, GPU idle 26.3%",
+        "communication 0.100 ms exposed, 0.050 ms hidden",
+        "host 0.008 ms in 4 launches",
+        "busy stream 0.20: 0.150 ms, stream 0.7: 0.600 ms",
+    ]
+    words = [line.split() for line in lines]
+    assert ["attn", "F", "1", "0.100", "10.5%", "0.000"] in words
+    assert ["attn", "F", "nvjet_tst_128x256", "1", "0.100", "0.017"] in words
+    assert ["attn", "W", "sm80_xmma_gemm", "1", "0.200", "unknown"] in words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "nothing to read; use run=outputs/tiny or trace=<file>"),
+        ("run=a trace=b", "use one of them"),
+        ("trace=a,b,c", "3 traces are given"),
+        ("trace=a rank=1", "rank=1 is one of a run"),
+        ("trace=a kernels=0", "kernels=0 must be 1 or more"),
+        ("run=nowhere", "run=nowhere is no folder"),
+        ("run=.", "has no trace; a run with profile.steps=[10,12] writes one"),
+        ("trace=nowhere.json", "there is no nowhere.json"),
+        ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),
+        ("trace=torn.json.gz", "torn.json.gz is no whole trace"),
+        ("trace=list.json", "list.json is no Chrome trace"),
+        ("trace=steps.json", "has no range ProfilerStep#"),
+        ("trace=idle.json", "has no kernel that a step launched"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    whole = two_steps().write(Path("one/profile/rank0.trace.json.gz")).read_bytes()
+    Path("torn.json.gz").write_bytes(whole[: len(whole) // 2])
+    Path("list.json").write_text("[]")
+    KinetoTrace().write(Path("steps.json"))
+    idle = KinetoTrace()
+    idle.range("ProfilerStep#1", 0, 10)
+    idle.launch("validation", 20, 30, 40)
+    idle.write(Path("idle.json"))
+    with pytest.raises(ConfigError) as caught:
+        main(words.split())
+    assert said in str(caught.value)
+
+
+def script(folder: Path, name: str, text: str) -> None:
+    """An executable in a folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!{sys.executable}\n{text}")
+    (folder / name).chmod(0o755)
+
+
+def test_tracelens_of_amd_is_called_where_it_is_on_path_and_no_other_command(tmp_path, monkeypatch, capsys):
+    path = two_steps().write(tmp_path / "rank0.trace.json")
+    script(tmp_path / "bin", "tracelens", "open('called', 'w')")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    main([f"trace={path}", "format=json"])
+    assert "tracelens" not in json.loads(capsys.readouterr().out) and not Path("called").exists()
+    write = "import sys\nprint('noise')\nopen(sys.argv[sys.argv.index('--output_xlsx_path') + 1], 'w')\n"
+    script(tmp_path / "bin", "TraceLens_generate_perf_report_pytorch", write)
+    main([f"trace={path}", "format=json"])
+    report = tmp_path / "rank0.tracelens.xlsx"
+    assert json.loads(capsys.readouterr().out)["tracelens"] == [str(report)] and report.exists()
+    report.unlink()
+    main([f"trace={path}", "tracelens=false"])
+    assert not report.exists()
+
+
+def test_a_tracelens_that_fails_is_named_and_the_rest_is_shown(tmp_path, monkeypatch, capsys):
+    path = two_steps().write(tmp_path / "rank0.trace.json")
+    script(tmp_path / "bin", "TraceLens_generate_perf_report_pytorch", "raise SystemExit('no sheet')")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    main([f"trace={path}"])
+    shown = capsys.readouterr()
+    assert "ended with status 1: no sheet" in shown.err and "GPU idle" in shown.out
+
+
+def test_a_run_on_the_cpu_is_recorded_and_read_from_the_command_line(tmp_path):
+    words = (*TINY, "run.name=tiny", "train.steps=4", "profile.steps=[2,3]", "checkpoint.enabled=false")
+    trained = command(tmp_path, *words)
+    assert trained.process.exitcode == 0, trained.err.read_text()
+    assert "steps 2 to 3 are in" in trained.err.read_text() + trained.out.read_text()
+    words = [sys.executable, "-m", "graphmoe.trace", "run=outputs/tiny", "format=json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(shown.stdout)
+    assert (found["on"], found["num_steps"], found["idle"]) == ("cpu", 2, None)
+    names = {(s["segment"], s["part"]) for s in found["segments"]}
+    assert {("attn", "F"), ("attn", "B"), ("moe_experts", "B"), ("optimizer", "update")} <= names
+    total = sum(s["ms"] for s in found["segments"])
+    assert total == pytest.approx(found["step_ms"], rel=0.02)
+    with gzip.open(tmp_path / "outputs/tiny/profile/rank0.trace.json.gz") as file:
+        assert {"traceEvents", "displayTimeUnit"} <= json.load(file).keys()

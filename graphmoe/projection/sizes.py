@@ -34,6 +34,8 @@ class Sizes:
     """Whether there is room for what arrives without a count of the host."""
     pads_values: bool
     """Whether attention pads value heads to the size of query heads."""
+    block: int = 0
+    """Rows for each pair of ranks that copy engines move."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, *, pads: bool) -> Sizes:
@@ -44,15 +46,17 @@ class Sizes:
         backend = config.model.attention_backend
         unequal = config.model.attention is AttentionKind.mla
         asked = backend is AttentionBackend.padded_flash
+        block, room = _room(config, layout) if travels else (0, _arriving(config, layout))
         return cls(
             config.model,
             layout,
             2 if config.precision.compute is ComputeDtype.bf16 else 4,
             config.train.micro_batch_size,
             config.data.seq_len,
-            _room(config, layout) if travels else _arriving(config, layout),
+            room,
             travels,
             unequal and (asked or (pads and backend is AttentionBackend.auto)),
+            block,
         )
 
     @property
@@ -90,16 +94,16 @@ class Sizes:
         return self.model.num_layers - self.model.num_dense_layers + self.model.mtp_depth
 
 
-def _room(config: RunConfig, layout: Layout) -> Load:
-    """Room by ``moe.receive_budget``."""
+def _room(config: RunConfig, layout: Layout) -> tuple[int, Load]:
+    """Rows of a block, if any, and the room by ``moe.receive_budget``."""
     model, tokens = config.model, routed_tokens(config, layout)
     room = capacity(config.moe, model, layout, tokens)
     if config.moe.dispatcher is DispatcherChoice.symm and config.moe.transport is Transport.copy_engine:
         from runtime.dispatch import blocks_of  # imports process groups
 
-        _, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
-        return room._replace(rows=rows)
-    return room
+        block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
+        return block, room._replace(rows=rows)
+    return 0, room
 
 
 def _arriving(config: RunConfig, layout: Layout) -> Load:

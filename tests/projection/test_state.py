@@ -23,7 +23,9 @@ CASES = {
     "dp": (),
     "bf16": ("precision.compute=bf16",),
     "latent queries, multi-token prediction": ("model.q_lora_rank=8", "model.mtp_depth=1"),
-    "grouped queries, ep": ("model.attention=gqa", "model.num_kv_heads=2", "model.qk_norm=true", "parallel.ep=4"),
+    "grouped queries, ep": (
+        "model.attention=gqa", "model.num_kv_heads=2", "model.qk_norm=true", "parallel.ep=4",
+    ),
     "tp, ep": ("parallel.tp=2", "parallel.ep=2"),
     "cp, etp": ("parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
     "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),

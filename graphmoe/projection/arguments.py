@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from graphmoe.config import ComputeDtype, ConfigError, RunConfig, TrainConfig
 from graphmoe.layout import Layout
@@ -26,6 +27,9 @@ class ProjectArgs:
     """Nodes of 8 GPUs, > 0."""
     assumptions: Assumptions = Assumptions.exact
     """exact: the bytes that this project's runs hold; published: those of a published chart."""
+
+    rates: Path | None = None
+    """JSON file with shares of the card's peaks that were measured, in place of assumed ones."""
 
     @property
     def card(self) -> Card:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from graphmoe.pipeline_plan import num_micro_batches, plan_of
 from graphmoe.projection.arguments import Assumptions, ProjectArgs
 from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
-from graphmoe.projection.published import published_memory_gb
+from graphmoe.projection.published import published_bubble, published_memory_gb
+from graphmoe.projection.rates import rates_of
+from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.step_time import StepTime, step_time
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
@@ -29,17 +33,40 @@ def pads_values(card: Card) -> bool:
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     """Everything that is projected of a resolved configuration. *Raises* ConfigError."""
     layout = Layout.of(config.parallel, args.num_ranks)
-    places: list[PlaceMemory] = []
-    if args.assumptions is Assumptions.published:
-        of_places = [published_memory_gb(config, layout)] * layout.pp
-    else:
-        places = exact_memory(config, layout, pads=pads_values(args.card))
-        of_places = [place.kinds_gb() for place in places]
+    rates = rates_of(args.card, args.rates)
+    pads, plan = pads_values(args.card), plan_of(config, layout)
+    is_published = args.assumptions is Assumptions.published
+    published = [published_memory_gb(config, layout)] * layout.pp if is_published else []
+    places, bubble = exact_memory(config, layout, pads=pads), None
+    if is_published:
+        virtual_stages = len(plan.stages) // layout.pp if plan else 1
+        bubble = published_bubble(layout.pp, num_micro_batches(config, layout), virtual_stages)
+    of_places = published or [place.kinds_gb() for place in places]
+    time = step_time(config, Sizes.of(config, layout, pads=pads), places, args.card, rates, bubble)
     return {
         **_setting(config, args, layout),
         **_memory(of_places, layout, args.card),
-        **_details(places, of_places),
+        **({} if is_published else _details(places, of_places)),
         **_flops(config, layout),
+        **_time(time),
+        "rates": dataclasses.asdict(rates),
+    }
+
+
+def _time(time: StepTime) -> dict[str, Any]:
+    """The step's seconds, and what becomes of them."""
+    return {
+        "step_time_s": time.step_s,
+        "bubble": time.bubble,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "mfu": time.mfu,
+        "time_s": {
+            "forward_by_segment": time.forward_s,
+            "backward_by_segment": time.backward_s,
+            "exposed_exchange": time.exchange_s,
+            "exposed_gradients": time.gradients_s,
+            "update": time.update_s,
+        },
     }
 
 
@@ -84,9 +111,7 @@ def _memory(of_places: Sequence[Mapping[str, float]], layout: Layout, card: Card
 
 
 def _details(places: Sequence[PlaceMemory], of_places: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Where activations and buffers of the worst rank are; nothing under the published assumptions."""
-    if not places:
-        return {}
+    """Where activations and buffers of the worst rank are."""
     worst = max(places, key=lambda place: of_places[place.place]["total"])
     return {
         "activations_gb_by_segment": _gb(worst.by_segment),

@@ -43,6 +43,8 @@ def render(document: dict[str, Any]) -> Group:
         _places(document),
         *_details(document),
         f"not counted: {', '.join(document['not_counted'])}",
+        "\n[bold]Time of a step[/bold], projected from assumed rates",
+        *_times(document),
         "",
         verdict(document),
     ]
@@ -66,6 +68,27 @@ def verdict(document: dict[str, Any]) -> str:
         f"[bold]DOES NOT FIT[/bold]: {numbers}, {total - card:,.1f} GB too few; most are {WORDS[largest]}, "
         f"{memory[largest]:,.1f} GB: try {way}"
     )
+
+
+def _times(document: dict[str, Any]) -> list[RenderableType]:
+    """Segments of the slowest place along pp, and what the step makes of them."""
+    time = document["time_s"]
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("segment")
+    for name in ("forward ms", "backward ms"):
+        table.add_column(name, justify="right")
+    for name, forward in time["forward_by_segment"].items():
+        backward = time["backward_by_segment"][name]
+        table.add_row(name, f"{1e3 * forward:,.3f}", f"{1e3 * backward:,.3f}")
+    gradients, update = time["exposed_gradients"], time["update"]
+    return [
+        "of one micro-batch, on the rank with most to compute",
+        table,
+        f"step {document['step_time_s']:,.3f} s, of which exchange {time['exposed_exchange']:,.3f} s, "
+        f"gradients and weights {gradients:,.3f} s, update {update:,.3f} s",
+        f"bubble {document['bubble']:.1%}, {document['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
+        f"MFU {document['mfu']:.1%}, {document['flops_per_token'] / 1e9:,.3f} GFLOP per token",
+    ]
 
 
 def _places(document: dict[str, Any]) -> Table:

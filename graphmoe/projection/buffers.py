@@ -10,6 +10,7 @@ from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.pipeline_layout import StagePieces
 from graphmoe.projection.activations import made_again
 from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.state import ranks_of
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 COMMUNICATOR_BYTES = 128 * 2**20
@@ -141,7 +142,7 @@ def _graph_pool(
 def _communication(sizes: Sizes) -> float:
     """Communicators, and messages of a pipeline under way."""
     layout = sizes.layout
-    groups = {tuple(layout.groups(axis)) for axis in AXES if layout.size(axis) > 1}
+    groups = {ranks_of(layout, axis) for axis in AXES if layout.size(axis) > 1}
     channels = min(layout.pp - 1, 2) * 2  # a channel for each direction to the neighbours
     messages = channels * MESSAGES_UNDER_WAY * sizes.state
     return len(groups) * COMMUNICATOR_BYTES + channels * CHANNEL_BYTES + messages

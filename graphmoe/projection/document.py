@@ -9,12 +9,13 @@ from typing import Any
 from graphmoe.config import RunConfig
 from graphmoe.flops import flops_per_token
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import num_micro_batches, plan_of
+from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches, plan_of
 from graphmoe.projection.arguments import Assumptions, ProjectArgs
 from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
 from graphmoe.projection.published import published_bubble, published_memory_gb
 from graphmoe.projection.rates import rates_of
+from graphmoe.projection.segment_times import Speeds
 from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.step_time import StepTime, step_time
 
@@ -37,14 +38,15 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     pads, plan = pads_values(args.card), plan_of(config, layout)
     is_published = args.assumptions is Assumptions.published
     published = [published_memory_gb(config, layout)] * layout.pp if is_published else []
-    places, bubble = exact_memory(config, layout, pads=pads), None
+    places, bubble = exact_memory(config, layout, pads=pads, plan=plan), None
     if is_published:
         virtual_stages = len(plan.stages) // layout.pp if plan else 1
         bubble = published_bubble(layout.pp, num_micro_batches(config, layout), virtual_stages)
     of_places = published or [place.kinds_gb() for place in places]
-    time = step_time(config, Sizes.of(config, layout, pads=pads), places, args.card, rates, bubble)
+    sizes, speeds = Sizes.of(config, layout, pads=pads), Speeds(args.card, rates)
+    time = step_time(config, sizes, places, speeds, plan, bubble)
     return {
-        **_setting(config, args, layout),
+        **_setting(config, args, layout, plan),
         **_memory(of_places, layout, args.card),
         **({} if is_published else _details(places, of_places)),
         **_flops(config, layout),
@@ -70,9 +72,10 @@ def _time(time: StepTime) -> dict[str, Any]:
     }
 
 
-def _setting(config: RunConfig, args: ProjectArgs, layout: Layout) -> dict[str, Any]:
+def _setting(
+    config: RunConfig, args: ProjectArgs, layout: Layout, plan: PipelinePlan | None
+) -> dict[str, Any]:
     """What was projected."""
-    plan = plan_of(config, layout)
     return {
         "model": config.model.name,
         "hardware": args.card.name,

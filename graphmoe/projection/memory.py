@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from graphmoe.config import ConfigError, DpShard, RunConfig
@@ -43,50 +44,42 @@ class PlaceMemory:
         return {kind: size / 1e9 for kind, size in {**sizes, "total": self.total}.items()}
 
 
-def exact_memory(config: RunConfig, layout: Layout, *, pads: bool) -> list[PlaceMemory]:
+def exact_memory(
+    config: RunConfig, layout: Layout, *, pads: bool, plan: PipelinePlan | None = None
+) -> list[PlaceMemory]:
     """What each place along pp needs of a resolved configuration. *Raises* ConfigError for what is not known.
 
-    ``pads``: kernels of the card want equal heads in attention.
+    ``pads``: kernels of the card want equal heads in attention. ``plan`` takes the place of the run's own.
     """
     _refuse_unknown(config)
-    plan = plan_of(config, layout)
+    plan = plan or plan_of(config, layout)
     if plan is not None:
         layout = replace(layout, embed_on=plan.embed_on)
-    sizes = Sizes.of(config, layout, pads=pads)
-    return [_place_memory(config, sizes, plan, place) for place in range(layout.pp)]
-
-
-def _place_memory(config: RunConfig, sizes: Sizes, plan: PipelinePlan | None, place: int) -> PlaceMemory:
-    model = config.model
-    whole = {0: all_pieces(model.num_layers, model.mtp_depth)}
-    own = whole if plan is None else plan.own_stages(place)
-    by_stage = {number: stage_activations(sizes, config.recompute, pieces) for number, pieces in own.items()}
-    by_part: dict[str, Bytes] = {}
-    for stage in by_stage.values():
-        for part, kept in stage.items():
+    sizes, model = Sizes.of(config, layout, pads=pads), config.model
+    pieces = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
+    stages = [stage_activations(sizes, config.recompute, own) for own in pieces]
+    of_stage = [sum(kept.total() for kept in parts.values()) for parts in stages]
+    activations: Sequence[float] = of_stage if plan is None else peaks(plan.table, of_stage)
+    lanes: Sequence[float] = [1] if plan is None else peaks(plan.table, [1] * len(stages))
+    places = []
+    for place in range(layout.pp):
+        numbers = plan.placement.stages_of(place) if plan else (0,)
+        own = [pieces[number] for number in numbers]
+        by_part: dict[str, Bytes] = {}
+        for part, kept in (item for number in numbers for item in stages[number].items()):
             by_part[part] = by_part.get(part, Counter()) + kept
-    activations, lanes = _in_flight(by_stage, plan, place)
-    weights = rank_weights(model, sizes.layout, own.values())
-    return PlaceMemory(
-        place,
-        state_of(weights, sizes.layout, sizes.element_bytes, config.optim.bucket_mb),
-        activations,
-        sum(by_part.values(), Counter()),
-        by_part,
-        buffer_bytes(config, sizes, [*own.values()], lanes),
-    )
-
-
-def _in_flight(
-    by_stage: dict[int, dict[str, Bytes]], plan: PipelinePlan | None, place: int
-) -> tuple[float, float]:
-    """Activations of all micro-batches that a place has in flight at most, and how many stages of them."""
-    of_stage = {number: sum(kept.total() for kept in parts.values()) for number, parts in by_stage.items()}
-    if plan is None:
-        return sum(of_stage.values()), 1
-    stages = range(len(plan.stages))
-    most = peaks(plan.table, [of_stage.get(stage, 0) for stage in stages])[place]
-    return most, peaks(plan.table, [1] * len(stages))[place]
+        weights = rank_weights(model, layout, own)
+        places.append(
+            PlaceMemory(
+                place,
+                state_of(weights, layout, sizes.element_bytes, config.optim.bucket_mb),
+                activations[place],
+                sum(by_part.values(), Counter()),
+                by_part,
+                buffer_bytes(config, sizes, own, lanes[place]),
+            )
+        )
+    return places
 
 
 def _refuse_unknown(config: RunConfig) -> None:

@@ -20,7 +20,7 @@ def state_of(
     """Bytes by kind: whole weights and gradients, the shards of both, and shards of the rest."""
     families: dict[Any, list[Weight]] = {}
     for weight in weights:
-        families.setdefault(_group(layout, weight.summed_over), []).append(weight)
+        families.setdefault(ranks_of(layout, weight.summed_over), []).append(weight)
     found = dict.fromkeys(KINDS, 0)
     for members in families.values():
         ranks = layout.size(members[0].summed_over)
@@ -35,6 +35,6 @@ def state_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _group(layout: Layout, axis: Axis) -> object:
+def ranks_of(layout: Layout, axis: Axis) -> object:
     """Equal for axes whose ranks share a process group."""
     return None if layout.size(axis) == 1 else tuple(layout.groups(axis))

@@ -9,10 +9,9 @@ from graphmoe.config import DispatcherChoice, RunConfig
 from graphmoe.flops import flops_per_token
 from graphmoe.layout import Axis
 from graphmoe.pipeline_layout import StagePieces, all_pieces
-from graphmoe.pipeline_plan import num_micro_batches, plan_of
-from graphmoe.projection.hardware import GPUS_PER_NODE, Card
+from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches
+from graphmoe.projection.hardware import GPUS_PER_NODE
 from graphmoe.projection.memory import PlaceMemory
-from graphmoe.projection.rates import Rates
 from graphmoe.projection.segment_times import (
     SegmentTime,
     Speeds,
@@ -51,13 +50,15 @@ def step_time(
     config: RunConfig,
     sizes: Sizes,
     places: list[PlaceMemory],
-    card: Card,
-    rates: Rates,
+    speeds: Speeds,
+    plan: PipelinePlan | None,
     bubble: float | None = None,
 ) -> StepTime:
-    """The projection of a step. ``bubble`` takes the place of the simulated one."""
-    layout, speeds = sizes.layout, Speeds(card, rates)
-    plan = plan_of(config, layout)
+    """The projection of a step. ``bubble`` takes the place of the simulated one.
+
+    Micro-batches that the plan's table has not, the slowest place adds one after the other.
+    """
+    layout = sizes.layout
     count = num_micro_batches(config, layout)
     model = config.model
     stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
@@ -75,7 +76,8 @@ def step_time(
             tuple(getattr(total, kind) for total in totals) for kind in ("forward", "inputs", "weights")
         )
         timeline = simulate(plan.table, Costs(forward, inputs, weights, message))
-        makespan, waits = timeline.makespan, timeline.bubble
+        makespan = timeline.makespan + (count - plan.table.num_micro_batches) * max(busy)
+        waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
         makespan, waits = count * sum(busy) / len(busy) / (1 - bubble), bubble
     slowest = max(range(layout.pp), key=busy.__getitem__)
@@ -94,7 +96,7 @@ def step_time(
         gradients,
         update,
         rate,
-        rate * flops_per_token(model, sizes.seq_len).total / (card.tflops * 1e12),
+        rate * flops_per_token(model, sizes.seq_len).total / (speeds.card.tflops * 1e12),
     )
 
 

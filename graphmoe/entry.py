@@ -32,6 +32,7 @@ from runtime.cache.bytecode import keep_bytecode
 
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
+Complete = Callable[[RunConfig], RunConfig]
 
 
 def hydra_app(
@@ -42,13 +43,14 @@ def hydra_app(
     makes_folder: bool = False,
     known_errors: tuple[type[Exception], ...] = (),
     prepare: Prepare | None = None,
+    complete: Complete | None = None,
 ) -> None:
     """Compose the configuration, check it and hand it to ``task``.
 
     A ConfigError is printed without a traceback and ends the process with status 2, one of
     ``known_errors`` likewise with status 1. ``makes_folder`` says whether the tool writes into Hydra's
     run folder; where it does not, none is made. ``prepare`` is called between check and resolve, before
-    anything asks for GPUs.
+    anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
     """
     if completion.is_install(sys.argv):
         print(completion.BASH, end="")
@@ -68,9 +70,9 @@ def hydra_app(
     def run(cfg: DictConfig) -> Any:
         try:
             if makes_folder and in_sweep():
-                return run_job(lambda: task(to_config(cfg, prepare)), known)
+                return run_job(lambda: task(to_config(cfg, prepare, complete)), known)
             check_single(cfg.sweep.resume)
-            return task(to_config(cfg, prepare))
+            return task(to_config(cfg, prepare, complete))
         except known as error:
             if makes_folder:
                 with contextlib.suppress(OSError):  # what is in it stays
@@ -110,7 +112,7 @@ def _sweep_dir(resume: str | None, new: str) -> str:
     return str(Path(resume).expanduser()) if resume else new
 
 
-def to_config(cfg: DictConfig, prepare: Prepare | None = None) -> RunConfig:
+def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None) -> RunConfig:
     """The typed, checked and resolved configuration.
 
     The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
@@ -119,7 +121,7 @@ def to_config(cfg: DictConfig, prepare: Prepare | None = None) -> RunConfig:
         config = _typed(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
-    return _resolved(config, prepare)
+    return _resolved(config if complete is None else complete(config), prepare)
 
 
 def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ from runtime.mesh import Mesh
 ALIGNMENT = 64
 """Elements; every parameter and every shard of a bucket starts at a multiple, 128 bytes in bf16, and zeros
 fill the gaps."""
+
+
+class Sized(Protocol):
+    """A parameter, or the sizes of one."""
+
+    def numel(self) -> int: ...
+
+    def dim(self) -> int: ...
 
 
 class Bucket(NamedTuple):
@@ -56,7 +64,7 @@ class Placement:
     """Where in the shards those begin that do not decay."""
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], num_ranks: int, index: int, bucket_elements: float) -> Placement:
+    def of(cls, weights: Sequence[Sized], num_ranks: int, index: int, bucket_elements: float) -> Placement:
         """Whole parameters are cut into buckets of at most ``bucket_elements``, or of one parameter."""
         starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
         for decays in (True, False):
@@ -214,7 +222,7 @@ def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
     return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))
 
 
-def _neighbours(members: Sequence[int], weights: Sequence[Tensor], limit: float) -> list[list[int]]:
+def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) -> list[list[int]]:
     """Cut into groups from the end, so that the small one is the first: it is waited for, whoever waits."""
     groups: list[list[int]] = []
     room = 0.0
@@ -228,7 +236,7 @@ def _neighbours(members: Sequence[int], weights: Sequence[Tensor], limit: float)
     return groups
 
 
-def _decays(weight: Tensor) -> bool:
+def _decays(weight: Sized) -> bool:
     """Matrices and experts decay, norms and biases do not."""
     return weight.dim() > 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -26,8 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 from graphmoe.cli import parse_args
 from graphmoe.config import ConfigError, ModelConfig, MoEConfig, RunConfig
 from graphmoe.config_errors import explain
-from graphmoe.entry import to_config
+from graphmoe.entry import Complete, to_config
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
+from graphmoe.projection.arguments import ProjectArgs, completed, split_words
 from graphmoe.segment_names import SEGMENT_NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +120,7 @@ def words_for(override: Override) -> list[str]:
     return [str(override.input_line)]
 
 
-def check_hydra_words(words: Sequence[str], folder: Path) -> None:
+def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | None = None) -> None:
     """Compose and check each configuration that the words ask for."""
     args = get_args(list(words))
     if args.shell_completion:
@@ -137,13 +139,18 @@ def check_hydra_words(words: Sequence[str], folder: Path) -> None:
     ConfigStore.instance().store(name="schema", node=RunConfig)
     for chosen in itertools.product(*map(words_for, parsed)):
         with initialize_config_module("conf", version_base="1.3"):
-            to_config(compose("config", overrides=list(chosen)))
+            to_config(compose("config", overrides=list(chosen)), complete=complete)
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_a_quoted_command_line_is_valid(page, line, tmp_path):
     tool, words = words_of(line)
     module = load(tool)
+    if tool == "graphmoe.project" and words:
+        own, words = split_words(words)
+        args = parse_args(ProjectArgs, own, prog=tool)
+        check_hydra_words(words, tmp_path, functools.partial(completed, args=args))
+        return
     if hasattr(module, "hydra_app"):
         check_hydra_words(words, tmp_path)
         return

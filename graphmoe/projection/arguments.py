@@ -1,0 +1,89 @@
+"""What ``graphmoe.project`` is asked beside a run's own keys, and the configuration that it projects."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from graphmoe.config import ComputeDtype, ConfigError, RunConfig, TrainConfig
+from graphmoe.layout import Layout
+from graphmoe.projection.hardware import GPUS_PER_NODE, Card, card_of
+
+
+class Assumptions(enum.Enum):
+    exact = "exact"
+    published = "published"
+
+
+@dataclass
+class ProjectArgs:
+    """Keys of the tool; all others are those of a run."""
+
+    hardware: str
+    """Card of all ranks: mi300x, mi325x, mi355x, h100, h200 or b200."""
+    nodes: int = 1
+    """Nodes of 8 GPUs, > 0."""
+    assumptions: Assumptions = Assumptions.exact
+    """exact: the bytes that this project's runs hold; published: those of a published chart."""
+
+    rates: Path | None = None
+    """JSON file with shares of the card's peaks that were measured, in place of assumed ones."""
+
+    @property
+    def card(self) -> Card:
+        return card_of(self.hardware)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * GPUS_PER_NODE
+
+
+NOT_OF_A_RUN = ("launch.nodes", "launch.nproc", "launch.fake_world")
+"""Keys that say how many ranks there are, which this tool takes from ``nodes``."""
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words of the tool's own keys, and all others."""
+    keys = {field.name for field in fields(ProjectArgs)}
+    own = [word for word in words if word.partition("=")[0] in keys]
+    return own, [word for word in words if word not in own]
+
+
+def check(args: ProjectArgs, words: Sequence[str]) -> None:
+    """*Raises* ConfigError for values out of range, and for words of a run that contradict the tool's."""
+    problems = []
+    if args.nodes < 1:
+        problems.append(f"nodes={args.nodes} must be 1 or more")
+    for word in words:
+        if word.lstrip("+").partition("=")[0] in NOT_OF_A_RUN:
+            problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
+        if word in ("-m", "--multirun"):
+            problems.append(f"{word}: a projection is of one run; leave it out")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    _ = args.card
+
+
+def completed(config: RunConfig, args: ProjectArgs) -> RunConfig:
+    """The configuration on the tool's ranks, in bf16, with a global batch that fits them if none is given.
+
+    That has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline.
+    """
+    config = replace(
+        config,
+        launch=replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes),
+        precision=replace(config.precision),
+        train=replace(config.train),
+    )
+    if config.precision.compute is ComputeDtype.auto:
+        config.precision.compute = ComputeDtype.bf16
+    if config.train.global_batch_size == TrainConfig.global_batch_size:
+        try:
+            layout = Layout.of(config.parallel, args.num_ranks)
+        except (ConfigError, ZeroDivisionError):  # of these the rules of a run speak
+            return config
+        count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
+        config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
+    return config

@@ -1,0 +1,140 @@
+"""A projection as plain values: what ``format=json`` prints and the tables show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphmoe.config import RunConfig
+from graphmoe.flops import flops_per_token
+from graphmoe.layout import Layout
+from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches, plan_of
+from graphmoe.projection.arguments import Assumptions, ProjectArgs
+from graphmoe.projection.hardware import Card
+from graphmoe.projection.memory import PlaceMemory, exact_memory
+from graphmoe.projection.published import published_bubble, published_memory_gb
+from graphmoe.projection.rates import rates_of
+from graphmoe.projection.segment_times import Speeds
+from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.step_time import StepTime, step_time
+
+NOT_COUNTED = (
+    "the device's context and the code of kernels",
+    "gaps and rounding of the allocator",
+    "workspaces of matrix products and attention",
+)
+
+
+def pads_values(card: Card) -> bool:
+    """Whether attention of heads of two sizes is padded, as it is where there is no cuDNN."""
+    return card.name.startswith("MI")
+
+
+def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
+    """Everything that is projected of a resolved configuration. *Raises* ConfigError."""
+    layout = Layout.of(config.parallel, args.num_ranks)
+    rates = rates_of(args.card, args.rates)
+    pads, plan = pads_values(args.card), plan_of(config, layout)
+    is_published = args.assumptions is Assumptions.published
+    published = [published_memory_gb(config, layout)] * layout.pp if is_published else []
+    places, bubble = exact_memory(config, layout, pads=pads, plan=plan), None
+    if is_published:
+        virtual_stages = len(plan.stages) // layout.pp if plan else 1
+        bubble = published_bubble(layout.pp, num_micro_batches(config, layout), virtual_stages)
+    of_places = published or [place.kinds_gb() for place in places]
+    sizes, speeds = Sizes.of(config, layout, pads=pads), Speeds(args.card, rates)
+    time = step_time(config, sizes, places, speeds, plan, bubble)
+    return {
+        **_setting(config, args, layout, plan),
+        **_memory(of_places, layout, args.card),
+        **({} if is_published else _details(places, of_places)),
+        **_flops(config, layout),
+        **_time(time),
+        "rates": dataclasses.asdict(rates),
+    }
+
+
+def _time(time: StepTime) -> dict[str, Any]:
+    """The step's seconds, and what becomes of them."""
+    return {
+        "step_time_s": time.step_s,
+        "bubble": time.bubble,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "mfu": time.mfu,
+        "time_s": {
+            "forward_by_segment": time.forward_s,
+            "backward_by_segment": time.backward_s,
+            "exposed_exchange": time.exchange_s,
+            "exposed_gradients": time.gradients_s,
+            "update": time.update_s,
+        },
+    }
+
+
+def _setting(
+    config: RunConfig, args: ProjectArgs, layout: Layout, plan: PipelinePlan | None
+) -> dict[str, Any]:
+    """What was projected."""
+    return {
+        "model": config.model.name,
+        "hardware": args.card.name,
+        "nodes": args.nodes,
+        "num_ranks": args.num_ranks,
+        "assumptions": args.assumptions.value,
+        "layout": {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")},
+        "seq_len": config.data.seq_len,
+        "micro_batch_size": config.train.micro_batch_size,
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batches": num_micro_batches(config, layout),
+        "compute": config.precision.compute.value,
+        "pipeline": None
+        if plan is None
+        else {
+            "schedule": plan.table.schedule,
+            "virtual_stages": len(plan.stages) // layout.pp,
+            "layout": plan.layout,
+        },
+    }
+
+
+def _memory(of_places: Sequence[Mapping[str, float]], layout: Layout, card: Card) -> dict[str, Any]:
+    """The worst rank and all of them, in decimal GB, and whether they fit. Rank 0 is at place 0 of pp."""
+    worst = max(range(layout.pp), key=lambda place: of_places[place]["total"])
+    of_stage = layout.size("stage")
+    total = of_places[worst]["total"]
+    return {
+        "memory_gb": dict(of_places[worst]),
+        "worst_rank": worst * of_stage,
+        "memory_gb_per_rank": [dict(of_place) for of_place in of_places for _ in range(of_stage)],
+        "card_gb": card.memory_gb,
+        "fits": total <= card.memory_gb,
+        "not_counted": list(NOT_COUNTED),
+    }
+
+
+def _details(places: Sequence[PlaceMemory], of_places: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Where activations and buffers of the worst rank are."""
+    worst = max(places, key=lambda place: of_places[place.place]["total"])
+    return {
+        "activations_gb_by_segment": _gb(worst.by_segment),
+        "activations_gb_by_layer": {part: kept.total() / 1e9 for part, kept in worst.by_part.items()},
+        "activations_in_flight": worst.activations / max(worst.by_segment.total(), 1),
+        "buffers_gb": _gb(worst.buffers),
+    }
+
+
+def _flops(config: RunConfig, layout: Layout) -> dict[str, Any]:
+    """Model FLOPs: no recomputation, causal attention halved."""
+    assert config.data.seq_len is not None
+    per_token = flops_per_token(config.model, config.data.seq_len).total
+    tokens = config.train.global_batch_size * config.data.seq_len
+    return {
+        "flops_per_token": per_token,
+        "flops_per_step": per_token * tokens,
+        "flops_per_step_per_rank": per_token * tokens / layout.size("world"),
+    }
+
+
+def _gb(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: size / 1e9 for name, size in sizes.items() if size}

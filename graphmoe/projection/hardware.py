@@ -1,0 +1,66 @@
+"""The cards that a run is projected for, by the figures of their vendors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphmoe.cli import nearest
+from graphmoe.config import ConfigError
+from graphmoe.flops import peak_tflops
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU of a node of eight, and what it reaches of the others."""
+
+    name: str
+    memory_gb: float
+    """As the vendor states it, read as decimal GB; drivers leave a little more or less than that."""
+    hbm_tb_per_s: float
+    """Peak bandwidth of its own memory."""
+    node_gb_per_s: float
+    """Peak of what it sends to the GPUs of its node, one direction, all links together."""
+    network_gb_per_s: float
+    """Peak of what it sends to other nodes, one direction."""
+
+    @property
+    def tflops(self) -> float:
+        """Dense bf16 peak, of `graphmoe.flops`."""
+        peak = peak_tflops(self.name)
+        assert peak is not None
+        return peak
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gb * 1e9
+
+
+_NIC_GB_PER_S = 50.0
+"""One network card of 400 Gb/s for each GPU: ConnectX-7 of DGX and HGX reference designs, Pollara 400 or
+Thor 2 of Instinct platforms. A cluster with others differs."""
+
+MI300X = Card("MI300X", 192, 5.3, 448, _NIC_GB_PER_S)
+"""AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven links to peers of 128 GB/s both ways."""
+MI325X = Card("MI325X", 256, 6.0, 448, _NIC_GB_PER_S)
+"""AMD Instinct MI325X data sheet: 256 GB HBM3E, 6 TB/s; seven links to peers of 128 GB/s both ways."""
+MI355X = Card("MI355X", 288, 8.0, 537.6, _NIC_GB_PER_S)
+"""AMD Instinct MI355X data sheet: 288 GB HBM3E, 8 TB/s; seven links to peers of 153.6 GB/s both ways."""
+H100 = Card("H100", 80, 3.35, 450, _NIC_GB_PER_S)
+"""NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s; NVLink of 900 GB/s both ways."""
+H200 = Card("H200", 141, 4.8, 450, _NIC_GB_PER_S)
+"""NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways."""
+B200 = Card("B200", 192, 8.0, 900, _NIC_GB_PER_S)
+"""NVIDIA HGX B200 data sheet: up to 192 GB HBM3e, 8 TB/s; NVLink of 1.8 TB/s both ways."""
+
+CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
+
+
+def card_of(name: str) -> Card:
+    """The card of a name as on the command line. *Raises* ConfigError."""
+    if name.lower() not in CARDS:
+        raise ConfigError(
+            f"hardware={name} is not known{nearest(name.lower(), list(CARDS))}; use one of {', '.join(CARDS)}"
+        )
+    return CARDS[name.lower()]

@@ -1,0 +1,112 @@
+"""Projected activations are those that a dry run finds alive when the backward begins, by segment."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from graphmoe import dry_run as dry
+from graphmoe.layout import Layout
+from graphmoe.pipeline_layout import all_pieces, pieces_of
+from graphmoe.projection.activations import RECEIVED, stage_activations
+from graphmoe.projection.sizes import Sizes
+from runtime.dry.memory import MemoryLog
+from tests.runs import config
+
+MODEL = (
+    "model.vocab_size=1024", "model.hidden_size=128", "model.num_layers=2", "model.dense_ffn_size=352",
+    "model.num_heads=4", "model.kv_lora_rank=48", "model.qk_nope_head_dim=32", "model.qk_rope_head_dim=16",
+    "model.v_head_dim=32", "model.num_experts=8", "model.expert_ffn_size=80", "model.shared_ffn_size=96",
+    "model.selection_bias=false", "model.context_length=256", "compile.enabled=true",
+    "precision.compute=bf16", "launch.fake_world=1",
+)  # fmt: skip
+GQA = (
+    "model.attention=gqa", "model.num_kv_heads=2", "model.head_dim=32", "model.num_dense_layers=0",
+    "model.num_layers=1",
+)  # fmt: skip
+LATENT = ("model.q_lora_rank=40", "model.score_function=sigmoid", "model.renormalise=true")
+TWO = "launch.fake_world=2"
+CASES: dict[str, Sequence[str]] = {
+    "a dense and a MoE layer": (),
+    "latent queries": LATENT,
+    "grouped queries": GQA,
+    "grouped queries with norms, without shared experts": (
+        *GQA,
+        "model.qk_norm=true",
+        "model.shared_ffn_size=0",
+    ),
+    "fp32": ("precision.compute=fp32",),
+    "multi-token prediction": ("model.mtp_depth=1", *GQA),
+    "tp": (TWO, "parallel.tp=2"),
+    "tp, grouped queries": (*GQA, TWO, "parallel.tp=2"),
+    "cp": (TWO, "parallel.cp=2"),
+    "cp, grouped queries": (*GQA, TWO, "parallel.cp=2"),
+    "a ring": (*GQA, TWO, "parallel.cp=2", "parallel.cp_method=ring"),
+    "ep": (TWO, "parallel.ep=2"),
+    "ep on a receive budget": (*GQA, TWO, "parallel.ep=2", "moe.dispatcher=symm"),
+    "every layer again": ("recompute.all=true",),
+    "one layer again": ("recompute.layer_ids=[1]",),
+    "attention again": ("recompute.segments=[attn]",),
+    "router and attention again": (*GQA, "recompute.segments=[attn,moe_router]"),
+    "MLPs again": ("recompute.segments=[mlp,shared_experts,moe_experts]",),
+    "norms, attention and its heads again": ("recompute.ops=[layernorm,core_attn,mla_up_proj]",),
+    "MLP and shared experts in parts": ("recompute.ops=[mlp,shared_experts]",),
+    "ep, every layer again": (TWO, "parallel.ep=2", "recompute.all=true"),
+}
+TOLERANCE = 0.05
+"""Of what a segment keeps; what is left out are scalars and sums over sequences."""
+TRAVELS = ("", "moe_dispatch", "moe_experts", "moe_combine")
+"""Of a dry run with alltoall, whose segments are part of no graph and have no names there."""
+OF_THE_STEP = 8_268
+"""Bytes of token ids and labels in a dry run."""
+
+
+class EndOfForward(MemoryLog):
+    """Remembers what the forward left when the backward began."""
+
+    left: dict[str, int] | None = None
+
+    def saw(self, result: Any, phase: str, segment: str = "") -> None:
+        if phase == "backward" and EndOfForward.left is None:
+            EndOfForward.left = dict(self.by_segment)
+        super().saw(result, phase, segment)
+
+
+def rotary_bytes(run: Any) -> int:
+    model = run.model
+    width = model.head_dim if model.attention.value == "gqa" else model.qk_rope_head_dim
+    whole = 4 * model.context_length * width
+    return whole + (whole // run.parallel.cp if run.parallel.cp_method.value == "ring" else 0)
+
+
+@pytest.mark.usefixtures("passes_may_miss")
+@pytest.mark.parametrize("words", CASES.values(), ids=CASES)
+def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
+    given = {word.partition("=")[0]: word for word in (*MODEL, *words)}
+    run = config(*given.values())
+    monkeypatch.setattr(dry, "MemoryLog", EndOfForward)
+    monkeypatch.setattr(EndOfForward, "left", None)
+    dry.dry_run(run)
+    found = Counter(EndOfForward.left)
+    found[""] = max(found[""] - rotary_bytes(run) - OF_THE_STEP, 0)
+    sizes = Sizes.of(run, Layout.of(run.parallel, run.launch.fake_world), pads=True)
+    kept = stage_activations(sizes, run.recompute, all_pieces(run.model.num_layers, run.model.mtp_depth))
+    projected = sum(kept.values(), Counter())
+    if run.parallel.ep > 1 and run.moe.dispatcher.value == "alltoall":
+        found["travels"] = sum(found.pop(name, 0) for name in TRAVELS)
+        projected["travels"] = sum(projected.pop(name, 0) for name in TRAVELS)
+    for name in projected.keys() | found.keys() - {""}:
+        assert projected[name] == pytest.approx(found[name], rel=TOLERANCE, abs=4_300), name
+
+
+def test_stages_keep_together_what_the_whole_model_keeps_and_what_they_receive():
+    run = config(*MODEL, "model.mtp_depth=1")
+    sizes = Sizes.of(run, Layout(), pads=True)
+    whole = stage_activations(sizes, run.recompute, all_pieces(2, 1))
+    stages = [stage_activations(sizes, run.recompute, pieces) for pieces in pieces_of("Et|t|m|L", 2, 1, 4)]
+    together = sum((kept for stage in stages for kept in stage.values()), Counter())
+    received = [stage.get(RECEIVED, {}).get(RECEIVED, 0) for stage in stages]
+    assert received == [0, sizes.state, sizes.state, 2 * sizes.state]
+    only_whole = sum(whole.values(), Counter())
+    assert together.total() == pytest.approx(only_whole.total() + 2 * sizes.state, rel=1e-3)

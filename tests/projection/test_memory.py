@@ -1,0 +1,78 @@
+"""Memory of whole ranks: against dry runs, along pipelines, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphmoe.config import ConfigError
+from graphmoe.dry_run import dry_run
+from graphmoe.layout import Layout
+from graphmoe.pipeline_plan import plan_of
+from graphmoe.projection.memory import MEMORY_KINDS, exact_memory
+from runtime.pipeline.validate import peak_activations
+from tests.projection.test_activations import MODEL
+from tests.runs import config
+
+LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")
+PEAKS = {
+    "one rank": (),
+    "all again": ("recompute.all=true",),
+    "ep": ("launch.fake_world=2", "parallel.ep=2"),
+    "tp": ("launch.fake_world=2", "parallel.tp=2"),
+}
+
+
+def memory_of(*words: str, ranks: int = 1):
+    run = config(*{word.partition("=")[0]: word for word in (*MODEL, *words)}.values())
+    return exact_memory(run, Layout.of(run.parallel, ranks), pads=True), run
+
+
+@pytest.mark.parametrize("words", PEAKS.values(), ids=PEAKS)
+def test_the_total_is_near_the_peak_of_a_dry_run(words):
+    given = {word.partition("=")[0]: word for word in (*MODEL, *LARGER, *words)}
+    run = config(*given.values())
+    (memory,) = exact_memory(run, Layout.of(run.parallel, run.launch.fake_world), pads=True)
+    found = dry_run(run)["memory"]
+    # libraries' buffers are in no dry run
+    assert memory.total - memory.buffers["communication"] == pytest.approx(found["peak_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p", "interleaved", "zbv", "v_half", "v_min"])
+def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
+    is_one = schedule in ("gpipe", "1f1b", "zb1p")
+    words = (
+        "launch.fake_world=null", "launch.nproc=4", "parallel.pp=4", f"pipeline.schedule={schedule}",
+        "train.global_batch_size=32", "model.num_layers=8", "model.num_dense_layers=0",
+    )  # fmt: skip
+    run = config(*{word.partition("=")[0]: word for word in (*MODEL, *words)}.values())
+    run.pipeline.layout = "Ett|tt|tt|ttL" if is_one else "Et|t|t|t|t|t|t|tL"
+    places = exact_memory(run, Layout.of(run.parallel, 4), pads=True)
+    plan = plan_of(run, Layout.of(run.parallel, 4))
+    assert plan is not None and len(places) == 4
+    for place, peak in zip(places, peak_activations(plan.table), strict=True):
+        if place.place in (1, 2):  # all stages there are alike
+            assert place.activations == pytest.approx(place.by_segment.total() * peak)
+        assert place.activations <= place.by_segment.total() * plan.table.num_micro_batches
+
+
+def test_the_kinds_of_a_rank_add_up():
+    (memory,), _ = memory_of()
+    kinds = memory.kinds_gb()
+    assert tuple(kinds) == MEMORY_KINDS
+    assert kinds["total"] == pytest.approx(sum(kinds[kind] for kind in MEMORY_KINDS[:-1]))
+    assert memory.by_segment == sum(memory.by_part.values(), type(memory.by_segment)())
+
+
+def test_lanes_of_a_captured_pipeline_have_working_memory_each():
+    (plain,), run = memory_of("graph.scope=none")
+    run.graph.scope = "partial"
+    (captured,) = exact_memory(run, Layout(), pads=True)
+    assert plain.buffers["graph_pool"] == 0 < captured.buffers["graph_pool"]
+
+
+def test_what_is_not_counted_is_refused_with_what_to_type_instead():
+    _, run = memory_of()
+    run = replace(run, compile=replace(run.compile, enabled=False))
+    run = replace(run, passes=replace(run.passes, disabled=["fuse_experts"]))
+    with pytest.raises(ConfigError, match="compile.enabled=true.*leave them out"):
+        exact_memory(run, Layout(), pads=True)

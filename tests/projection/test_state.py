@@ -1,0 +1,76 @@
+"""Projected state is that of the flat buffers, to the byte."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphmoe.dry_run import dry_run
+from graphmoe.flat_buffers import families_of
+from graphmoe.layout import Layout
+from graphmoe.model import build_model
+from graphmoe.pipeline_layout import all_pieces
+from graphmoe.pipeline_plan import plan_of
+from graphmoe.projection.state import state_of
+from graphmoe.projection.weights import rank_weights
+from graphmoe.torch_compat import fake_process_group
+from runtime.dispatch import make_dispatcher
+from runtime.mesh import Mesh
+from tests.runs import config
+
+EIGHT = ("launch.fake_world=8", "train.global_batch_size=16", "optim.bucket_mb=0.01", "compile.enabled=false")
+CASES = {
+    "dp": (),
+    "bf16": ("precision.compute=bf16",),
+    "latent queries, multi-token prediction": ("model.q_lora_rank=8", "model.mtp_depth=1"),
+    "grouped queries, ep": (
+        "model.attention=gqa", "model.num_kv_heads=2", "model.qk_norm=true", "parallel.ep=4",
+    ),
+    "tp, ep": ("parallel.tp=2", "parallel.ep=2"),
+    "cp, etp": ("parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
+    "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", CASES.values(), ids=CASES)
+def test_state_is_what_a_dry_run_counts(words):
+    run = config(*EIGHT, "model.num_dense_layers=1", *words)
+    layout = Layout.of(run.parallel, 8)
+    weights = rank_weights(run.model, layout, [all_pieces(run.model.num_layers, run.model.mtp_depth)])
+    element_bytes = 2 if run.precision.compute.value == "bf16" else 4
+    found = dry_run(run)["memory"]["state_bytes"]
+    names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
+    projected = state_of(weights, layout, element_bytes, run.optim.bucket_mb)
+    if element_bytes == 4:  # the shard of the weights is the main weights
+        assert projected["main_params"] == 0
+    assert {names[kind]: size for kind, size in projected.items() if size} == {
+        name: found[name] for name in names.values() if name in found
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("words", [(), ("model.mtp_depth=1",), ("model.tie_embeddings=true",)])
+def test_state_of_each_place_of_a_pipeline_is_that_of_its_flat_buffers(schedule, words):
+    run = config(
+        "launch.nproc=8", "parallel.pp=2", "parallel.ep=2", f"pipeline.schedule={schedule}",
+        "train.global_batch_size=16", *words,
+    )  # fmt: skip
+    layout = Layout.of(run.parallel, 8)
+    plan = plan_of(run, layout)
+    assert plan is not None
+    layout = replace(layout, embed_on=plan.embed_on)
+    for place in range(2):
+        stages = tuple(plan.own_stages(place).values())
+        with fake_process_group(8, place * 4):
+            mesh = Mesh(layout)
+            model = build_model(
+                run.model, device="meta", dtype=torch.bfloat16, seed=None, execution=run.moe, layout=layout,
+                rank=mesh.rank, dispatcher=make_dispatcher(run, mesh), stages=stages,
+            )  # fmt: skip
+            families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4)
+        found = state_of(rank_weights(run.model, layout, stages), layout, 2, run.optim.bucket_mb)
+        assert found["moments"] == sum(8 * len(family.main) for family in families)
+        assert found["grads"] == sum(
+            4 * len(family.grad) + (4 * len(family.main) if family.group is not None else 0)
+            for family in families
+        )

@@ -1,0 +1,101 @@
+"""The projected time of a step: what it is made of, and how it answers to rates and schedules."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from graphmoe.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
+from graphmoe.config_rules import resolve
+from graphmoe.layout import Layout
+from graphmoe.pipeline_config import PipelineConfig
+from graphmoe.pipeline_pictures.plans import load_preset
+from graphmoe.projection.arguments import Assumptions, ProjectArgs, completed
+from graphmoe.projection.document import project
+from graphmoe.projection.hardware import CARDS, H200, MI300X
+from graphmoe.projection.rates import NVIDIA, rates_of
+from graphmoe.projection.segment_times import Speeds
+from tests.projection.test_activations import MODEL
+from tests.runs import config
+
+EIGHT = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=16")
+
+
+def document(args: ProjectArgs, *words: str):
+    run = config(*{w.partition("=")[0]: w for w in (*MODEL, *EIGHT, *words)}.values())
+    return project(completed(run, args), args)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_card_has_a_projection(card):
+    found = document(ProjectArgs(card))
+    assert 0 < found["mfu"] < 1 and found["step_time_s"] > 0 and found["bubble"] == 0
+    per_gpu = found["global_batch_size"] * found["seq_len"] / found["step_time_s"] / 8
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(per_gpu)
+    times = found["time_s"]
+    busy = sum(times["forward_by_segment"].values()) + sum(times["backward_by_segment"].values())
+    rest = times["exposed_gradients"] + times["update"]
+    assert found["step_time_s"] == pytest.approx(found["micro_batches"] * busy + rest)
+
+
+def test_zero_bubble_schedules_wait_less_than_1f1b():
+    words = ("parallel.pp=4", "model.num_layers=8", "train.global_batch_size=64", "compile.enabled=true")
+    bubbles = {
+        name: document(ProjectArgs("h200"), *words, f"pipeline.schedule={name}")["bubble"]
+        for name in ("gpipe", "1f1b", "zb1p")
+    }
+    assert 0 < bubbles["zb1p"] < bubbles["1f1b"] == pytest.approx(bubbles["gpipe"], rel=0.05)
+
+
+def test_what_is_computed_again_takes_time():
+    plain = document(ProjectArgs("h200"))["step_time_s"]
+    assert document(ProjectArgs("h200"), "recompute.all=true")["step_time_s"] > 1.1 * plain
+
+
+def test_a_file_of_measured_rates_takes_the_place_of_assumed_ones(tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"dense": 0.4, "segment_us": 0}))
+    assert rates_of(H200, path) == replace(NVIDIA, dense=0.4, segment_us=0)
+    slow = document(ProjectArgs("h200", rates=path))
+    assert slow["rates"]["dense"] == 0.4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "must hold an object"),
+        ('{"dens": 1}', "'dens' is no rate; did you mean 'dense'"),
+        ('{"dense": 2}', "dense=2 must be a share"),
+        ('{"hbm": 0}', "would take for ever"),
+    ],
+)
+def test_a_wrong_file_of_rates_is_refused(text, message, tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        rates_of(H200, path)
+
+
+def test_what_leaves_the_node_takes_the_network():
+    speeds = Speeds(MI300X, NVIDIA)
+    assert speeds.exchange(1e9, 1) == 0
+    assert speeds.exchange(1e9, 8) == pytest.approx(1e9 * 7 / 8 / (448e9 * NVIDIA.node))
+    assert speeds.exchange(1e9, 16) == pytest.approx(1e9 * 8 / 16 / (50e9 * NVIDIA.network))
+    assert speeds.exchange(1e9, 4, stride=8) == pytest.approx(1e9 * 3 / 4 / (50e9 * NVIDIA.network))
+
+
+@pytest.mark.parametrize(("virtual_stages", "percent"), [(1, 48.4), (3, 23.8), (6, 13.5)])
+def test_published_bubbles_come_with_the_published_assumptions(virtual_stages, percent):
+    name = "1f1b" if virtual_stages == 1 else "interleaved"
+    run = RunConfig(
+        model=load_preset("moe_515b"),
+        data=DataConfig(seq_len=4096),
+        train=TrainConfig(micro_batch_size=1),
+        parallel=ParallelConfig(pp=16, ep=8),
+        pipeline=PipelineConfig(schedule=name, virtual_stages=virtual_stages, microbatches=16),
+    )
+    args = ProjectArgs("mi300x", nodes=64, assumptions=Assumptions.published)
+    found = project(resolve(completed(run, args)), args)
+    assert round(100 * found["bubble"], 1) == percent
+    assert Layout.of(run.parallel, 512).edp == 4

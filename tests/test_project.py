@@ -1,0 +1,87 @@
+"""The command line of projections: the numbers of its document, its tables, and its errors."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+from graphmoe.projection.memory import MEMORY_KINDS
+from tests.runs import command
+
+CHART = ("model=moe_1t", "hardware=mi300x", "nodes=96", "train.micro_batch_size=1")
+SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def project(*words: str, folder) -> Result:
+    """The finished command line."""
+    finished = command(folder, *words, module="graphmoe.project", environment={"COLUMNS": "160"})
+    return Result(finished.wait(), finished.out.read_text(), finished.err.read_text())
+
+
+def document(*words: str, folder):
+    result = project(*words, "format=json", folder=folder)
+    assert result.status == 0, result.err
+    return json.loads(result.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "total", "fits"),
+    [(("parallel.ep=8",), 195.0, False), (("parallel.ep=8", "parallel.cp=2"), 118.3, True)],
+)
+def test_the_published_chart_is_one_command(words, total, fits, tmp_path):
+    found = document(*CHART, "parallel.pp=24", *words, "assumptions=published", folder=tmp_path)
+    assert (found["memory_gb"]["total"], found["fits"]) == (total, fits)
+    assert found["memory_gb_per_rank"] == [found["memory_gb"]] * 768
+
+
+def test_every_rank_is_listed_and_the_worst_is_one_of_them(tmp_path):
+    words = ("parallel.pp=2", "model.num_layers=6", "pipeline.schedule=zbv")
+    found = document(*SMALL, *words, folder=tmp_path)
+    ranks = found["memory_gb_per_rank"]
+    assert len(ranks) == 8 and tuple(ranks[0]) == MEMORY_KINDS
+    assert found["memory_gb"] == ranks[found["worst_rank"]]
+    assert found["memory_gb"]["total"] == max(rank["total"] for rank in ranks)
+    assert found["micro_batches"] == 8 and found["compute"] == "bf16"
+    by_segment, by_layer = found["activations_gb_by_segment"], found["activations_gb_by_layer"]
+    assert sum(by_segment.values()) == pytest.approx(sum(by_layer.values()))
+    assert sum(found["buffers_gb"].values()) == pytest.approx(found["memory_gb"]["buffers"])
+
+
+def test_tables_end_in_a_verdict(tmp_path):
+    result = project(*SMALL, "parallel.pp=2", "parallel.ep=2", folder=tmp_path)
+    assert result.status == 0 and "fits: rank" in result.out.splitlines()[-1], result.err
+    result = project(*CHART, "parallel.pp=24", "parallel.ep=8", folder=tmp_path)
+    words = " ".join(result.out.split())
+    assert "DOES NOT FIT: rank 0 needs" in words and "most are activations" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nodes=2",), "hardware=... is required"),
+        (("hardware=mi30x",), "hardware=mi30x is not known; did you mean 'mi300x'?; use one of mi300x"),
+        (("hardware=h100", "nodes=0"), "nodes=0 must be 1 or more"),
+        (("hardware=h100", "launch.nproc=4"), "launch.nproc=4: the ranks are nodes=1 times 8; leave it out"),
+        (("hardware=h100", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
+        (("hardware=h100", "assumptions=exakt"), "assumptions=exakt: expected one of exact, published"),
+        (("hardware=h100", "compile.enabled=false"), "use compile.enabled=true"),
+        (("hardware=h100", "assumptions=published"), "assumptions=published has no model.attention=mla"),
+        (("hardware=h100", "model.hiden_size=4"), "model.hiden_size"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_to_type(words, message, tmp_path):
+    result = project(*words, folder=tmp_path)
+    assert result.status == 2 and message in result.err, result.err
+    assert "Traceback" not in result.err
+
+
+def test_help_names_the_keys_of_the_tool_and_of_a_run(tmp_path):
+    result = project("--help", folder=tmp_path)
+    assert result.status == 0
+    assert "hardware=" in result.out and "micro_batch_size" in result.out

@@ -88,7 +88,14 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
     """
     known = {*KINDS, *DENSE_SEGMENTS, *MOE_SEGMENTS}
     for name, ms in measured_ms.items():
-        unknown = [word for word in name.split("..") if word not in known]
+        unit = name.split("..")
+        unknown = [word for word in unit if word not in known]
+        if (
+            not unknown
+            and len(unit) > 1
+            and not any(_is_unit(unit, of) for of in (DENSE_SEGMENTS, MOE_SEGMENTS))
+        ):
+            raise ConfigError(f"'{name}' is no unit: give the first and the last of neighbouring segments")
         if unknown:
             raise ConfigError(
                 f"'{name}' is no part whose time balances a pipeline; use {', '.join(KINDS)}, a segment of a "
@@ -119,6 +126,13 @@ def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCo
         sums = (sum(part[field] for part in own) for field in (1, 2, 3))  # type: ignore[misc]
         found.append(PartCost(piece, *sums))
     return found
+
+
+def _is_unit(words: Sequence[str], segments: Sequence[str]) -> bool:
+    """Whether these are the first and the last of neighbouring segments of a layer."""
+    return (
+        len(words) == 2 and {*words} <= {*segments} and segments.index(words[0]) <= segments.index(words[1])
+    )
 
 
 def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float]) -> float:

@@ -89,7 +89,10 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
     if not costs:
         return default_layout(model, seq_len, placement.rank_of)
     try:
-        return default_layout(model, seq_len, placement.rank_of, dict(map(_cost, costs)))
+        given = dict(map(_cost, costs))
+        if len(given) < len(costs):
+            raise ConfigError("a part has several times; give it one")
+        return default_layout(model, seq_len, placement.rank_of, given)
     except ConfigError as error:
         raise ConfigError(f"pipeline.costs={costs}: {error}") from error
 

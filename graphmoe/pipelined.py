@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config import RunConfig
+from graphmoe.dispatch import Dispatcher
 from graphmoe.micro_batches import Add, MicroBatches, OneAfterTheOther, overlap_in_use
 from graphmoe.model.transformer import Transformer
 from graphmoe.pipeline_layout import StagePieces
@@ -24,6 +25,7 @@ from runtime.pipeline.channels import Channels, Spec
 from runtime.pipeline.engine import Pipeline
 from runtime.pipeline.lanes import lanes_of
 from runtime.pipeline.overlapped import OverlappedStage
+from runtime.pipeline.schedules import SCHEDULES
 from runtime.pipeline.stages import Deferring
 from runtime.pipeline.transfers import Channel, channels_of
 
@@ -92,7 +94,7 @@ class Pipelined:
         self.device = next(model.parameters()).device
         self.overlap = execution.overlap
         self._waiting_steps = execution.waiting_steps
-        self._num_run: Counter[tuple[bool, int]] = Counter()
+        self._num_run: Counter[tuple[bool, Dispatcher | None]] = Counter()
         """How often steps and validations ran, of each program."""
         self._batches: list[Tensor] = []
         self._add: Add | None = None
@@ -106,7 +108,7 @@ class Pipelined:
                 functools.partial(self._run, number),
                 (message,) * counts[number],
                 (message,) * counts[number + 1],
-                execution.deferring,
+                execution.deferring if SCHEDULES[plan.table.schedule].splits_backward else None,
                 self._overlap_in_use,
             )
             for number in self.stages
@@ -135,8 +137,11 @@ class Pipelined:
         """So many first times of each program compile, or capture."""
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
         self._add = add
-        program = torch.is_grad_enabled(), id(self.model.dispatcher)  # each rung of a ladder has its own
+        program = torch.is_grad_enabled(), self.model.dispatcher  # each rung of a ladder has its own
         self.channels.by_host = self._num_run[program] < waiting
+        if not self._num_run[program]:
+            what = "steps" if program[0] else "validations"
+            log.info("%d first %s: messages go through the memory of the hosts, slowly", waiting, what)
         self._num_run[program] += 1
 
     def _run(

@@ -187,6 +187,10 @@ RULES = [
         "parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall",
     ),
     ("parallel.cp=0", "parallel.cp=0 must be greater than 0"),
+    (
+        "parallel.pp=2 recompute.all=true model.aux_loss=global_batch",
+        "parallel.pp=2 routes the next micro-batch before this one is routed again",
+    ),
     ("parallel.pp=2 parallel.dp_shard=fsdp2", "has many under way; use parallel.dp_shard=zero1"),
     (
         "parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true",
@@ -202,6 +206,7 @@ RULES = [
     ),
     ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.layout=EttttL", "use 1 border |"),
     ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moo:1]", "pipeline.costs=['moo:1']: 'moo'"),
+    ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moe:1,moe:2]", "a part has several times"),
     (
         "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moe]",
         "'moe' must be a part and its milliseconds",

@@ -105,6 +105,9 @@ def test_a_model_without_shared_experts_needs_no_time_for_them():
             "'atn' is no part whose time balances a pipeline; use embed, dense, moe, mtp, loss, a seg",
         ),
         ({"attn..mpl": 1.0}, "'attn..mpl' is no part"),
+        ({"moe..loss": 1.0}, "'moe..loss' is no unit: give the first and the last of neighbouring segments"),
+        ({"moe_combine..attn": 1.0}, "'moe_combine..attn' is no unit"),
+        ({"attn..moe_router..moe_combine": 1.0}, "'attn..moe_router..moe_combine' is no unit"),
         ({"dense": -1.0}, "the time of 'dense' is -1.0 ms; it must be 0 or greater"),
         (
             {"dense": 1.0, "attn": 1.0, "loss": 1.0},

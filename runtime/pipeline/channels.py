@@ -62,8 +62,8 @@ class Channels:
         """Whether messages go through the memory of the hosts, as they always do without NCCL. Set it between
         steps, alike on all ranks.
 
-        Then no stream ever waits for another rank. So a rank may compile, measure kernels and capture, all of
-        which wait for the device, while others wait for its code.
+        Then no stream ever waits for another rank of the pipeline. So a rank may compile, measure kernels and
+        capture, all of which wait for the device, while others wait for its code.
         """
         self._ends: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
         """The group of a channel, and the rank at its other end."""

@@ -139,7 +139,7 @@ class Pipeline:
         content, stage = result(action), self._stages[action.stage]
         promised = stage.sent if action.kind == "F" else stage.received
         assert specs_of(results) == promised, f"{action} made {specs_of(results)}, {promised} was said"
-        if self._copies:
+        if self._copies and torch.is_grad_enabled():
             results = tuple(tensor.clone() for tensor in results)
         reader = action.stage + (1 if action.kind == "F" else -1)
         if content in self._transfers.sends:

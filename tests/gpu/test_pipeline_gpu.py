@@ -72,7 +72,8 @@ def test_losses_of_both_ranks_are_those_of_one_gpu(outcomes, alone, name):
 def test_ranks_hold_the_same_embedding_where_both_have_it(outcomes, name):
     first, second = (found.weights for found in outcomes[name])
     common = first.keys() & second.keys()
-    assert common <= {"embed.weight"}
+    on_a_v = name.startswith(("zbv", "v_min"))  # whose first rank has the last stage too
+    assert common == (set() if on_a_v else {"embed.weight"})
     assert all(torch.equal(first[key], second[key]) for key in common)
 
 

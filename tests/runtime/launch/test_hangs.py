@@ -23,8 +23,7 @@ import sys, time
 from runtime.launch.stamps import begin_stamps, put_stamp
 begin_stamps()
 put_stamp("step 3", float(sys.argv[1]), 3)
-print("there", flush=True)
-exec(compile("time.sleep(600)", sys.argv[2], "exec"))
+exec(compile("print('there', flush=True); time.sleep(600)", sys.argv[2], "exec"))
 """
 
 

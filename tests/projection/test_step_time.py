@@ -35,7 +35,8 @@ def test_every_card_has_a_projection(card):
     times = found["time_s"]
     busy = sum(times["forward_by_segment"].values()) + sum(times["backward_by_segment"].values())
     rest = times["exposed_gradients"] + times["update"]
-    assert found["step_time_s"] == pytest.approx(found["micro_batches"] * busy + rest)
+    step = max(found["micro_batches"] * busy + rest, times["host"])
+    assert found["step_time_s"] == pytest.approx(step)
 
 
 def test_zero_bubble_schedules_wait_less_than_1f1b():
@@ -48,8 +49,10 @@ def test_zero_bubble_schedules_wait_less_than_1f1b():
 
 
 def test_what_is_computed_again_takes_time():
-    plain = document(ProjectArgs("h200"))["step_time_s"]
-    assert document(ProjectArgs("h200"), "recompute.all=true")["step_time_s"] > 1.1 * plain
+    def backward(*words):
+        return sum(document(ProjectArgs("h200"), *words)["time_s"]["backward_by_segment"].values())
+
+    assert backward("recompute.all=true") > 1.1 * backward()
 
 
 def test_a_file_of_measured_rates_takes_the_place_of_assumed_ones(tmp_path):

@@ -1,5 +1,4 @@
-"""Measure operations, training steps or exchanges of tokens against what their FLOPs or bytes take at least,
-the rates that a projection takes, and how near a projection comes.
+"""Measure operations, training steps or exchanges of tokens against what their FLOPs or bytes take at least.
 
 python -m graphmoe.bench suite=ops
 python -m graphmoe.bench only=grouped_mlp/v2_lite,swiglu out=ops.json

@@ -60,8 +60,8 @@ FULL = CalibrateShapes(
     rows=(512, 2048, 4096, 16384),
     weights=((2048, 576), (512, 4096), (2048, 2048), (2048, 5632), (4096, 4096), (7168, 12288)),
     experts=(
-        *(replace(LITE, T=tokens) for tokens in (512, 2048, 4096, 16384)),
-        *(replace(QWEN, T=tokens) for tokens in (1024, 4096, 16384)),
+        *(replace(LITE, T=tokens) for tokens in (512, 4096, 16384)),
+        *(replace(QWEN, T=tokens) for tokens in (4096, 16384)),
         MlpShape(4096, 7168, 2048, 32, 8),
     ),
     routers=((512, 2048, 64), (4096, 2048, 64), (16384, 2048, 64), (4096, 2048, 128), (4096, 7168, 256)),

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphmoe.benchmarks.own_process import ProcessFailed
 from graphmoe.benchmarks.step_suite import UNREAD
 from graphmoe.benchmarks.training_job import steps_of, train
-from graphmoe.benchmarks.words import compose_config, key_of, refuse, without, words_of
+from graphmoe.benchmarks.words import compose_config, refuse, without, words_of
 from graphmoe.config import ComputeDtype, ConfigError, RunConfig
 from graphmoe.config_rules import resolve
 from graphmoe.layout import Layout
@@ -37,39 +37,43 @@ MOST_MEMORY, MOST_TIME = 0.05, 0.10
 GIB = 2**30
 
 
+class Run(NamedTuple):
+    """What one run sets."""
+
+    micro_batch_size: int
+    words: tuple[str, ...]
+    micro_batches: int = 1
+    """In a step, times the ranks that share a micro-batch."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is measured if the command line says nothing else."""
 
     words: tuple[str, ...]
-    runs: dict[str, tuple[str, ...]]
+    runs: dict[str, Run]
 
 
 LITE = ("model=deepseek_v2_lite", "model.num_layers=6")
 QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4")
+PARTS = "recompute.ops=[layernorm,mla_up_proj,core_attn]"
 FULL = Setting(
     ("data=synthetic", "data.seq_len=4096", "optim.lr=1e-6", "precision.compute=bf16"),
     {
-        "lite_mbs1": (*LITE, "train.micro_batch_size=1"),
-        "lite_mbs1_layer": (*LITE, "train.micro_batch_size=1", "graph.scope=layer"),
-        "lite_mbs4_full": (*LITE, "train.micro_batch_size=4", "graph.scope=full_iteration"),
-        "lite_mbs4_recompute": (
-            *LITE, "train.micro_batch_size=4", "recompute.ops=[layernorm,mla_up_proj,core_attn]",
-        ),
-        "lite_mbs2_times_4": (*LITE, "train.micro_batch_size=2", "train.global_batch_size=8"),
-        "qwen_mbs2": (*QWEN, "train.micro_batch_size=2"),
-        "qwen_mbs4_recompute_all": (
-            *QWEN, "train.micro_batch_size=4", "recompute.all=true", "graph.scope=full_iteration",
-        ),
-        "lite_stage3_partial": (
-            *LITE, "train.micro_batch_size=2", "moe.sync_free_stage=3", "graph.scope=partial",
-        ),
-        "small_none": ("model=tiny", "train.micro_batch_size=4", "data.seq_len=256"),
+        "lite_mbs1": Run(1, LITE),
+        "lite_mbs1_layer": Run(1, (*LITE, "graph.scope=layer")),
+        "lite_mbs4_full": Run(4, (*LITE, "graph.scope=full_iteration")),
+        "lite_mbs4_recompute": Run(4, (*LITE, PARTS)),
+        "lite_mbs2_times_4": Run(2, LITE, micro_batches=4),
+        "lite_stage3_partial": Run(2, (*LITE, "moe.sync_free_stage=3", "graph.scope=partial")),
+        "qwen_mbs2": Run(2, QWEN),
+        "qwen_mbs4_recompute_all": Run(4, (*QWEN, "recompute.all=true", "graph.scope=full_iteration")),
+        "small_none": Run(4, ("model=tiny", "data.seq_len=256")),
     },
-)  # fmt: skip
+)
 TINY = Setting(
     ("model=tiny", "model.num_layers=2", "data=synthetic", "data.seq_len=32", "optim.lr=1e-6"),
-    {"plain": ("train.micro_batch_size=1",), "recompute": ("recompute.all=true",)},
+    {"plain": Run(1, ()), "recompute": Run(1, ("recompute.all=true",))},
 )
 CHOSEN_BY = {
     "train.steps": "repeats",
@@ -144,19 +148,16 @@ def projection_cases(
     own = words_of(overrides)
     refuse(own, CHOSEN_BY, UNREAD)
     cases = []
-    for name, words in setting.runs.items():
-        given = (
-            *without((*without(setting.words, words), *words), own),
-            *own,
-            *UNREAD,
-            "log.sample_tokens=0",
-            f"run.device={device}",
-            f"launch.nproc={num_ranks}",
+    for name, (size, words, micro_batches) in setting.runs.items():
+        base = (
+            f"train.micro_batch_size={size}",
+            f"train.global_batch_size={size * micro_batches * num_ranks}",
+            *without(setting.words, words),
+            *words,
         )
+        given = (*without(base, own), *own, *UNREAD, "log.sample_tokens=0")
+        given = (*given, f"run.device={device}", f"launch.nproc={num_ranks}")
         config = compose_config(*given)
-        if all(key_of(word) != "train.global_batch_size" for word in given):
-            sequences = config.train.micro_batch_size * Layout.of(config.parallel, num_ranks).dp
-            given = (*given, f"train.global_batch_size={sequences}")
         steps = repeats + WARM_UP_STEPS + config.graph.warmup_steps + 1
         cases.append(ProjectionCase(name, (*given, f"train.steps={steps}", f"train.log_interval={steps}")))
     return cases

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from graphmoe.config import DispatcherChoice, RunConfig
 from graphmoe.flops import flops_per_token
@@ -173,11 +174,12 @@ def _update(places: list[PlaceMemory], speeds: Speeds) -> float:
 
 
 def _host(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
-    """Of a stage and micro-batch: each segment, and each run of neighbours that are captured, is started."""
+    """Of a stage and micro-batch: segments are started, of captured neighbours in a layer the first."""
     scope = config.graph.scope
     if scope == FULL_ITERATION:
         return 0.0
     captured = segments_of(scope)
-    starts = [time.name not in captured for time in times]
-    starts = [alone or k == 0 or starts[k - 1] for k, alone in enumerate(starts)]
-    return 2 * sum(starts) * speeds.rates.host_us * 1e-6
+    names = [time.name for time in times]
+    follows = [before in captured and name in captured and name != "attn" for before, name in pairwise(names)]
+    starts = len(names) - sum(follows)
+    return 2 * starts * speeds.rates.host_us * 1e-6

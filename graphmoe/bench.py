@@ -6,6 +6,8 @@ python -m graphmoe.bench suite=step
 python -m graphmoe.bench suite=step overrides=model=mixtral_8x7b,model.num_layers=2 micro_batch_sizes=1,2
 python -m graphmoe.bench device=cpu format=json
 torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch
+python -m graphmoe.bench suite=calibrate out=rates.json
+python -m graphmoe.bench suite=projection rates=rates.json out=projection.json
 python -m graphmoe.bench suite=ladder nproc=4 out=ladder.json
 
 Times are medians of device time; operations find cold caches. A case that fails is a row with the reason, the
@@ -24,8 +26,23 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from graphmoe.benchmarks import dispatch_suite, dispatch_times, ladder_suite, step_suite, step_times
+from graphmoe.benchmarks import (
+    calibrate_cases,
+    calibrate_suite,
+    dispatch_suite,
+    dispatch_times,
+    ladder_suite,
+    projection_suite,
+    step_suite,
+    step_times,
+)
 from graphmoe.benchmarks.arguments import BenchArgs, Suite, check, visible
+from graphmoe.benchmarks.calibrate_suite import (
+    CalibrateRow,
+    card_of_device,
+    rates_of_rows,
+    render_calibration,
+)
 from graphmoe.benchmarks.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
@@ -42,6 +59,12 @@ from graphmoe.benchmarks.ladder_suite import ladder_cases, run_rung
 from graphmoe.benchmarks.ladder_table import LadderRow, draw_ladder, render_ladder, take_gains
 from graphmoe.benchmarks.ops_suite import FULL, TINY, ops_suite
 from graphmoe.benchmarks.ops_table import brief, render_operations
+from graphmoe.benchmarks.projection_suite import (
+    ProjectionRow,
+    projection_cases,
+    render_projections,
+    run_projection_case,
+)
 from graphmoe.benchmarks.rank_group import joined_ranks
 from graphmoe.benchmarks.step_suite import run_step_case, step_cases
 from graphmoe.benchmarks.step_table import UPDATE_BYTES, StepRow, render_steps
@@ -81,6 +104,8 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     device, full = check(args)
     started = time.monotonic()
     rows, left_out, method = SUITES[args.suite](args, device, full)
+    of_rates = [row for row in rows if isinstance(row, CalibrateRow)]
+    found = {"rates": rates_of_rows(of_rates)} if args.suite is Suite.calibrate else {}
     return {
         "suite": args.suite.name,
         "environment": _environment(device, argv),
@@ -94,6 +119,7 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
         },
         "left_out": left_out,
         "seconds": round(time.monotonic() - started, 3),
+        **found,
         "rows": as_plain(rows),
     }
 
@@ -201,17 +227,78 @@ def _exchanges(
     return rows, [], method
 
 
+def _rates(
+    args: BenchArgs, device: torch.device, full: bool
+) -> tuple[list[CalibrateRow], list[str], dict[str, Any]]:
+    """Rows of ``suite=calibrate``, what is left out, and how it is measured."""
+    card = card_of_device(device)
+    cases = calibrate_cases.calibrate_cases(calibrate_cases.FULL if full else calibrate_cases.TINY)
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    rows: list[CalibrateRow] = []
+    if _is_first():
+        rows += _one_by_one(
+            _chosen(cases, args.only),
+            lambda case: calibrate_suite.run_calibrate_case(case, card, device, args.repeats),
+            calibrate_suite.brief,
+        )
+        rows.append(calibrate_suite.launch_row(device))
+    if is_alone:
+        left_out = ["node: one rank sends nothing; start it with torchrun --nproc-per-node=8"]
+        own = [] if device.type == "cuda" else ["compile=none"]
+        rows.append(calibrate_suite.host_row(device, args.limit_s, *own))
+    else:
+        left_out = ["host_us: it is measured by one process; start it with python -m graphmoe.bench"]
+        with joined_ranks(device) as ranks:
+            rows.append(calibrate_suite.exchange_row(ranks, card, args.repeats))
+    for line in left_out:
+        log.info("left out: %s", line)
+    method = {
+        "card": card.name,
+        "kernels_of_segment": calibrate_suite.KERNELS_OF_SEGMENT,
+        "launched": " ".join(calibrate_suite.LAUNCHED),
+    }
+    return rows, left_out, method
+
+
+def _projections(
+    args: BenchArgs, device: torch.device, full: bool
+) -> tuple[list[ProjectionRow], list[str], dict[str, Any]]:
+    """Rows of ``suite=projection``, nothing left out, and how it is measured."""
+    setting = projection_suite.FULL if full else projection_suite.TINY
+    num_ranks = args.nproc or 1
+    cases = projection_cases(setting, device.type, num_ranks, args.repeats, overrides=args.overrides or "")
+    cases = _chosen(cases, args.only)
+    card = card_of_device(device)
+    rows = _one_by_one(
+        cases,
+        lambda case: [run_projection_case(case, card, args.rates, num_ranks, args.repeats, args.limit_s)],
+        lambda found: found[0].error or found[0].brief,
+    )
+    method = {
+        "card": card.name,
+        "ranks": num_ranks,
+        "rates": None if args.rates is None else args.rates.name,
+        "warm_up_steps": f"graph.warmup_steps + 1 + {projection_suite.WARM_UP_STEPS}",
+        "max_s_per_row": args.limit_s,
+    }
+    return rows, [], method
+
+
 SUITES: dict[Suite, Callable[[BenchArgs, torch.device, bool], Measured]] = {
     Suite.ops: _operations,
     Suite.step: _steps,
     Suite.dispatch: _exchanges,
     Suite.ladder: _rungs,
+    Suite.calibrate: _rates,
+    Suite.projection: _projections,
 }
 RENDERERS = {
     "ops": render_operations,
     "step": render_steps,
     "dispatch": render_dispatch,
     "ladder": render_ladder,
+    "calibrate": render_calibration,
+    "projection": render_projections,
 }
 
 

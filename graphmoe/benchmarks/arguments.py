@@ -20,6 +20,8 @@ class Suite(enum.Enum):
     step = "step"
     dispatch = "dispatch"
     ladder = "ladder"
+    calibrate = "calibrate"
+    projection = "projection"
 
 
 class ShapeChoice(enum.Enum):
@@ -33,8 +35,9 @@ class BenchArgs:
     """What the tool is asked."""
 
     suite: Suite = Suite.ops
-    """What is measured: operations alone; training by graph.scope; by torchrun, how tokens travel; or
-    training on several GPUs, one feature after the other."""
+    """What is measured: operations alone; training by graph.scope; by torchrun, how tokens travel;
+    training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
+    between its GPUs too; or short runs beside what is projected of them."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""
     repeats: int = 20
@@ -53,11 +56,15 @@ class BenchArgs:
     seq_lens: str | None = None
     """step: tokens per sequence; default: 4096."""
     overrides: str | None = None
-    """step, ladder: what else is set, separated by commas, such as model=mixtral_8x7b,model.num_layers=2."""
+    """step, ladder, projection: what else is set, separated by commas, such as
+    model=mixtral_8x7b,model.num_layers=2."""
     limit_s: int = 300
-    """step, ladder: seconds that a row may take, > 0."""
+    """step, ladder, projection: seconds that a row may take, > 0; calibrate: of the row of the host."""
     nproc: int | None = None
-    """ladder: GPUs, which share the experts, >= 2; default: all that are visible, or 2 ranks on a CPU."""
+    """ladder: GPUs, which share the experts, >= 2; default: all that are visible, or 2 ranks on a CPU.
+    projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
+    rates: Path | None = None
+    """projection: document of suite=calibrate, or another file of rates; default: assumed ones."""
     blocks: str = BLOCKS
     """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None
@@ -107,10 +114,11 @@ OF_SUITES = {
     "scopes": (Suite.step,),
     "seq_lens": (Suite.step,),
     "micro_batch_sizes": (Suite.step, Suite.ladder),
-    "overrides": (Suite.step, Suite.ladder),
-    "limit_s": (Suite.step, Suite.ladder),
+    "overrides": (Suite.step, Suite.ladder, Suite.projection),
+    "limit_s": (Suite.step, Suite.ladder, Suite.calibrate, Suite.projection),
+    "rates": (Suite.projection,),
     "blocks": (Suite.dispatch,),
-    "nproc": (Suite.ladder,),
+    "nproc": (Suite.ladder, Suite.projection),
 }
 
 
@@ -124,25 +132,31 @@ def _without_effect(args: BenchArgs) -> Iterator[str]:
 
 
 def _wrong_ranks(args: BenchArgs) -> Iterator[str]:
-    """What speaks against so many processes: only suite=dispatch has ranks, and needs several."""
+    """What speaks against so many processes: suite=dispatch needs several, suite=calibrate may have them."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if args.suite is Suite.dispatch and size == 1:
         yield (
             "suite=dispatch measures how tokens travel between ranks, and here is one; start it with "
             "torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch"
         )
-    if args.suite is Suite.dispatch and size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
-        yield "suite=dispatch is for the ranks of one node; use torchrun --nnodes=1"
-    if args.suite is Suite.dispatch and args.device is not DeviceChoice.cpu:
+    joins = args.suite in (Suite.dispatch, Suite.calibrate)
+    if joins and size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        yield f"suite={args.suite.name} is for the ranks of one node; use torchrun --nnodes=1"
+    if joins and args.device is not DeviceChoice.cpu:
         gpus = torch.cuda.device_count()
         if 0 < gpus < size:
-            yield f"suite=dispatch: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
-    if args.suite is not Suite.dispatch and size > 1:
+            name = args.suite.name
+            yield f"suite={name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
+    if not joins and size > 1:
         yield f"suite={args.suite.name} is for one process; start it with python -m graphmoe.bench"
 
 
 def _too_many_or_few(args: BenchArgs, gpus: int) -> Iterator[str]:
-    """What speaks against the ranks of suite=ladder; ``gpus`` is 0 on a CPU."""
+    """What speaks against the ranks of jobs; ``gpus`` is 0 on a CPU."""
+    if args.suite is Suite.projection and args.nproc is not None and args.nproc < 1:
+        yield f"nproc={args.nproc} must be 1 or more"
+    elif args.suite is Suite.projection and 0 < gpus < (args.nproc or 1):
+        yield f"nproc={args.nproc}, but {gpus} GPUs are visible; use nproc={gpus}"
     if args.suite is not Suite.ladder:
         return
     wanted = args.nproc if args.nproc is not None else gpus or CPU_RANKS

@@ -7,14 +7,9 @@ The order is that in which Primus published its gains for this model (AMD, MI355
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +17,15 @@ from typing import Any
 from graphmoe.benchmarks.ladder_table import LadderRow
 from graphmoe.benchmarks.own_process import ProcessFailed
 from graphmoe.benchmarks.step_suite import UNREAD
+from graphmoe.benchmarks.training_job import steps_of, train
 from graphmoe.benchmarks.words import compose_config, key_of, numbers, refuse, without, words_of
 from graphmoe.config import ConfigError
-from graphmoe.metrics import METRICS_FILE
 from graphmoe.run_folder import SUMMARY_FILE
-from graphmoe.signals import end_with_parent
 
-log = logging.getLogger(__name__)
 WARM_UP_STEPS = 5
 """Before those that are timed, after those of graph.warmup_steps and the step that is captured."""
 MICRO_BATCHES = 4
 """Of a rank in a step, if train.global_batch_size is not among the overrides."""
-SHOWN = 4000
-"""Characters of a failed job's output that are logged, since its folder goes."""
-END_S = 10
-"""Seconds that a job may take to end after each signal."""
 
 
 @dataclass(frozen=True)
@@ -162,54 +151,12 @@ def run_rung(case: LadderCase, num_ranks: int, repeats: int, limit_s: float) -> 
         folder = Path(scratch) / "run"
         try:
             row.take_floor(compose_config(*case.words))
-            _train(case.words, folder, limit_s)
+            train(case.words, folder, limit_s)
             summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
-            row.take(list(_steps(folder))[-repeats:], summary)
+            row.take(list(steps_of(folder))[-repeats:], summary)
         except (ConfigError, ProcessFailed, OSError) as error:
             row.error = " ".join(str(error).split())
     return row
-
-
-def _train(words: Sequence[str], folder: Path, limit_s: float) -> None:
-    """Run the job, whose output goes to a file beside its folder. *Raises* ProcessFailed."""
-    command = [sys.executable, "-m", "graphmoe.train", *words, f"hydra.run.dir={folder}"]
-    said = folder.parent / "output"
-    with said.open("wb") as output:
-        job = subprocess.Popen(
-            command, stdout=output, stderr=output, start_new_session=True, preexec_fn=end_with_parent
-        )
-        try:
-            status = job.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise ProcessFailed(
-                f"not done after limit_s={limit_s:g} seconds, compilation included; use more"
-            ) from None
-        finally:
-            _end(job)
-    if status:
-        text = said.read_text(encoding="utf-8", errors="replace").strip()
-        log.error("the end of what the job said:\n%s", text[-SHOWN:])
-        found = re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL)
-        last = text.rpartition("\n")[2]
-        raise ProcessFailed(found[1] if found else f"its process ended with status {status}: {last}")
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """Let a job end that has not; its workers die with the process that started them."""
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # after the second it saves nothing
-        if job.poll() is None:
-            os.killpg(job.pid, number)
-            try:
-                job.wait(END_S)
-            except subprocess.TimeoutExpired:
-                continue
-
-
-def _steps(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a run's steps."""
-    for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines():
-        if "loss" in (row := json.loads(line)):
-            yield row
 
 
 def _check_overrides(own: Sequence[str]) -> None:

@@ -68,6 +68,7 @@ def _time(time: StepTime) -> dict[str, Any]:
             "exposed_exchange": time.exchange_s,
             "exposed_gradients": time.gradients_s,
             "update": time.update_s,
+            "host": time.host_s,
         },
     }
 

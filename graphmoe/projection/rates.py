@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from graphmoe.cli import nearest
 from graphmoe.config import ConfigError
 from graphmoe.projection.hardware import Card
+
+Point = tuple[float, float, float]
+"""The two sizes of `CLASSES` that a product has, and the share of the peak that it reached."""
+Share = float | tuple[Point, ...]
+"""0 to 1: one for products of every size, or measured points."""
 
 
 @dataclass(frozen=True)
 class Rates:
     """Shares of a card's peaks, 0 to 1, and times that are lost whatever is computed."""
 
-    dense: float
-    """Products with dense weights."""
-    grouped: float
-    """Products of experts."""
-    attention_forward: float
+    dense: Share
+    """Products with dense weights: forward, and gradients of what they read."""
+    dense_weights: Share
+    """Gradients of dense weights, stored in fp32."""
+    dense_weights_added: Share
+    """The same, added to what is there, as from a step's second micro-batch on."""
+    grouped: Share
+    """Products of experts, with what gathers, activates and sums rows: forward, gradients of rows."""
+    grouped_weights: Share
+    """Gradients of experts' weights, stored in fp32."""
+    grouped_weights_added: Share
+    """The same, added to what is there."""
+    router: Share
+    """The router's products, in fp32 but as a share of the peak of bf16."""
+    head: Share
+    """The three products of the head with its loss, where a rank has the whole vocabulary."""
+    attention_forward: Share
     """Attention's own products, causal ones counted by half."""
-    attention_backward: float
+    attention_backward: Share
+    """Four products are counted, though kernels compute five."""
     hbm: float
     """What moves data in the card's memory: norms, activations, routing, the optimizer."""
     node: float
@@ -30,21 +51,99 @@ class Rates:
     """Between nodes."""
     hidden_exchange: float
     """Share of the experts' exchange that pipeline.ep_overlap=true hides."""
+    hidden_gradients: float
+    """Share of the exchange of gradients and weights that computation covers."""
     segment_us: float
-    """Launches and tails of a segment, forward; as much again backward."""
+    """Launches and tails of a segment on the device, forward; as much again backward."""
+    host_us: float
+    """What the host takes to start a segment, or a graph of segments, forward; as much again backward."""
 
 
-NVIDIA = Rates(0.75, 0.65, 0.58, 0.42, 0.85, 0.67, 0.8, 0.8, 20)
-"""Measured on an H200 (8192^3 product 700 to 790 of 989 TFLOP/s, experts' products 637 to 664, attention 578
-forward and 412 backward, copies at 4.3 TB/s, exchange at 300 GB/s); others are assumed to reach the same
-share. The network, what is hidden and launches are assumed."""
-AMD = Rates(0.5, 0.42, 0.35, 0.28, 0.75, 0.65, 0.8, 0.8, 30)
+CLASSES = {
+    "dense": ("square root of the weight's elements", "rows"),
+    "dense_weights": ("square root of the weight's elements", "rows"),
+    "dense_weights_added": ("square root of the weight's elements", "rows"),
+    "grouped": ("width of an expert", "rows of an expert"),
+    "grouped_weights": ("width of an expert", "rows of an expert"),
+    "grouped_weights_added": ("width of an expert", "rows of an expert"),
+    "router": ("experts", "tokens"),
+    "head": ("hidden size", "tokens"),
+    "attention_forward": ("size of a query head", "tokens of a sequence"),
+    "attention_backward": ("size of a query head", "tokens of a sequence"),
+}
+"""Rates that may be points, and the two sizes of each: the class, and what is interpolated within it."""
+TIMES = ("segment_us", "host_us")
+MAY_BE_ZERO = (*TIMES, "hidden_exchange", "hidden_gradients")
+
+NVIDIA = Rates(
+    dense=0.74,
+    dense_weights=0.70,
+    dense_weights_added=0.65,
+    grouped=((1408, 48, 0.17), (1408, 384, 0.48), (1408, 1536, 0.55)),
+    grouped_weights=((1408, 48, 0.08), (1408, 384, 0.28), (1408, 1536, 0.42)),
+    grouped_weights_added=((1408, 48, 0.04), (1408, 384, 0.18), (1408, 1536, 0.34)),
+    router=0.04,
+    head=0.63,
+    attention_forward=0.52,
+    attention_backward=0.31,
+    hbm=0.88,
+    node=0.67,
+    network=0.8,
+    hidden_exchange=0.8,
+    hidden_gradients=0.2,
+    segment_us=20,
+    host_us=350,
+)
+"""From an H200's kernels in steps of 6 layers of DeepSeek-V2-Lite (docs/benchmarks); the router, what leaves
+the card and what is hidden are assumed, and so is that other cards reach the same shares."""
+AMD = Rates(
+    dense=0.5,
+    dense_weights=0.45,
+    dense_weights_added=0.4,
+    grouped=0.42,
+    grouped_weights=0.35,
+    grouped_weights_added=0.3,
+    router=0.04,
+    head=0.45,
+    attention_forward=0.35,
+    attention_backward=0.28,
+    hbm=0.75,
+    node=0.65,
+    network=0.8,
+    hidden_exchange=0.8,
+    hidden_gradients=0.2,
+    segment_us=30,
+    host_us=350,
+)
 """Assumed, lower than NVIDIA's: nothing was measured on these cards by this project."""
 
 
+def share_at(share: Share, kind: float, size: float) -> float:
+    """The share of a product: of the nearest class by ratio, between its points or at an end of them."""
+    if isinstance(share, float | int):
+        return share
+    nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
+    points = sorted((point[1], point[2]) for point in share if point[0] == nearest_kind)
+    below = [point for point in points if point[0] <= size] or points[:1]
+    above = [point for point in points if point[0] >= size] or points[-1:]
+    (low, first), (high, last) = below[-1], above[0]
+    if low == high:
+        return first
+    part = math.log(size / low) / math.log(high / low)
+    return math.exp((1 - part) * math.log(first) + part * math.log(last))
+
+
+def default_rates(card: Card) -> Rates:
+    """Those that are assumed of a card."""
+    return AMD if card.name.startswith("MI") else NVIDIA
+
+
 def rates_of(card: Card, path: Path | None = None) -> Rates:
-    """Those of a card; a JSON file may give some or all of them. *Raises* ConfigError."""
-    rates = AMD if card.name.startswith("MI") else NVIDIA
+    """Those of a card; a JSON file may give some or all of them. *Raises* ConfigError.
+
+    It is an object of rates, or a document of ``graphmoe.bench suite=calibrate``, which has one as ``rates``.
+    """
+    rates = default_rates(card)
     if path is None:
         return rates
     try:
@@ -53,16 +152,44 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
         raise ConfigError(f"rates={path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"rates={path} is no JSON: {error}") from error
+    if isinstance(given, dict) and isinstance(given.get("rates"), dict):
+        given = given["rates"]
     names = [field.name for field in fields(Rates)]
     if not isinstance(given, dict):
         raise ConfigError(f"rates={path} must hold an object with some of {', '.join(names)}")
-    for name, value in given.items():
-        if name not in names:
-            raise ConfigError(f"rates={path}: '{name}' is no rate{nearest(name, names)}")
-        is_time = name == "segment_us"
-        if type(value) not in (int, float) or value < 0 or (not is_time and not 0 <= value <= 1):
-            limit = "0 or greater" if is_time else "a share of the peak, 0 to 1"
-            raise ConfigError(f"rates={path}: {name}={value} must be {limit}")
-        if value == 0 and name not in ("segment_us", "hidden_exchange"):
-            raise ConfigError(f"rates={path}: {name}=0 would take for ever; use a share above 0")
-    return replace(rates, **given)
+    unknown = [f"'{name}' is no rate{nearest(name, names)}" for name in given if name not in names]
+    wrong = [_wrong(name, value) for name, value in given.items() if name in names]
+    if problems := [*unknown, *(problem for problem in wrong if problem)]:
+        raise ConfigError(f"rates={path}: {'; '.join(problems)}")
+    as_points = {name: _plain(value) for name, value in given.items()}
+    return replace(rates, **as_points)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(tuple(point) for point in value) if isinstance(value, list) else value
+
+
+def _wrong(name: str, value: Any) -> str | None:
+    """What speaks against a rate, with what is valid."""
+    if name in CLASSES and isinstance(value, list):
+        if value and all(_is_point(point) for point in value):
+            return None
+        kind, size = CLASSES[name]
+        return f"{name} must be a share, or points [{kind}, {size}, share] with sizes and shares above 0"
+    is_time = name in TIMES
+    limit = "microseconds, 0 or more" if is_time else "a share of the peak, 0 to 1"
+    if not _is_number(value) or value < 0 or (not is_time and value > 1):
+        return f"{name}={value} must be {limit}"
+    if value == 0 and name not in MAY_BE_ZERO:
+        return f"{name}=0 would take for ever; use a share above 0"
+    return None
+
+
+def _is_point(point: Any) -> bool:
+    if not (isinstance(point, Sequence) and len(point) == 3 and all(map(_is_number, point))):
+        return False
+    return min(point) > 0 and point[2] <= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

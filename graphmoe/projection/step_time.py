@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from graphmoe.config import DispatcherChoice, RunConfig
 from graphmoe.flops import flops_per_token
@@ -22,6 +23,7 @@ from graphmoe.projection.segment_times import (
 )
 from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.weights import rank_weights
+from graphmoe.segments import FULL_ITERATION, segments_of
 from runtime.pipeline.simulate import Costs, simulate
 
 UPDATE_BYTES = 34
@@ -42,6 +44,8 @@ class StepTime:
     gradients_s: float
     """What of the exchange of gradients and weights no computation covers."""
     update_s: float
+    host_s: float
+    """What the host takes to start what is not in one graph; a step is not shorter than that."""
     tokens_per_s_per_gpu: float
     mfu: float
 
@@ -61,6 +65,7 @@ def step_time(
     layout = sizes.layout
     count = num_micro_batches(config, layout)
     model = config.model
+    speeds = replace(speeds, adding=(count - 1) / count)
     stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
     times = [_stage(config, sizes, speeds, pieces) for pieces in stages]
     totals = [_sum(of_stage) for of_stage in times]
@@ -84,8 +89,15 @@ def step_time(
     own = plan.placement.stages_of(slowest) if plan else (0,)
     owned = [plan.own_stages(place).values() if plan else stages for place in range(layout.pp)]
     gradients = max(_reduction(sizes, speeds, of_place) for of_place in owned)
-    gradients, update = max(gradients - makespan / count, 0.0), _update(places, speeds)
-    step = makespan + gradients + update
+    hidden = min(gradients * speeds.rates.hidden_gradients, makespan / count)
+    gradients, update = gradients - hidden, _update(places, speeds)
+    host = count * max(
+        sum(
+            _host(config, times[number], speeds) for number in (plan.placement.stages_of(p) if plan else (0,))
+        )
+        for p in range(layout.pp)
+    )
+    step = max(makespan + gradients + update, host)
     tokens = config.train.global_batch_size * sizes.seq_len
     rate = tokens / step / layout.size("world")
     return StepTime(
@@ -95,6 +107,7 @@ def step_time(
         count * sum(totals[number].exchange for number in own),
         gradients,
         update,
+        host,
         rate,
         rate * flops_per_token(model, sizes.seq_len).total / (speeds.card.tflops * 1e12),
     )
@@ -158,3 +171,15 @@ def _reduction(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> f
 def _update(places: list[PlaceMemory], speeds: Speeds) -> float:
     owned = max(place.state["moments"] for place in places) / 8
     return owned * UPDATE_BYTES / speeds.hbm
+
+
+def _host(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
+    """Of a stage and micro-batch: segments are started, of captured neighbours in a layer the first."""
+    scope = config.graph.scope
+    if scope == FULL_ITERATION:
+        return 0.0
+    captured = segments_of(scope)
+    names = [time.name for time in times]
+    follows = [before in captured and name in captured and name != "attn" for before, name in pairwise(names)]
+    starts = len(names) - sum(follows)
+    return 2 * starts * speeds.rates.host_us * 1e-6

@@ -60,7 +60,7 @@ PARTS = "recompute.ops=[layernorm,mla_up_proj,core_attn]"
 FULL = Setting(
     ("data=synthetic", "data.seq_len=4096", "optim.lr=1e-6", "precision.compute=bf16"),
     {
-        "lite_mbs1": Run(1, LITE),
+        "lite_mbs1_none": Run(1, LITE),
         "lite_mbs1_layer": Run(1, (*LITE, "graph.scope=layer")),
         "lite_mbs4_full": Run(4, (*LITE, "graph.scope=full_iteration")),
         "lite_mbs4_recompute": Run(4, (*LITE, PARTS)),

@@ -103,3 +103,14 @@ def test_rows_say_how_far_a_projection_is_from_what_the_job_wrote(monkeypatch, t
 def test_a_word_that_the_suite_sets_is_refused():
     with pytest.raises(ConfigError, match="the suite sets launch.nproc; use nproc="):
         projection_cases(TINY, "cpu", 1, 2, overrides="launch.nproc=2")
+
+
+def test_words_that_one_run_refuses_leave_the_others(tmp_path):
+    words = "parallel.ep=2,moe.dispatcher=alltoall"
+    cases = {case.name: case for case in projection_cases(FULL, "cuda", 2, 8, overrides=words)}
+    assert cases.keys() == FULL.runs.keys()
+    row = projection_suite.run_projection_case(cases["lite_mbs1_layer"], H200, None, 2, 8, 1.0)
+    assert row.error is not None and "graph.scope=layer captures moe_dispatch" in row.error
+    compose_config(*cases["lite_mbs1_none"].words)
+    with pytest.raises(ConfigError, match="model.top_k=999"):
+        projection_cases(FULL, "cuda", 2, 8, overrides="model.top_k=999")

@@ -144,10 +144,10 @@ class ProjectionRow:
 def projection_cases(
     setting: Setting, device: str, num_ranks: int, repeats: int, *, overrides: str = ""
 ) -> list[ProjectionCase]:
-    """The runs with the words of the command line in all of them. *Raises* ConfigError."""
+    """The runs with the words of the command line in all of them. *Raises* ConfigError where none can run."""
     own = words_of(overrides)
     refuse(own, CHOSEN_BY, UNREAD)
-    cases = []
+    cases, errors = [], []
     for name, (size, words, micro_batches) in setting.runs.items():
         base = (
             f"train.micro_batch_size={size}",
@@ -157,9 +157,15 @@ def projection_cases(
         )
         given = (*without(base, own), *own, *UNREAD, "log.sample_tokens=0")
         given = (*given, f"run.device={device}", f"launch.nproc={num_ranks}")
-        config = compose_config(*given)
-        steps = repeats + WARM_UP_STEPS + config.graph.warmup_steps + 1
+        warm_up = 0
+        try:
+            warm_up = compose_config(*given).graph.warmup_steps
+        except ConfigError as error:  # of one run with these words, which its row will say
+            errors.append(error)
+        steps = repeats + WARM_UP_STEPS + warm_up + 1
         cases.append(ProjectionCase(name, (*given, f"train.steps={steps}", f"train.log_interval={steps}")))
+    if len(errors) == len(cases):
+        raise errors[0]
     return cases
 
 

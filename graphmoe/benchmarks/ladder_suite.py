@@ -24,7 +24,7 @@ from graphmoe.benchmarks.own_process import ProcessFailed
 from graphmoe.benchmarks.step_suite import UNREAD
 from graphmoe.benchmarks.words import compose_config, key_of, numbers, refuse, without, words_of
 from graphmoe.config import ConfigError
-from graphmoe.metrics import METRICS_FILE
+from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.run_folder import SUMMARY_FILE
 from graphmoe.signals import end_with_parent
 

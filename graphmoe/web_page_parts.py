@@ -11,7 +11,8 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem clamp(.7rem, 2vw, 2rem) 3rem; max-width: 1800px; color: var(--text);
   background: var(--back); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.6rem; margin: .2rem 0; overflow-wrap: anywhere; }
+p, h1, dd, figcaption { overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; margin: .2rem 0; }
 h2 { font-size: 1.25rem; margin: 2rem 0 .6rem; scroll-margin-top: 3.2rem; }
 section { scroll-margin-top: 3.2rem; }
 a { color: var(--link); }
@@ -24,7 +25,7 @@ code { background: var(--line); padding: .1em .35em; border-radius: 4px; overflo
 .tiles > div, figure, details { background: var(--box); border: 1px solid var(--line); border-radius: 8px; }
 .tiles > div { padding: .5rem .8rem; min-width: 0; }
 .tiles dt, .tiles .remark, .note, caption { color: var(--soft); font-size: .85rem; }
-.tiles dd { margin: 0; font-size: 1.25rem; font-weight: 600; overflow-wrap: anywhere; }
+.tiles dd { margin: 0; font-size: 1.25rem; font-weight: 600; }
 .tiles dd.remark { font-weight: 400; font-size: .8rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: .8rem; }
 .grid .wide { grid-column: 1 / -1; }
@@ -65,7 +66,8 @@ SCRIPT = """
     const modebar = {bgcolor: 'rgba(0,0,0,0)', color: colour('--soft'), activecolor: colour('--link')};
     const whole = {
       paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', margin: {t: 24, r: 12, b: 36, l: 44},
-      hovermode: 'closest', modebar, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0}, ...layout,
+      hovermode: 'closest', modebar,
+      legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0, traceorder: 'normal'}, ...layout,
       font: {color: colour('--text'), family: 'system-ui, sans-serif', size: 12},
       dragmode: touch ? false : 'zoom', autosize: true,
     };
@@ -83,6 +85,10 @@ SCRIPT = """
   const config = spec => ({responsive: true, displaylogo: false, scrollZoom: spec.zooms,
     modeBarButtons: [['toImage', 'zoom2d', 'pan2d', 'zoomIn2d', 'zoomOut2d', 'resetScale2d']],
     displayModeBar: touch ? spec.zooms : 'hover'});
+  for (const {plot, spec} of places) {  // a phone has a line of the legend for each trace
+    const lines = innerWidth < 600 && !parseInt(plot.style.minWidth) ? spec.data.length : 0;
+    if (lines > 2) plot.style.height = `${parseInt(plot.style.height) + 20 * lines}px`;
+  }
   const draw = () => Promise.all(places.map(({plot, spec}) =>
     Plotly.react(plot, spec.data, theme(spec.layout), config(spec))));
   for (const {figure, plot, spec} of places) {

@@ -40,7 +40,7 @@ class Page:
         self._read_fd, self._write_fd = read_fd, write_fd
         self._numbers, self._received, self._session = itertools.count(1), b"", ""
         self.requests: list[str] = []
-        """Addresses, also of the page itself."""
+        """Addresses, also of the page itself, without data that is in the page."""
         self.errors: list[str] = []
         """Of the console, and exceptions that nobody caught."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
@@ -104,7 +104,8 @@ class Page:
 
     def _note(self, event: str, words: dict[str, Any]) -> None:
         if event == "Network.requestWillBeSent":
-            self.requests.append(words["request"]["url"])
+            url = words["request"]["url"]
+            self.requests += [] if url.startswith(("data:", "blob:")) else [url]
         elif event == "Runtime.exceptionThrown":
             self.errors.append(str(words["exceptionDetails"]))
         elif event == "Runtime.consoleAPICalled" and words["type"] in ("error", "assert"):

@@ -79,9 +79,22 @@ def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):
     assert (run.state, run.layout(), run.name) == ("not finished, 3 of 9 steps", "dp 2, tp 2, ep 4", "killed")
     assert run.tokens_per_s_per_rank() == (400 + 800 / 3) / 2 / 4  # of steps 2 and 3
     text = outside_scripts(page)
-    for said in ("4 x some GPU", "dp 2, tp 2, ep 4", "not finished, 3 of 9 steps", "3.00 GiB", "6.0000",
-                 "profile.steps=[10,12]", "log.peak_tflops", "&#x27;a b&#x27;", "graph.scope=[attn,&lt;b&gt;]",
-                 "no expert_load.jsonl", "no report of what it compiled", "optim.lr"):  # fmt: skip
+    expected = [
+        "4 x some GPU",
+        "dp 2, tp 2, ep 4",
+        "not finished, 3 of 9 steps",
+        "3.00 GiB",
+        "6.0000",
+        "optim.lr",
+    ]
+    expected += [
+        "profile.steps=[10,12]",
+        "log.peak_tflops",
+        "&#x27;a b&#x27;",
+        "graph.scope=[attn,&lt;b&gt;]",
+    ]
+    expected += ["no expert_load.jsonl", "no report of what it compiled"]
+    for said in expected:
         assert said in text, said
     assert "<b>" not in text and not re.search(r"(src=|href=(?!\"#))|url\(|@import", text)
 
@@ -129,7 +142,11 @@ def test_a_heat_map_has_few_pictures_among_them_the_first_and_the_last(layers, e
     assert len(chart.frames.values) == len(chart.frames.names) == frames
     assert (chart.frames.names[0], chart.frames.names[-1]) == ("5", "1000")
     assert chart.frames.values[-1] == chart.traces[0]["z"] == rows[-1]["load"]
-    assert chart.traces[0]["zmax"] == 10.0 and f"{frames} of 200 recorded" in chart.note
+    assert (
+        chart.traces[0]["zmax"] == 10.0
+        and chart.traces[0]["colorscale"][1][0] == 0.1
+        and f"{frames} of 200 recorded" in chart.note
+    )
 
 
 def test_the_heat_map_of_one_recorded_time_is_that():

@@ -27,15 +27,14 @@ def loads_chart(rows: list[Row]) -> Chart | None:
     layers, experts = len(rows[0]["load"]), len(rows[0]["load"][0])
     count = max(2, min(MAX_FRAMES, MAX_CELLS // (layers * experts), len(rows)))
     shown = [rows[round(n * (len(rows) - 1) / (count - 1))] for n in range(count)] if len(rows) > 1 else rows
-    largest = max(load for row in shown for layer in row["load"] for load in layer)
+    largest = max(2.0, *(load for row in shown for layer in row["load"] for load in layer))
     last = shown[-1]
     trace = {
         "type": "heatmap",
         "z": last["load"],
         "zmin": 0,
-        "zmid": 1,
-        "zmax": max(2.0, largest),
-        "colorscale": [[0, "#2b6cb0"], [0.5, "#f2efe6"], [1, "#c0392b"]],
+        "zmax": largest,
+        "colorscale": [[0, "#2b6cb0"], [1 / largest, "#f2efe6"], [1, "#c0392b"]],
         "colorbar": {"title": {"text": "load / mean", "side": "right"}, "thickness": 12},
         "hovertemplate": "MoE layer %{y}, expert %{x}: <b>%{z:.3g}</b> of the mean<extra></extra>",
         "xgap": 1 if experts <= 64 else 0,

@@ -52,7 +52,7 @@ def _header(run: RunData) -> str:
         (
             "model",
             str(run.of("model.name") or "?"),
-            f"{run.of('precision.compute') or ''} {run.state}".strip(),
+            ", ".join(filter(None, [run.of("precision.compute"), run.state])),
         ),
         ("device", f"{ranks}{environment.get('device', '?')}", str(environment.get("host", ""))),
         ("parallel layout", run.layout(), f"global batch {run.of('train.global_batch_size')}"),

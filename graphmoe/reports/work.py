@@ -43,7 +43,7 @@ def _of_trace(path: Path) -> str:
     segments = list(dict.fromkeys(each.segment for each in found.segments))
     parts = list(dict.fromkeys(each.part for each in found.segments))
     times = {(each.segment, each.part): each.ms for each in found.segments}
-    words = {"F": "forward", "I": "input gradients", "W": "weight gradients", "": "other"}
+    words = {"F": "forward", "I": "input gradients", "W": "weight gradients", "B": "backward", "": "other"}
     traces = [
         {"type": "bar", "orientation": "h", "name": words.get(part, part), "y": segments,
          "x": [times.get((segment, part), 0.0) for segment in segments],

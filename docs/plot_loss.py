@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from graphmoe.cli import parse_args, run_tool
-from graphmoe.metrics import METRICS_FILE
+from graphmoe.metrics_file import METRICS_FILE
 
 
 @dataclass

@@ -244,6 +244,8 @@ class LogConfig:
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
+    report: bool = True
+    """Write report.html into the run's folder when it ends."""
     wandb: bool = False
     """Send metrics to Weights & Biases (extra: wandb)."""
     wandb_project: str = "graphmoe"

@@ -6,17 +6,17 @@ import json
 import logging
 import math
 import secrets
-import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from graphmoe.config import ConfigError, LogConfig
+from graphmoe.expert_loads import ExpertLoads
 from graphmoe.flops import peak_tflops
+from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.step_rows import StepRow
 
 log = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Throughput:
@@ -56,14 +56,26 @@ class MetricsWriter:
     """Writes rows to every sink that the configuration names."""
 
     def __init__(
-        self, folder: Path, config: LogConfig, run_name: str, done: int, run_config: dict[str, Any]
+        self,
+        folder: Path,
+        config: LogConfig,
+        run_name: str,
+        done: int,
+        run_config: dict[str, Any],
+        total_steps: int,
     ) -> None:
         self._wandb = _wandb(folder, config, run_name, run_config) if config.wandb else None
         self._board = _tensorboard(folder, done) if config.tensorboard else None
         self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._loads = ExpertLoads(folder, done, total_steps)
 
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows and hand them to the operating system, so that a kill loses none of them."""
+    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
+        """Append rows and hand them to the operating system, so that a kill loses none of them.
+
+        ``read`` are the steps that they are of, where they are steps.
+        """
+        if read:
+            self._loads.write(read)
         for row in rows:
             self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -90,7 +102,7 @@ class NoMetrics(MetricsWriter):
     def __init__(self) -> None:
         pass
 
-    def write(self, rows: list[dict[str, Any]]) -> None:
+    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
         pass
 
     def close(self) -> None:
@@ -153,29 +165,6 @@ def log_line(row: dict[str, Any], total_steps: int) -> str:
     if row["skipped"]:
         parts.append(f"SKIPPED: not finite ({row['skipped_total']} so far)")
     return "  ".join(parts)
-
-
-def summarise(path: Path) -> dict[str, Any]:
-    """Final losses and medians of a metrics.jsonl; the first step is left out of the medians.
-
-    The final validation loss is that of the last step, and None where an earlier one was validated last.
-    """
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if "loss" in row]
-    validations = [row for row in rows if "val_loss" in row]
-    timed = steps[1:] or steps
-    last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
-    summary: dict[str, Any] = {
-        "final_loss": steps[-1]["loss"] if steps else None,
-        "first_val_loss": validations[0]["val_loss"] if validations else None,
-        "final_val_loss": last["val_loss"] if last else None,
-        "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
-        "skipped_steps": steps[-1]["skipped_total"] if steps else 0,
-    }
-    for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
-        values = [row[name] for row in timed if row[name] is not None]
-        summary[f"median_{name}"] = statistics.median(values) if values else None
-    return summary
 
 
 def _finite(value: Any) -> Any:

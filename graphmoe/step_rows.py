@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import NamedTuple
 
@@ -29,27 +30,32 @@ class StepRow(NamedTuple):
     seconds: float
     values: dict[str, float]
     """By the names in ``SCALARS``, and in ``RECEIVED`` where there are such."""
-    load: list[float]
-    """Largest over mean load of the experts, for each MoE layer."""
+    load_LE: Tensor
+    """Load of each expert over the mean of its MoE layer, fp32 on the host."""
+
+    @property
+    def load(self) -> list[float]:
+        """Largest over mean load of the experts, for each MoE layer."""
+        return self.load_LE.amax(dim=1).tolist()
 
 
 @torch.no_grad()
 def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Tensor:
-    """A step's row, fp32: ``SCALARS``, ``RECEIVED`` where room is planned, then a load for each MoE layer.
+    """A step's row, fp32: ``SCALARS``, ``RECEIVED`` where room is planned, then the loads of all experts.
 
-    That is the largest over the mean load of its experts. The scalar ``rank_load`` is that of the ``ep``
-    ranks that share the experts, copies together, the mean of all layers: the one with most is waited for.
+    A load is over the mean of its MoE layer. The scalar ``rank_load`` is the largest of the ``ep`` ranks that
+    share the experts, copies together, the mean of all layers: the one with most is waited for.
     """
-    load_L = max_over_mean(counts_LE)
-    of_ranks_L = max_over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2))
-    scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_L.new_ones(())}
+    load_LE = over_mean(counts_LE)
+    of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
+    scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_LE.new_ones(())}
     names = names_of(RECEIVED[0] in scalars)
-    return torch.cat([torch.stack([scalars[name].float() for name in names]), load_L])
+    return torch.cat([torch.stack([scalars[name].float() for name in names]), load_LE.flatten()])
 
 
-def max_over_mean(counts_LX: Tensor) -> Tensor:
-    """Of each layer's counts of experts or ranks, [L] fp32."""
-    return counts_LX.amax(dim=1) / counts_LX.float().mean(dim=1).clamp_min(1e-9)
+def over_mean(counts_LX: Tensor) -> Tensor:
+    """Counts of experts or ranks over the mean of their layer, [L, X] fp32."""
+    return counts_LX / counts_LX.float().mean(dim=1, keepdim=True).clamp_min(1e-9)
 
 
 def names_of(planned: bool) -> tuple[str, ...]:
@@ -64,12 +70,12 @@ class StepRows:
     """
 
     def __init__(
-        self, capacity: int, num_moe_layers: int, device: torch.device, *, planned: bool = False
+        self, capacity: int, experts: tuple[int, int], device: torch.device, *, planned: bool = False
     ) -> None:
-        """``capacity`` rows at most are there between two reads."""
-        self._names = names_of(planned)
+        """``capacity`` rows at most are there between two reads; ``experts``: MoE layers, experts of each."""
+        self._names, self._experts = names_of(planned), experts
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(capacity, len(self._names) + num_moe_layers, pin_memory=on_gpu)
+        self._host = torch.zeros(capacity, len(self._names) + math.prod(experts), pin_memory=on_gpu)
         self._arrived = [torch.cuda.Event() for _ in range(capacity)] if on_gpu else []
         self._steps: list[int] = []
         self._next = 0
@@ -97,25 +103,27 @@ class StepRows:
 
     def values(self, step: int) -> dict[str, float]:
         """The scalars of one step by name; waits until they are there, not for what came after."""
-        return dict(zip(self._names, self._row(self._steps.index(step)), strict=False))
+        return self._scalars(self._row(self._steps.index(step)))
 
     def read(self, last: int | None = None) -> list[StepRow]:
         """The rows up to a step, or all, which are forgotten. Waits as ``values`` does."""
         count = len(self) if last is None else self._steps.index(last) + 1
-        rows = [self._row(place) for place in range(count)]
+        rows = [self._row(place).clone() for place in range(count)]
         steps, self._steps = self._steps[:count], self._steps[count:]
-        names = self._names
         return [
-            StepRow(step, seconds(*interval), dict(zip(names, row, strict=False)), row[len(names) :])
+            StepRow(step, seconds(*interval), self._scalars(row), row[len(self._names) :].view(self._experts))
             for step, interval, row in zip(steps, self.clock.hand_over(count), rows, strict=True)
         ]
 
-    def _row(self, place: int) -> list[float]:
-        """One of those that are there."""
+    def _scalars(self, row: Tensor) -> dict[str, float]:
+        return dict(zip(self._names, row[: len(self._names)].tolist(), strict=True))
+
+    def _row(self, place: int) -> Tensor:
+        """One of those that are there, where the next ones overwrite it."""
         number = (self._next - len(self) + place) % len(self._host)
         if self._arrived:
             self._arrived[number].synchronize()
-        return self._host[number].tolist()
+        return self._host[number]
 
 
 class StepClock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import html
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,14 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from graphmoe.metrics_file import METRICS_FILE, read_rows
 from graphmoe.sweep_folder import Job, JobStatus
+from graphmoe.web_page import chart_of, grid, paragraph, table
+from graphmoe.web_page import write_page as write_whole
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_METRICS_FILE = "metrics.jsonl"  # of graphmoe.metrics, which imports torch
 MAX_POINTS = 2000
 """Points of a curve at most; of a longer one every second, third, ... is drawn."""
 
@@ -56,18 +57,12 @@ def write_page(path: Path, command: str, jobs: Sequence[Job], words: Words) -> N
     curves = [curve for job in jobs if (curve := read_curve(job, words[job.number])) is not None]
     headings, rows = _cells(jobs, words, list(_NUMBERS))
     rows = [[*row, job.brief_error] for row, job in zip(rows, jobs, strict=True)]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in [*headings, ""])
-    body = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    figure = curves_figure(curves).to_html(full_html=False, include_plotlyjs=True) if curves else ""
-    page = _PAGE.format(
-        command=html.escape(command),
-        figure=figure,
-        head=head,
-        body="\n".join(f"<tr>{cells}</tr>" for cells in body),
-    )
-    draft = path.with_suffix(".tmp")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    content = table([*headings, ""], rows)
+    if curves:
+        names = ", ".join(curve.name for curve in curves)
+        alt = f"Training loss, validation loss and tokens/s by step, a curve for each job: {names}"
+        content = grid([chart_of(curves_figure(curves), "Curves", alt, is_zoomed=True)]) + content
+    write_whole(path, "graphmoe: sweep", paragraph(f"`{command}`"), [("", content)])
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,13 @@ class Curve:
 
 def read_curve(job: Job, words: Sequence[str]) -> Curve | None:
     """The curves of a job's run, None where it has not measured anything."""
-    path = job.folder / _METRICS_FILE if job.folder else None
+    path = job.folder / METRICS_FILE if job.folder else None
     if path is None or not path.is_file():
         return None
     train: list[dict[str, Any]] = []
     validation: list[dict[str, Any]] = []
     time_s, tokens = 0.0, 0
-    for row in _json_rows(path):
+    for row in read_rows(path):
         if "loss" in row:
             time_s, tokens = time_s + (row["step_s"] or 0.0), row["tokens"]
             train.append({**row, "time": time_s})
@@ -142,7 +137,6 @@ def curves_figure(curves: Sequence[Curve]) -> Figure:
             drawn.append(rows)
     figure.update_layout(
         height=330 * len(_PANELS),
-        template="plotly_white",
         updatemenus=[_axis_buttons(drawn), _scale_buttons()],
         legend={"orientation": "h", "y": -0.06, "yanchor": "top"},
         margin={"t": 90, "l": 70, "r": 30},
@@ -198,40 +192,3 @@ def _split(word: str) -> tuple[str, str]:
     with contextlib.suppress(ValueError):
         value = format(float(value), ".5g") if len(value) > 8 else value
     return key, value
-
-
-def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a run that was killed may have torn the last one."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>graphmoe: sweep</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }}
-code {{ background: #f3f4f6; padding: .2em .4em; border-radius: 4px; overflow-wrap: anywhere; }}
-table {{ border-collapse: collapse; margin: 1.5em 0; font-variant-numeric: tabular-nums; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .35em .8em; text-align: left; vertical-align: top; }}
-</style>
-</head>
-<body>
-<h1>Sweep</h1>
-<p><code>{command}</code></p>
-{figure}
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{body}</tbody>
-</table>
-</body>
-</html>
-"""

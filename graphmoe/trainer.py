@@ -34,7 +34,8 @@ from graphmoe.environment import (
 from graphmoe.execution import Execution
 from graphmoe.flops import flops_per_token
 from graphmoe.launches import Launches
-from graphmoe.metrics import METRICS_FILE, MetricsWriter, NoMetrics, Throughput, log_line, to_json
+from graphmoe.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
+from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optimizers import DTYPES, build
 from graphmoe.pace import Pace
@@ -100,7 +101,7 @@ class Trainer:
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
         self.rows = StepRows(
             min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
-            self.model.num_moe_layers,
+            (self.model.num_moe_layers, config.model.num_experts),
             self.device,
             planned=self._plans,
         )
@@ -295,7 +296,7 @@ class Trainer:
         read = self.rows.read(step)
         self.pace.has_read()
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
-        self.metrics.write(rows)
+        self.metrics.write(rows, read)
         for row in rows:
             log.info(log_line(row, self.config.train.steps))
         return read
@@ -363,8 +364,9 @@ class Trainer:
         return self.world.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
 
     def _open_metrics(self) -> None:
-        name, plain = self.config.run.name, to_plain(self.config)
-        self.metrics = MetricsWriter(self.folder, self.config.log, name, self.step, plain)
+        config, folder, plain = self.config, self.folder, to_plain(self.config)
+        name, steps = config.run.name, config.train.steps
+        self.metrics = MetricsWriter(folder, config.log, name, self.step, plain, steps)
 
     def _import_weights(self) -> None:
         """Start from the weights of checkpoint.init_from, if it names any."""

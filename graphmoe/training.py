@@ -31,12 +31,16 @@ from graphmoe.environment import check_memory, describe, open_device
 from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
 from graphmoe.layout import Layout
 from graphmoe.logs import console
-from graphmoe.metrics import METRICS_FILE, summarise
+from graphmoe.metrics_file import METRICS_FILE, read_rows, summarise
 from graphmoe.model.attention import check_backend
 from graphmoe.progress import Progress
+from graphmoe.projected_memory import write_projected_memory
+from graphmoe.report import PROG
+from graphmoe.reports.page import write_report
+from graphmoe.reports.work import MAX_TRACE_BYTES
 from graphmoe.run_folder import ENVIRONMENT_FILE, SUMMARY_FILE
 from graphmoe.signals import StopSignal
-from graphmoe.summary import write_json
+from graphmoe.summary import shown, write_json
 from graphmoe.trainer import Trainer, TrainingStopped
 from graphmoe.worker import LAUNCHED_AT
 from graphmoe.world import World
@@ -92,12 +96,27 @@ def run_worker(
         trainer.start()
         if world.is_first:
             write_json(folder / ENVIRONMENT_FILE, {**describe(trainer.device), "num_workers": world.size})
+            write_projected_memory(folder, config, trainer.layout, trainer.plan)
             if trainer.corpus.tokenizer is not None:
                 trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
         finished = trainer.run()
     with StopSignal():  # all steps are done: a signal is for what comes after this run
         memory = world.gather(trainer.memory)
-        return _summarise(trainer, folder, finished, memory) if world.is_first else {}
+        if not world.is_first:
+            return {}
+        summary = _summarise(trainer, folder, finished, memory)
+        if config.log.report:
+            leave_report(folder)
+        return summary
+
+
+def leave_report(folder: Path) -> None:
+    """Write the run's page. What goes wrong there is logged, with the command that makes it again."""
+    try:
+        write_report(folder, max_trace_bytes=MAX_TRACE_BYTES)
+    except Exception as error:
+        why = f"{error}; pip install plotly" if isinstance(error, ImportError) else repr(error)
+        log.warning("no report: %s. python -m %s run=%s makes it", why, PROG, shown(folder))
 
 
 def warn_of_unused(config: RunConfig, world: World) -> None:
@@ -151,7 +170,7 @@ def _summarise(
         "stopped_by": trainer.stopped_by,
         "steps": trainer.step,
         "folder": str(folder),
-        **summarise(folder / METRICS_FILE),
+        **summarise(read_rows(folder / METRICS_FILE)),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,
         "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),

@@ -63,6 +63,7 @@ TINY = (
     "host.manual_gc=false",
     "compile.enabled=false",
     "log.tensorboard=false",
+    "log.report=false",
 )
 COMPILED_MODEL = (
     "model.q_lora_rank=8",

@@ -13,7 +13,7 @@ from graphmoe.benchmarks.own_process import ProcessFailed
 from graphmoe.benchmarks.projection_suite import FULL, TINY, allocated_bytes, projected, projection_cases
 from graphmoe.benchmarks.words import compose_config
 from graphmoe.config import ConfigError
-from graphmoe.metrics import METRICS_FILE
+from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.projection.hardware import H200
 from graphmoe.projection.rates import CLASSES, NVIDIA, rates_of, share_at
 from graphmoe.run_folder import SUMMARY_FILE

@@ -12,8 +12,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from graphmoe.config import ConfigError, LogConfig
+from graphmoe.expert_loads import EXPERT_LOADS_FILE, MAX_LINES, ExpertLoads
 from graphmoe.flops import flops_per_token
-from graphmoe.metrics import MetricsWriter, Throughput, log_line, summarise, to_json
+from graphmoe.metrics import MetricsWriter, Throughput, log_line, to_json
+from graphmoe.metrics_file import read_rows, summarise
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.step_rows import OF_STEP, RECEIVED, SCALARS, StepClock, StepRow, StepRows, device_row, seconds
 from tests.runs import config, metrics, train_in
@@ -22,11 +24,12 @@ VALUES = {
     "loss": 2.5, "mtp_loss": 3.25, "grad_norm": 0.75, "lr": 1e-3, "skipped": 0.0, "skipped_total": 2.0,
     "longest_skip": 1.0, "rank_load": 1.0, "balance_loss": 1.125, "z_loss": 0.5, "router_entropy": 1.75,
 }  # fmt: skip
+LOADS = [[1.5, 0.5, 1.0, 1.0], [0.25, 2.25, 1.25, 0.25]]
 THROUGHPUT = Throughput(1000, 2e9, "some device", peak=100.0)
 
 
 def row_of(step: int = 7, **values: float) -> dict:
-    row = StepRow(step, 0.5, {**VALUES, **values}, [1.5, 2.25])
+    row = StepRow(step, 0.5, {**VALUES, **values}, torch.tensor(LOADS))
     return to_json(row, THROUGHPUT, tokens=7000, epoch=0.25, memory_gib=3.0)
 
 
@@ -101,29 +104,29 @@ def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_pat
     validations = [{"step": step, "val_loss": loss} for step, loss in ((0, 4.0), (2, 1.0), (4, 2.0))]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [validations[0], *rows, *validations[1:]]))
-    found = summarise(path)
+    found = summarise(read_rows(path))
     assert found["final_loss"] == 6.0 and found["median_step_s"] == 3 and found["median_mfu"] == 0.04
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, 2.0, 1.0]
     assert found["skipped_steps"] == 2
     path.write_text("".join(json.dumps(row) + "\n" for row in [*validations[:2], *rows]))
-    found = summarise(path)  # it was interrupted
+    found = summarise(read_rows(path))  # it was interrupted
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, None, 1.0]
 
 
 def test_the_summary_of_a_run_without_steps_or_with_nothing_finite_has_nulls(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.touch()
-    found = summarise(path)
+    found = summarise(read_rows(path))
     assert {name: value for name, value in found.items() if value is not None} == {"skipped_steps": 0}
     rows = [{**row_of(1), "loss": None, "mfu": None}, {"step": 1, "val_loss": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = summarise(path)
+    found = summarise(read_rows(path))
     nulls = ("final_loss", "first_val_loss", "final_val_loss", "best_val_loss", "median_mfu")
     assert [found[name] for name in nulls] == [None] * 5
 
 
 def writer(folder, done: int, **log) -> MetricsWriter:
-    return MetricsWriter(folder, LogConfig(**log), "name", done, {"a": 1})
+    return MetricsWriter(folder, LogConfig(**log), "name", done, {"a": 1}, total_steps=6)
 
 
 def test_values_that_are_not_finite_are_written_as_null(tmp_path):
@@ -182,7 +185,7 @@ def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_
 
 
 def test_rows_are_kept_until_they_are_read():
-    rows = StepRows(3, 2, torch.device("cpu"))
+    rows = StepRows(3, (2, 2), torch.device("cpu"))
     rows.clock.restart()
     for step in (1, 2):
         scalars = {name: torch.tensor(float(step + index)) for index, name in enumerate(SCALARS)}
@@ -193,6 +196,7 @@ def test_rows_are_kept_until_they_are_read():
     given = {name: 2.0 + index for index, name in enumerate(SCALARS)}
     assert second.values == {**given, "rank_load": 1.0}
     assert set(ROUTER_STATS) <= set(SCALARS) and first.load == [1.5, 1.0]
+    assert first.load_LE.tolist() == [[1.5, 0.5], [1.0, 1.0]]
     assert len(rows) == 0 and rows.read() == []
 
 
@@ -205,10 +209,44 @@ def test_the_load_of_ranks_is_the_mean_of_layers_of_the_most_over_the_mean():
     assert device_row(scalars, counts_LE[:0], 2)[place].item() == 1.0  # no MoE layer
 
 
+def test_loads_of_experts_are_means_of_as_many_steps_as_keep_the_file_short(tmp_path):
+    def rows(*steps: int) -> list[StepRow]:
+        return [StepRow(n, 1.0, {}, torch.tensor([[float(n), 2.0], [1.0, 0.0004]])) for n in steps]
+
+    total = 2 * MAX_LINES
+    loads = ExpertLoads(tmp_path, 0, total)
+    for steps in ((1,), (2, 3), (4, 5), (6,), (total,)):
+        loads.write(rows(*steps))
+    found = read_rows(tmp_path / EXPERT_LOADS_FILE)
+    assert [(row["step"], row["steps"]) for row in found] == [(3, 3), (5, 2), (total, 2)]
+    assert found[0]["load"] == [[2.0, 2.0], [1.0, 0.0]]
+    ExpertLoads(tmp_path, 4, total).write(rows(5, 6))
+    assert [row["step"] for row in read_rows(tmp_path / EXPERT_LOADS_FILE)] == [3, 6]
+
+
+def test_a_model_without_experts_has_no_file_of_loads(tmp_path):
+    ExpertLoads(tmp_path, 0, 4).write([StepRow(1, 1.0, {}, torch.zeros(0, 8))])
+    assert not (tmp_path / EXPERT_LOADS_FILE).exists()
+
+
+def test_the_mean_load_of_a_run_is_one_and_its_largest_is_that_of_metrics(tmp_path):
+    train_in(tmp_path, "model.num_layers=3")
+    steps = {row["step"]: row for row in metrics(tmp_path) if "loss" in row}
+    found = read_rows(tmp_path / EXPERT_LOADS_FILE)
+    assert [row["step"] for row in found][-1] == 6 and sum(row["steps"] for row in found) == 6
+    for row in found:
+        load_LE = torch.tensor(row["load"])
+        assert load_LE.shape == (2, 4) and torch.allclose(load_LE.mean(dim=1), torch.ones(2), atol=2e-3)
+        if row["steps"] == 1:
+            largest = torch.tensor(steps[row["step"]]["load_max_over_mean"])
+            assert torch.allclose(load_LE.amax(dim=1), largest, atol=1e-3)
+    assert any(row["steps"] == 1 for row in found)
+
+
 def test_rows_of_void_steps_are_forgotten_and_their_time_is_that_of_the_next(monkeypatch):
     now = iter([0.0, 0.0, 1.0, 2.0, 3.0, 5.0, 9.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    rows = StepRows(4, 1, torch.device("cpu"), planned=True)
+    rows = StepRows(4, (1, 2), torch.device("cpu"), planned=True)
     rows.clock.restart()
     counts = torch.tensor([[3, 1]], dtype=torch.int32)
 

@@ -122,9 +122,9 @@ def test_the_page_loads_nothing_escapes_titles_and_has_all_bars(panels, tmp_path
     outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "out=&lt;b&gt;" in outside and "<b>" not in outside and "<mixed>" not in text
     assert not re.search(r"(src|href)=|url\(|@import", outside)
-    assert not re.search(r"<script[^>]* src=", text) and "Plotly.newPlot" in text
-    assert '<meta name="viewport"' in outside and "Plotly.relayout('{plot_id}'" not in text
-    drawn = text[text.rindex("Plotly.newPlot") :]
+    assert not re.search(r"<script[^>]* src=", text) and "Plotly.react" in text
+    assert '<meta name="viewport"' in outside
+    (drawn,) = re.findall(r'<script type="application/json">(.*?)</script>', text)
     for panel in panels:
         for bar in bars_of(panel):
             assert json.dumps(bar.what) in drawn

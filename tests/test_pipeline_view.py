@@ -177,7 +177,7 @@ def test_pictures_go_where_they_are_asked_to(capsys, tmp_path):
     assert text.count("written:") == 3 and "draws this" not in text
     page = (tmp_path / "new/folder/pipeline.html").read_text()
     assert "schedule=1f1b,zb1p" in page and not re.search(r"<(script|link|img)[^>]* (src|href)=", page)
-    drawn = set(re.findall(r'"(\d[FBIW]\d): ', page[page.rindex("Plotly.newPlot") :]))
+    drawn = set(re.findall(r'"(\d[FBIW]\d): ', page[page.index("application/json") :]))
     micro_batches = [f"{stage}{kind}{n}" for stage in (0, 1) for kind in "FBIW" for n in range(3)]
     assert drawn == set(micro_batches)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.metrics import METRICS_FILE
+from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.sweep_folder import Job, JobStatus, ranked, varying_words
 from graphmoe.sweep_page import MAX_POINTS, curves_figure, read_curve, sweep_table, write_page
 
@@ -117,7 +117,7 @@ def test_the_page_loads_nothing_and_escapes_what_users_wrote(jobs, tmp_path):
     outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "data.seed=&lt;b&gt;" in outside and "optim.lr=1 is &lt;too&gt; large" in outside
     assert "<b>" not in outside and not re.search(r"(src|href)=", outside)
-    assert not re.search(r"<script[^>]* src=", text) and "Plotly.newPlot" in text
+    assert not re.search(r"<script[^>]* src=", text) and "Plotly.react" in text
     assert outside.count("<tr>") == 7
 
 

@@ -27,6 +27,7 @@ UNREAD = (
     "checkpoint=none",
     "checkpoint.interval=0",
     "log.tensorboard=false",
+    "log.report=false",
     "log.progress=false",
 )
 CHOSEN_BY = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.benchmarks.own_process import ProcessFailed
-from graphmoe.metrics import METRICS_FILE
+from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.signals import end_with_parent
 
 log = logging.getLogger(__name__)

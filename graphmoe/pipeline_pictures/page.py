@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphmoe.pipeline_pictures.bars import (
     COLOURS,
@@ -21,6 +21,8 @@ from graphmoe.pipeline_pictures.bars import (
     summary,
     text_colour,
 )
+from graphmoe.web_page import Chart, chart_of, grid, paragraph, table
+from graphmoe.web_page import write_page as write_whole
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar as Trace
@@ -34,22 +36,17 @@ HEAD_PX, GAP_PX = 70, 60
 
 def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
     """The panels one below the other on a common axis of time, then their numbers by rank."""
-    figure = timeline_figure(panels).to_html(
-        full_html=False,
-        include_plotlyjs=True,
-        default_width="100%",
-        config={
-            "responsive": True,
-            "displaylogo": False,
-            "scrollZoom": True,
-            "modeBarButtons": [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
-        },
-        post_script=_TOUCH,
-    )
-    page = _PAGE.format(command=html.escape(command), figure=figure, tables="\n".join(_tables(panels)))
-    draft = path.with_suffix(".tmp")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    says = "A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter."
+    head, *rows = _table(panels)
+    content = grid([timeline_chart(panels)]) + table(head, rows)
+    write_whole(path, "graphmoe: pipeline", paragraph(f"`{command}`") + paragraph(says), [("", content)])
+
+
+def timeline_chart(panels: Sequence[Panel]) -> Chart:
+    """``timeline_figure`` for a page."""
+    said = "; ".join(f"{panel.title}: {summary(panel)}" for panel in panels)
+    alt = f"Timelines of a pipeline, a row for each rank: {said}"
+    return chart_of(timeline_figure(panels), "Pipeline", alt, min_width_px=640, is_zoomed=True)
 
 
 def timeline_figure(panels: Sequence[Panel]) -> Figure:
@@ -93,12 +90,9 @@ def timeline_figure(panels: Sequence[Panel]) -> Figure:
     figure.update_layout(
         barmode="overlay",
         height=plot_px + HEAD_PX + 60,
-        template="plotly_white",
         uniformtext={"minsize": 8, "mode": "hide"},
         legend={"orientation": "h", "y": 1 + 28 / plot_px, "yanchor": "bottom", "x": 0},
         margin={"t": HEAD_PX, "b": 60, "l": 10, "r": 10},
-        hovermode="closest",
-        dragmode="zoom",
     )
     return figure
 
@@ -149,7 +143,7 @@ def _axis_title(panels: Sequence[Panel]) -> str:
     return f"time, {unit}" if unit else "time, in the unit of the costs"
 
 
-def _tables(panels: Sequence[Panel]) -> list[str]:
+def _table(panels: Sequence[Panel]) -> list[list[str]]:
     """Makespan and bubble of each panel, then idle share and peak of each rank."""
     head = ["", *(panel.title for panel in panels)]
     timelines = [panel.timeline for panel in panels]
@@ -166,43 +160,4 @@ def _tables(panels: Sequence[Panel]) -> list[str]:
             for timeline in timelines
         ]
         rows.append([f"rank {rank}", *cells])
-    return [_row("th", head), *(_row("td", row) for row in rows)]
-
-
-def _row(tag: str, cells: Sequence[Any]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-
-_TOUCH = """
-if (window.matchMedia('(pointer: coarse)').matches) {
-  Plotly.relayout('{plot_id}', {dragmode: false});
-}
-"""
-"""On a touch screen a finger scrolls the page, and the buttons of the figure zoom."""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>graphmoe: pipeline</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1900px; margin: 1em auto; padding: 0 .7em; }}
-code {{ background: #f3f4f6; padding: .2em .4em; border-radius: 4px; overflow-wrap: anywhere; }}
-table {{ border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .3em .8em; text-align: left; white-space: nowrap; }}
-.wide {{ overflow-x: auto; }}
-.figure {{ min-width: 640px; }}
-</style>
-</head>
-<body>
-<h1>Pipeline</h1>
-<p><code>{command}</code></p>
-<p>A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter.</p>
-<div class="wide"><div class="figure">{figure}</div></div>
-<div class="wide"><table>
-{tables}
-</table></div>
-</body>
-</html>
-"""
+    return [head, *rows]

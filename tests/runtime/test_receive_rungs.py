@@ -148,7 +148,7 @@ class _Event:
 def launches(voids: set[tuple[str, int]], monkeypatch) -> tuple[Launches, list[str], StepRows]:
     """Steps that are void on a rung, and what happens one after the other."""
     said: list[str] = []
-    rows = StepRows(6, 1, torch.device("cpu"), planned=True)
+    rows = StepRows(6, (1, 2), torch.device("cpu"), planned=True)
     rows._arrived = [_Event(said) for _ in range(6)]
     steps, void = ReceiveLadder(rungs(), lambda rung: None, lambda n: True), torch.zeros(())
 

@@ -1,0 +1,147 @@
+"""What a run's folder has for its report; most of it may be missing after a crash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from graphmoe.config import ConfigError
+from graphmoe.metrics_file import METRICS_FILE, Row, read_rows, steps_of, summarise, validations_of
+
+CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE = "resolved.yaml", "env.json", "summary.json"
+EXPERT_LOADS_FILE, PROJECTION_FILE = "expert_load.jsonl", "projection.json"
+COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
+"""As their writers name them, which import torch; a test compares."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What is known of a run. Documents that are not there are empty."""
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    steps: list[Row]
+    """Of training, as in metrics.jsonl."""
+    validations: list[Row]
+    expert_loads: list[Row]
+    projection: dict[str, Any]
+    compiled: dict[str, Any]
+    captured: dict[str, Any]
+    summary: dict[str, Any]
+    """summary.json, or what its metrics say of a run that did not come so far."""
+    unreadable: list[str]
+    """Files that are there and say nothing."""
+
+    @property
+    def name(self) -> str:
+        return str(self.of("run.name") or self.folder.resolve().name)
+
+    @property
+    def device_word(self) -> str:
+        """What a rank has of its own."""
+        return "process" if self.of("run.device") == "cpu" else "GPU"
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.environment.get("num_workers") or 1)
+
+    @property
+    def state(self) -> str:
+        """How the run ended, as far as its folder says."""
+        done, asked = self.summary.get("steps") or 0, self.of("train.steps")
+        if self.summary.get("finished"):
+            return f"finished, {done:,} steps"
+        stopped = self.summary.get("stopped_by")
+        return f"{f'stopped by {stopped}' if stopped else 'not finished'}, {done:,} of {asked} steps"
+
+    def of(self, key: str) -> Any:
+        """The value of a key of the configuration, None where it has none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def flat_config(self) -> dict[str, str]:
+        """The configuration by dotted keys, as it is spelled on a command line."""
+        return dict(_flat(self.config))
+
+    def layout(self) -> str:
+        """How the ranks are laid out, the axes that have more than one."""
+        axes = {axis: int(self.of(f"parallel.{axis}") or 1) for axis in ("tp", "cp", "pp", "ep", "etp")}
+        dp = self.num_ranks // (axes["tp"] * axes["cp"] * axes["pp"])
+        shown = [f"{axis} {size}" for axis, size in {"dp": dp, **axes}.items() if size > 1]
+        return ", ".join(shown) or "one rank"
+
+    def median(self, name: str) -> float | None:
+        """The median of a rate over the steps but the first."""
+        return self.summary.get(f"median_{name}")
+
+    def tokens_per_s_per_rank(self) -> float | None:
+        """Median, of one of the devices."""
+        rate = self.median("tokens_per_s")
+        return None if rate is None else rate / self.num_ranks
+
+
+def read_run(folder: Path) -> RunData:
+    """All that a run's folder has by now. *Raises* ConfigError for a folder that is no run's."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name that of a run, e.g. run=outputs/tiny")
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
+        raise ConfigError(f"{folder} has no {CONFIG_FILE} or {METRICS_FILE}; name the folder of a run")
+    unreadable: list[str] = []
+
+    def document(name: str) -> dict[str, Any]:
+        path = folder / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            found = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, yaml.YAMLError):
+            found = None
+        if isinstance(found, dict):
+            return found
+        unreadable.append(name)
+        return {}
+
+    rows = read_rows(folder / METRICS_FILE)
+    return RunData(
+        folder=folder,
+        config=document(CONFIG_FILE),
+        environment=document(ENVIRONMENT_FILE),
+        steps=steps_of(rows),
+        validations=validations_of(rows),
+        expert_loads=[row for row in read_rows(folder / EXPERT_LOADS_FILE) if row.get("load")],
+        projection=document(PROJECTION_FILE),
+        compiled=document(COMPILE_FILE),
+        captured=document(CAPTURE_FILE),
+        summary=_of_metrics(rows) | document(SUMMARY_FILE),
+        unreadable=unreadable,
+    )
+
+
+def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:
+    """The part of a summary that metrics know; of a run that goes on after summary.json it is newer."""
+    steps = steps_of(rows)
+    peak = max((row["memory_gib"] for row in steps if row.get("memory_gib") is not None), default=None)
+    return {**summarise(rows), "steps": steps[-1]["step"] if steps else 0, "peak_memory_gib": peak}
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if not isinstance(value, dict):
+        return [(prefix.removesuffix("."), _spelled(value))]
+    return [pair for key, each in value.items() for pair in _flat(each, f"{prefix}{key}.")]
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_spelled, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

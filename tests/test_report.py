@@ -1,0 +1,244 @@
+"""What the report of a run gathers from its folder, and what it says of what is not there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import graphmoe.expert_loads
+import graphmoe.projected_memory
+import graphmoe.run_folder
+import runtime.capture
+import runtime.compile_report
+import runtime.pipeline.recording_file
+from graphmoe import report
+from graphmoe.config import ConfigError
+from graphmoe.layout import Layout
+from graphmoe.projected_memory import projected_memory
+from graphmoe.projection.memory import exact_memory
+from graphmoe.reports import run_data
+from graphmoe.reports.comparison import config_differences, names_of, numbers
+from graphmoe.reports.curves import MAX_POINTS, Curve, curve, curves_chart, thinned
+from graphmoe.reports.experts import MAX_CELLS, MAX_FRAMES, loads_chart
+from graphmoe.reports.memory import memory_remarks, projected_chart
+from graphmoe.reports.page import write_report
+from graphmoe.reports.run_data import read_run
+from graphmoe.reports.work import segments_section
+from graphmoe.training import leave_report
+from tests.runs import config
+
+ROWS = [
+    {"step": 0, "val_loss": 9.0},
+    *(
+        {"step": n, "loss": 9.0 - n, "lr": 0.5, "grad_norm": 2.0, "step_s": n, "tokens_per_s": 800.0 / n,
+         "tflops": 1.0, "mfu": None, "memory_gib": float(n), "balance_loss": 1.0, "router_entropy": 1.25,
+         "load_max_over_mean": [1.5, 2.0], "rank_load": 1.0, "skipped_total": 0}
+        for n in (1, 2, 3)
+    ),
+]  # fmt: skip
+
+
+def run_in(folder: Path, lr: str = "0.1") -> Path:
+    """A run that was killed in its fourth step of 9, on 4 ranks of 2 x 2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {"run": {"name": "killed", "device": "cuda"}, "train": {"steps": 9}, "optim": {"lr": lr},
+             "parallel": {"tp": 2, "cp": 1, "pp": 1, "ep": 4, "etp": 1}, "model": {"num_experts": 4},
+             "graph": {"scope": ["attn", "<b>"]}}  # fmt: skip
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(plain))
+    (folder / "env.json").write_text(json.dumps({"num_workers": 4, "device": "some GPU", "command": ["a b"]}))
+    (folder / "metrics.jsonl").write_text("\n".join([*map(json.dumps, ROWS), '{"step": 4, "lo']))
+    return folder
+
+
+def outside_scripts(page: Path) -> str:
+    return re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
+
+
+def test_files_have_the_names_that_their_writers_give_them():
+    assert run_data.CONFIG_FILE == graphmoe.run_folder.CONFIG_FILE
+    assert run_data.ENVIRONMENT_FILE == graphmoe.run_folder.ENVIRONMENT_FILE
+    assert run_data.SUMMARY_FILE == graphmoe.run_folder.SUMMARY_FILE
+    assert run_data.EXPERT_LOADS_FILE == graphmoe.expert_loads.EXPERT_LOADS_FILE
+    assert run_data.PROJECTION_FILE == graphmoe.projected_memory.PROJECTION_FILE
+    assert run_data.COMPILE_FILE == runtime.compile_report.REPORT_FILE
+    assert run_data.CAPTURE_FILE == runtime.capture.REPORT_FILE
+    assert run_data.PIPELINE_FILE == runtime.pipeline.recording_file.FILE_NAME
+
+
+def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):
+    page = write_report(run_in(tmp_path))
+    run = read_run(tmp_path)
+    assert page == tmp_path / "report.html" and run.unreadable == []
+    assert (run.state, run.layout(), run.name) == ("not finished, 3 of 9 steps", "dp 2, tp 2, ep 4", "killed")
+    assert run.tokens_per_s_per_rank() == (400 + 800 / 3) / 2 / 4  # of steps 2 and 3
+    text = outside_scripts(page)
+    expected = [
+        "4 x some GPU",
+        "dp 2, tp 2, ep 4",
+        "not finished, 3 of 9 steps",
+        "3.00 GiB",
+        "6.0000",
+        "optim.lr",
+    ]
+    expected += [
+        "profile.steps=[10,12]",
+        "log.peak_tflops",
+        "&#x27;a b&#x27;",
+        "graph.scope=[attn,&lt;b&gt;]",
+    ]
+    expected += ["no expert_load.jsonl", "no report of what it compiled"]
+    for said in expected:
+        assert said in text, said
+    assert "<b>" not in text and not re.search(r"(src=|href=(?!\"#))|url\(|@import", text)
+
+
+def test_a_folder_without_steps_or_with_damaged_files_has_a_page_that_says_so(tmp_path):
+    (tmp_path / "resolved.yaml").write_text("run: {name: young}\n")
+    (tmp_path / "env.json").write_text("{")
+    (tmp_path / "compile_report.json").write_text("[]")
+    text = outside_scripts(write_report(tmp_path))
+    assert "Not readable: env.json, compile_report.json" in text and "No step of training" in text
+    assert "<figure" not in text and "Plotly" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_summary_of_the_end_counts_more_than_what_metrics_say(tmp_path):
+    (run_in(tmp_path) / "summary.json").write_text(
+        json.dumps({"finished": True, "steps": 9, "peak_memory_gib": 7.5, "median_tokens_per_s": 8.0})
+    )
+    run = read_run(tmp_path)
+    assert (run.state, run.summary["peak_memory_gib"]) == ("finished, 9 steps", 7.5)
+    assert run.tokens_per_s_per_rank() == 2.0
+
+
+def test_a_long_curve_keeps_its_ends_and_every_peak():
+    values = [0.0] * 100_000
+    values[54_321], values[77_777] = 9.0, -9.0
+    thin = thinned(Curve("loss", list(range(100_000)), values))
+    assert len(thin.steps) <= MAX_POINTS and (thin.steps[0], thin.steps[-1]) == (0, 99_999)
+    assert {9.0, -9.0} < set(thin.values) and thin.steps == sorted(thin.steps)
+    assert thin.values[thin.steps.index(54_321)] == 9.0
+    chart = curves_chart("Loss", "nats", [Curve("loss", list(range(100_000)), values)])
+    assert chart is not None and f"{len(thin.steps):,} of 100,000 points" in chart.note
+
+
+def test_values_that_are_not_there_or_not_finite_are_not_drawn():
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3}, {"step": 4, "loss": math.inf}]
+    assert curve("loss", rows, "loss") == Curve("loss", [1], [2.0])
+    assert curves_chart("Loss", "nats", [curve("lr", rows, "lr")]) is None
+
+
+@pytest.mark.parametrize(("layers", "experts", "frames"), [(2, 4, MAX_FRAMES), (60, 384, MAX_CELLS // 23040)])
+def test_a_heat_map_has_few_pictures_among_them_the_first_and_the_last(layers, experts, frames):
+    rows = [{"step": n, "steps": 5, "load": [[n / 100] * experts] * layers} for n in range(5, 1001, 5)]
+    chart = loads_chart(rows)
+    assert chart is not None and chart.frames is not None
+    assert len(chart.frames.values) == len(chart.frames.names) == frames
+    assert (chart.frames.names[0], chart.frames.names[-1]) == ("5", "1000")
+    assert chart.frames.values[-1] == chart.traces[0]["z"] == rows[-1]["load"]
+    assert (
+        chart.traces[0]["zmax"] == 10.0
+        and chart.traces[0]["colorscale"][1][0] == 0.1
+        and f"{frames} of 200 recorded" in chart.note
+    )
+
+
+def test_the_heat_map_of_one_recorded_time_is_that():
+    chart = loads_chart([{"step": 3, "steps": 3, "load": [[0.5, 1.5]]}])
+    assert chart is not None and chart.frames is not None and list(chart.frames.names) == ["3"]
+    assert "fullest is expert 1 of MoE layer 0 with 1.5" in chart.alt
+    assert loads_chart([]) is None
+
+
+def test_projected_memory_is_that_of_the_projection_beside_the_measured(tmp_path):
+    compiled = config("compile.enabled=true")
+    layout = Layout.of(compiled.parallel, 1)
+    document = projected_memory(compiled, layout, None)
+    (place,) = exact_memory(compiled, layout, pads=False)
+    assert document["places"][0]["total"] * 2**30 == pytest.approx(place.total)
+    run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
+    chart = projected_chart(read_run(tmp_path))
+    assert chart is not None
+    whole = sum(trace["x"][0] for trace in chart.traces if trace["y"] == ["projected"])
+    assert whole * 2**30 == pytest.approx(place.total)
+    assert [trace["x"] for trace in chart.traces if trace["y"] == ["measured"]] == [[3.0]]
+
+
+def test_what_is_not_projected_says_why(tmp_path):
+    document = projected_memory(config(), Layout.of(config().parallel, 1), None)
+    run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
+    assert "use compile.enabled=true" in memory_remarks(read_run(tmp_path))
+    assert projected_chart(read_run(tmp_path)) is None
+
+
+def test_a_large_trace_is_left_to_the_command(tmp_path):
+    folder = run_in(tmp_path) / "profile"
+    folder.mkdir()
+    (folder / "rank0.trace.json.gz").write_bytes(b"no trace")
+    text = segments_section(read_run(tmp_path), max_trace_bytes=4)
+    assert f"python -m graphmoe.report run={tmp_path}" in text and "is not read" in text
+
+
+def test_a_comparison_names_what_differs(tmp_path):
+    runs = [read_run(run_in(tmp_path / name / "run", lr)) for name, lr in (("a", "0.1"), ("b", "0.2"))]
+    assert names_of(runs) == ["a/run", "b/run"]
+    assert config_differences(runs) == [["optim.lr", "0.1", "0.2"]]
+    rows = {row[0]: row[1:] for row in numbers(runs)}
+    assert rows["final loss"] == ["6.0000"] * 2 and "MFU, median" not in rows
+    assert rows["peak memory, GiB"] == ["3.00"] * 2 and rows["steps"] == ["3", "3"]
+
+
+def test_the_command_writes_where_it_is_told(tmp_path, capsys, monkeypatch):
+    run_in(tmp_path / "a")
+    run_in(tmp_path / "b", "0.2")
+    monkeypatch.chdir(tmp_path)
+    report.main(["run=a"])
+    report.main(["runs=a,b"])
+    report.main(["runs=a,b", "out=other.html", "format=json"])
+    said = capsys.readouterr().out
+    assert said.startswith("report: a/report.html\nreport: comparison.html\n")
+    assert json.loads(said.split("\n", 2)[2]) == {"page": "other.html"}
+    assert (tmp_path / "a" / "report.html").is_file()
+    assert (tmp_path / "other.html").read_bytes() == (tmp_path / "comparison.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to report; use run="),
+        (["run=a", "runs=a,b"], "two ways to name runs"),
+        (["runs=a"], "runs=a is one; use run=a"),
+        (["run=nowhere"], "nowhere is no folder"),
+        (["run=."], ". has no resolved.yaml or metrics.jsonl"),
+        (["run=a", "out=a"], "out=a is a folder; name a file, e.g. out=a/report.html"),
+        (["run=a", "out=none/b.html"], "out=none/b.html: there is no folder none"),
+    ],
+)
+def test_what_the_command_cannot_do_is_said(words, said, tmp_path, monkeypatch):
+    run_in(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        report.main(words)
+
+
+def test_without_plotly_the_command_says_so_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"^no page: .*; pip install plotly$"):
+        report.main([f"run={run_in(tmp_path)}"])
+
+
+def test_a_run_whose_page_fails_is_warned_and_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with caplog.at_level(logging.WARNING):
+        leave_report(run_in(tmp_path / "a"))
+        leave_report(tmp_path / "none")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "pip install plotly. python -m graphmoe.report run=" in first and "\n" not in first
+    assert "is no folder" in second and f"run={tmp_path}/none makes it" in second
+    assert not any(record.exc_info for record in caplog.records)

@@ -62,8 +62,8 @@ def step_time(
     count = num_micro_batches(config, layout)
     model = config.model
     stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
-    times = [_stage(config, sizes, speeds, pieces) for pieces in stages]
-    totals = [_sum(of_stage) for of_stage in times]
+    times = [stage_times(config, sizes, speeds, pieces) for pieces in stages]
+    totals = [total_time(of_stage) for of_stage in times]
     busy = [
         sum(totals[number].total for number in (plan.placement.stages_of(place) if plan else (0,)))
         for place in range(layout.pp)
@@ -71,7 +71,7 @@ def step_time(
     if plan is None:
         makespan, waits = count * busy[0], 0.0
     else:
-        message = _message_seconds(sizes, speeds)
+        message = message_seconds(sizes, speeds)
         forward, inputs, weights = (
             tuple(getattr(total, kind) for total in totals) for kind in ("forward", "inputs", "weights")
         )
@@ -100,7 +100,7 @@ def step_time(
     )
 
 
-def _stage(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
+def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
     """The segments of a stage."""
     model, found = config.model, list[SegmentTime]()
     hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
@@ -116,7 +116,8 @@ def _stage(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces)
     return found
 
 
-def _sum(times: list[SegmentTime]) -> SegmentTime:
+def total_time(times: list[SegmentTime]) -> SegmentTime:
+    """The sum of segments, without a name."""
     kinds = ("forward", "inputs", "weights", "exchange")
     return SegmentTime("", *(sum(getattr(time, kind) for time in times) for kind in kinds))
 
@@ -131,7 +132,7 @@ def _by_segment(times: list[SegmentTime]) -> tuple[dict[str, float], dict[str, f
     return forward, backward
 
 
-def _message_seconds(sizes: Sizes, speeds: Speeds) -> float:
+def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     """From the end of an action to the arrival of its state at the next stage."""
     inside = sizes.layout.size("stage") < GPUS_PER_NODE
     card, rates = speeds.card, speeds.rates

@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from graphmoe import pages
 from graphmoe.sweep_folder import Job, JobStatus
 
 if TYPE_CHECKING:
@@ -59,15 +60,9 @@ def write_page(path: Path, command: str, jobs: Sequence[Job], words: Words) -> N
     head = "".join(f"<th>{html.escape(name)}</th>" for name in [*headings, ""])
     body = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     figure = curves_figure(curves).to_html(full_html=False, include_plotlyjs=True) if curves else ""
-    page = _PAGE.format(
-        command=html.escape(command),
-        figure=figure,
-        head=head,
-        body="\n".join(f"<tr>{cells}</tr>" for cells in body),
-    )
-    draft = path.with_suffix(".tmp")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    lines = "\n".join(f"<tr>{cells}</tr>" for cells in body)
+    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}</tbody>\n</table>"
+    pages.write_page(path, "Sweep", command, f"{figure}\n{table}")
 
 
 @dataclass(frozen=True)
@@ -209,29 +204,3 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>graphmoe: sweep</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }}
-code {{ background: #f3f4f6; padding: .2em .4em; border-radius: 4px; overflow-wrap: anywhere; }}
-table {{ border-collapse: collapse; margin: 1.5em 0; font-variant-numeric: tabular-nums; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .35em .8em; text-align: left; vertical-align: top; }}
-</style>
-</head>
-<body>
-<h1>Sweep</h1>
-<p><code>{command}</code></p>
-{figure}
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{body}</tbody>
-</table>
-</body>
-</html>
-"""

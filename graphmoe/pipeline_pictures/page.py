@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphmoe import pages
 from graphmoe.pipeline_pictures.bars import (
     COLOURS,
     WORDS,
@@ -46,10 +47,8 @@ def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
         },
         post_script=_TOUCH,
     )
-    page = _PAGE.format(command=html.escape(command), figure=figure, tables="\n".join(_tables(panels)))
-    draft = path.with_suffix(".tmp")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    tables = "\n".join(_tables(panels))
+    pages.write_page(path, "Pipeline", command, _BODY.format(figure=figure, tables=tables), width_px=1900)
 
 
 def timeline_figure(panels: Sequence[Panel]) -> Figure:
@@ -180,29 +179,8 @@ if (window.matchMedia('(pointer: coarse)').matches) {
 """
 """On a touch screen a finger scrolls the page, and the buttons of the figure zoom."""
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>graphmoe: pipeline</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1900px; margin: 1em auto; padding: 0 .7em; }}
-code {{ background: #f3f4f6; padding: .2em .4em; border-radius: 4px; overflow-wrap: anywhere; }}
-table {{ border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .3em .8em; text-align: left; white-space: nowrap; }}
-.wide {{ overflow-x: auto; }}
-.figure {{ min-width: 640px; }}
-</style>
-</head>
-<body>
-<h1>Pipeline</h1>
-<p><code>{command}</code></p>
-<p>A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter.</p>
+_BODY = """<p>A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter.</p>
 <div class="wide"><div class="figure">{figure}</div></div>
 <div class="wide"><table>
 {tables}
-</table></div>
-</body>
-</html>
-"""
+</table></div>"""

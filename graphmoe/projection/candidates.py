@@ -78,7 +78,9 @@ class Candidates:
         pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
         if pp == 1:
             return [(pipeline.schedule, pipeline.virtual_stages)]
-        names = (pipeline.schedule,) if "pipeline.schedule" in self.fixed else TRIED_SCHEDULES
+        names: tuple[str, ...] = (
+            (pipeline.schedule,) if "pipeline.schedule" in self.fixed else TRIED_SCHEDULES
+        )
         if pipeline.ep_overlap and "pipeline.schedule" not in self.fixed:
             names = tuple(name for name in names if SCHEDULES[name].build_overlapped)
         found: list[tuple[str, int | None]] = []
@@ -172,7 +174,9 @@ class Candidates:
         if parallel.cp > 1:
             values["cp_method"] = parallel.cp_method.value
         return " ".join(
-            f"parallel.{name}={value}" for name, value in values.items() if f"parallel.{name}" not in self.fixed
+            f"parallel.{name}={value}"
+            for name, value in values.items()
+            if f"parallel.{name}" not in self.fixed
         )
 
 

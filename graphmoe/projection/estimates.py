@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config import RunConfig
 from graphmoe.layout import Axis, Layout
 from graphmoe.pipeline_layout import StagePieces, all_pieces
 from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches, plan_of
@@ -19,12 +19,24 @@ from graphmoe.projection.segment_times import SegmentTime, Speeds
 from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.stage_kinds import PlaceKind, alike, place_kinds
 from graphmoe.projection.state import FP32, state_of
-from graphmoe.projection.step_time import message_seconds, stage_times, total_time
+from graphmoe.projection.step_time import (
+    message_seconds,
+    reduction_seconds,
+    stage_times,
+    total_time,
+    update_seconds,
+)
 from graphmoe.projection.weights import rank_weights
-from runtime.pipeline.schedules import SCHEDULES
+from runtime.pipeline.actions import Together
+from runtime.pipeline.schedules import SCHEDULES, make_table
+from runtime.pipeline.simulate import Costs
+from runtime.pipeline.walk import Walk
 
 FILLING = 2
 """Micro-batches for each rank of a pipeline after which no schedule keeps more than before."""
+FASTER = 0.003
+"""Share of a makespan by which a long table may be faster than its first micro-batches let expect; 0.001 was
+the most that was seen."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,23 @@ class Plan:
     """Numbers of the stages of each place."""
     embed_on: tuple[int, ...]
 
+    @functools.cached_property
+    def walks(self) -> list[Walk]:
+        """Of the table, and of one with a micro-batch more for each rank."""
+        assert self.pipeline is not None
+        table, virtual_stages = self.pipeline.table, len(self.stages) // len(self.places)
+        more = make_table(
+            table.schedule,
+            len(self.places),
+            table.num_micro_batches + len(self.places),
+            virtual_stages,
+            overlap=any(isinstance(step, Together) for step in table.ranks[-1]),
+        )
+        return [Walk(table), Walk(more)]
+
 
 class Estimates:
-    """Of one model on one kind of card. ``again``: the kinds of recompute, which are named by their number."""
+    """Of one model on one kind of card. ``again``: the kinds of recompute, named by their number."""
 
     def __init__(self, config: RunConfig, again: Sequence[Again], speeds: Speeds, *, pads: bool) -> None:
         self.config, self.model, self.again = config, config.model, again
@@ -55,12 +81,13 @@ class Estimates:
         self._plan = functools.cache(self._make_plan)
         self._state = functools.cache(self._find_state)
         self._activations = functools.cache(self._find_activations)
+        self._gradients = functools.cache(self._find_gradients)
         self._buffers = functools.cache(self._find_buffers)
         self._communication = functools.cache(self._find_communication)
         self._times = functools.cache(self._find_times)
 
     def least_bytes(self, layout: Layout) -> float:
-        """Weights, gradients and optimizer state of the rank with most: no less than ranks have on average."""
+        """State of the rank with most, no less than ranks have on average."""
         whole, found = self._whole(Layout(tp=layout.tp, ep=layout.ep, etp=layout.etp)), 0.0
         for axis, size in whole.items():
             ranks, both = layout.size(axis), FP32 + self.element_bytes
@@ -72,7 +99,9 @@ class Estimates:
         """The pipeline of a candidate. *Raises* ConfigError for one that there is not."""
         count = num_micro_batches(shape.config, shape.layout)
         most = FILLING * shape.layout.pp
-        return self._plan(shape.layout.pp, schedule, virtual_stages, min(count, most + count % shape.layout.pp))
+        return self._plan(
+            shape.layout.pp, schedule, virtual_stages, min(count, most + count % shape.layout.pp)
+        )
 
     def memory(self, shape: Shape, plan: Plan, number: int) -> tuple[int, dict[str, float]]:
         """The place that needs most, and its bytes by kind."""
@@ -104,12 +133,7 @@ class Estimates:
 
         Where backwards are not split, the last one still goes on through all stages before the place's.
         """
-        self._remember(shape)
-        layout = shape.layout
-        count = num_micro_batches(shape.config, layout)
-        times = [self._times(_of_layer(layout), number, pieces) for pieces in plan.stages]
-        sizes = replace(self._sizes[_of_layer(layout)][1], layout=layout)
-        message = message_seconds(sizes, self.speeds) if plan.pipeline else 0.0
+        count, times, message = self._of_stages(shape, plan, number)
         is_split = plan.pipeline is not None and SCHEDULES[plan.pipeline.table.schedule].splits_backward
         before, waits = 0.0, [0.0]
         for time in times:
@@ -117,7 +141,42 @@ class Estimates:
             if not is_split:
                 before += time.inputs + time.weights + message
             waits.append(before)
-        return max(waits[own[0]] + count * sum(times[n].total for n in own) for own in plan.places)
+        makespan = max(waits[own[0]] + count * sum(times[n].total for n in own) for own in plan.places)
+        return self._with_update(shape, plan, makespan)
+
+    def likely_seconds(self, shape: Shape, plan: Plan, number: int) -> float:
+        """That a step takes nearly, and no less: the last micro-batches of a short table, again and again."""
+        count, times, message = self._of_stages(shape, plan, number)
+        if plan.pipeline is None:
+            return self.least_seconds(shape, plan, number)
+        forward, inputs, weights = (
+            tuple(getattr(time, kind) for time in times) for kind in ("forward", "inputs", "weights")
+        )
+        costs = Costs(forward, inputs, weights, message)
+        short, longer = (walk.makespan(costs) for walk in plan.walks)
+        of_each = (longer - short) / len(plan.places)
+        more = count - plan.walks[0].num_micro_batches
+        makespan = (short + more * of_each) * (1 - FASTER)
+        return self._with_update(shape, plan, makespan)
+
+    def _with_update(self, shape: Shape, plan: Plan, makespan: float) -> float:
+        """With the exchange of gradients, as far as it is not covered, and the update."""
+        _, together = _with_embedding(shape.layout, plan.embed_on)
+        count = num_micro_batches(shape.config, shape.layout)
+        like = _of_layer(shape.layout)
+        gradients = max(self._gradients(like, together, kind.stages) for kind in plan.kinds)
+        moments = max(self._state(together, kind.stages)["moments"] for kind in plan.kinds)
+        exposed = max(gradients - makespan / count, 0.0)
+        return makespan + exposed + update_seconds(moments, self.speeds)
+
+    def _of_stages(self, shape: Shape, plan: Plan, number: int) -> tuple[int, list[SegmentTime], float]:
+        """Micro-batches of the step, times of all stages, and that of a message."""
+        self._remember(shape)
+        like = _of_layer(shape.layout)
+        times = [self._times(like, number, pieces) for pieces in plan.stages]
+        sizes = replace(self._sizes[like][1], layout=shape.layout)
+        message = message_seconds(sizes, self.speeds) if plan.pipeline else 0.0
+        return num_micro_batches(shape.config, shape.layout), times, message
 
     def _remember(self, shape: Shape) -> None:
         """The configuration and sizes that stand for all layouts whose layers are alike."""
@@ -127,7 +186,9 @@ class Estimates:
 
     def _make_plan(self, pp: int, schedule: str, virtual_stages: int | None, count: int) -> Plan:
         config = self.config
-        pipeline = replace(config.pipeline, schedule=schedule, virtual_stages=virtual_stages, microbatches=None)
+        pipeline = replace(
+            config.pipeline, schedule=schedule, virtual_stages=virtual_stages, microbatches=None
+        )
         train = replace(config.train, global_batch_size=count * config.train.micro_batch_size)
         found = plan_of(replace(config, train=train, pipeline=pipeline), Layout(pp=pp))
         stages = found.stages if found else (self._all,)
@@ -157,6 +218,9 @@ class Estimates:
     def _find_state(self, layout: Layout, stages: Sequence[StagePieces]) -> dict[str, int]:
         weights = rank_weights(self.model, layout, stages)
         return state_of(weights, layout, self.element_bytes, self.config.optim.bucket_mb)
+
+    def _find_gradients(self, like: Layout, together: Layout, stages: Sequence[StagePieces]) -> float:
+        return reduction_seconds(replace(self._sizes[like][1], layout=together), self.speeds, stages)
 
     def _find_activations(self, like: Layout, number: int, pieces: StagePieces) -> float:
         kept = stage_activations(self._sizes[like][1], self.again[number].config, pieces)
@@ -192,5 +256,3 @@ def _with_embedding(layout: Layout, embed_on: tuple[int, ...]) -> tuple[Layout, 
 def _of_layer(layout: Layout) -> Layout:
     """Equal for layouts whose ranks compute and keep the same of a layer."""
     return replace(layout, dp=1, pp=1, embed_on=(0,))
-
-

@@ -1,12 +1,15 @@
 """Layouts of a model on a number of ranks: those that fit, fastest first, and why the others do not run.
 
-Memory of every candidate is projected exactly. Its time has a bound, and of those that fit only as many are
-simulated as the best need: once a bound is below the last of them, none of the others can be among them.
+Memory of every candidate is projected exactly. Its time has a bound, which a short table makes closer, and of
+those that fit only as many are projected whole as the best need: once a bound is below the last of them, none
+of the others can be among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import heapq
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,7 +37,9 @@ class Fitting:
     """The words for what is computed again."""
     total_gb: float
     at_most: float
-    """Tokens/s of a GPU that no simulation exceeds."""
+    """Tokens/s of a GPU that its projection does not exceed."""
+    closer: Callable[[], float]
+    """A closer bound, which takes longer."""
 
 
 @dataclass(frozen=True)
@@ -77,26 +82,32 @@ def search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> dict[
             {"words": f.words, "total_gb": f.total_gb, "at_most_tokens_per_s_per_gpu": f.at_most}
             for f in others
         ],
-        "rejected": [
-            {key: value for key, value in asdict(r).items() if value is not None} for r in rejected
-        ],
+        "rejected": [{key: value for key, value in asdict(r).items() if value is not None} for r in rejected],
         "rates": asdict(rates_of(args.card, args.rates)),
     }
 
 
 def _best(fitting: list[Fitting], args: ProjectArgs) -> tuple[list[dict[str, Any]], list[Fitting]]:
     """The ``top`` fastest, simulated, and all that were not simulated; both fastest first."""
-    waiting = sorted(fitting, key=lambda candidate: candidate.at_most, reverse=True)
     found: list[dict[str, Any]] = []
-    for number, candidate in enumerate(waiting):
-        if len(found) >= args.top and candidate.at_most < found[args.top - 1]["tokens_per_s_per_gpu"]:
-            return found[: args.top], waiting[number:]
+    waiting = [(-candidate.at_most, number, False) for number, candidate in enumerate(fitting)]
+    heapq.heapify(waiting)
+    while waiting:
+        bound, number, is_close = waiting[0]
+        if len(found) >= args.top and -bound < found[args.top - 1]["tokens_per_s_per_gpu"]:
+            break
+        heapq.heappop(waiting)
+        candidate = fitting[number]
+        if not is_close:
+            heapq.heappush(waiting, (-candidate.closer(), number, True))
+            continue
         document = project(candidate.config, args)
         rate = document["tokens_per_s_per_gpu"]
         shown = {"words": candidate.words, "recompute": candidate.again, "tokens_per_s_per_gpu": rate}
         found.append({**shown, **{key: document[key] for key in COPIED}})
         found.sort(key=lambda line: line["tokens_per_s_per_gpu"], reverse=True)
-    return found[: args.top], []
+    others = [replace(fitting[number], at_most=-bound) for bound, number, _ in sorted(waiting)]
+    return found[: args.top], others
 
 
 class _Search:
@@ -153,11 +164,19 @@ class _Search:
             total = sum(memory.values()) / 1e9
             if total <= self.card.memory_gb:
                 seconds = self.estimates.least_seconds(shape, plan, number)
-                return Fitting(words, config, again.words, total, self.tokens / seconds)
+                closer = functools.partial(self._at_most, shape, plan, number)
+                return Fitting(words, config, again.words, total, self._rate(seconds), closer)
             if least is None or least.total_gb is None or total < least.total_gb:
                 least = Rejected(words, self._too_large(place, memory), total)
         assert least is not None
         return least
+
+    def _at_most(self, shape: Shape, plan: Plan, number: int) -> float:
+        return self._rate(self.estimates.likely_seconds(shape, plan, number))
+
+    def _rate(self, seconds: float) -> float:
+        """Tokens/s of a GPU, a little more than rounding may lose."""
+        return self.tokens / seconds * (1 + 1e-6)
 
     def _again_problems(self, again: Again) -> list[str]:
         config = self.tried.config
@@ -167,6 +186,6 @@ class _Search:
         """What is largest, and by how much the card is exceeded."""
         total, largest = sum(memory.values()) / 1e9, max(memory, key=memory.__getitem__)
         return (
-            f"most are {largest}, {memory[largest] / 1e9:,.1f} of {total:,.1f} GB of a rank at place {place} of "
-            f"pp, {total - self.card.memory_gb:,.1f} too many"
+            f"most are {largest}, {memory[largest] / 1e9:,.1f} of {total:,.1f} GB of a rank at place {place} "
+            f"of pp, {total - self.card.memory_gb:,.1f} too many"
         )

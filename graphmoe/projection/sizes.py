@@ -20,7 +20,7 @@ from graphmoe.receive_budget import Load, balanced_load, capacity, routed_tokens
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Of a rank; all ranks of a layout have the same. Equal to itself alone, so that it is a key of caches."""
+    """Of a rank; all ranks of a layout have the same. Equal to itself alone: a key of caches."""
 
     model: ModelConfig
     layout: Layout

@@ -1,4 +1,4 @@
-"""Stages that need and take the same, whichever layers they have, and the places of a pipeline that need most."""
+"""Stages that need and take the same, whichever layers they have, and places of a pipeline that need most."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def place_kinds(plan: PipelinePlan | None, model: ModelConfig, *, joins: bool) -
 
 
 def _covers(more: Moments, less: Iterable[tuple[int, ...]]) -> bool:
-    """Whether for each moment there is one that keeps no less of any stage; then lanes are no fewer either."""
+    """Whether for each moment there is one that keeps no less of any stage; lanes are no fewer then."""
     return all(any(all(map(int.__le__, counts, other)) for other in more) for counts in less)

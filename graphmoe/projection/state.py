@@ -36,5 +36,5 @@ def state_of(
 
 @functools.lru_cache(maxsize=4096)
 def ranks_of(layout: Layout, axis: Axis) -> object:
-    """Equal for axes whose ranks share a process group: the group of rank 0, which those of others are like."""
+    """Equal for axes whose ranks share a process group: that of rank 0, which all others are like."""
     return None if layout.size(axis) == 1 else layout.first_group(axis)

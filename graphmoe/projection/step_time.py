@@ -83,8 +83,9 @@ def step_time(
     slowest = max(range(layout.pp), key=busy.__getitem__)
     own = plan.placement.stages_of(slowest) if plan else (0,)
     owned = [plan.own_stages(place).values() if plan else stages for place in range(layout.pp)]
-    gradients = max(_reduction(sizes, speeds, of_place) for of_place in owned)
-    gradients, update = max(gradients - makespan / count, 0.0), _update(places, speeds)
+    gradients = max(reduction_seconds(sizes, speeds, of_place) for of_place in owned)
+    gradients = max(gradients - makespan / count, 0.0)
+    update = update_seconds(max(place.state["moments"] for place in places), speeds)
     step = makespan + gradients + update
     tokens = config.train.global_batch_size * sizes.seq_len
     rate = tokens / step / layout.size("world")
@@ -140,7 +141,7 @@ def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     return sizes.state / (rate * 1e9)
 
 
-def _reduction(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
+def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
     """Seconds to sum the gradients of a place along pp and to gather its weights.
 
     The last backward and the next forward go on meanwhile.
@@ -156,6 +157,6 @@ def _reduction(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> f
     )
 
 
-def _update(places: list[PlaceMemory], speeds: Speeds) -> float:
-    owned = max(place.state["moments"] for place in places) / 8
-    return owned * UPDATE_BYTES / speeds.hbm
+def update_seconds(moments_bytes: float, speeds: Speeds) -> float:
+    """Of the rank with most moments, of which each parameter has 8 bytes."""
+    return moments_bytes / 8 * UPDATE_BYTES / speeds.hbm

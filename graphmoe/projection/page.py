@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphmoe import pages
+from graphmoe.pages import write_page
 from graphmoe.projection.memory import MEMORY_KINDS
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
     names = [f"{place * size}..{(place + 1) * size - 1}" for place in range(len(places))]
     memory = memory_figure(names, places, document["card_gb"], "ranks of a place along pp")
     time = time_figure(document["time_s"])
-    pages.write_page(
+    write_page(
         path,
         "Projection",
         command,
         _figure(memory, first=True)
         + f"<p>step {document['step_time_s']:,.3f} s, bubble {document['bubble']:.1%}, "
-        f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, MFU {document['mfu']:.1%}; rates are assumed</p>"
-        + _figure(time),
+        f"{document['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
+        f"MFU {document['mfu']:.1%}; rates are assumed</p>" + _figure(time),
     )
 
 
@@ -47,7 +47,7 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     )
     head = "<tr><th>layout</th><th>tokens/s/GPU</th><th>MFU</th><th>bubble</th><th>what to type</th></tr>"
     rates = [line["tokens_per_s_per_gpu"] for line in best]
-    pages.write_page(
+    write_page(
         path,
         "Search of layouts",
         command,

@@ -23,6 +23,7 @@ from graphmoe.config import (
     RopeScaling,
     RunConfig,
     ScoreFunction,
+    TrainConfig,
 )
 from graphmoe.dispatch_rules import (
     dispatch_rules,
@@ -325,16 +326,21 @@ def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str
         if exact:
             yield str(error)
         return
-    dp = layout.dp
-    together = train.micro_batch_size * dp
+    if problems := [*rank_batch_rules(train, layout, ranks)]:
+        yield from problems
+    elif exact and train.micro_batch_size > 0:
+        yield from plan_problems(config, layout)
+
+
+def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator[str]:
+    """A global batch that data-parallel ranks of ``ranks`` cannot share in whole micro-batches."""
+    dp, together = layout.dp, train.micro_batch_size * layout.dp
     if dp > 1 and together > 0 and train.global_batch_size % together:
         yield (
             f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
             f"{train.micro_batch_size} times {dp} {'workers' if dp == ranks else 'data-parallel ranks'}; "
             f"use a multiple of {together}"
         )
-    elif exact and together > 0:
-        yield from plan_problems(config, layout)
 
 
 def _compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:

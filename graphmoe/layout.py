@@ -112,14 +112,23 @@ class Layout:
         """All groups of the axis; each rank is in one."""
         if axis == "embed":
             return self._embed_groups()
+        offsets, starts = self._offsets(axis, inside=True), self._offsets(axis, inside=False)
+        return [tuple(start + offset for offset in offsets) for start in starts]
+
+    def first_group(self, axis: Axis) -> tuple[int, ...]:
+        """The group of rank 0, which holds the embedding, without a list of all others."""
+        if axis != "embed":
+            return tuple(self._offsets(axis, inside=True))
+        of_place = self._offsets("dp_cp", inside=True)
+        return tuple(place * self.size("stage") + rank for place in self.embed_on for rank in of_place)
+
+    def _offsets(self, axis: Axis, *, inside: bool) -> list[int]:
+        """From the first rank of a group to each of its ranks, or from rank 0 to the first of each group."""
         folding, spanned = _SPANS[axis]
         sizes = [getattr(self, name) for name in folding]
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-        inside = [i for i, name in enumerate(folding) if name in spanned]
-        outside = [i for i in range(len(folding)) if i not in inside]
-        offsets = _offsets([sizes[i] for i in inside], [strides[i] for i in inside])
-        starts = _offsets([sizes[i] for i in outside], [strides[i] for i in outside])
-        return [tuple(start + offset for offset in offsets) for start in starts]
+        chosen = [i for i, name in enumerate(folding) if (name in spanned) is inside]
+        return _offsets([sizes[i] for i in chosen], [strides[i] for i in chosen])
 
     def _embed_groups(self) -> list[tuple[int, ...]]:
         """For each place along tp the ranks that hold the embedding, and others by what they hold alike."""

@@ -5,6 +5,7 @@ Neither this module nor what it imports needs torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,12 @@ def balanced_layout(costs: Sequence[tuple[str, float]], rank_of: Sequence[int]) 
     several stages and there are more than `MOST_TRIED` layouts, it is the best that moves of borders lead to.
     *Raises* ConfigError where there are more stages than parts.
     """
+    return _balanced(tuple(costs), tuple(rank_of))
+
+
+@functools.lru_cache(maxsize=1024)
+def _balanced(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
+    """Schedules that place stages alike share a layout; the largest take a second."""
     num_stages = len(rank_of)
     if not 1 <= num_stages <= len(costs):
         raise ConfigError(

@@ -2,22 +2,25 @@
 
 python -m graphmoe.project model=moe_1t parallel.pp=24 parallel.ep=8 hardware=mi355x nodes=96
 python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 hardware=h200 format=json
+python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96 search=true
 """
 
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 
 from graphmoe.cli import emit, parse_args, run_tool, usage
 from graphmoe.config import RunConfig
 from graphmoe.entry import hydra_app
-from graphmoe.projection.arguments import ProjectArgs, check, completed, split_words
+from graphmoe.projection.arguments import ProjectArgs, check, completed, fixed_keys, split_words
 
 PROG = "graphmoe.project"
 EXAMPLES = [
     "python -m graphmoe.project model=moe_1t parallel.pp=24 parallel.ep=8 hardware=mi355x nodes=96",
     "python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 hardware=h200 format=json",
+    "python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96 search=true",
 ]
 HELP = {"-h", "--help", "help"}
 
@@ -36,18 +39,29 @@ def run(argv: list[str]) -> None:
     else:
         args = parse_args(ProjectArgs, own, prog=PROG)
         check(args, others)
+    command = shlex.join(["python", "-m", PROG, *argv])
+    show = functools.partial(_show, args, command, fixed_keys(others))
     sys.argv[1:] = others
-    show = functools.partial(_show, args)
     hydra_app(show, prog=PROG, examples=EXAMPLES, complete=functools.partial(completed, args=args))
 
 
-def _show(args: ProjectArgs, config: RunConfig) -> None:
-    """Print the projection of the configured run."""
+def _show(args: ProjectArgs, command: str, fixed: frozenset[str], config: RunConfig) -> None:
+    """Print the projection of the configured run, or the layouts that were found, and write the page."""
     from graphmoe.projection.document import project  # imports torch
+    from graphmoe.projection.page import write_projection, write_search
+    from graphmoe.projection.search import search
+    from graphmoe.projection.search_table import render_search
     from graphmoe.projection.tables import render
 
-    document = project(config, args)
-    emit(document, render(document), config.format)
+    if args.search:
+        document = search(config, args, fixed)
+        emit(document, render_search(document), config.format)
+    else:
+        document = project(config, args)
+        emit(document, render(document), config.format)
+    if args.page is not None:
+        (write_search if args.search else write_projection)(args.page, command, document)
+        print(f"wrote {args.page}", file=sys.stderr)
 
 
 if __name__ == "__main__":

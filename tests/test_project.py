@@ -73,12 +73,47 @@ def test_tables_end_in_a_verdict(tmp_path):
         (("hardware=h100", "compile.enabled=false"), "use compile.enabled=true"),
         (("hardware=h100", "assumptions=published"), "assumptions=published has no model.attention=mla"),
         (("hardware=h100", "model.hiden_size=4"), "model.hiden_size"),
+        (("hardware=h100", "top=0"), "top=0 must be 1 or more"),
+        (("hardware=h100", "page=nowhere/x.html"), "page=nowhere/x.html: there is no folder nowhere"),
+        (("hardware=h100", "search=true", "pipeline.microbatches=8"), "give train.global_batch_size"),
+        (
+            ("hardware=h100", "search=true", "assumptions=published"),
+            "search=true has no assumptions=published",
+        ),
+        (("hardware=h100", "search=true", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_type(words, message, tmp_path):
     result = project(*words, folder=tmp_path)
     assert result.status == 2 and message in result.err, result.err
     assert "Traceback" not in result.err
+
+
+def test_a_search_lists_layouts_and_draws_them(tmp_path):
+    page = tmp_path / "search.html"
+    words = (*SMALL, "search=true", "top=3", "parallel.tp=1", "train.global_batch_size=16")
+    result = project(*words, f"page={page}", folder=tmp_path)
+    assert result.status == 0, result.err
+    assert "tokens/s/GPU" in result.out and "add to the command for the first:" in result.out
+    text = page.read_text()
+    assert (
+        "plotly" in text and "card, 141 GB" in text and "tokens/s/GPU" in text and "src=" not in text[:2000]
+    )
+    found = document(*words, folder=tmp_path)
+    assert len(found["best"]) == 3 and found["best"][0]["words"].replace(" ", "") in "".join(
+        result.out.split()
+    )
+    for line in found["best"]:
+        assert line["words"] in text
+
+
+def test_a_page_has_the_kinds_of_memory_and_the_segments(tmp_path):
+    page = tmp_path / "one.html"
+    result = project(*SMALL, "parallel.pp=2", "model.num_layers=6", f"page={page}", folder=tmp_path)
+    assert result.status == 0, result.err
+    text = page.read_text()
+    for words in (*MEMORY_KINDS[:-1], "moe_experts", "0..3", "4..7", "card, 141 GB"):
+        assert f'"{words}"' in text, words
 
 
 def test_help_names_the_keys_of_the_tool_and_of_a_run(tmp_path):

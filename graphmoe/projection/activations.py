@@ -7,6 +7,7 @@ and that all its readers are in.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,15 +61,11 @@ def stage_activations(sizes: Sizes, recompute: RecomputeConfig, pieces: StagePie
 
 def layer_activations(sizes: Sizes, recompute: RecomputeConfig, index: int) -> Bytes:
     """What a layer keeps beside its input, its result included; MTP layers come last."""
-    if index < sizes.model.num_dense_layers:
-        return _kept([*_attn(sizes, "mlp"), *_mlp(sizes)], DENSE_SEGMENTS, recompute, index)
-    travels = sizes.layout.size("ep_etp") > 1
-    again = _covers(recompute, "moe_experts", index)
-    tensors = [*_attn(sizes, "moe_router"), *_router(sizes, travels), *_shared(sizes)]
-    tensors += _travelling(sizes, again) if travels else _experts(sizes)
-    tensors.append(Kept("moe_combine", sizes.state, ("next",)))
-    once = ("moe_dispatch", "moe_combine") if travels else ()
-    return _kept(tensors, MOE_SEGMENTS, recompute, index, once)
+    is_dense = index < sizes.model.num_dense_layers
+    segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
+    again = frozenset(name for name in segments if _covers(recompute, name, index))
+    here = not recompute.layer_ids or index in recompute.layer_ids
+    return _layer(sizes, is_dense, again, frozenset(recompute.ops if here else ())).copy()
 
 
 def made_again(sizes: Sizes, recompute: RecomputeConfig, index: int) -> float:
@@ -77,23 +74,26 @@ def made_again(sizes: Sizes, recompute: RecomputeConfig, index: int) -> float:
     return max(whole.total() - layer_activations(sizes, recompute, index).total(), 0)
 
 
+@functools.lru_cache(maxsize=8192)
+def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
+    """What all layers keep whose segments in ``again``, and ``parts`` of others, are made again."""
+    if is_dense:
+        return _kept([*_attn(sizes, "mlp"), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
+    travels = sizes.layout.size("ep_etp") > 1
+    tensors = [*_attn(sizes, "moe_router"), *_router(sizes, travels), *_shared(sizes)]
+    tensors += _travelling(sizes, "moe_experts" in again) if travels else _experts(sizes)
+    tensors.append(Kept("moe_combine", sizes.state, ("next",)))
+    once = {"moe_dispatch", "moe_combine"} if travels else set[str]()
+    return _kept(tensors, MOE_SEGMENTS, again - once, parts)
+
+
 def _kept(
-    tensors: Iterable[Kept],
-    segments: Sequence[str],
-    recompute: RecomputeConfig,
-    index: int,
-    once: Sequence[str] = (),
+    tensors: Iterable[Kept], segments: Sequence[str], again: frozenset[str], parts: frozenset[str]
 ) -> Bytes:
-    """The sum of what a layer keeps; segments of ``once`` never run again."""
-
-    def covered(name: str) -> bool:
-        return name not in once and _covers(recompute, name, index)
-
+    """The sum of what a layer keeps where segments of ``again`` run again."""
     regions: dict[str, int] = {}
-    for number, (again, run) in enumerate(itertools.groupby(segments, covered)):
-        regions.update({name: number for name in run if again})
-    here = not recompute.layer_ids or index in recompute.layer_ids
-    parts = recompute.ops if here else []
+    for number, (runs_again, run) in enumerate(itertools.groupby(segments, again.__contains__)):
+        regions.update({name: number for name in run if runs_again})
 
     def is_kept(tensor: Kept) -> bool:
         if tensor.part and tensor.part in parts:

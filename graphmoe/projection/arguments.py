@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from graphmoe.config import ComputeDtype, ConfigError, RunConfig, TrainConfig
+from graphmoe.config import ComputeDtype, ConfigError, DispatcherChoice, RunConfig, TrainConfig
 from graphmoe.layout import Layout
 from graphmoe.projection.hardware import GPUS_PER_NODE, Card, card_of
 
@@ -30,6 +31,12 @@ class ProjectArgs:
 
     rates: Path | None = None
     """JSON file with shares of the card's peaks that were measured, in place of assumed ones."""
+    search: bool = False
+    """Look for the layouts that fit the model on so many GPUs, by projected throughput."""
+    top: int = 10
+    """Layouts that search=true lists, > 0."""
+    page: Path | None = None
+    """File to write a page with pictures into, such as out.html."""
 
     @property
     def card(self) -> Card:
@@ -61,6 +68,14 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
             problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
         if word in ("-m", "--multirun"):
             problems.append(f"{word}: a projection is of one run; leave it out")
+        if args.search and word.startswith("pipeline.microbatches="):
+            problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
+    if args.top < 1:
+        problems.append(f"top={args.top} must be 1 or more")
+    if args.search and args.assumptions is Assumptions.published:
+        problems.append("search=true has no assumptions=published; leave it out")
+    if args.page is not None and not args.page.parent.is_dir():
+        problems.append(f"page={args.page}: there is no folder {args.page.parent}; make it")
     if problems:
         raise ConfigError("; ".join(problems))
     _ = args.card
@@ -69,7 +84,8 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
 def completed(config: RunConfig, args: ProjectArgs) -> RunConfig:
     """The configuration on the tool's ranks, in bf16, with a global batch that fits them if none is given.
 
-    That has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline.
+    That has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline. For a
+    search it has four micro-batches for each GPU, whatever the layout, of which no rule has to hold yet.
     """
     config = replace(
         config,
@@ -79,6 +95,8 @@ def completed(config: RunConfig, args: ProjectArgs) -> RunConfig:
     )
     if config.precision.compute is ComputeDtype.auto:
         config.precision.compute = ComputeDtype.bf16
+    if args.search:
+        return _to_search(config, args)
     if config.train.global_batch_size == TrainConfig.global_batch_size:
         try:
             layout = Layout.of(config.parallel, args.num_ranks)
@@ -86,4 +104,23 @@ def completed(config: RunConfig, args: ProjectArgs) -> RunConfig:
             return config
         count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
         config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
+    return config
+
+
+def fixed_keys(words: Sequence[str]) -> frozenset[str]:
+    """Keys that a command line gives, which a search leaves as they are."""
+    return frozenset(word.lstrip("+~").partition("=")[0] for word in words)
+
+
+def _to_search(config: RunConfig, args: ProjectArgs) -> RunConfig:
+    """The configuration for any layout: its number of ranks is open."""
+    config.launch.nproc = config.launch.nodes = "auto"
+    if config.train.global_batch_size == TrainConfig.global_batch_size:
+        config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
+    travels = config.moe.dispatcher not in (
+        DispatcherChoice.auto, DispatcherChoice.local, DispatcherChoice.alltoall
+    )  # fmt: skip
+    if travels and config.parallel.ep == 1:  # these need ranks that share the experts
+        ep = math.gcd(config.model.num_experts, GPUS_PER_NODE)
+        config.parallel = replace(config.parallel, ep=ep)
     return config

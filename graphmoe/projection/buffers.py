@@ -26,13 +26,20 @@ def buffer_bytes(
     config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
 ) -> dict[str, float]:
     """Bytes by purpose. ``lanes``: stages of micro-batches that the rank has in flight at most."""
+    own = own_buffer_bytes(config, sizes, stages, lanes)
+    return {**own, "communication": communication_bytes(sizes)}
+
+
+def own_buffer_bytes(
+    config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
+) -> dict[str, float]:
+    """Those that follow from what the rank computes, however many others there are."""
     working = working_bytes(sizes, config.recompute, stages)
     return {
         "tables": _tables(sizes, stages),
         "dispatch": dispatch_bytes(sizes, config.moe.dispatcher) if _num_moe(sizes, stages) else 0,
         "working": working,
         "graph_pool": _graph_pool(config, sizes, stages, lanes, working),
-        "communication": _communication(sizes),
     }
 
 
@@ -44,7 +51,10 @@ def working_bytes(sizes: Sizes, recompute: RecomputeConfig, stages: Sequence[Sta
     """
     model, e = sizes.model, sizes.element_bytes
     found = [0.0]
-    for index in _layers(sizes, stages):
+    layers = _layers(sizes, stages)
+    if not recompute.layer_ids:  # one of each kind stands for all
+        layers = [*{index < model.num_dense_layers: index for index in layers}.values()]
+    for index in layers:
         segments = [_attention_work(sizes)]
         if index < model.num_dense_layers:
             segments.append(
@@ -139,7 +149,7 @@ def _graph_pool(
     return copies * borders + max(lanes - 1, 0) * working
 
 
-def _communication(sizes: Sizes) -> float:
+def communication_bytes(sizes: Sizes) -> float:
     """Communicators, and messages of a pipeline under way."""
     layout = sizes.layout
     groups = {ranks_of(layout, axis) for axis in AXES if layout.size(axis) > 1}

@@ -1,4 +1,9 @@
-"""The cards that a run is projected for, by the figures of their vendors."""
+"""The cards that a run is projected for, by the figures of their vendors.
+
+From AMD's data sheets of Instinct MI300X, MI325X and MI355X (peak dense bf16 1307.4, 1307.4 and 2516.6
+TFLOP/s) and NVIDIA's of H100 SXM, H200 SXM and HGX B200 (989.4, 989.4 and 2250 TFLOP/s dense, half of the
+sparse figures that they state). Peaks are in `graphmoe.flops`; memory, bandwidth and links are here.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +56,9 @@ H100 = Card("H100", 80, 3.35, 450, _NIC_GB_PER_S)
 """NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s; NVLink of 900 GB/s both ways."""
 H200 = Card("H200", 141, 4.8, 450, _NIC_GB_PER_S)
 """NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways."""
-B200 = Card("B200", 192, 8.0, 900, _NIC_GB_PER_S)
-"""NVIDIA HGX B200 data sheet: up to 192 GB HBM3e, 8 TB/s; NVLink of 1.8 TB/s both ways."""
+B200 = Card("B200", 180, 8.0, 900, _NIC_GB_PER_S)
+"""NVIDIA HGX B200 data sheet: 180 GB HBM3e of each GPU (1.44 TB of eight; the module has 192), 8 TB/s;
+NVLink of 1.8 TB/s both ways."""
 
 CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
 

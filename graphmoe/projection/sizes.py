@@ -18,9 +18,9 @@ from graphmoe.layout import Layout
 from graphmoe.receive_budget import Load, balanced_load, capacity, routed_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sizes:
-    """Of a rank; all ranks of a layout have the same."""
+    """Of a rank; all ranks of a layout have the same. Equal to itself alone: a key of caches."""
 
     model: ModelConfig
     layout: Layout

@@ -34,7 +34,7 @@ def state_of(
     return found
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def ranks_of(layout: Layout, axis: Axis) -> object:
-    """Equal for axes whose ranks share a process group."""
-    return None if layout.size(axis) == 1 else tuple(layout.groups(axis))
+    """Equal for axes whose ranks share a process group: that of rank 0, which all others are like."""
+    return None if layout.size(axis) == 1 else layout.first_group(axis)

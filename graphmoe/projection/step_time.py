@@ -67,8 +67,8 @@ def step_time(
     model = config.model
     speeds = replace(speeds, adding=(count - 1) / count)
     stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
-    times = [_stage(config, sizes, speeds, pieces) for pieces in stages]
-    totals = [_sum(of_stage) for of_stage in times]
+    times = [stage_times(config, sizes, speeds, pieces) for pieces in stages]
+    totals = [total_time(of_stage) for of_stage in times]
     busy = [
         sum(totals[number].total for number in (plan.placement.stages_of(place) if plan else (0,)))
         for place in range(layout.pp)
@@ -76,7 +76,7 @@ def step_time(
     if plan is None:
         makespan, waits = count * busy[0], 0.0
     else:
-        message = _message_seconds(sizes, speeds)
+        message = message_seconds(sizes, speeds)
         forward, inputs, weights = (
             tuple(getattr(total, kind) for total in totals) for kind in ("forward", "inputs", "weights")
         )
@@ -88,9 +88,10 @@ def step_time(
     slowest = max(range(layout.pp), key=busy.__getitem__)
     own = plan.placement.stages_of(slowest) if plan else (0,)
     owned = [plan.own_stages(place).values() if plan else stages for place in range(layout.pp)]
-    gradients = max(_reduction(sizes, speeds, of_place) for of_place in owned)
+    gradients = max(reduction_seconds(sizes, speeds, of_place) for of_place in owned)
     hidden = min(gradients * speeds.rates.hidden_gradients, makespan / count)
-    gradients, update = gradients - hidden, _update(places, speeds)
+    gradients -= hidden
+    update = update_seconds(max(place.state["moments"] for place in places), speeds)
     host = count * max(
         sum(
             _host(config, times[number], speeds) for number in (plan.placement.stages_of(p) if plan else (0,))
@@ -113,7 +114,7 @@ def step_time(
     )
 
 
-def _stage(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
+def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
     """The segments of a stage."""
     model, found = config.model, list[SegmentTime]()
     hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
@@ -129,7 +130,8 @@ def _stage(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces)
     return found
 
 
-def _sum(times: list[SegmentTime]) -> SegmentTime:
+def total_time(times: list[SegmentTime]) -> SegmentTime:
+    """The sum of segments, without a name."""
     kinds = ("forward", "inputs", "weights", "exchange")
     return SegmentTime("", *(sum(getattr(time, kind) for time in times) for kind in kinds))
 
@@ -144,7 +146,7 @@ def _by_segment(times: list[SegmentTime]) -> tuple[dict[str, float], dict[str, f
     return forward, backward
 
 
-def _message_seconds(sizes: Sizes, speeds: Speeds) -> float:
+def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     """From the end of an action to the arrival of its state at the next stage."""
     inside = sizes.layout.size("stage") < GPUS_PER_NODE
     card, rates = speeds.card, speeds.rates
@@ -152,7 +154,7 @@ def _message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     return sizes.state / (rate * 1e9)
 
 
-def _reduction(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
+def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
     """Seconds to sum the gradients of a place along pp and to gather its weights.
 
     The last backward and the next forward go on meanwhile.
@@ -168,9 +170,9 @@ def _reduction(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> f
     )
 
 
-def _update(places: list[PlaceMemory], speeds: Speeds) -> float:
-    owned = max(place.state["moments"] for place in places) / 8
-    return owned * UPDATE_BYTES / speeds.hbm
+def update_seconds(moments_bytes: float, speeds: Speeds) -> float:
+    """Of the rank with most moments, of which each parameter has 8 bytes."""
+    return moments_bytes / 8 * UPDATE_BYTES / speeds.hbm
 
 
 def _host(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:

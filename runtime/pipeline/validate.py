@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
 
@@ -42,20 +43,41 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
 def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
     """The most that each rank keeps at once, where an activation of a stage has the size given for it."""
-    size_of = list(sizes)
+    size_of, found = list(sizes), []
+    for rank, moments in enumerate(in_flight(table)):
+        own = [size_of[stage] for stage in table.placement.stages_of(rank)]
+        found.append(max(float(sum(map(operator.mul, counts, own))) for counts in moments))
+    return tuple(found)
+
+
+def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank the moments in which it keeps most: of each of its stages, how many micro-batches.
+
+    Of two moments of which one has no less of any stage, only that one is there.
+    """
     found = []
     for rank in range(len(table.ranks)):
-        kept = most = 0.0
+        stages = table.placement.stages_of(rank)
+        counts, moments = dict.fromkeys(stages, 0), {(0,) * len(stages)}
         actions = table.actions(rank)
         trained = {action[1:] for action in actions if action.kind != "F"}
         for action in actions:
             if action.kind == "F":
-                kept += size_of[action.stage]
-                most = max(most, kept)
+                counts[action.stage] += 1
+                moments.add(tuple(counts.values()))
             if action.kind in "BW" or action[1:] not in trained:
-                kept -= size_of[action.stage]
-        found.append(most)
+                counts[action.stage] -= 1
+        found.append(_largest(moments))
     return tuple(found)
+
+
+def _largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Those that no other exceeds."""
+    kept: list[tuple[int, ...]] = []
+    for counts in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(operator.le, counts, other)) for other in kept):
+            kept.append(counts)
+    return tuple(kept)
 
 
 def _check_shape(table: Table) -> None:

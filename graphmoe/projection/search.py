@@ -1,0 +1,191 @@
+"""Layouts of a model on a number of ranks: those that fit, fastest first, and why the others do not run.
+
+Memory of every candidate is projected exactly. Its time has a bound, which a short table makes closer, and of
+those that fit only as many are projected whole as the best need: once a bound is below the last of them, none
+of the others can be among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.dispatch_rules import in_flight_rules
+from graphmoe.projection.arguments import ProjectArgs
+from graphmoe.projection.candidates import Again, Candidates, Shape
+from graphmoe.projection.document import pads_values, project
+from graphmoe.projection.estimates import Estimates, Plan
+from graphmoe.projection.rates import rates_of
+from graphmoe.projection.segment_times import Speeds
+from graphmoe.recompute_rules import recompute_rules
+
+COPIED = ("layout", "pipeline", "micro_batches", "memory_gb", "worst_rank", "step_time_s", "bubble", "mfu")
+"""Of a projection, what the document has of each of the best, beside `tokens_per_s_per_gpu`."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A candidate whose memory the card has."""
+
+    words: str
+    config: RunConfig
+    again: str
+    """The words for what is computed again."""
+    total_gb: float
+    at_most: float
+    """Tokens/s of a GPU that its projection does not exceed."""
+    closer: Callable[[], float]
+    """A closer bound, which takes longer."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that does not run."""
+
+    words: str
+    reason: str
+    total_gb: float | None = None
+    """Where it is too large: what the worst rank needs."""
+
+
+def search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> dict[str, Any]:
+    """All candidates as plain values. ``fixed``: keys that stay as they are. *Raises* ConfigError.
+
+    Of each layout with its schedule there is the kind of recompute that takes least time and fits, or else
+    the one that needs least.
+    """
+    fitting: list[Fitting] = []
+    rejected: list[Rejected] = []
+    for found in _Search(config, args, fixed).candidates():
+        if isinstance(found, Fitting):
+            fitting.append(found)
+        else:
+            rejected.append(found)
+    best, others = _best(fitting, args)
+    return {
+        "model": config.model.name,
+        "hardware": args.card.name,
+        "nodes": args.nodes,
+        "num_ranks": args.num_ranks,
+        "seq_len": config.data.seq_len,
+        "micro_batch_size": config.train.micro_batch_size,
+        "global_batch_size": config.train.global_batch_size,
+        "card_gb": args.card.memory_gb,
+        "num_fitting": len(fitting),
+        "num_simulated": len(fitting) - len(others),
+        "best": best,
+        "others_that_fit": [
+            {"words": f.words, "total_gb": f.total_gb, "at_most_tokens_per_s_per_gpu": f.at_most}
+            for f in others
+        ],
+        "rejected": [{key: value for key, value in asdict(r).items() if value is not None} for r in rejected],
+        "rates": asdict(rates_of(args.card, args.rates)),
+    }
+
+
+def _best(fitting: list[Fitting], args: ProjectArgs) -> tuple[list[dict[str, Any]], list[Fitting]]:
+    """The ``top`` fastest, simulated, and all that were not simulated; both fastest first."""
+    found: list[dict[str, Any]] = []
+    waiting = [(-candidate.at_most, number, False) for number, candidate in enumerate(fitting)]
+    heapq.heapify(waiting)
+    while waiting:
+        bound, number, is_close = waiting[0]
+        if len(found) >= args.top and -bound < found[args.top - 1]["tokens_per_s_per_gpu"]:
+            break
+        heapq.heappop(waiting)
+        candidate = fitting[number]
+        if not is_close:
+            heapq.heappush(waiting, (-candidate.closer(), number, True))
+            continue
+        document = project(candidate.config, args)
+        rate = document["tokens_per_s_per_gpu"]
+        shown = {"words": candidate.words, "recompute": candidate.again, "tokens_per_s_per_gpu": rate}
+        found.append({**shown, **{key: document[key] for key in COPIED}})
+        found.sort(key=lambda line: line["tokens_per_s_per_gpu"], reverse=True)
+    others = [replace(fitting[number], at_most=-bound) for bound, number, _ in sorted(waiting)]
+    return found[: args.top], others
+
+
+class _Search:
+    def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
+        self.tried = Candidates(config, args, fixed)
+        self.again, self.card = self.tried.again(), args.card
+        self.batch = (
+            "" if "train.global_batch_size" in fixed
+            else f"train.global_batch_size={config.train.global_batch_size}"
+        )  # fmt: skip
+        speeds = Speeds(args.card, rates_of(args.card, args.rates))
+        self.estimates = Estimates(config, self.again, speeds, pads=pads_values(args.card))
+        self.tokens = config.train.global_batch_size * (config.data.seq_len or 0) / args.num_ranks
+
+    def candidates(self) -> Iterator[Fitting | Rejected]:
+        for shape, problems in self.tried.shapes():
+            least = self.estimates.least_bytes(shape.layout) / 1e9
+            if problems:
+                yield Rejected(shape.words, "; ".join(problems))
+            elif least > self.card.memory_gb:
+                reason = f"weights, gradients and optimizer state alone are {least:,.1f} GB"
+                yield Rejected(shape.words, f"{reason}, {least - self.card.memory_gb:,.1f} too many", least)
+            else:
+                yield from self._of_shape(shape)
+
+    def _of_shape(self, shape: Shape) -> Iterator[Fitting | Rejected]:
+        """Of each schedule the kind of recompute that is fastest and fits."""
+        numbers = sorted(
+            range(len(self.again)), key=lambda number: self.estimates.model_seconds(shape, number)
+        )
+        for name, virtual_stages in self.tried.schedules(shape.layout.pp):
+            of_schedule = self.tried.schedule_words(shape.layout.pp, name, virtual_stages)
+            words = " ".join(filter(None, (shape.words, of_schedule)))
+            try:
+                plan = self.estimates.plan(shape, name, virtual_stages)
+            except ConfigError as error:
+                yield Rejected(words, str(error))
+                continue
+            pipeline = replace(shape.config.pipeline, schedule=name, virtual_stages=virtual_stages)
+            config = replace(shape.config, pipeline=pipeline)
+            yield self._of_plan(replace(shape, words=words, config=config), plan, numbers)
+
+    def _of_plan(self, shape: Shape, plan: Plan, numbers: list[int]) -> Fitting | Rejected:
+        least: Rejected | None = None
+        for number in numbers:
+            again = self.again[number]
+            config = replace(shape.config, recompute=again.config)
+            words = " ".join(filter(None, (shape.words, again.words, self.batch)))
+            problems = [*in_flight_rules(config), *self._again_problems(again)]
+            if problems:
+                least = least or Rejected(words, "; ".join(problems))
+                continue
+            place, memory = self.estimates.memory(shape, plan, number)
+            total = sum(memory.values()) / 1e9
+            if total <= self.card.memory_gb:
+                seconds = self.estimates.least_seconds(shape, plan, number)
+                closer = functools.partial(self._at_most, shape, plan, number)
+                return Fitting(words, config, again.words, total, self._rate(seconds), closer)
+            if least is None or least.total_gb is None or total < least.total_gb:
+                least = Rejected(words, self._too_large(place, memory), total)
+        assert least is not None
+        return least
+
+    def _at_most(self, shape: Shape, plan: Plan, number: int) -> float:
+        return self._rate(self.estimates.likely_seconds(shape, plan, number))
+
+    def _rate(self, seconds: float) -> float:
+        """Tokens/s of a GPU, a little more than rounding may lose."""
+        return self.tokens / seconds * (1 + 1e-6)
+
+    def _again_problems(self, again: Again) -> list[str]:
+        config = self.tried.config
+        return [*recompute_rules(again.config, config.model, config.compile.enabled)]
+
+    def _too_large(self, place: int, memory: dict[str, float]) -> str:
+        """What is largest, and by how much the card is exceeded."""
+        total, largest = sum(memory.values()) / 1e9, max(memory, key=memory.__getitem__)
+        return (
+            f"most are {largest}, {memory[largest] / 1e9:,.1f} of {total:,.1f} GB of a rank at place {place} "
+            f"of pp, {total - self.card.memory_gb:,.1f} too many"
+        )

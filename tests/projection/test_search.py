@@ -1,0 +1,165 @@
+"""A search finds what brute force finds, and says of each other candidate why it does not run."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config_rules import check, resolve
+from graphmoe.projection.arguments import ProjectArgs, completed, fixed_keys
+from graphmoe.projection.candidates import TRIED_SCHEDULES, Candidates
+from graphmoe.projection.document import project
+from graphmoe.projection.estimates import FASTER
+from graphmoe.projection.hardware import CARDS
+from graphmoe.projection.search import search
+from runtime.pipeline.schedules import SCHEDULES, make_table
+from runtime.pipeline.simulate import Costs, simulate
+from runtime.pipeline.validate import in_flight
+from runtime.pipeline.walk import Walk
+from tests.projection.test_activations import MODEL
+from tests.runs import config
+
+OPEN = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=32", "model.num_layers=6")
+SMALL = {"memory_gb": 0.78}
+"""So that of the candidates for the model of these tests some fit, some not."""
+
+
+def configured(*words: str) -> RunConfig:
+    return config(*{word.partition("=")[0]: word for word in (*MODEL, *OPEN, *words)}.values())
+
+
+def searched(args: ProjectArgs, *words: str):
+    return search(resolve(completed(configured(*words), args)), args, fixed_keys(words))
+
+
+def projected(words: str, args: ProjectArgs):
+    """What the tool says of a candidate that is typed."""
+    named = {"recompute=none": [], "recompute=all": ["recompute.all=true"]}
+    typed = [part for word in words.split() for part in named.get(word, [word])]
+    run = completed(configured(*typed), replace(args, search=False))
+    check(run)
+    return project(resolve(run), args)
+
+
+@pytest.fixture
+def small_card(monkeypatch):
+    monkeypatch.setitem(CARDS, "h200", replace(CARDS["h200"], **SMALL))
+    return ProjectArgs("h200", search=True, top=5)
+
+
+def test_the_best_are_those_of_brute_force(small_card):
+    words = ("parallel.tp=1", "parallel.cp_method=alltoall", "train.micro_batch_size=1")
+    everything = searched(replace(small_card, top=10_000), *words)
+    best = searched(small_card, *words)
+    assert best["num_simulated"] < everything["num_simulated"] == best["num_fitting"]
+    assert best["rejected"] == everything["rejected"] != []
+    rates = [line["tokens_per_s_per_gpu"] for line in everything["best"]]
+    assert rates == sorted(rates, reverse=True)
+    assert best["best"] == everything["best"][:5]
+    for line in best["others_that_fit"]:
+        same = next(other for other in everything["best"] if other["words"] == line["words"])
+        assert same["tokens_per_s_per_gpu"] <= line["at_most_tokens_per_s_per_gpu"]
+        assert same["memory_gb"]["total"] == pytest.approx(line["total_gb"])
+
+
+def test_what_is_listed_is_what_the_tool_says_of_it(small_card):
+    found = searched(small_card, "model.num_experts=8")
+    for line in found["best"]:
+        document = projected(line["words"], small_card)
+        assert document["fits"]
+        for key in ("tokens_per_s_per_gpu", "memory_gb", "bubble", "layout", "pipeline"):
+            assert document[key] == line[key], (line["words"], key)
+
+
+def test_candidates_that_are_too_large_say_by_how_much_and_what_is_largest(small_card):
+    found = searched(small_card, "parallel.cp=1")
+    large = [line for line in found["rejected"] if line["reason"].startswith("most are ")]
+    assert large
+    for line in large[::20]:
+        memory = projected(line["words"], small_card)["memory_gb"]
+        assert line["total_gb"] == pytest.approx(memory["total"])
+        largest = max((kind for kind in memory if kind != "total"), key=memory.__getitem__)
+        assert line["reason"].startswith(f"most are {largest}, {memory[largest]:,.1f} of")
+        assert f"{memory['total'] - SMALL['memory_gb']:,.1f} too many" in line["reason"]
+
+
+def test_rules_of_a_run_are_the_reasons_of_what_they_forbid(small_card):
+    reasons = {line["reason"] for line in searched(small_card, "parallel.pp=1")["rejected"]}
+    assert any("parallel.tp=8 does not divide model.num_heads=4" in reason for reason in reasons)
+
+
+def test_keys_of_the_command_line_stay(small_card):
+    words = ("parallel.ep=2", "pipeline.schedule=zbv", "recompute.all=true")
+    found = searched(small_card, *words)
+    assert found["best"]
+    for line in found["best"]:
+        assert line["layout"]["ep"] == 2
+        assert line["pipeline"] is None or line["pipeline"]["schedule"] == "zbv"
+        assert not any(key in line["words"] for key in ("parallel.ep=", "pipeline.schedule=", "recompute"))
+
+
+def test_no_layout_of_a_number_of_ranks_is_an_error_with_its_arithmetic(small_card):
+    with pytest.raises(ConfigError, match=r"on 8 ranks: .*parallel.pp=3 = 3 does not divide the 8 ranks"):
+        searched(small_card, "parallel.pp=3")
+
+
+def test_experts_are_cut_only_where_there_are_too_few_to_share():
+    args = ProjectArgs("h200", search=True)
+    run = resolve(completed(configured("model.num_experts=2"), args))
+    sizes = {(s.layout.tp, s.layout.ep, s.layout.etp) for s, _ in Candidates(run, args, frozenset()).shapes()}
+    assert (2, 1, 2) not in sizes and (2, 2, 2) in sizes
+
+
+TABLES = [
+    (name, virtual, overlap)
+    for name in TRIED_SCHEDULES
+    for virtual in ((2, 3) if name == "interleaved" else (SCHEDULES[name].virtual_stages[0],))
+    for overlap in (False, True)
+    if not overlap or SCHEDULES[name].build_overlapped
+]
+
+
+@pytest.mark.parametrize(("name", "virtual_stages", "overlap"), TABLES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_two_micro_batches_for_each_rank_fill_a_pipeline(name, virtual_stages, overlap, num_ranks):
+    for rest in range(num_ranks):
+        short, long = (
+            make_table(name, num_ranks, each * num_ranks + rest, virtual_stages, overlap=overlap)
+            for each in (2, 5)
+        )
+        assert [*map(set, in_flight(short))] == [*map(set, in_flight(long))]
+
+
+@pytest.mark.parametrize(("name", "virtual_stages", "overlap"), TABLES)
+def test_a_walk_takes_as_long_as_the_simulation(name, virtual_stages, overlap):
+    table = make_table(name, 4, 9, virtual_stages, overlap=overlap)
+    stages = range(table.placement.num_stages)
+    walk = Walk(table)
+    for comm, hidden in itertools.product((0.0, 0.3), (0.0, 0.2)):
+        costs = Costs(
+            tuple(1 + 0.1 * (s % 3) for s in stages),
+            tuple(1.2 + 0.05 * s for s in stages),
+            tuple(0.6 for _ in stages),
+            comm,
+            hidden,
+        )
+        assert walk.makespan(costs) == simulate(table, costs).makespan
+
+
+@pytest.mark.parametrize(("name", "virtual_stages", "overlap"), TABLES)
+def test_micro_batches_that_a_table_has_not_are_no_faster_than_its_last(name, virtual_stages, overlap):
+    for num_ranks, comm in itertools.product((2, 4, 5), (0.0, 0.1, 0.4)):
+        tables = [
+            make_table(name, num_ranks, each * num_ranks, virtual_stages, overlap=overlap)
+            for each in (2, 3, 7)
+        ]
+        stages = range(tables[0].placement.num_stages)
+        costs = Costs(
+            tuple(1 + 0.07 * (s % 3) for s in stages),
+            tuple(1.3 + 0.04 * (s % 4) for s in stages),
+            tuple(0.5 for _ in stages),
+            comm,
+        )
+        short, longer, long = (Walk(table).makespan(costs) for table in tables)
+        assert short + 5 * (longer - short) <= long * (1 + FASTER)

@@ -20,6 +20,7 @@ from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.stage_kinds import PlaceKind, alike, place_kinds
 from graphmoe.projection.state import FP32, state_of
 from graphmoe.projection.step_time import (
+    host_seconds,
     message_seconds,
     reduction_seconds,
     stage_times,
@@ -86,6 +87,7 @@ class Estimates:
         self._buffers = functools.cache(self._find_buffers)
         self._communication = functools.cache(self._find_communication)
         self._times = functools.cache(self._find_times)
+        self._host = functools.cache(self._find_host)
 
     def least_bytes(self, layout: Layout) -> float:
         """State of the rank with most, no less than ranks have on average."""
@@ -169,7 +171,9 @@ class Estimates:
         gradients = max(self._gradients(like, together, kind.stages) for kind in plan.kinds)
         moments = max(self._state(together, kind.stages)["moments"] for kind in plan.kinds)
         hidden = min(gradients * self.speeds.rates.hidden_gradients, makespan / count)
-        return makespan + gradients - hidden + update_seconds(moments, self.speeds)
+        hosts = (sum(self._host(like, plan.stages[n]) for n in own) for own in plan.places)
+        step = makespan + gradients - hidden + update_seconds(moments, self.speeds)
+        return max(step, count * max(hosts))
 
     def _of_stages(self, shape: Shape, plan: Plan, number: int) -> tuple[int, list[SegmentTime], float]:
         """Micro-batches of the step, times of all stages, and that of a message."""
@@ -235,6 +239,10 @@ class Estimates:
 
     def _find_communication(self, like: Layout, layout: Layout) -> float:
         return communication_bytes(replace(self._sizes[like][1], layout=layout))
+
+    def _find_host(self, like: Layout, pieces: StagePieces) -> float:
+        config, sizes = self._sizes[like]
+        return host_seconds(config, stage_times(config, sizes, self.speeds, pieces), self.speeds)
 
     def _time(self, like: Layout, number: int, pieces: StagePieces, count: int) -> SegmentTime:
         """On average of ``count`` micro-batches: the first stores its weight gradients, others add theirs."""

@@ -94,7 +94,8 @@ def step_time(
     update = update_seconds(max(place.state["moments"] for place in places), speeds)
     host = count * max(
         sum(
-            _host(config, times[number], speeds) for number in (plan.placement.stages_of(p) if plan else (0,))
+            host_seconds(config, times[number], speeds)
+            for number in (plan.placement.stages_of(p) if plan else (0,))
         )
         for p in range(layout.pp)
     )
@@ -175,7 +176,7 @@ def update_seconds(moments_bytes: float, speeds: Speeds) -> float:
     return moments_bytes / 8 * UPDATE_BYTES / speeds.hbm
 
 
-def _host(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
+def host_seconds(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
     """Of a stage and micro-batch: segments are started, of captured neighbours in a layer the first."""
     scope = config.graph.scope
     if scope == FULL_ITERATION:

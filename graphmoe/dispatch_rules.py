@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from graphmoe.config import (
-    AuxLoss,
     DispatcherChoice,
     DpShard,
     ModelConfig,
@@ -114,26 +113,6 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"pipeline.ep_overlap=true runs other units between those that graph.scope={scope} captures; use "
             f"graph.scope={FULL_ITERATION} or none"
-        )
-
-
-def in_flight_rules(config: RunConfig) -> Iterator[str]:
-    """What several micro-batches under way at once do not go together with."""
-    if config.pipeline.ep_overlap:
-        cause = "pipeline.ep_overlap=true"
-    elif config.parallel.pp > 1:
-        cause = f"parallel.pp={config.parallel.pp}"
-    else:
-        return
-    again = config.recompute
-    routes_again = (
-        again.all or "moe_router" in again.segments or (again.layer_ids and not (again.segments or again.ops))
-    )
-    if routes_again and config.model.aux_loss is AuxLoss.global_batch:
-        yield (
-            f"{cause} routes the next micro-batch before this one is routed again, and "
-            f"model.aux_loss=global_batch counts both; use recompute.segments without moe_router, or "
-            f"model.aux_loss=micro_batch"
         )
 
 

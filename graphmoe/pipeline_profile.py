@@ -136,5 +136,5 @@ def in_common_time(parts: Sequence[_Part]) -> list[Span]:
     found = []
     for part in parts:
         moved = (part.began_ns - first.began_ns) / 1e3 if one_host else 0.0
-        found += [Span(s.rank, s.lane, s.step, s.start + moved, s.end + moved) for s in part.spans]
+        found += [Span(s.rank, s.track, s.step, s.start + moved, s.end + moved) for s in part.spans]
     return found

@@ -119,8 +119,6 @@ class Pipelined:
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         """As `MicroBatches.train`; all ranks along pp get the same batches."""
         self._begin(batches, add, self._waiting_steps)
-        if self.overlap:
-            self.overlap.start_step()
         self.pipeline.train()
         if self.overlap:
             self.overlap.finish()

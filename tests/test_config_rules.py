@@ -99,11 +99,6 @@ RULES = [
         "let the pass split_backward run",
     ),
     (
-        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true recompute.all=true "
-        "model.aux_loss=global_batch",
-        "use recompute.segments without moe_router, or model.aux_loss=micro_batch",
-    ),
-    (
         "parallel.tp=2 model.num_heads=3",
         "parallel.tp=2 does not divide model.num_heads=3, the attention heads that its ranks share; "
         "use tp=1, or model.num_heads=2 or 4",
@@ -187,10 +182,6 @@ RULES = [
         "parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall",
     ),
     ("parallel.cp=0", "parallel.cp=0 must be greater than 0"),
-    (
-        "parallel.pp=2 recompute.all=true model.aux_loss=global_batch",
-        "parallel.pp=2 routes the next micro-batch before this one is routed again",
-    ),
     ("parallel.pp=2 parallel.dp_shard=fsdp2", "has many under way; use parallel.dp_shard=zero1"),
     (
         "parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true",

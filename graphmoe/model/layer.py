@@ -117,10 +117,11 @@ class MoELayer(nn.Module):
     def segments(self, index: int | None = None) -> list[Segment]:
         """The segments of the layer at a place of the model."""
         piece = functools.partial(Segment, layer=index)
+        read = ("x", "earlier") if self.moe_router.reads_earlier else ("x",)
         routed = ("h", "weight", "experts", "loss", "stats")
         pieces = [
             piece("attn", self.attn, ("x", "cos", "sin"), ("x",)),
-            piece("moe_router", self.moe_router, ("x",), routed),
+            piece("moe_router", self.moe_router, read, routed),
         ]
         if self.dispatcher is not None:
             return [*pieces, *self._travelling(self.dispatcher, piece)]
@@ -173,6 +174,11 @@ class MoELayer(nn.Module):
         fused = experts.received_fused
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
+    def earlier(self) -> dict[str, Tensor]:
+        """What the segments of one micro-batch read of the step's earlier ones, by name, if anything."""
+        router = self.moe_router
+        return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
+
     @property
     def _shared_sum(self) -> tuple[str, ...]:
         return () if self.shared_experts is None else ("shared",)
@@ -190,5 +196,5 @@ class MoELayer(nn.Module):
         execute: Executor = run_segments,
         index: int | None = None,
     ) -> MoEOutput:
-        tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP}
+        tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP, **self.earlier()}
         return MoEOutput(*execute(self.segments(index), tensors, self.writes))

@@ -49,15 +49,27 @@ class Router(nn.Module):
         # Slots of the step's earlier micro-batches, for the balance loss over the global batch.
         self.register_buffer("earlier_counts", zeros_E.clone(), persistent=False)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """-> h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3]."""
+    @property
+    def reads_earlier(self) -> bool:
+        """Whether the balance loss is over the global batch, so that it counts earlier micro-batches too."""
+        return self.config.aux_loss is AuxLoss.global_batch and self.config.aux_loss_coef > 0
+
+    def forward(
+        self, x_BSD: Tensor, earlier_E: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """-> h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
+
+        ``earlier_E``, fp32, is given where `reads_earlier`: a copy of ``earlier_counts`` that belongs to this
+        micro-batch, since a backward may route it again when later ones have been counted.
+        """
+        assert self.reads_earlier == (earlier_E is not None)
         h_TD = self.norm(x_BSD).flatten(0, 1)
         # bf16 logits would flip the choice between near-equal experts.
         logits_TE = F.linear(h_TD.float(), self.gate.weight.float())
         scores_TE = ops.scores_of(logits_TE, self.config.score_function)
         expert_TK = self._choose(scores_TE.detach())
         weight_TK = ops.slot_weights(self.config, logits_TE, scores_TE, expert_TK)
-        loss, stats = self._losses(logits_TE, scores_TE, expert_TK, len(x_BSD))
+        loss, stats = self._losses(logits_TE, scores_TE, expert_TK, earlier_E, len(x_BSD))
         return h_TD, weight_TK, expert_TK, loss, stats
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
@@ -69,7 +81,12 @@ class Router(nn.Module):
         return ops.select_experts(config, scores_TE)
 
     def _losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor, num_sequences: int
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        expert_TK: Tensor,
+        earlier_E: Tensor | None,
+        num_sequences: int,
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         balance = z = loss = logits_TE.new_zeros(())
@@ -77,8 +94,8 @@ class Router(nn.Module):
         terms: Sequence[Tensor] = ()
         if has_balance:
             counts_BE = ops.count_per_sequence(expert_TK, num_sequences, config.num_experts)
-            mean_BE, counts_BE = ops.balance_terms(config, scores_TE, counts_BE, self.earlier_counts)
-            terms = mean_BE, self._of_global_batch(counts_BE)
+            mean_BE, counts_BE = ops.balance_terms(config, scores_TE, counts_BE, earlier_E)
+            terms = mean_BE, self._of_global_batch(counts_BE, earlier_E)
         if config.z_loss_coef > 0:
             z = ops.z_loss(logits_TE)
         entropy, z, *terms = self._of_all_tokens(ops.entropy(scores_TE), z, *terms)
@@ -89,15 +106,15 @@ class Router(nn.Module):
             loss = loss + config.z_loss_coef * z
         return loss, torch.stack([balance, z, entropy]).detach()
 
-    def _of_global_batch(self, counts_BE: Tensor) -> Tensor:
+    def _of_global_batch(self, counts_BE: Tensor, earlier_E: Tensor | None) -> Tensor:
         """With ``global_batch`` [1, E], the slots of all micro-batches up to this one on any rank of dp.
 
         The loader deals them out one by one, so those up to this one are the earlier ones of all ranks, and
         the present ones of the ranks before this. Outside training, a rank's own.
         """
-        if self.config.aux_loss is not AuxLoss.global_batch or self.dp == 1 or not torch.is_grad_enabled():
+        if earlier_E is None or self.dp == 1 or not torch.is_grad_enabled():
             return counts_BE
-        both_12E = torch.stack([counts_BE, self.earlier_counts[None]], dim=1)
+        both_12E = torch.stack([counts_BE, earlier_E[None]], dim=1)
         both_R2E = all_gather(both_12E, "dp", self.dp, dim=0)
         ranks_R1 = torch.arange(self.dp, device=counts_BE.device).unsqueeze(1)
         has_begun_R1 = ranks_R1 <= index_along("dp", counts_BE)

@@ -56,6 +56,7 @@ class MtpLayer(nn.Module):
     ) -> MoEOutput:
         """The layer's output, which ``norm`` prepares for the head and for the next depth."""
         tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
+        tensors |= self.layer.earlier()
         return MoEOutput(*execute(self.segments(index), tensors, self.layer.writes))
 
 

@@ -62,13 +62,13 @@ def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
 
 
 def balance_terms(
-    config: ModelConfig, scores_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor
+    config: ModelConfig, scores_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Mean normalised score and load of each expert -> two fp32 [B, E], or [1, E] where sequences are joined.
 
     They are taken over each sequence (DeepSeek-V2, section 2.2.3), over the micro-batch
     (Switch Transformer, arXiv 2101.03961, section 2.2), or over the global batch so far
-    (arXiv 2501.11873): ``earlier_E`` counts the slots of the step's earlier micro-batches.
+    (arXiv 2501.11873): there ``earlier_E`` counts the slots of the step's earlier micro-batches.
     """
     share_TE = scores_TE
     if config.score_function is ScoreFunction.sigmoid:
@@ -78,6 +78,7 @@ def balance_terms(
         mean_BE = mean_BE.mean(dim=0, keepdim=True)
         counts_BE = counts_BE.sum(dim=0, keepdim=True)
     if config.aux_loss is AuxLoss.global_batch:
+        assert earlier_E is not None
         counts_BE = counts_BE + earlier_E
     return mean_BE, counts_BE
 

@@ -1,6 +1,6 @@
 """The bars of a picture: one for each action of a timeline, with its place, its colour and its words.
 
-A rank has a row of height 1 around its number. The lane of transfers, where there are any, is a narrow one
+A rank has a row of height 1 around its number. The track of transfers, where there are any, is a narrow one
 below that of computation; a forward and a backward that take turns are two bars of half the height.
 """
 
@@ -82,7 +82,7 @@ class Bar:
 def bars_of(panel: Panel) -> list[Bar]:
     """All bars of a panel, those of a rank from left to right."""
     timeline = panel.timeline
-    has_transfers = any(span.lane == "comm" for span in timeline.spans)
+    has_transfers = any(span.track == "comm" for span in timeline.spans)
     return [
         bar for span in timeline.spans for bar in _bars(span, timeline.placement, panel.scale, has_transfers)
     ]
@@ -98,7 +98,7 @@ def idle_shares(timeline: Timeline) -> list[float]:
     """By rank, the share of the makespan in which it computes nothing."""
     busy = [0.0] * timeline.placement.num_ranks
     for span in timeline.spans:
-        busy[span.rank] += span.end - span.start if span.lane == "compute" else 0.0
+        busy[span.rank] += span.end - span.start if span.track == "compute" else 0.0
     return [1 - time / timeline.makespan if timeline.makespan else 0.0 for time in busy]
 
 
@@ -133,7 +133,7 @@ def _bars(span: Span, placement: Placement, scale: float, has_transfers: bool) -
     centre, start, end = span.rank, span.start * scale, span.end * scale
     border = centre + _HALF / 2 if has_transfers else centre + _HALF
     both = span.step if isinstance(span.step, Together) else (span.step,)
-    if span.lane == "comm":
+    if span.track == "comm":
         for action in both:
             yield Bar("comm", action, span.rank, start, end, border + 0.02, centre + _HALF, COLOURS["comm"])
         return

@@ -21,7 +21,7 @@ def timeline_document(panel: Panel) -> dict[str, Any]:
     ranks = range(timeline.placement.num_ranks)
     rows: list[dict[str, list[dict[str, Any]]]] = [{"compute": [], "comm": []} for _ in ranks]
     for span in timeline.spans:
-        rows[span.rank][span.lane] += _actions(span, panel.scale)
+        rows[span.rank][span.track] += _actions(span, panel.scale)
     return {
         "schedule": timeline.schedule,
         "title": panel.title,

@@ -145,9 +145,8 @@ def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> 
         virtual = num_pieces // args.stages
     if virtual is None:
         virtual = SCHEDULES[name].virtual_stages[0] if name in SCHEDULES else 1
-    return args.stages or max(
-        num_pieces // virtual, 1
-    ) if num_pieces else args.stages or DEFAULT_RANKS, virtual
+    fitting = max(num_pieces // virtual, 1) if num_pieces else DEFAULT_RANKS
+    return args.stages or fitting, virtual
 
 
 def _costs(keys: CostKeys, placement: Placement, stages: Sequence[PartCost]) -> Costs:

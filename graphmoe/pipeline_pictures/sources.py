@@ -76,7 +76,7 @@ def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
     for timeline in timelines:
         placement = timeline.placement
         for span in timeline.spans:
-            if span.lane != "compute":
+            if span.track != "compute":
                 continue
             took = span.end - span.start
             if isinstance(span.step, Together):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from runtime.dry.watch import StepWatch
-from runtime.pipeline.actions import Kind, Step
+from runtime.pipeline.actions import Kind, Step, parts
 from runtime.pipeline.channels import Arrival, Channels, Specs
-from runtime.pipeline.dependencies import parts
-from runtime.pipeline.timeline import Lane
+from runtime.pipeline.timeline import Track
 from runtime.pipeline.transfers import Channel, Message
 
 MESSAGES = "messages"
@@ -32,7 +31,7 @@ class WatchedSteps:
         """Nothing is to be forgotten."""
 
     @contextmanager
-    def span(self, lane: Lane, step: Step) -> Iterator[None]:
+    def span(self, track: Track, step: Step) -> Iterator[None]:
         self._watch.phase = _phase(parts(step)[0].kind)
         yield
 

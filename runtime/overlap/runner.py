@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.overlap.order import Direction, Piece, backward_of, interleaved, transfers_first, turns
 from runtime.overlap.tape import Tape
-from runtime.overlap.transfers import Transfers
+from runtime.overlap.transfer_stream import TransferStream
 from runtime.unit_code import Later
 from runtime.units import Unit
 
@@ -31,7 +31,7 @@ class Overlap:
 
     def __init__(self, device: torch.device) -> None:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._transfers = Transfers(device)
+        self._transfers = TransferStream(device)
         self._tape: Tape | None = None
         """Of the forward that runs, or has run."""
         self._before: Backward | None = None
@@ -40,8 +40,6 @@ class Overlap:
         """What runs in turns with the forward that is under way, or alone."""
         self._queue: deque[tuple[Direction, int]] = deque()
         """What is still to come of a forward and the backward beside it."""
-        self.order: list[tuple[Direction, str]] = []
-        """What this step has queued."""
 
     @property
     def runs(self) -> bool:
@@ -50,15 +48,9 @@ class Overlap:
 
     def forward(self, run: Callable[[], Result]) -> Result:
         """What ``run`` returns; the backward of the micro-batch before runs in between, all of it."""
-        if self._before is None:
-            self.start_step()
         before, self._before = self._before, None
         result, self._tape = self.record(run, before, before.tape.pieces if before else ())
         return result
-
-    def start_step(self) -> None:
-        """Forget what the step before has queued."""
-        self.order = []
 
     def backward(self, loss: Tensor) -> None:
         """Let the backward of the last forward begin; it runs beside the next forward or in ``finish``."""
@@ -116,7 +108,6 @@ class Overlap:
         if self._queue:
             turn = self._queue.popleft()
             assert turn == ("forward", number), turn
-        self.order.append(("forward", unit.name))
         self._transfers.wait((tape, "forward", source) for source in tape.sources(read))
 
         def run() -> tuple[Tensor, ...]:
@@ -138,7 +129,6 @@ class Overlap:
 
     def _back(self, backward: Backward, number: int) -> Later:
         tape, piece = backward.tape, backward.pieces[number]
-        self.order.append(("backward", piece.name))
         key: Hashable = (tape, "backward", number)
         self._transfers.wait((tape, "backward", source) for source in piece.needs)
         place = len(backward.pieces) - 1 - number

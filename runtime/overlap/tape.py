@@ -49,8 +49,8 @@ class Tape:
         self._edges: dict[tuple[int, int], GradientEdge] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         """Those that have come for each result; they are added when all of them can be read."""
-        self._received: list[tuple[int, int]] = []
-        """Keys of what `receive` was given."""
+        self._received: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        """Of what `receive` was given."""
 
     @property
     def pieces(self) -> list[Piece]:
@@ -61,14 +61,20 @@ class Tape:
         assert not self._done
         given = tuple(self._source_of(tensor.detach()) for tensor in tensors)
         for i, tensor in enumerate(given):
-            self._received.append((RECEIVED, i))
+            self._received.append((tensor.shape, tensor.dtype, tensor.device))
             self._source[id(tensor.grad_fn)] = RECEIVED, i
             self._edges[RECEIVED, i] = get_gradient_edge(tensor)
         return given
 
     def gradients_of_received(self) -> tuple[Tensor, ...]:
-        """When the backward of all units is over."""
-        return tuple(functools.reduce(torch.add, self._gradients.pop(key)) for key in self._received)
+        """When the backward of all units is over; zeros for what nothing with a gradient was made of."""
+        gradients = []
+        for i, (shape, dtype, device) in enumerate(self._received):
+            given = self._gradients.pop((RECEIVED, i), None) or [
+                torch.zeros(shape, dtype=dtype, device=device)
+            ]
+            gradients.append(functools.reduce(torch.add, given))
+        return tuple(gradients)
 
     def run(
         self,

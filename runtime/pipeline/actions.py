@@ -38,6 +38,11 @@ class Together(NamedTuple):
 Step = Action | Together
 
 
+def parts(step: Step) -> tuple[Action, ...]:
+    """The action that a step is, or the two of a `Together`."""
+    return tuple(step) if isinstance(step, Together) else (step,)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which rank has which stages."""
@@ -77,7 +82,4 @@ class Table:
 
     def actions(self, rank: int) -> list[Action]:
         """Those of a rank, forward and backward of a `Together` one after the other."""
-        found: list[Action] = []
-        for step in self.ranks[rank]:
-            found += step if isinstance(step, Together) else (step,)
-        return found
+        return [action for step in self.ranks[rank] for action in parts(step)]

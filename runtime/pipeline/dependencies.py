@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from runtime.pipeline.actions import Action, Step, Table, Together
+from runtime.pipeline.actions import Action, Step, Table, parts
 
 
 class TableError(ValueError):
     """A table that no ranks could run; the message names the ranks and actions."""
-
-
-def parts(step: Step) -> tuple[Action, ...]:
-    """The action that a step is, or the two of a `Together`."""
-    return tuple(step) if isinstance(step, Together) else (step,)
 
 
 def result(action: Action) -> Action:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from graphmoe.torch_compat.pipelining import Parts, ScheduleRuntime
-from runtime.pipeline.actions import Action, Step, Table, Together
+from runtime.pipeline.actions import Action, Step, Table, Together, parts
 from runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
-from runtime.pipeline.dependencies import needs, parts, result
+from runtime.pipeline.dependencies import needs, result
 from runtime.pipeline.recorder import StepRecorder
 from runtime.pipeline.schedules import forward_only
 from runtime.pipeline.stages import BackwardOf, Stage, Tensors
-from runtime.pipeline.timeline import Lane
+from runtime.pipeline.timeline import Track
 from runtime.pipeline.transfers import Message, Transfers, transfers_of
 from runtime.pipeline.validate import check
 
@@ -152,5 +152,5 @@ class Pipeline:
         kind, stage, _ = message.content
         return self._stages[stage + 1].received if kind == "F" else self._stages[stage - 1].sent
 
-    def _recorded(self, lane: Lane, step: Step) -> AbstractContextManager[None]:
-        return self._recording.span(lane, step) if self._recording else nullcontext()
+    def _recorded(self, track: Track, step: Step) -> AbstractContextManager[None]:
+        return self._recording.span(track, step) if self._recording else nullcontext()

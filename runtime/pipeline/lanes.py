@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.pipeline.actions import Table
-from runtime.pipeline.dependencies import parts
+from runtime.pipeline.actions import Table, parts
 
 Lanes = dict[tuple[int, int], int]
 """By stage and micro-batch, from 0."""

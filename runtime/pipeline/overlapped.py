@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from runtime.overlap.order import Piece
 from runtime.overlap.runner import Backward, Overlap
 from runtime.overlap.tape import Tape
 from runtime.pipeline.channels import Specs
-from runtime.pipeline.stages import AutogradStage, BackwardOf, Deferring, Run, Tensors
+from runtime.pipeline.stages import AutogradStage, BackwardOf, Deferring, Roots, Run, Tensors
 
 
 @dataclass
@@ -21,18 +20,11 @@ class _Taped:
     """A forward that an `Overlap` has run."""
 
     tape: Tape
-    sent: list[GradientEdge | None]
-    loss: Tensor | None
+    roots: Roots
 
-    def started(self, gradients: Sequence[Tensor]) -> Backward:
+    def started(self, gradients: Tensors) -> Backward:
         """Its backward, from the gradients of what was sent."""
-        pairs = [(e, g) for e, g in zip(self.sent, gradients, strict=True) if e is not None]
-        roots: list[Tensor | GradientEdge] = [edge for edge, _ in pairs]
-        values: list[Tensor | None] = [gradient for _, gradient in pairs]
-        if self.loss is not None and self.loss.requires_grad:
-            roots.append(self.loss)
-            values.append(None)
-        self.tape.start(roots, values)
+        self.tape.start(*self.roots.paired(gradients))
         return Backward(self.tape)
 
 
@@ -102,6 +94,5 @@ class OverlappedStage(AutogradStage):
         (sent, loss), tape = overlap.record(run, beside, self._pieces)
         overlap.settle()  # what is sent may have been made by a transfer
         self._pieces = tape.pieces
-        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
-        self._taped[micro_batch] = _Taped(tape, edges, loss)
+        self._taped[micro_batch] = _Taped(tape, Roots.of(sent, loss))
         return tuple(tensor.detach() for tensor in sent)

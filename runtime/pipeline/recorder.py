@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from runtime.pipeline.actions import Step
-from runtime.pipeline.timeline import Lane, Span
+from runtime.pipeline.timeline import Span, Track
 
 
 class StepRecorder(Protocol):
@@ -19,14 +19,14 @@ class StepRecorder(Protocol):
     def start(self) -> None:
         """A step begins."""
 
-    def span(self, lane: Lane, step: Step) -> AbstractContextManager[None]:
+    def span(self, track: Track, step: Step) -> AbstractContextManager[None]:
         """Around a step of the table, or the wait for a message that it reads."""
 
 
 class Recorder:
     """Records one step at a time: by events on a GPU, by the host's clock on a CPU.
 
-    A wait, lane ``comm``, is the time that the stream (on a CPU the host) stood still for a message. Records
+    A wait, track ``comm``, is the time that the stream (on a CPU the host) stood still for a message. Records
     nothing that a graph could capture.
     """
 
@@ -35,7 +35,7 @@ class Recorder:
         self._on_gpu = device.type == "cuda"
         self._device, self._barrier = device, barrier
         self._origin: torch.cuda.Event | int = 0
-        self._marks: list[tuple[Lane, Step, torch.cuda.Event | int, torch.cuda.Event | int]] = []
+        self._marks: list[tuple[Track, Step, torch.cuda.Event | int, torch.cuda.Event | int]] = []
         self.began_ns = 0
         """``time.time_ns()`` at zero of the step's spans."""
 
@@ -55,11 +55,11 @@ class Recorder:
         self._origin = self._now()
 
     @contextmanager
-    def span(self, lane: Lane, step: Step) -> Iterator[None]:
+    def span(self, track: Track, step: Step) -> Iterator[None]:
         """Records the block. No device sync."""
         begin = self._now()
         yield
-        self._marks.append((lane, step, begin, self._now()))
+        self._marks.append((track, step, begin, self._now()))
 
     def spans(self, rank: int, origin_ns: int | None = None) -> list[Span]:
         """The spans since `start`, in microseconds from its zero, or from a time of ``time.time_ns()``.
@@ -70,8 +70,8 @@ class Recorder:
             torch.cuda.synchronize(self._device)
         moved = 0.0 if origin_ns is None else (self.began_ns - origin_ns) / 1e3
         return [
-            Span(rank, lane, step, moved + self._us(begin), moved + self._us(end))
-            for lane, step, begin, end in self._marks
+            Span(rank, track, step, moved + self._us(begin), moved + self._us(end))
+            for track, step, begin, end in self._marks
         ]
 
     def _now(self) -> torch.cuda.Event | int:

@@ -5,7 +5,7 @@
  "steps": [{"step": 12, "peak_bytes": [1, 2], "spans": [[0, "compute", "0F0", 0.0, 310.5], ...]}]}
 ```
 
-A span is rank, lane, action (``0F3+0B1`` where two take turns), start and end in microseconds.
+A span is rank, track, action (``0F3+0B1`` where two take turns), start and end in microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from graphmoe.config import ConfigError
 from runtime.pipeline.actions import Action, Placement, Step, Table, Together
-from runtime.pipeline.timeline import Lane, Span, Timeline
+from runtime.pipeline.timeline import Span, Timeline, Track
 from runtime.pipeline.validate import peak_activations
 
 FILE_NAME = "pipeline.json"
@@ -39,7 +39,7 @@ def write(path: Path, timelines: Mapping[int, Timeline]) -> None:
             {
                 "step": step,
                 "peak_bytes": timeline.peak_bytes,
-                "spans": [[s.rank, s.lane, str(s.step), s.start, s.end] for s in timeline.spans],
+                "spans": [[s.rank, s.track, str(s.step), s.start, s.end] for s in timeline.spans],
             }
             for step, timeline in timelines.items()
         ],
@@ -80,14 +80,14 @@ def timeline_of(
 ) -> Timeline:
     """A timeline of what was measured; times are counted from the first start.
 
-    The spans of one rank and lane must not overlap. They may come in any order.
+    The spans of one rank and track must not overlap. They may come in any order.
     """
     measured = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
     if not measured:
         raise ValueError("a step has no spans")
     begin, end = min(span.start for span in measured), max(span.end for span in measured)
-    moved = tuple(Span(s.rank, s.lane, s.step, s.start - begin, s.end - begin) for s in measured)
-    busy = sum(span.end - span.start for span in moved if span.lane == "compute")
+    moved = tuple(Span(s.rank, s.track, s.step, s.start - begin, s.end - begin) for s in measured)
+    busy = sum(span.end - span.start for span in moved if span.track == "compute")
     makespan = end - begin
     table = table_of(schedule, placement, num_micro_batches, moved)
     return Timeline(
@@ -106,20 +106,22 @@ def table_of(schedule: str, placement: Placement, num_micro_batches: int, spans:
     """What each rank computed, in order; the spans of a rank are in the order of time."""
     ranks: list[list[Step]] = [[] for _ in range(placement.num_ranks)]
     for span in spans:
-        if span.lane == "compute":
+        if span.track == "compute":
             ranks[span.rank].append(span.step)
     return Table(schedule, placement, num_micro_batches, tuple(map(tuple, ranks)))
 
 
 def _span(row: list[Any], placement: Placement) -> Span:
     """*Raises* ValueError for what is no row of a span."""
-    rank, lane, text, start, end = row
-    if lane not in get_args(Lane):
-        raise ValueError(f"'{lane}' is no lane, which are {', '.join(get_args(Lane))}")
+    rank, track, text, start, end = row
+    if track not in get_args(Track):
+        raise ValueError(f"'{track}' is no track, which are {', '.join(get_args(Track))}")
     if not 0 <= rank < placement.num_ranks:
         raise ValueError(f"a span of rank {rank} of a pipeline of {placement.num_ranks} ranks")
     actions = [_action(part, placement) for part in text.split("+", 1)]
-    return Span(rank, lane, Together(*actions) if len(actions) == 2 else actions[0], float(start), float(end))
+    return Span(
+        rank, track, Together(*actions) if len(actions) == 2 else actions[0], float(start), float(end)
+    )
 
 
 def _action(text: str, placement: Placement) -> Action:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.pipeline.actions import Action, Placement, Step, Table, Together
-from runtime.pipeline.dependencies import in_order, needs, parts, result
+from runtime.pipeline.actions import Action, Placement, Step, Table, Together, parts
+from runtime.pipeline.dependencies import in_order, needs, result
 from runtime.pipeline.timeline import Span, Timeline
 from runtime.pipeline.validate import peak_activations, peaks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -56,12 +56,32 @@ class BackwardOf(NamedTuple):
 
 
 @dataclass
-class _Kept:
-    received: Tensors
-    """Leaves of autograd's graph."""
+class Roots:
+    """Where the backward of what a `Run` has returned begins."""
+
     sent: list[GradientEdge | None]
     """Places in the graph, not the tensors: these are free when they have been sent. None: no gradient."""
     loss: Tensor | None
+
+    @classmethod
+    def of(cls, sent: Tensors, loss: Tensor | None) -> Roots:
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
+        return cls(edges, loss if loss is not None and loss.requires_grad else None)
+
+    def paired(self, gradients: Tensors) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
+        """What autograd starts from, and the gradient of each, from those of all that was sent."""
+        pairs = zip(self.sent, gradients, strict=True)
+        roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [(e, g) for e, g in pairs if e is not None]
+        if self.loss is not None:
+            roots.append((self.loss, None))
+        return [root for root, _ in roots], [gradient for _, gradient in roots]
+
+
+@dataclass
+class _Kept:
+    received: Tensors
+    """Leaves of autograd's graph."""
+    roots: Roots
     later: Later
 
 
@@ -91,13 +111,14 @@ class AutogradStage:
         later: Later = []
         with self._deferring(later):
             sent, loss = self._run(micro_batch, leaves)
-        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
-        self._kept[micro_batch] = _Kept(leaves, edges, loss, later)
+        self._kept[micro_batch] = _Kept(leaves, Roots.of(sent, loss), later)
         return tuple(tensor.detach() for tensor in sent)
 
     def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
         kept = self._kept.pop(micro_batch)
-        _backward(kept, gradients)
+        roots, values = kept.roots.paired(gradients)
+        if roots:
+            torch.autograd.backward(roots, values)  # type: ignore[arg-type]
         self._later[micro_batch] = kept.later
         if weights:
             self.backward_weights(micro_batch)
@@ -114,13 +135,3 @@ class AutogradStage:
         later = self._later.pop(micro_batch)
         while later:
             later.pop(0)()  # what W has read is free when it is over
-
-
-def _backward(kept: _Kept, gradients: Sequence[Tensor]) -> None:
-    """One backward of the loss and of what was sent; autograd frees its graph."""
-    pairs = zip(kept.sent, gradients, strict=True)
-    roots: list[tuple[GradientEdge | Tensor, Tensor | None]] = [(e, g) for e, g in pairs if e is not None]
-    if kept.loss is not None and kept.loss.requires_grad:
-        roots.append((kept.loss, None))
-    if roots:
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from runtime.pipeline.actions import Placement, Step
 
-Lane = Literal["compute", "comm"]
+Track = Literal["compute", "comm"]
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Span:
     """One step or transfer of one rank; times have the unit of the costs, for a run microseconds."""
 
     rank: int
-    lane: Lane
+    track: Track
     step: Step
-    """What is done; on the lane ``comm`` what is waited for: the action whose input travels."""
+    """What is done; on the track ``comm`` what is waited for: the action whose input travels."""
     start: float
     end: float
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime.pipeline.actions import Action, Step, Table
-from runtime.pipeline.dependencies import needs, parts, result
+from runtime.pipeline.actions import Action, Step, Table, parts
+from runtime.pipeline.dependencies import needs, result
 from runtime.pipeline.validate import FORWARD_ONLY
 
 HELD = 2

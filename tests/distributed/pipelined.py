@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from graphmoe.dispatch import Dispatcher
 from graphmoe.layout import layout_of, own_part
 from graphmoe.model import build_model
 from graphmoe.pipeline_plan import layout_of_run, plan_of
 from graphmoe.pipelined import Pipelined
+from graphmoe.segments import FULL_ITERATION
 from graphmoe.step_rows import RECEIVED, SCALARS
 from graphmoe.trainer import Trainer
 from runtime.pipeline.actions import Together
 from tests.distributed.training import Outcome, Training, without_rank_load
+from tests.distributed.turns import num_changes, watched
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 BASE = (
@@ -48,11 +51,7 @@ class Case:
     @property
     def training(self) -> Training:
         own = (f"parallel.pp={self.pp}", f"pipeline.schedule={self.schedule}", *self.words)
-        in_turns = "pipeline.ep_overlap=true" in self.words
-        change = check_that_units_take_turns if in_turns else None
-        if "graph.scope=layer" in self.words:
-            change = check_that_no_stream_waits
-        return Training((*BASE, *self.model, *own), change, self.traced)
+        return Training((*BASE, *self.model, *own), check, self.traced)
 
     @property
     def alone(self) -> Training:
@@ -75,30 +74,40 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
             assert_gradient_close(of_rank.weights[parameter], weights[parameter])
 
 
+def check(trainer: Trainer) -> None:
+    """What is to be seen while a run trains only."""
+    check_who_carries_messages(trainer)
+    if trainer.config.pipeline.ep_overlap:
+        check_that_units_take_turns(trainer)
+
+
 def check_that_units_take_turns(trainer: Trainer) -> None:
     """At the end of each step: in each pair a forward and a backward have two turns at least."""
     overlap, plan = trainer.execution.overlap, trainer.plan
     assert overlap is not None and plan is not None
     finish, own = overlap.finish, plan.table.ranks[trainer.mesh.index("pp")]
+    queued = watched(overlap)
 
     def check() -> None:
         finish()
-        directions = [direction for direction, _ in overlap.order]
-        changes = sum(one != other for one, other in itertools.pairwise(directions))
-        assert changes >= 3 * sum(isinstance(step, Together) for step in own) > 0, overlap.order
+        assert num_changes(queued) >= 3 * sum(isinstance(step, Together) for step in own) > 0, queued
+        queued.clear()
 
     overlap.finish = check  # type: ignore[method-assign]
 
 
-def check_that_no_stream_waits(trainer: Trainer) -> None:
-    """In steps that compile or capture; in later ones it may."""
+def check_who_carries_messages(trainer: Trainer) -> None:
+    """The hosts, in a program's steps that compile, warm up or capture units: there no stream may wait."""
     micro_batches = trainer.train_step.micro_batches
     assert isinstance(micro_batches, Pipelined)
-    train, begun = micro_batches.pipeline.train, []
+    captures_units = trainer.config.graph.scope not in ("none", FULL_ITERATION)
+    by_host = [True, captures_units, False]  # each program's first steps, with graph.warmup_steps=1
+    train, begun = micro_batches.pipeline.train, Counter[Dispatcher | None]()
 
     def check() -> None:
-        begun.append(micro_batches.channels.by_host)
-        assert begun == [True, True, False][: len(begun)], begun  # one step warms up, one captures
+        program = micro_batches.model.dispatcher
+        assert micro_batches.channels.by_host == by_host[min(begun[program], 2)], begun
+        begun[program] += 1
         train()
 
     micro_batches.pipeline.train = check  # type: ignore[method-assign]

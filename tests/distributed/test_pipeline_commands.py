@@ -38,9 +38,9 @@ def test_the_steps_that_are_logged_are_recorded_whole(recorded):
     assert [*timelines] == [3, 6, 8]
     for timeline in timelines.values():
         assert (timeline.schedule, timeline.num_micro_batches, timeline.peak_bytes) == ("zb1p", 2, None)
-        done = sorted(str(span.step) for span in timeline.spans if span.lane == "compute")
+        done = sorted(str(span.step) for span in timeline.spans if span.track == "compute")
         assert done == sorted(f"{stage}{kind}{n}" for stage in range(2) for kind in "FIW" for n in range(2))
-        at = {(span.lane, str(span.step)): span for span in timeline.spans}
+        at = {(span.track, str(span.step)): span for span in timeline.spans}
         for n in range(2):
             assert at["compute", f"0F{n}"].start < at["compute", f"1F{n}"].end
             assert at["compute", f"1F{n}"].end < at["compute", f"0I{n}"].end

@@ -106,11 +106,11 @@ def test_what_is_recorded_is_the_table_with_waits_between(runs):
     spans = [span for *_, of_rank in results for span in of_rank]
     timeline = timeline_of(table.schedule, table.placement, table.num_micro_batches, spans)
     for rank, steps in enumerate(table.ranks):
-        computed = [span for span in timeline.spans if (span.rank, span.lane) == (rank, "compute")]
+        computed = [span for span in timeline.spans if (span.rank, span.track) == (rank, "compute")]
         assert tuple(span.step for span in computed) == steps
         assert all(a.end <= b.start for a, b in zip(computed, computed[1:], strict=False))
         assert all(span.start <= span.end for span in timeline.spans)
-        waits = [span for span in timeline.spans if (span.rank, span.lane) == (rank, "comm")]
+        waits = [span for span in timeline.spans if (span.rank, span.track) == (rank, "comm")]
         assert {w.step.kind for w in waits} <= {"F", "B"} and waits
 
 

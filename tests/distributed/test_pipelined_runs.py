@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from graphmoe.world import World
 from tests.distributed.pipelined import BUDGET, COMPILED, MTP, TIED, TURNS, Case, assert_same
@@ -12,10 +13,14 @@ from tests.distributed.training import Outcome, Training
 CASES = {
     "gpipe": Case(2, 2, "gpipe"),
     "1f1b": Case(2, 2, "1f1b"),
+    "1f1b, routed again": Case(2, 2, "1f1b", ("recompute.all=true",)),
     "1f1b, tied": Case(2, 2, "1f1b", model=(TIED,)),
     "1f1b, later tokens": Case(2, 2, "1f1b", model=(MTP,)),
     "1f1b, later tokens, the loss apart": Case(2, 2, "1f1b", ("pipeline.layout=Ettttmm|L",), (MTP,)),
     "1f1b, compiled": Case(2, 2, "1f1b", (COMPILED,), traced=True),
+    "1f1b, compiled, routed again": Case(
+        2, 2, "1f1b", (COMPILED, "recompute.segments=[moe_router]"), traced=True
+    ),
     "interleaved": Case(2, 2, "interleaved"),
     "interleaved, three stages a rank": Case(2, 2, "interleaved", ("pipeline.virtual_stages=3",)),
     "zb1p": Case(2, 2, "zb1p"),
@@ -41,7 +46,11 @@ CASES = {
     "zb1p on lanes": Case(2, 2, "zb1p", (COMPILED, "graph.scope=layer", "graph.warmup_steps=1"), (MTP,)),
     "zbv on lanes": Case(2, 2, "zbv", (COMPILED, "graph.scope=partial", "graph.warmup_steps=1")),
     "interleaved on lanes": Case(
-        2, 2, "interleaved", (COMPILED, "graph.scope=layer", "graph.warmup_steps=1"), (TIED,)
+        2,
+        2,
+        "interleaved",
+        (COMPILED, "graph.scope=layer", "graph.warmup_steps=1", "recompute.all=true"),
+        (TIED,),
     ),
     "1f1b in one graph": Case(2, 2, "1f1b", (COMPILED, "graph.scope=full_iteration", "graph.warmup_steps=1")),
     "1f1b beside cp and etp": Case(4, 2, "1f1b", ("parallel.cp=2", "parallel.etp=2")),
@@ -69,3 +78,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Training, Outcome]:
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_weights_are_those_of_one_process(outcomes, alone, name):
     assert_same(CASES[name], outcomes[name], alone[CASES[name].alone])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "1f1b, compiled"])
+def test_what_is_routed_again_when_later_micro_batches_are_counted_is_bitwise_what_was_kept(outcomes, name):
+    for kept, again in zip(outcomes[name], outcomes[f"{name}, routed again"], strict=True):
+        assert torch.equal(again.rows, kept.rows) and again.gradients.keys() == kept.gradients.keys()
+        for parameter, gradient in kept.gradients.items():
+            assert torch.equal(again.gradients[parameter], gradient), parameter
+            assert torch.equal(again.weights[parameter], kept.weights[parameter]), parameter

@@ -81,6 +81,6 @@ def test_recorded_steps_have_the_spans_and_the_peak_of_each_gpu(outcomes, folder
     timelines = read(folder / "recorded" / FILE_NAME)
     assert [*timelines] == [3, 6]
     for timeline in timelines.values():
-        assert len([span for span in timeline.spans if span.lane == "compute"]) == 2 * 3 * 8
+        assert len([span for span in timeline.spans if span.track == "compute"]) == 2 * 3 * 8
         assert timeline.peak_bytes is not None and min(timeline.peak_bytes) > 0
         assert 0 < timeline.bubble < 1

@@ -69,7 +69,7 @@ SCHEDULES = {
     ),
 }
 
-__all__ = ["SCHEDULES", "Schedule", "forward_only", "make_table", "schedule_rules", "with_overlap"]
+__all__ = ["SCHEDULES", "Schedule", "forward_only", "make_table", "schedule_rules"]
 
 
 def make_table(
@@ -82,6 +82,9 @@ def make_table(
 ) -> Table:
     """The table of a schedule; with None for the fewest virtual stages that it takes.
 
+    With ``overlap`` a forward and a backward that a rank has to do in steady state become one `Together`, of
+    two micro-batches: longer warm-ups make all pairs independent.
+
     Raises ConfigError with all that `schedule_rules` finds.
     """
     problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
@@ -91,21 +94,6 @@ def make_table(
     build = schedule.build_overlapped if overlap else schedule.build
     assert build
     return build(num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0])
-
-
-def with_overlap(table: Table) -> Table:
-    """The table of the same schedule and numbers in which forwards and backwards run together.
-
-    Where a rank has both a forward and a backward to do in steady state, they become one `Together`, of two
-    micro-batches: longer warm-ups make all pairs independent.
-
-    Raises ConfigError for a schedule that has no such pairs.
-    """
-    placement = table.placement
-    virtual_stages = placement.num_stages // placement.num_ranks
-    return make_table(
-        table.schedule, placement.num_ranks, table.num_micro_batches, virtual_stages, overlap=True
-    )
 
 
 def schedule_rules(

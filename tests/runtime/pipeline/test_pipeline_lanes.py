@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runtime.pipeline.dependencies import parts
+from runtime.pipeline.actions import parts
 from runtime.pipeline.lanes import lanes_of
 from runtime.pipeline.schedules import make_table
 from tests.runtime.pipeline.test_transfers import TABLES

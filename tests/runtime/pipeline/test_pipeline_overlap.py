@@ -6,7 +6,7 @@ import pytest
 
 from graphmoe.config import ConfigError
 from runtime.pipeline.actions import Together
-from runtime.pipeline.schedules import SCHEDULES, forward_only, make_table, with_overlap
+from runtime.pipeline.schedules import SCHEDULES, forward_only, make_table
 from runtime.pipeline.simulate import Costs, simulate
 from runtime.pipeline.validate import check, peak_activations
 
@@ -21,9 +21,9 @@ def pairs_of(table):
 @pytest.mark.parametrize(("name", "virtual"), VARIANTS)
 def test_tables_with_pairs_can_be_run_with_any_number_of_micro_batches(name, virtual, num_ranks):
     for number in range(1, 21):
-        table = with_overlap(make_table(name, num_ranks, number, virtual))
+        table = make_table(name, num_ranks, number, virtual, overlap=True)
         check(table)
-        assert table.schedule == name and table == with_overlap(table)
+        assert table.schedule == name
         pairs = [pair for of_rank in pairs_of(table) for pair in of_rank]
         assert all(pair.forward.micro_batch != pair.backward.micro_batch for pair in pairs)
         assert bool(pairs) == (number > 1)
@@ -50,17 +50,17 @@ def test_the_last_stage_pairs_a_backward_with_the_forward_after_it():
 def test_pairs_that_hide_nothing_take_as_long_as_before(name, virtual, num_ranks):
     plain = make_table(name, num_ranks, 4 * num_ranks, virtual)
     costs = Costs.of_rank(plain.placement, virtual, virtual, virtual)
-    assert simulate(with_overlap(plain), costs).makespan == simulate(plain, costs).makespan
+    together = make_table(name, num_ranks, 4 * num_ranks, virtual, overlap=True)
+    assert simulate(together, costs).makespan == simulate(plain, costs).makespan
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize(("name", "virtual"), VARIANTS)
 def test_hidden_time_is_won_for_every_pair_of_the_last_rank(name, virtual, num_ranks):
     number = 4 * num_ranks
-    plain = make_table(name, num_ranks, number, virtual)
-    table = with_overlap(plain)
+    table = make_table(name, num_ranks, number, virtual, overlap=True)
     makespans = [
-        simulate(table, Costs.of_rank(plain.placement, 4 * virtual, 4 * virtual, 4 * virtual, hidden=hidden))
+        simulate(table, Costs.of_rank(table.placement, 4 * virtual, 4 * virtual, 4 * virtual, hidden=hidden))
         for hidden in (0, 2 * virtual)
     ]
     won = makespans[0].makespan - makespans[1].makespan
@@ -80,9 +80,10 @@ def test_schedules_without_pairs_name_those_that_have_them(name):
     with pytest.raises(
         ConfigError, match=rf"pipeline.schedule={name} pairs none; use one of 1f1b, interleaved"
     ):
-        with_overlap(make_table(name, 4, 8))
+        make_table(name, 4, 8, overlap=True)
 
 
-def test_evaluation_has_no_pairs():
-    with pytest.raises(ConfigError, match="pipeline.schedule=forward_only"):
-        with_overlap(forward_only(make_table("1f1b", 2, 2), 2))
+@pytest.mark.parametrize(("name", "virtual"), VARIANTS)
+def test_evaluation_has_no_pairs(name, virtual):
+    evaluating = forward_only(make_table(name, 4, 8, virtual, overlap=True), 8)
+    assert sum(map(len, evaluating.ranks)) == 4 * virtual * 8 and not any(pairs_of(evaluating))

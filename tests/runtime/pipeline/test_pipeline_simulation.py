@@ -10,14 +10,14 @@ from runtime.pipeline.simulate import Costs, simulate
 from runtime.pipeline.timeline import Timeline
 
 
-def rows(timeline: Timeline, lane="compute"):
-    """The spans of a lane by rank, as text, start and end."""
+def rows(timeline: Timeline, track="compute"):
+    """The spans of a track by rank, as text, start and end."""
     num_ranks = timeline.placement.num_ranks
     return [
         [
             (str(span.step), span.start, span.end)
             for span in timeline.spans
-            if (span.rank, span.lane) == (rank, lane)
+            if (span.rank, span.track) == (rank, track)
         ]
         for rank in range(num_ranks)
     ]

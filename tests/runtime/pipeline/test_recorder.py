@@ -28,10 +28,10 @@ def test_spans_have_the_times_of_their_blocks_in_microseconds():
     recorder = Recorder(CPU)
     step(recorder)
     spans = recorder.spans(3)
-    assert [(s.rank, s.lane, s.step) for s in spans] == [
-        (3, lane, action) for action in (F0, B0) for lane in ("comm", "compute")
+    assert [(s.rank, s.track, s.step) for s in spans] == [
+        (3, track, action) for action in (F0, B0) for track in ("comm", "compute")
     ]
-    assert all(s.end - s.start >= (2000 if s.lane == "comm" else 4000) for s in spans)
+    assert all(s.end - s.start >= (2000 if s.track == "comm" else 4000) for s in spans)
     ends = [0.0, *(s.end for s in spans)]
     assert all(before <= s.start for before, s in zip(ends, spans, strict=False))
 

@@ -106,7 +106,7 @@ def with_span(*span: object) -> dict:
         ({**GOOD, "steps": [{"step": 1, "spans": []}]}, "a step has no spans"),
         ({**GOOD, "steps": [{"spans": []}]}, "it has no 'step'"),
         (with_span(0, "compute", "0F0", 0.0), "not enough values"),
-        (with_span(0, "gpu", "0F0", 0.0, 1.0), "'gpu' is no lane, which are compute, comm"),
+        (with_span(0, "gpu", "0F0", 0.0, 1.0), "'gpu' is no track, which are compute, comm"),
         (with_span(0, "compute", "F0", 0.0, 1.0), "'F0' is no action such as 3F0"),
         (with_span(0, "compute", "0F0+0B1+0W1", 0.0, 1.0), "'0B1.0W1' is no action"),
         (with_span(3, "compute", "0F0", 0.0, 1.0), "rank 3 of a pipeline of 1 ranks"),

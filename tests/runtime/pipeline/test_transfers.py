@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 import pytest
 
-from runtime.pipeline.actions import Action, Placement
-from runtime.pipeline.dependencies import needs, parts, result
+from runtime.pipeline.actions import Action, Placement, parts
+from runtime.pipeline.dependencies import needs, result
 from runtime.pipeline.schedules import forward_only, make_table
 from runtime.pipeline.transfers import HELD, channels_of, transfers_of
 
@@ -185,5 +184,6 @@ def test_neighbours_on_one_rank_send_nothing():
 
 def test_a_table_that_evaluates_needs_no_channel_that_its_schedule_lacks():
     for table in TABLES:
-        assert set(channels_of(forward_only(table, 4))) <= set(channels_of(table))
-    assert Counter(table.schedule for table in TABLES)["forward_only"] == len(SIZES) * len(PLACEMENTS)
+        channels = set(channels_of(forward_only(table, 4)))
+        assert channels <= set(channels_of(table))
+        assert bool(channels) == (table.placement.num_ranks > 1)

@@ -10,7 +10,7 @@ import torch
 Result = TypeVar("Result")
 
 
-class Transfers:
+class TransferStream:
     """Runs transfers one after the other, each behind all that was queued before it; none on a CPU.
 
     What a transfer reads must stay until the current stream has waited for it: the allocator knows one stream

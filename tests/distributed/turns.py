@@ -1,0 +1,41 @@
+"""In which order an `Overlap` queues the units of two micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from runtime.overlap.order import Direction
+from runtime.overlap.runner import Backward, Call, Overlap
+from runtime.unit_code import Later
+from runtime.units import Unit
+
+Order = list[tuple[Direction, str]]
+"""Directions and names of units."""
+
+
+def watched(overlap: Overlap) -> Order:
+    """What the overlap queues from now on, as a list that grows."""
+    order: Order = []
+    run_unit, back = overlap.run_unit, overlap._back
+
+    def run_and_note(unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
+        def note_and_call(own: Sequence[Tensor], later: Later) -> Sequence[Tensor]:
+            order.append(("forward", unit.name))
+            return call(own, later)
+
+        return run_unit(unit, read, note_and_call)
+
+    def note_and_back(backward: Backward, number: int) -> Later:
+        order.append(("backward", backward.pieces[number].name))
+        return back(backward, number)
+
+    overlap.run_unit, overlap._back = run_and_note, note_and_back  # type: ignore[method-assign]
+    return order
+
+
+def num_changes(order: Order) -> int:
+    """How often a forward follows a backward, or a backward a forward."""
+    return sum(one != other for (one, _), (other, _) in itertools.pairwise(order))

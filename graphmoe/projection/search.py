@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from graphmoe.config import ConfigError, RunConfig
-from graphmoe.dispatch_rules import in_flight_rules
 from graphmoe.projection.arguments import ProjectArgs
 from graphmoe.projection.candidates import Again, Candidates, Shape
 from graphmoe.projection.document import pads_values, project
@@ -156,7 +155,7 @@ class _Search:
             again = self.again[number]
             config = replace(shape.config, recompute=again.config)
             words = " ".join(filter(None, (shape.words, again.words, self.batch)))
-            problems = [*in_flight_rules(config), *self._again_problems(again)]
+            problems = self._again_problems(again)
             if problems:
                 least = least or Rejected(words, "; ".join(problems))
                 continue

@@ -293,7 +293,7 @@ class ParallelConfig:
     """How attention sees what other ranks of cp have: alltoall (heads for positions), ring (keys and values
     go round), or auto: alltoall where the heads of a rank of tp divide by cp, else ring."""
     pp: int = 1
-    """Pipeline stages, > 0; this version has 1 only."""
+    """Ranks of a pipeline, > 0, which share the layers; pipeline.schedule says how."""
     ep: int = 1
     """Ranks that share the experts; may be more than dp, > 0."""
     etp: int = 1

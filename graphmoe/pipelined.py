@@ -137,7 +137,7 @@ class Pipelined:
         self._add = add
         program = torch.is_grad_enabled(), self.model.dispatcher  # each rung of a ladder has its own
         self.channels.by_host = self._num_run[program] < waiting
-        if not self._num_run[program]:
+        if waiting and self.channels.has_nccl and not self._num_run[program]:
             what = "steps" if program[0] else "validations"
             log.info("%d first %s: messages go through the memory of the hosts, slowly", waiting, what)
         self._num_run[program] += 1

@@ -26,7 +26,9 @@ def render(summary: dict[str, Any]) -> str:
         lines += ["", "A sample of what the model writes now:", "", summary["sample"], ""]
     first, last = summary["first_val_loss"], summary["final_val_loss"]
     if not summary["finished"]:
-        lines.append(f"stopped after step {summary['steps']}, training loss {summary['final_loss']}")
+        loss = summary["final_loss"]
+        reached = "" if loss is None else f", training loss {loss:.4f}"
+        lines.append(f"stopped after step {summary['steps']}{reached}")
     elif first is not None and last is not None:
         lines.append(f"validation loss {first:.3f} -> {last:.3f} in {summary['steps']} steps")
     elif summary["final_loss"] is not None:

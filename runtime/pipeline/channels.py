@@ -57,7 +57,7 @@ class Channels:
         no graph could capture.
         """
         self._device = device
-        self._has_nccl = "cuda:nccl" in dist.get_backend_config()
+        self.has_nccl = "cuda:nccl" in dist.get_backend_config()
         self.by_host = False
         """Whether messages go through the memory of the hosts, as they always do without NCCL. Set it between
         steps, alike on all ranks.
@@ -102,7 +102,7 @@ class Channels:
     @property
     def _place(self) -> torch.device:
         """Where messages are sent from and received."""
-        return torch.device("cpu") if self.by_host or not self._has_nccl else self._device
+        return torch.device("cpu") if self.by_host or not self.has_nccl else self._device
 
     def _open(self, ranks: Sequence[int]) -> None:
         """One byte along each channel of this pipeline, in one order on all of its ranks."""

@@ -64,7 +64,7 @@ class BenchArgs:
     """ladder: GPUs, which share the experts, >= 2; default: all that are visible, or 2 ranks on a CPU.
     projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
     rates: Path | None = None
-    """projection: document of suite=calibrate, or another file of rates; default: assumed ones."""
+    """projection: document of suite=calibrate, or another file of rates; default: the tool's own."""
     blocks: str = BLOCKS
     """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None

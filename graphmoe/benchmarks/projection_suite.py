@@ -242,5 +242,5 @@ def render_projections(document: dict[str, Any]) -> Iterator[str]:
         f"Misses, memory beyond {MOST_MEMORY:.0%} or time beyond {MOST_TIME:.0%}: "
         f"{', '.join(missed) or 'none'}. Memory: most that torch's allocator held at a time, of the worst "
         f"rank. Time: median of {document['method']['repeats']} steps. Rates: "
-        f"{document['method']['rates'] or 'assumed'}, of {document['method']['card']}."
+        f"{document['method']['rates'] or 'those without a file'}, of {document['method']['card']}."
     )

@@ -30,7 +30,7 @@ class ProjectArgs:
     """exact: the bytes that this project's runs hold; published: those of a published chart."""
 
     rates: Path | None = None
-    """JSON file with shares of the card's peaks that were measured, in place of assumed ones."""
+    """JSON file with shares of the card's peaks that were measured, in place of the tool's own."""
     search: bool = False
     """Look for the layouts that fit the model on so many GPUs, by projected throughput."""
     top: int = 10

@@ -14,15 +14,17 @@ from graphmoe.projection.arguments import Assumptions, ProjectArgs
 from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
 from graphmoe.projection.published import published_bubble, published_memory_gb
-from graphmoe.projection.rates import rates_of
+from graphmoe.projection.rates import rates_of, source_of_rates
 from graphmoe.projection.segment_times import Speeds
 from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.step_time import StepTime, step_time
+from graphmoe.timing import FLUSH_BYTES
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
     "gaps and rounding of the allocator",
     "workspaces of matrix products and attention",
+    f"{FLUSH_BYTES // 2**20} MiB that moe.experts=auto clears while it times kernels, before the first step",
 )
 
 
@@ -52,6 +54,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         **_flops(config, layout),
         **_time(time),
         "rates": dataclasses.asdict(rates),
+        "rates_from": source_of_rates(args.card, args.rates),
     }
 
 

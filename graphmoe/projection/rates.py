@@ -1,17 +1,17 @@
-"""What a card reaches of its peaks: assumptions, in one place, until measured rates take their place."""
+"""What a card reaches of its peaks: measured on H200s, assumed of AMD's cards, or given by a file."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from graphmoe.cli import nearest
 from graphmoe.config import ConfigError
-from graphmoe.projection.hardware import Card
+from graphmoe.projection.hardware import H200, Card
 
 Point = tuple[float, float, float]
 """The two sizes of `CLASSES` that a product has, and the share of the peak that it reached."""
@@ -75,27 +75,99 @@ CLASSES = {
 TIMES = ("segment_us", "host_us")
 MAY_BE_ZERO = (*TIMES, "hidden_exchange", "hidden_gradients")
 
+
+def _points(shares: Mapping[int, Mapping[int, float]]) -> tuple[Point, ...]:
+    """Shares by first and second size, as points."""
+    return tuple((kind, size, share) for kind, sizes in shares.items() for size, share in sizes.items())
+
+
 NVIDIA = Rates(
-    dense=0.74,
-    dense_weights=0.70,
-    dense_weights_added=0.65,
-    grouped=((1408, 48, 0.17), (1408, 384, 0.48), (1408, 1536, 0.55)),
-    grouped_weights=((1408, 48, 0.08), (1408, 384, 0.28), (1408, 1536, 0.42)),
-    grouped_weights_added=((1408, 48, 0.04), (1408, 384, 0.18), (1408, 1536, 0.34)),
-    router=0.04,
-    head=0.63,
-    attention_forward=0.52,
-    attention_backward=0.31,
-    hbm=0.88,
-    node=0.67,
+    dense=_points(
+        {
+            1086: {512: 0.13, 2048: 0.362, 4096: 0.486, 16384: 0.665},
+            1448: {512: 0.182, 2048: 0.446, 4096: 0.547, 16384: 0.681},
+            2048: {512: 0.335, 2048: 0.616, 4096: 0.705, 16384: 0.77},
+            3396: {512: 0.509, 2048: 0.746, 4096: 0.754, 16384: 0.795},
+            4096: {512: 0.6, 2048: 0.749, 4096: 0.777, 16384: 0.783},
+            9385: {512: 0.692, 2048: 0.787, 4096: 0.799, 16384: 0.725},
+        }
+    ),
+    dense_weights=_points(
+        {
+            1086: {512: 0.0795, 2048: 0.223, 4096: 0.343, 16384: 0.559},
+            1448: {512: 0.12, 2048: 0.346, 4096: 0.492, 16384: 0.702},
+            2048: {512: 0.178, 2048: 0.442, 4096: 0.584, 16384: 0.766},
+            3396: {512: 0.203, 2048: 0.445, 4096: 0.565, 16384: 0.727},
+            4096: {512: 0.207, 2048: 0.471, 4096: 0.606, 16384: 0.759},
+            9385: {512: 0.218, 2048: 0.498, 4096: 0.6, 16384: 0.668},
+        }
+    ),
+    dense_weights_added=_points(
+        {
+            1086: {512: 0.0711, 2048: 0.203, 4096: 0.326, 16384: 0.543},
+            1448: {512: 0.105, 2048: 0.315, 4096: 0.471, 16384: 0.692},
+            2048: {512: 0.149, 2048: 0.394, 4096: 0.554, 16384: 0.755},
+            3396: {512: 0.171, 2048: 0.413, 4096: 0.54, 16384: 0.717},
+            4096: {512: 0.177, 2048: 0.437, 4096: 0.576, 16384: 0.753},
+            9385: {512: 0.189, 2048: 0.459, 4096: 0.57, 16384: 0.657},
+        }
+    ),
+    grouped=_points(
+        {
+            768: {256: 0.426, 1024: 0.551},
+            1408: {48: 0.17, 384: 0.489, 1536: 0.557},
+            2048: {1024: 0.645},
+        }
+    ),
+    grouped_weights=_points(
+        {
+            768: {256: 0.265, 1024: 0.387},
+            1408: {48: 0.0783, 384: 0.316, 1536: 0.449},
+            2048: {1024: 0.423},
+        }
+    ),
+    grouped_weights_added=_points(
+        {
+            768: {256: 0.128, 1024: 0.305},
+            1408: {48: 0.0268, 384: 0.173, 1536: 0.401},
+            2048: {1024: 0.36},
+        }
+    ),
+    router=_points(
+        {
+            64: {512: 0.00897, 4096: 0.028, 16384: 0.0377},
+            128: {4096: 0.0357},
+            256: {4096: 0.0451},
+        }
+    ),
+    head=_points(
+        {
+            2048: {512: 0.626, 4096: 0.679, 16384: 0.639},
+        }
+    ),
+    attention_forward=_points(
+        {
+            128: {1024: 0.447, 4096: 0.593, 8192: 0.62},
+            192: {512: 0.283, 2048: 0.478, 4096: 0.539},
+        }
+    ),
+    attention_backward=_points(
+        {
+            128: {1024: 0.239, 4096: 0.383, 8192: 0.427},
+            192: {512: 0.146, 2048: 0.278, 4096: 0.328},
+        }
+    ),
+    hbm=0.86,
+    node=0.62,
     network=0.8,
     hidden_exchange=0.8,
     hidden_gradients=0.2,
-    segment_us=20,
-    host_us=350,
+    segment_us=8.4,
+    host_us=360,
 )
-"""From an H200's kernels in steps of 6 layers of DeepSeek-V2-Lite (docs/benchmarks); the router, what leaves
-the card and what is hidden are assumed, and so is that other cards reach the same shares."""
+"""Measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
+cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). Assumed: what leaves the node, what
+other work hides, and that other cards reach the same shares."""
 AMD = Rates(
     dense=0.5,
     dense_weights=0.45,
@@ -134,8 +206,22 @@ def share_at(share: Share, kind: float, size: float) -> float:
 
 
 def default_rates(card: Card) -> Rates:
-    """Those that are assumed of a card."""
-    return AMD if card.name.startswith("MI") else NVIDIA
+    """Those of a card for which no others are given."""
+    return AMD if _is_amd(card) else NVIDIA
+
+
+def source_of_rates(card: Card, path: Path | None) -> str:
+    """Where `rates_of` has its rates from, in words."""
+    if path is not None:
+        return f"the rates of {path}"
+    if _is_amd(card):
+        return "assumed rates"
+    of_others = "" if card is H200 else f", and assumed to hold for {card.name}"
+    return f"rates measured on H200s{of_others}; network and overlap are assumed"
+
+
+def _is_amd(card: Card) -> bool:
+    return card.name.startswith("MI")
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:

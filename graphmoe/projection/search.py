@@ -18,7 +18,7 @@ from graphmoe.projection.arguments import ProjectArgs
 from graphmoe.projection.candidates import Again, Candidates, Shape
 from graphmoe.projection.document import pads_values, project
 from graphmoe.projection.estimates import Estimates, Plan
-from graphmoe.projection.rates import rates_of
+from graphmoe.projection.rates import rates_of, source_of_rates
 from graphmoe.projection.segment_times import Speeds
 from graphmoe.recompute_rules import recompute_rules
 
@@ -83,6 +83,7 @@ def search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> dict[
         ],
         "rejected": [{key: value for key, value in asdict(r).items() if value is not None} for r in rejected],
         "rates": asdict(rates_of(args.card, args.rates)),
+        "rates_from": source_of_rates(args.card, args.rates),
     }
 
 

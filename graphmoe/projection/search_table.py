@@ -23,7 +23,8 @@ def render_search(document: dict[str, Any]) -> Group:
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, micro-batches "
         f"of {document['micro_batch_size']}",
         f"{document['num_fitting']} candidates fit {card:,.0f} GB, {num_rejected} do not run; "
-        f"the {document['num_simulated']} that may be among the best were projected, from assumed rates",
+        f"the {document['num_simulated']} that may be among the best were projected, from "
+        f"{document['rates_from']}",
     ]
     if best:
         shown += [_best(best), "add to the command for the first:", f"  {escape(best[0]['words'])}"]

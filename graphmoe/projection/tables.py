@@ -43,7 +43,7 @@ def render(document: dict[str, Any]) -> Group:
         _places(document),
         *_details(document),
         f"not counted: {', '.join(document['not_counted'])}",
-        "\n[bold]Time of a step[/bold], projected from assumed rates",
+        f"\n[bold]Time of a step[/bold], projected from {document['rates_from']}",
         *_times(document),
         "",
         verdict(document),

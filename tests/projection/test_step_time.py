@@ -2,9 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from graphmoe.benchmarks.projection_suite import allocated_bytes, projected
+from graphmoe.benchmarks.words import compose_config
 from graphmoe.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from graphmoe.config_rules import resolve
 from graphmoe.layout import Layout
@@ -13,11 +17,13 @@ from graphmoe.pipeline_pictures.plans import load_preset
 from graphmoe.projection.arguments import Assumptions, ProjectArgs, completed
 from graphmoe.projection.document import project
 from graphmoe.projection.hardware import CARDS, H200, MI300X
-from graphmoe.projection.rates import NVIDIA, rates_of
+from graphmoe.projection.rates import CLASSES, NVIDIA, rates_of
 from graphmoe.projection.segment_times import Speeds
+from graphmoe.projection.tables import render
 from tests.projection.test_activations import MODEL
 from tests.runs import config
 
+RAW = Path(__file__).parents[2] / "docs/benchmarks/projection_h200"
 EIGHT = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=16")
 
 
@@ -55,7 +61,48 @@ def test_what_is_computed_again_takes_time():
     assert backward("recompute.all=true") > 1.1 * backward()
 
 
-def test_a_file_of_measured_rates_takes_the_place_of_assumed_ones(tmp_path):
+def test_rates_of_nvidia_are_those_of_the_raw_data():
+    one, two = (json.loads((RAW / name).read_text())["rates"] for name in ("rates.json", "links.json"))
+    for name in CLASSES:
+        expected = [(round(kind), size, pytest.approx(share, rel=5e-3)) for kind, size, share in one[name]]
+        assert list(getattr(NVIDIA, name)) == expected, name
+    for name in ("hbm", "segment_us"):
+        assert getattr(NVIDIA, name) == pytest.approx((one[name] + two[name]) / 2, rel=5e-3)
+    assert (NVIDIA.node, NVIDIA.host_us) == pytest.approx((two["node"], one["host_us"]), rel=1e-2)
+
+
+def test_raw_rows_of_runs_are_projected_as_near_without_a_file():
+    rows = [
+        row
+        for name in ("one_gpu.json", "two_gpus.json")
+        for row in json.loads((RAW / name).read_text())["rows"]
+    ]
+    for row in rows:
+        places, step = projected(compose_config(*row["overrides"]), H200, None, row["ranks"])
+        gib = max(map(allocated_bytes, places)) / 2**30
+        assert gib == pytest.approx(row["measured_gib"], rel=0.05) or row["case"] == "small_none", row["run"]
+        assert step.step_s * 1e3 == pytest.approx(row["measured_ms"], rel=0.10), row["run"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (ProjectArgs("mi355x"), "assumed rates"),
+        (ProjectArgs("h200"), "rates measured on H200s; network and overlap are assumed"),
+        (ProjectArgs("h100"), "rates measured on H200s, and assumed to hold for H100; network"),
+        (ProjectArgs("mi300x", rates=RAW / "rates.json"), "the rates of "),
+    ],
+)
+def test_a_report_says_where_its_rates_are_from(args, words):
+    found = document(args)
+    assert found["rates_from"].startswith(words)
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(render(found))
+    assert f"projected from {words}" in shown.get()
+
+
+def test_a_file_of_measured_rates_takes_the_place_of_the_tools_own(tmp_path):
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"dense": 0.4, "segment_us": 0}))
     assert rates_of(H200, path) == replace(NVIDIA, dense=0.4, segment_us=0)

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from graphmoe.config import RunConfig
 from graphmoe.metrics import MetricsWriter, NoMetrics
 from graphmoe.optim import Optimizer
 from graphmoe.progress import Progress
-from graphmoe.step_rows import SCALARS
+from graphmoe.step_rows import SCALARS, StepRow
 from graphmoe.trainer import Trainer, TrainingStopped
 from graphmoe.world import World
 from passes import PassRunner
@@ -80,9 +80,9 @@ class Recorder(NoMetrics):
         self.inner, self.rows = inner, list[dict[str, Any]]()
         self.close = inner.close
 
-    def write(self, rows: list[dict[str, Any]]) -> None:
+    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
         self.rows += [{k: v for k, v in row.items() if k not in TIMED} for row in rows]
-        self.inner.write(rows)
+        self.inner.write(rows, read)
 
 
 @dataclass(frozen=True)

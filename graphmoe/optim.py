@@ -13,6 +13,7 @@ and counters live on the device.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,8 +57,10 @@ class Optimizer(StepOptimizer):
         totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
+        # Weakly: autograd's hooks are out of sight of the garbage collector, which else would free neither.
+        collect = weakref.WeakMethod(self._collect)
         for weight in self.weights:
-            weight.register_post_accumulate_grad_hook(self._collect)
+            weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
         self._regions = [region for family in self.families for region in family.regions()]
         self._reduction = GradientReduction(self.families, gradients)
         self._weight_gather = WeightGather(self.families)
@@ -268,3 +271,9 @@ def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float, done: T
     """
     load_E = counts_E.float()
     bias_E.add_((load_E.mean() - load_E).sign() * rate * done)
+
+
+def _if_alive(collect: Callable[[], Callable[[Tensor], None] | None], weight: Tensor) -> None:
+    call = collect()
+    if call is not None:
+        call(weight)

@@ -110,6 +110,18 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def as_traced() -> Iterator[None]:
+    """Units run as they were traced: for tests of what is around code that other tests compile.
+
+    Their runs have ``compile.cache=false``, or a later one would look there for what was never compiled.
+    """
+    from tests.distributed.training import as_traced
+
+    with as_traced():
+        yield
+
+
+@pytest.fixture
 def swinging_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """About half of the micro-batches repeat one token, so that with top_k=1 one expert gets all rows.
 

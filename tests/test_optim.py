@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -352,3 +354,14 @@ def test_other_numbers_of_the_configuration_need_no_other_code():
     others |= {"eps": 1e-6, "weight_decay": 0.2, "wsd_decay_fraction": 0.5}
     assert code(OptimConfig(**others), TrainConfig(steps=77, clip_grad_norm=0.3)) == plain
     assert code(OptimConfig(schedule=LrSchedule.constant), TrainConfig()) != plain
+
+
+def test_an_optimizer_is_freed_with_its_model_though_hooks_of_the_weights_call_it():
+    net = Net()
+    optimizer = optimizer_of(net)
+    net.matrix.sum().backward()
+    assert net.matrix.grad is None and optimizer.gradient_of(net.matrix).begun
+    gone = weakref.ref(optimizer), weakref.ref(net)
+    del net, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from runtime.compiled import CompiledSegments
 from runtime.dispatch.alltoall import AllToAll
 from runtime.mesh import Mesh
 from runtime.recompute import Recompute
+from tests.distributed.training import as_traced
 from tests.runs import config
 
 EXPERTS, TOP_K = 8, 2
@@ -166,7 +168,14 @@ class Compiled:
 class CompiledStep(Step):
     """The same by compiled segments: two micro-batches with other loads."""
 
+    traced: bool = False
+    """Whether units run as they were traced."""
+
     def __call__(self, world: World, folder: Path) -> Compiled:
+        with as_traced() if self.traced else contextlib.nullcontext():
+            return self._run(world, folder)
+
+    def _run(self, world: World, folder: Path) -> Compiled:
         dispatcher = CountedAllToAll(Mesh(self.layout), EXPERTS)
         _, model = self.model(self.layout, world.rank, dispatcher)
         execute = executor(*self.words)

@@ -46,6 +46,7 @@ OTHERS = {
     "ep=2, compiled, computed again": CompiledStep(
         LAYOUTS["ep=2"],
         words=("recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]",),
+        traced=True,
     ),
 }
 TRIPS = {f"trip {name}": RoundTrip(layout) for name, layout in LAYOUTS.items()}

@@ -43,7 +43,9 @@ CASES = {
     "1f1b beside ep, room for the mean, a stage without experts": Case(
         4, 2, "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")
     ),
-    "zb1p on lanes": Case(2, 2, "zb1p", (COMPILED, "graph.scope=layer", "graph.warmup_steps=1"), (MTP,)),
+    "zb1p on lanes": Case(
+        2, 2, "zb1p", (COMPILED, "graph.scope=layer", "graph.warmup_steps=1"), (MTP,), traced=True
+    ),
     "zbv on lanes": Case(2, 2, "zbv", (COMPILED, "graph.scope=partial", "graph.warmup_steps=1")),
     "interleaved on lanes": Case(
         2,
@@ -51,13 +53,17 @@ CASES = {
         "interleaved",
         (COMPILED, "graph.scope=layer", "graph.warmup_steps=1", "recompute.all=true"),
         (TIED,),
+        traced=True,
     ),
-    "1f1b in one graph": Case(2, 2, "1f1b", (COMPILED, "graph.scope=full_iteration", "graph.warmup_steps=1")),
+    "1f1b in one graph": Case(
+        2, 2, "1f1b", (COMPILED, "graph.scope=full_iteration", "graph.warmup_steps=1"), traced=True
+    ),
     "1f1b beside cp and etp": Case(4, 2, "1f1b", ("parallel.cp=2", "parallel.etp=2")),
     "1f1b on eight": Case(8, 8, "1f1b", model=(MTP, TIED)),
     "zbv on four beside dp and ep": Case(8, 4, "zbv", ("parallel.ep=2",), (MTP,)),
     "interleaved beside copies of ep": Case(8, 2, "interleaved", ("parallel.ep=2",), (MTP, TIED)),
 }
+"""Inductor's code is run by "zbv on lanes" alone: for a minute it compiles."""
 
 
 @pytest.fixture(scope="module")

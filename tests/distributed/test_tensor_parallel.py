@@ -22,6 +22,7 @@ from tests.distributed.parallel_steps import (
     whole_weight,
 )
 from tests.distributed.ranks import Job
+from tests.distributed.training import as_traced
 from tests.runs import config
 from tests.tolerances import relative_error
 
@@ -163,7 +164,8 @@ def test_what_an_mlp_gathers_is_gathered_again_where_it_is_recomputed(compiled):
 @pytest.mark.slow
 def test_passes_match_as_they_do_on_one_rank_but_for_the_loss(compiled, tmp_path):
     found = compiled["mla and mtp"][0]
-    one = dataclasses.replace(COMPILED["mla and mtp"], layout=Layout())(World(), tmp_path)
+    with as_traced():
+        one = dataclasses.replace(COMPILED["mla and mtp"], layout=Layout())(World(), tmp_path)
     assert found.matches.keys() == one.matches.keys()
     different = {key for key, count in one.matches.items() if bool(count) != bool(found.matches[key])}
     assert different == {("loss", "fuse_loss")}

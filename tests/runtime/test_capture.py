@@ -19,15 +19,12 @@ from runtime.capture import REPORT_FILE, Capture, CaptureReport, Span
 from runtime.graphs import GraphMaker
 from tests.runs import COMPILED, assert_same_state, final_state, metrics, numbers, trainer_in
 
-pytestmark = pytest.mark.usefixtures("unmeasured")
+pytestmark = pytest.mark.usefixtures("unmeasured", "as_traced")
 UNREAD = ("train.steps=9", "train.val_batches=0", "checkpoint.interval=0", "graph.warmup_steps=1")
 FULL = ("graph.scope=full_iteration",)
 AT_EVERY_SCOPE = pytest.mark.parametrize(
     "words",
-    [
-        FULL,
-        pytest.param(("graph.scope=layer", *COMPILED), marks=pytest.mark.slow),
-    ],
+    [FULL, ("graph.scope=layer", *COMPILED, "compile.cache=false")],
     ids=lambda words: words[0].partition("=")[2],
 )
 

@@ -149,17 +149,21 @@ def test_segments_are_captured_compiled_only():
         config("graph.scope=partial", "compile.enabled=false")
 
 
-@pytest.mark.slow
+TRACED = ("compile.cache=false", "train.val_batches=0")
+
+
 @pytest.mark.parametrize(
     "scope, overrides",
     [
-        ("layer", ("model.mtp_depth=1",)),
-        ("moe", ("model.shared_ffn_size=0", "train.global_batch_size=8", "train.val_batches=0")),
-        ("[embed,moe_experts,loss]", ("precision.compute=bf16", "train.val_batches=0")),
+        pytest.param("layer", ("model.mtp_depth=1",), marks=pytest.mark.slow),
+        ("moe", (*TRACED, "model.shared_ffn_size=0", "train.global_batch_size=8")),
+        ("[embed,moe_experts,loss]", (*TRACED, "precision.compute=bf16")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_training_is_bitwise_that_of_the_same_units_uncaptured(tmp_path, caplog, scope, overrides):
+def test_training_is_bitwise_that_of_the_same_units_uncaptured(request, tmp_path, caplog, scope, overrides):
+    if scope != "layer":
+        request.getfixturevalue("as_traced")
     words = (*RUN, *overrides, f"graph.scope={scope}")
     with caplog.at_level(logging.WARNING):
         train_in(tmp_path / "plain", *words, "graph.warmup_steps=6")
@@ -184,10 +188,9 @@ def test_training_is_bitwise_that_of_the_same_units_uncaptured(tmp_path, caplog,
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["partial", "moe", "[moe_experts]"])
-def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, scope):
-    words = (*RUN, "train.steps=4", "train.val_batches=0", "checkpoint.interval=0")
+def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, scope, as_traced):
+    words = (*RUN, "compile.cache=false", "train.steps=4", "train.val_batches=0", "checkpoint.interval=0")
     for name in ("none", scope):
         train_in(tmp_path / name, *words, f"graph.scope={name}", "graph.warmup_steps=1")
     matches = json.loads((tmp_path / scope / COMPILE_REPORT).read_text())["passes"]

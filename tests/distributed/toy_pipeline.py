@@ -13,7 +13,6 @@ from runtime.pipeline.actions import Action, Table
 from runtime.pipeline.channels import Channels, Spec
 from runtime.pipeline.engine import Pipeline
 from runtime.pipeline.recorder import Recorder
-from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.stages import AutogradStage
 from runtime.pipeline.transfers import channels_of
 
@@ -135,15 +134,6 @@ def in_one_process(num_stages, num_micro_batches, sums=False, steps=1):
     return [part.found() for part in parts]
 
 
-@functools.cache
-def all_channels(num_ranks, pipelines):
-    """Channels for all tables of so many ranks; made once, since each rank has all cases in one process."""
-    names = [(name, virtual) for name, line in SCHEDULES.items() for virtual in line.virtual_stages[:1]]
-    tables = [make_table(name, num_ranks, 1, virtual) for name, virtual in names]
-    channels = {channel for table in tables for channel in channels_of(table)}
-    return Channels(channels, pipelines, torch.device("cpu"))
-
-
 @dataclass(frozen=True)
 class Case:
     """Trains a step twice, as a pipeline; each rank returns what its stages have found, and its log."""
@@ -178,7 +168,7 @@ class Case:
             part.stage: Watched(stage_of(part, defers=self.defers), part, parts, log, self.fails)
             for part in parts
         }
-        channels = all_channels(placement.num_ranks, pipelines)
+        channels = Channels(channels_of(self.table), pipelines, torch.device("cpu"))
         return parts, log, Pipeline(self.table, place, stages, channels)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class TraceArgs:
     trace: list[Path] | None = None
     """The same for files, .json or .json.gz, in place of run."""
     rank: int | None = None
-    """Rank of the run; default: the lowest that was recorded."""
+    """Rank of the run; default: the lowest that was recorded, of two runs by both."""
     kernels: int = 5
     """Largest kernels of each segment to show, > 0."""
     tracelens: bool = True
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     args = parse_args(TraceArgs, argv, prog=PROG)
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
-    paths = args.trace or [trace_of(run, args.rank) for run in args.run or ()]
+    paths = args.trace or traces_of(args.run or [], args.rank)
     compares = len(paths) == 2
     summaries = [summarise(read_trace(path), sys.maxsize if compares else args.kernels) for path in paths]
     comparison = compare(summaries[0], summaries[1], args.kernels) if compares else None
@@ -73,18 +73,46 @@ def main(argv: list[str]) -> None:
 
 
 def trace_of(run: Path, rank: int | None) -> Path:
-    """The trace of a rank of a run. *Raises* ConfigError where there is none."""
+    """The trace of a rank of a run, by default the lowest. *Raises* ConfigError where there is none."""
+    return traces_of([run], rank)[0]
+
+
+def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
+    """The traces of one rank of each run, by default the lowest that all of them recorded.
+
+    *Raises* ConfigError where there is none.
+    """
+    of_runs = [_recorded(run) for run in runs]
+    if rank is None:
+        common = set.intersection(*map(set, of_runs))
+        if not common:
+            there = ", ".join(
+                f"{run} has rank {_listed(found)}" for run, found in zip(runs, of_runs, strict=True)
+            )
+            raise ConfigError(
+                f"no rank recorded in all: {there}; record the same profile.ranks, or use trace="
+            )
+        rank = min(common)
+    for run, found in zip(runs, of_runs, strict=True):
+        if rank not in found:
+            raise ConfigError(
+                f"rank={rank} has no trace in {run}; there are those of {_listed(found)} (profile.ranks)"
+            )
+    return [found[rank] for found in of_runs]
+
+
+def _recorded(run: Path) -> dict[int, Path]:
+    """The traces of a run by rank, one at least."""
     if not run.is_dir():
         raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>")
     found = {int(m[1]): path for path in (run / FOLDER).glob("*") if (m := _OF_RANK.fullmatch(path.name))}
     if not found:
         raise ConfigError(f"{run} has no trace; a run with profile.steps=[10,12] writes one")
-    if rank is None:
-        return found[min(found)]
-    if rank not in found:
-        there = ", ".join(map(str, sorted(found)))
-        raise ConfigError(f"rank={rank} has no trace in {run}; there are those of {there} (profile.ranks)")
-    return found[rank]
+    return found
+
+
+def _listed(found: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(found)))
 
 
 def document(

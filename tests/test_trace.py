@@ -244,6 +244,45 @@ def test_the_text_says_all_of_a_step(tmp_path, capsys, monkeypatch):
     assert ["attn", "W", "sm80_xmma_gemm", "1", "0.200", "unknown"] in words
 
 
+def test_a_narrow_terminal_breaks_names_and_no_numbers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    trace = two_steps()
+    trace.range("attn..moe_preprocess:B", 270, 290)
+    trace.launch("a_kernel_of_which_the_name_alone_is_as_long_as_a_line_of_a_terminal", 275, 620, 650)
+    words = str(trace.write(tmp_path / "a.json", FACTS))
+    for given in (words, f"{words},{words}"):
+        main([f"trace={given}", "tracelens=false"])
+        out = capsys.readouterr().out
+        assert "\u2026" not in out and max(map(len, out.splitlines()[1:])) <= 80
+        assert "0.015" in out and "nvjet_tst_128x256" in out
+
+
+def test_ranges_of_process_groups_are_none_of_segments(tmp_path):
+    trace = KinetoTrace()
+    trace.range("ProfilerStep#1", 0, 100)
+    trace.range("attn:F", 10, 60)
+    trace.operation("aten::mm", 15, 50)
+    for start in (5, 8, 11):  # under way at once, and longer than what surrounds their start
+        trace.range("gloo:send", start, start + 80)
+    summary = read(trace, tmp_path)
+    times = {(s.segment, s.part): s.ms for s in summary.segments}
+    assert ("gloo", "send") not in times and min(times.values()) >= 0
+    assert sum(times.values()) == pytest.approx(summary.step_ms)
+    assert times["attn", "F"] == pytest.approx(0.05)
+
+
+def test_two_runs_are_compared_by_a_rank_that_both_have(tmp_path, capsys):
+    for run, ranks in (("one", (0, 1)), ("two", (1, 2)), ("three", (0,))):
+        for rank in ranks:
+            two_steps().write(tmp_path / run / "profile" / f"rank{rank}.trace.json.gz", FACTS)
+    runs = [tmp_path / name for name in ("one", "two", "three")]
+    main([f"run={runs[0]},{runs[1]}", "tracelens=false", "format=json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [Path(each["trace"]).name for each in found["traces"]] == ["rank1.trace.json.gz"] * 2
+    with pytest.raises(ConfigError, match="two has rank 1, 2, .*three has rank 0; record the same"):
+        main([f"run={runs[1]},{runs[2]}"])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

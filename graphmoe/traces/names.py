@@ -14,7 +14,8 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 _LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Za-z]*Launch")
-_RANGE = re.compile(r"([a-z_]+(?:\.\.[a-z_]+)?):([A-Za-z]+)")
+_RANGE = re.compile(r"(?!(?:gloo|nccl|ucc|mpi):)([a-z_]+(?:\.\.[a-z_]+)?):([A-Za-z]+)")
+"""Not those of torch's process groups, such as gloo:send, which last until a message is there."""
 
 
 def is_communication(activity: Activity) -> bool:

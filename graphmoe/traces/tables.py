@@ -91,7 +91,8 @@ def _side_by_side(title: str, rows: Sequence[Row], names: tuple[str, str]) -> Ta
 def _table(*columns: str, left: int = 2) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < left else "right", no_wrap=True)
+        is_name = place < left  # a narrow terminal breaks names, never numbers
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
     return table
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import enum
 import json
+import os
 import sys
 import types
 import typing
@@ -23,6 +24,8 @@ from graphmoe.config import ConfigError, OutputFormat
 from graphmoe.field_docs import field_docs
 
 Args = TypeVar("Args")
+
+NUMBERS = {int: "whole number", float: "number"}
 
 
 def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
@@ -87,13 +90,19 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
-    """Print one JSON document, or the text form, on stdout; a string is printed as it is."""
-    if output is OutputFormat.json:
-        print(json.dumps(document, indent=2))
-    elif isinstance(text, str):  # rich would take brackets in generated text for its own markup
-        print(text)
-    else:
-        Console().print(text)
+    """Print one JSON document, or the text form, on stdout; a string is printed as it is.
+
+    A reader that closes the pipe, as ``head`` does, gets no more.
+    """
+    try:
+        if output is OutputFormat.json:
+            print(json.dumps(document, indent=2), flush=True)
+        elif isinstance(text, str):  # rich would take brackets in generated text for its own markup
+            print(text, flush=True)
+        else:
+            Console().print(text)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 
 
 @dataclass(frozen=True)
@@ -156,4 +165,7 @@ def _convert(text: str, hint: Any) -> Any:
         return hint[text]
     if hint is Path:
         return Path(text).expanduser()
-    return hint(text)
+    try:
+        return hint(text)
+    except ValueError:
+        raise ValueError(f"expected a {NUMBERS[hint]}") from None

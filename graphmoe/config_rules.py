@@ -43,7 +43,7 @@ from graphmoe.parallel_rules import (
     tensor_parallel_rules,
 )
 from graphmoe.pipeline_plan import plan_problems
-from graphmoe.profile_rules import profile_rules
+from graphmoe.profile_rules import profile_rules, rank_rules
 from graphmoe.recompute_rules import recompute_rules
 from graphmoe.segments import (
     CAPTURABLE,
@@ -77,7 +77,7 @@ def violations(config: RunConfig) -> list[str]:
         *_compile_rules(config.model.attention_backend, config.compile.enabled),
         *_graph_rules(config.graph.scope, config.compile.enabled),
         *dispatch_rules(config.moe, config.parallel, config.model),
-        *one_node_rules(config.moe, config.launch.nodes),
+        *one_node_rules(config.moe, config.parallel, config.launch.nproc, config.launch.nodes),
         *vendor_dispatch_rules(config.moe, config.parallel, config.model, config.precision.compute),
         *stage_rules(config.moe, config.parallel, config.graph.scope, config.model, config.compile.enabled),
         *overlap_rules(config),
@@ -324,6 +324,8 @@ def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str
         if exact:
             yield str(error)
         return
+    if exact:
+        yield from rank_rules(config.profile, ranks)
     if problems := [*rank_batch_rules(train, layout, ranks)]:
         yield from problems
     elif exact and train.micro_batch_size > 0:

@@ -74,12 +74,19 @@ def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig)
         yield f"moe.receive_budget={budget!r} must be a number greater than 0, or {WORST_CASE}"
 
 
-def one_node_rules(moe: MoEConfig, nodes: object) -> Iterator[str]:
-    """Violated rules of dispatchers that reach the GPUs of one node only."""
-    if moe.dispatcher is DispatcherChoice.symm and type(nodes) is int and nodes > 1:
+def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, nodes: object) -> Iterator[str]:
+    """Violated rules of dispatchers that reach the GPUs of one node only, where ranks are counted.
+
+    Ranks that share the experts are neighbours, so they are of one node if those of a node are whole groups.
+    """
+    sharing = parallel.ep * parallel.etp
+    if moe.dispatcher is not DispatcherChoice.symm or type(nproc) is not int or type(nodes) is not int:
+        return
+    if nodes > 1 and sharing > 0 and nproc % sharing:
         yield (
-            f"moe.dispatcher=symm reads the memory of other GPUs of a node, and launch.nodes={nodes}; use "
-            f"launch.nodes=1, or moe.dispatcher=alltoall"
+            f"moe.dispatcher=symm reads the memory of other GPUs of one node, and a node's {nproc} ranks are "
+            f"no multiple of parallel.ep * parallel.etp = {sharing}; share the experts out to a divisor of "
+            f"{nproc}, or use moe.dispatcher=alltoall"
         )
 
 

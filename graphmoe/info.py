@@ -129,14 +129,15 @@ def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
 def render(document: dict[str, Any]) -> Group:
     """The figures as three tables for a terminal."""
     layers = f"{document['num_layers']} layers, {document['num_dense_layers']} of them dense"
-    seq_len = document["seq_len"]
+    seq_len, num_ranks = document["seq_len"], document["num_ranks"]
+    ranks = f", of a run of {num_ranks} ranks" if num_ranks > 1 else ""
     return Group(
         f"[bold]{document['model']}[/bold], {layers}",
         "\n[bold]Parameters[/bold]",
         _parameter_table(document["parameters"]),
         f"\n[bold]FLOPs per token[/bold] at data.seq_len={seq_len}, causal attention halved",
         _flops_table(document["flops_per_token"]),
-        "\n[bold]Memory of bf16 training[/bold], without activations",
+        f"\n[bold]Memory of bf16 training[/bold], without activations{ranks}",
         _memory_table(document),
     )
 

@@ -70,6 +70,8 @@ def text(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> Render
     shown: list[RenderableType] = [layout_table(plan) for plan in layouts.values()]
     shown += [timeline_table(panel) for panel in panels]
     shown += [Text(f"written: {path}") for path in pictures]
+    if panels and any(plan.layout is not None and not plan.costs for plan in plans):
+        shown.append(Text("all stages cost the same here; model=<preset> weighs them by their FLOPs"))
     if panels and not pictures:
         shown.append(Text("out=<folder> draws this"))
     return Group(*shown)

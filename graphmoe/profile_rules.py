@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphmoe.config import RunConfig
+from graphmoe.config import ProfileConfig, RunConfig
 
 
 def profile_rules(config: RunConfig) -> Iterator[str]:
@@ -30,8 +30,8 @@ def profile_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
-def rank_problem(ranks: list[int], world_size: int) -> str | None:
-    """What is wrong with ``profile.ranks`` in a job of so many ranks."""
-    if max(ranks) < world_size:
-        return None
-    return f"profile.ranks={ranks} has a rank that is none of {world_size}; use 0 to {world_size - 1}"
+def rank_rules(profile: ProfileConfig, world_size: int) -> Iterator[str]:
+    """Violated rules of ``profile.ranks`` in a job of so many ranks."""
+    ranks = profile.ranks
+    if profile.steps and max(ranks, default=0) >= world_size:
+        yield f"profile.ranks={ranks} has a rank that is none of {world_size}; use 0 to {world_size - 1}"

@@ -8,14 +8,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config import RunConfig
 from graphmoe.environment import open_device
 from graphmoe.micro_batches import MicroBatches
 from graphmoe.pace import Pace
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.pipeline_profile import PipelineProfile
 from graphmoe.pipelined import Pipelined
-from graphmoe.profile_rules import rank_problem
 from graphmoe.step_trace import StepTrace
 from graphmoe.world import World
 from runtime.mesh import Mesh
@@ -66,14 +65,12 @@ def profiles_of(
     folder: Path,
     done: int,
 ) -> Profiles:
-    """What records steps of a run after the first ``done``. A collective. *Raises* ConfigError."""
+    """What records steps of a run after the first ``done``. A collective."""
     pipeline = trace = None
     if plan is not None and config.profile.pipeline:
         assert isinstance(micro_batches, Pipelined)
         pipeline = PipelineProfile(config, plan, micro_batches, mesh, folder, done)
     if steps := config.profile.steps:
-        if problem := rank_problem(config.profile.ranks, world.size):
-            raise ConfigError(problem)
         if done >= steps[-1]:
             log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, done)
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,7 +97,7 @@ def test_a_dataclass_within_has_keys_with_a_dot():
     [
         ("paint.layres=3", "unknown key 'paint.layres'; did you mean 'paint.layers'?"),
         ("paint=3", "unknown key 'paint'"),
-        ("paint.layers=x", "paint.layers=x: invalid literal for int()"),
+        ("paint.layers=x", "paint.layers=x: expected a whole number"),
     ],
 )
 def test_a_wrong_key_with_a_dot_is_named_too(word, message):
@@ -111,12 +113,12 @@ def test_a_wrong_key_with_a_dot_is_named_too(word, message):
         ("zzzz=3", "unknown key 'zzzz'; valid: source, from, count"),
         ("from_=3", "unknown key 'from_'; did you mean 'from'?"),
         ("fast", "'fast' is not of the form key=value"),
-        ("count=3.5", "count=3.5: invalid literal for int()"),
-        ("share=x", "share=x: could not convert string to float"),
+        ("count=3.5", "count=3.5: expected a whole number"),
+        ("share=x", "share=x: expected a number"),
         ("fast=yes", "fast=yes: expected true or false"),
         ("colour=green", "colour=green: expected one of red, blue"),
         ("colour=r", "colour=r: expected one of red, blue"),
-        ("sizes=1,b", "sizes=1,b: invalid literal for int()"),
+        ("sizes=1,b", "sizes=1,b: expected a whole number"),
     ],
 )
 def test_a_wrong_word_is_named_with_what_would_do(word, message):
@@ -199,3 +201,19 @@ def test_a_tool_reads_the_words_of_the_command_line(monkeypatch):
     run_tool(seen.append)
     run_tool(seen.append, ["b=2"])
     assert seen == [["a=1"], ["b=2"]]
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_a_reader_that_leaves_early_is_no_error(output):
+    code = f"""
+from graphmoe.cli import OutputFormat, emit
+emit(["a"] * 100_000, "a\\n" * 100_000, OutputFormat.{output})
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

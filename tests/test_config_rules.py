@@ -67,8 +67,9 @@ RULES = [
         "parallel.etp is 1; use moe.dispatcher=auto or local",
     ),
     (
-        "parallel.ep=2 moe.dispatcher=symm launch.nodes=2",
-        "reads the memory of other GPUs of a node, and launch.nodes=2; use launch.nodes=1, or",
+        "parallel.ep=2 parallel.etp=2 moe.dispatcher=symm launch.nproc=2 launch.nodes=2",
+        "a node's 2 ranks are no multiple of parallel.ep * parallel.etp = 4; share the experts out to a "
+        "divisor of 2, or",
     ),
     (
         "parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0",
@@ -331,6 +332,15 @@ def test_a_broken_rule_is_the_one_violation_and_says_what_would_do(words, messag
 )
 def test_batches_are_split_over_data_parallel_ranks_only(words):
     merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(words.split()))
+    assert violations(OmegaConf.to_object(merged)) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["launch.nproc=8 launch.nodes=2", "launch.nproc=16 launch.nodes=1", "launch.nproc=8"]
+)
+def test_ranks_that_share_experts_by_symm_may_be_those_of_one_node_of_several(words):
+    given = ["parallel.ep=8", "moe.dispatcher=symm", "train.global_batch_size=64", *words.split()]
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(given))
     assert violations(OmegaConf.to_object(merged)) == []
 
 

@@ -76,7 +76,7 @@ def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
     alone, each = document["memory_bytes"], document["memory_bytes_per_rank"]
     assert each["moments_fp32"] == pytest.approx(alone["moments_fp32"] / 16)
     assert each["total"] == sum(size for kind, size in each.items() if kind != "total")
-    assert "GiB on each of 16" in shown(document)
+    assert "GiB on each of 16" in shown(document) and "of a run of 16 ranks" in shown(document)
     assert "on each of" not in shown(describe(load_preset("deepseek_v3"), 4096))
 
 

@@ -154,6 +154,20 @@ def test_a_model_gives_layout_and_costs(capsys):
     assert "of the FLOPs" in shown(capsys, *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        (["layout=Et|tL"], True),
+        (["layout=Etttt|L", "model=tiny"], False),
+        (["model=tiny"], False),
+        ([], False),
+    ],
+)
+def test_stages_of_a_layout_that_are_not_weighed_are_said_to_be(words, is_said, capsys):
+    text = shown(capsys, "schedule=1f1b", "stages=2", *words)
+    assert ("all stages cost the same here" in text) == is_said
+
+
 def test_a_model_alone_shows_its_balanced_layout(capsys):
     found = document(capsys, "model=tiny", "stages=2")
     assert found["pieces"] == ["Ett", "ttL"] and "actions" not in found

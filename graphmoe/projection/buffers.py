@@ -84,7 +84,7 @@ def dispatch_bytes(sizes: Sizes, dispatcher: DispatcherChoice) -> float:
         return Region.of(room, sizes.layout.size("ep_etp")).num_bytes
     raise ConfigError(
         f"the buffers of moe.dispatcher={dispatcher.value} are not projected; use "
-        f"moe.dispatcher=alltoall, or symm on one node"
+        f"moe.dispatcher=alltoall, or symm inside nodes"
     )
 
 

@@ -163,7 +163,7 @@ class Candidates:
         return [
             *rank_batch_rules(config.train, layout, self.num_ranks),
             *self._violated[like],
-            *one_node_rules(config.moe, self.nodes),
+            *one_node_rules(config.moe, config.parallel, GPUS_PER_NODE, self.nodes),
         ]
 
     def _words(self, parallel: ParallelConfig) -> str:

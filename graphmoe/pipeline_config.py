@@ -20,7 +20,7 @@ class PipelineConfig:
     """What each stage has, such as "Et|(tt|)*6L"; null: what gives the busiest rank least to do."""
     costs: list[str] = field(default_factory=list)
     """Milliseconds of a micro-batch, forward and backward together, by which layers are shared out where no
-    layout is given, such as [dense:3.1,moe:6.7,loss:9.3]; []: FLOPs."""
+    layout is given, such as [dense:3.1,moe:6.7,loss:9.3]; []: modelled times."""
     ep_overlap: bool = False
     """Run the backward of each micro-batch in turns with the forward of the next, and shared experts and
     weight gradients while tokens travel, so that transfers hide beside products, docs/expert_parallel.md."""

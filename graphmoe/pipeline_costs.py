@@ -1,4 +1,4 @@
-"""What the parts of a model cost a pipeline, modelled or measured, and the layout that balances its stages.
+"""What the parts of a model cost a pipeline, and the times of parts that a user has measured.
 
 Neither this module nor what it imports needs torch.
 """
@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from graphmoe.config import ConfigError, ModelConfig
-from graphmoe.flops import flops_per_token
-from graphmoe.pipeline_balance import balanced_layout
 from graphmoe.segment_names import SEGMENT_NAMES
 
 DENSE_SEGMENTS = ("attn", "mlp")
@@ -23,7 +21,7 @@ KINDS = ("embed", "dense", "moe", "mtp", "loss")
 
 
 class PartCost(NamedTuple):
-    """What a part of the model takes: FLOPs of one token, or a time."""
+    """What a part of the model takes."""
 
     letter: str
     """Of layout strings."""
@@ -38,53 +36,12 @@ class PartCost(NamedTuple):
         return self.forward + self.inputs + self.weights
 
 
-def default_layout(
-    model: ModelConfig,
-    seq_len: int,
-    rank_of: Sequence[int],
-    measured_ms: Mapping[str, float] | None = None,
-) -> str:
-    """The layout whose busiest rank has least to do: by FLOPs, or by times that were measured.
-
-    ``rank_of`` says on which rank each stage is. *Raises* ConfigError where there are more stages than parts.
-    """
-    if measured_ms:
-        return balanced_layout(measured_parts(model, measured_ms), rank_of)
-    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
-
-
-def modelled_parts(model: ModelConfig, seq_len: int) -> list[PartCost]:
-    """FLOPs of one token in each part, in the order of the model: E, layers, MTP layers, L.
-
-    The embedding counts as nothing. Products with weights cost as much again for either kind of gradient;
-    attention's scores have no weights, and their two products become four.
-    """
-    flops = flops_per_token(model, seq_len).components
-    num_moe_layers = model.num_layers - model.num_dense_layers
-    projections = flops.attention_projections // model.num_layers
-    scores = flops.attention_scores // model.num_layers
-
-    def part(letter: str, products: int, scores: int) -> PartCost:
-        return PartCost(letter, products + scores, products + 2 * scores, products)
-
-    parts = [PartCost("E", 0, 0, 0)]
-    if model.num_dense_layers:
-        mlp = flops.dense_mlp // model.num_dense_layers
-        parts += [part("t", projections + mlp, scores)] * model.num_dense_layers
-    if num_moe_layers:
-        experts = (flops.routed_experts + flops.shared_experts) // num_moe_layers
-        parts += [part("t", projections + experts, scores)] * num_moe_layers
-    if model.mtp_depth:
-        parts += [part("m", flops.mtp // model.mtp_depth - scores, scores)] * model.mtp_depth
-    return [*parts, part("L", flops.head, 0)]
-
-
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
     """Letter and milliseconds of each part, forward and backward together, from times that were measured.
 
     Names are kinds of parts (`KINDS`), segments (``attn``) or units of neighbouring segments
-    (``attn..moe_combine``). A layer without a time of its own costs what its segments do, an MTP layer a MoE
-    layer and a loss, the embedding nothing. *Raises* ConfigError.
+    (``attn..moe_combine``). A layer without a time of its own costs what its segments do, an MTP layer as
+    much as a MoE layer, the embedding nothing; the loss is that of all depths. *Raises* ConfigError.
     """
     known = {*KINDS, *DENSE_SEGMENTS, *MOE_SEGMENTS}
     for name, ms in measured_ms.items():
@@ -112,7 +69,7 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
         ("E", embed),
         *[("t", dense)] * model.num_dense_layers,
         *[("t", moe)] * num_moe_layers,
-        *[("m", measured_ms.get("mtp", moe + loss))] * model.mtp_depth,
+        *[("m", measured_ms.get("mtp", moe))] * model.mtp_depth,
         ("L", loss),
     ]
 

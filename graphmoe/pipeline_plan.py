@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.layout import Layout
-from graphmoe.pipeline_costs import default_layout
+from graphmoe.pipeline_balance import balanced_layout
+from graphmoe.pipeline_costs import measured_parts
 from graphmoe.pipeline_layout import StagePieces, needs_embedding, parse_layout, pieces_of, short_layout
+from graphmoe.projection.part_times import default_layout
 from runtime.pipeline.actions import Placement, Table
 from runtime.pipeline.schedules import SCHEDULES, make_table, schedule_rules
 
@@ -92,7 +94,7 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
         given = dict(map(_cost, costs))
         if len(given) < len(costs):
             raise ConfigError("a part has several times; give it one")
-        return default_layout(model, seq_len, placement.rank_of, given)
+        return balanced_layout(measured_parts(model, given), placement.rank_of)
     except ConfigError as error:
         raise ConfigError(f"pipeline.costs={costs}: {error}") from error
 

@@ -71,7 +71,7 @@ def text(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> Render
     shown += [timeline_table(panel) for panel in panels]
     shown += [Text(f"written: {path}") for path in pictures]
     if panels and any(plan.layout is not None and not plan.costs for plan in plans):
-        shown.append(Text("all stages cost the same here; model=<preset> weighs them by their FLOPs"))
+        shown.append(Text("all stages cost the same here; model=<preset> weighs them by modelled times"))
     if panels and not pictures:
         shown.append(Text("out=<folder> draws this"))
     return Group(*shown)

@@ -48,7 +48,7 @@ class ViewArgs:
     layout: str | None = None
     """Layout string to write out, such as 'Et|(tt|)*6L'; with model=... default: the balanced one."""
     model: str | None = None
-    """Preset whose FLOPs say what each stage costs."""
+    """Preset whose modelled times say what each stage costs."""
     seq_len: int = 4096
     """Tokens of a sequence, of which the cost of attention depends, > 0."""
     run: Path | None = None

@@ -16,11 +16,12 @@ from rich.text import Text
 
 from graphmoe.cli import nearest
 from graphmoe.config import ConfigError, ModelConfig
-from graphmoe.pipeline_costs import PartCost, default_layout, modelled_parts, stage_costs
+from graphmoe.pipeline_costs import PartCost, stage_costs
 from graphmoe.pipeline_layout import StagePieces, parse_layout, pieces_of
 from graphmoe.pipeline_pictures.arguments import CostKeys, ViewArgs
 from graphmoe.pipeline_pictures.bars import Panel
 from graphmoe.pipeline_pictures.sources import modelled_costs
+from graphmoe.projection.part_times import default_layout, modelled_parts
 from runtime.pipeline.actions import Placement
 from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.simulate import Costs, simulate
@@ -47,7 +48,7 @@ class Plan:
     stages: tuple[StagePieces, ...] = ()
     """Of the layout."""
     costs: tuple[PartCost, ...] = ()
-    """FLOPs of one token by stage, where a model is given."""
+    """Seconds of one sequence by stage, where a model is given."""
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:
@@ -76,7 +77,7 @@ def layout_document(plan: Plan) -> dict[str, Any]:
         "rank_pieces": [[pieces[stage] for stage in stages] for stages in ranks],
     }
     if plan.costs:
-        document["flops_per_token"] = [cost.total for cost in plan.costs]
+        document["stage_ms"] = [1e3 * cost.total for cost in plan.costs]
     return document
 
 
@@ -84,7 +85,7 @@ def layout_table(plan: Plan) -> Group:
     """A layout by stage."""
     assert plan.layout is not None
     table = TextTable(box=SIMPLE_HEAD)
-    for name in ("stage", "rank", "piece", "layers", *(["of the FLOPs"] if plan.costs else [])):
+    for name in ("stage", "rank", "piece", "layers", *(["of the time"] if plan.costs else [])):
         table.add_column(name, justify="left" if name in ("piece", "layers") else "right")
     total = sum(cost.total for cost in plan.costs)
     for stage, piece in enumerate(parse_layout(plan.layout)):

@@ -55,7 +55,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> TokenFlops:
     """FLOPs of one token, averaged over the positions of a sequence of ``seq_len`` tokens."""
     num_moe_layers = model.num_layers - model.num_dense_layers
     projections = 2 * attention_weights(model)
-    scores = _attention_scores(model, seq_len)
+    scores = attention_scores(model, seq_len)
     routed = 2 * model.top_k * swiglu_weights(model, model.expert_ffn_size)
     shared = 2 * swiglu_weights(model, model.shared_ffn_size)
     head = 2 * model.vocab_size * model.hidden_size
@@ -125,7 +125,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 
-def _attention_scores(model: ModelConfig, seq_len: int) -> int:
+def attention_scores(model: ModelConfig, seq_len: int) -> int:
     """Forward FLOPs of one token's scores and weighted values in one layer, causal."""
     if model.attention is AttentionKind.gqa:
         per_key = 2 * model.num_heads * 2 * model.head_dim

@@ -40,9 +40,12 @@ def run(argv: list[str]) -> None:
         args = parse_args(ProjectArgs, own, prog=PROG)
         check(args, others)
     command = shlex.join(["python", "-m", PROG, *argv])
-    show = functools.partial(_show, args, command, fixed_keys(others))
+    fixed = fixed_keys(others)
+    show = functools.partial(_show, args, command, fixed)
     sys.argv[1:] = others
-    hydra_app(show, prog=PROG, examples=EXAMPLES, complete=functools.partial(completed, args=args))
+    hydra_app(
+        show, prog=PROG, examples=EXAMPLES, complete=functools.partial(completed, args=args, fixed=fixed)
+    )
 
 
 def _show(args: ProjectArgs, command: str, fixed: frozenset[str], config: RunConfig) -> None:

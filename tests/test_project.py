@@ -100,11 +100,20 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path):
         "plotly" in text and "card, 141 GB" in text and "tokens/s/GPU" in text and "src=" not in text[:2000]
     )
     found = document(*words, folder=tmp_path)
+    assert found["global_batch_size"] == 16  # typed, though it is a run's default
     assert len(found["best"]) == 3 and found["best"][0]["words"].replace(" ", "") in "".join(
         result.out.split()
     )
     for line in found["best"]:
         assert line["words"] in text
+
+
+def test_a_page_of_a_search_that_finds_nothing_says_so(tmp_path):
+    page = tmp_path / "search.html"
+    words = ("model=moe_1t", "hardware=h100", "nodes=1", "train.micro_batch_size=1", "search=true")
+    result = project(*words, f"page={page}", folder=tmp_path)
+    assert result.status == 0, result.err
+    assert "Nothing fits 8 cards of 80 GB." in page.read_text()
 
 
 def test_a_page_has_the_kinds_of_memory_and_the_segments(tmp_path):

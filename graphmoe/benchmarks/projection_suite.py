@@ -24,8 +24,8 @@ from graphmoe.projection.document import pads_values
 from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
 from graphmoe.projection.rates import rates_of
-from graphmoe.projection.segment_times import Speeds
 from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.speeds import Speeds
 from graphmoe.projection.step_time import StepTime, step_time
 from graphmoe.run_folder import SUMMARY_FILE
 from graphmoe.timing import spread

@@ -63,7 +63,7 @@ def layer_activations(sizes: Sizes, recompute: RecomputeConfig, index: int) -> B
     """What a layer keeps beside its input, its result included; MTP layers come last."""
     is_dense = index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
-    again = frozenset(name for name in segments if _covers(recompute, name, index))
+    again = frozenset(name for name in segments if covers(recompute, name, index))
     here = not recompute.layer_ids or index in recompute.layer_ids
     return _layer(sizes, is_dense, again, frozenset(recompute.ops if here else ())).copy()
 
@@ -104,7 +104,7 @@ def _kept(
     return _sum(tensor for tensor in tensors if is_kept(tensor))
 
 
-def _covers(recompute: RecomputeConfig, segment: str, index: int) -> bool:
+def covers(recompute: RecomputeConfig, segment: str, index: int) -> bool:
     """Whether a segment of a layer is made again as a whole."""
     if recompute.layer_ids and index not in recompute.layer_ids:
         return False

@@ -81,8 +81,11 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
     _ = args.card
 
 
-def completed(config: RunConfig, args: ProjectArgs) -> RunConfig:
-    """The configuration on the tool's ranks, in bf16, with a global batch that fits them if none is given.
+GLOBAL_BATCH = "train.global_batch_size"
+
+
+def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = frozenset()) -> RunConfig:
+    """The configuration on the tool's ranks, in bf16, with a global batch that fits them if none was chosen.
 
     That has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline. For a
     search it has four micro-batches for each GPU, whatever the layout, of which no rule has to hold yet.
@@ -96,8 +99,8 @@ def completed(config: RunConfig, args: ProjectArgs) -> RunConfig:
     if config.precision.compute is ComputeDtype.auto:
         config.precision.compute = ComputeDtype.bf16
     if args.search:
-        return _to_search(config, args)
-    if config.train.global_batch_size == TrainConfig.global_batch_size:
+        return _to_search(config, args, fixed)
+    if _is_open(config, fixed):
         try:
             layout = Layout.of(config.parallel, args.num_ranks)
         except (ConfigError, ZeroDivisionError):  # of these the rules of a run speak
@@ -107,15 +110,20 @@ def completed(config: RunConfig, args: ProjectArgs) -> RunConfig:
     return config
 
 
+def _is_open(config: RunConfig, fixed: frozenset[str]) -> bool:
+    """Whether nobody has chosen a global batch: neither a word nor a file of the configuration."""
+    return GLOBAL_BATCH not in fixed and config.train.global_batch_size == TrainConfig.global_batch_size
+
+
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:
     """Keys that a command line gives, which a search leaves as they are."""
     return frozenset(word.lstrip("+~").partition("=")[0] for word in words)
 
 
-def _to_search(config: RunConfig, args: ProjectArgs) -> RunConfig:
+def _to_search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> RunConfig:
     """The configuration for any layout: its number of ranks is open."""
     config.launch.nproc = config.launch.nodes = "auto"
-    if config.train.global_batch_size == TrainConfig.global_batch_size:
+    if _is_open(config, fixed):
         config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
     travels = config.moe.dispatcher not in (
         DispatcherChoice.auto, DispatcherChoice.local, DispatcherChoice.alltoall

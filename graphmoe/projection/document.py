@@ -15,8 +15,8 @@ from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
 from graphmoe.projection.published import published_bubble, published_memory_gb
 from graphmoe.projection.rates import rates_of, source_of_rates
-from graphmoe.projection.segment_times import Speeds
 from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.speeds import Speeds
 from graphmoe.projection.step_time import StepTime, step_time
 from graphmoe.timing import FLUSH_BYTES
 

@@ -15,8 +15,9 @@ from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches, plan_of
 from graphmoe.projection.activations import stage_activations
 from graphmoe.projection.buffers import communication_bytes, own_buffer_bytes
 from graphmoe.projection.candidates import Again, Shape
-from graphmoe.projection.segment_times import SegmentTime, Speeds
+from graphmoe.projection.segment_times import SegmentTime
 from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.speeds import Speeds
 from graphmoe.projection.stage_kinds import PlaceKind, alike, place_kinds
 from graphmoe.projection.state import FP32, state_of
 from graphmoe.projection.step_time import (

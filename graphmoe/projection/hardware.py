@@ -27,6 +27,8 @@ class Card:
     """Peak bandwidth of its own memory."""
     node_gb_per_s: float
     """Peak of what it sends to the GPUs of its node, one direction, all links together."""
+    peer_gb_per_s: float
+    """Of that, to one other GPU: all of it through NVSwitch, one of seven links between AMD's."""
     network_gb_per_s: float
     """Peak of what it sends to other nodes, one direction."""
 
@@ -46,17 +48,17 @@ _NIC_GB_PER_S = 50.0
 """One network card of 400 Gb/s for each GPU: ConnectX-7 of DGX and HGX reference designs, Pollara 400 or
 Thor 2 of Instinct platforms. A cluster with others differs."""
 
-MI300X = Card("MI300X", 192, 5.3, 448, _NIC_GB_PER_S)
+MI300X = Card("MI300X", 192, 5.3, 448, 64, _NIC_GB_PER_S)
 """AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven links to peers of 128 GB/s both ways."""
-MI325X = Card("MI325X", 256, 6.0, 448, _NIC_GB_PER_S)
+MI325X = Card("MI325X", 256, 6.0, 448, 64, _NIC_GB_PER_S)
 """AMD Instinct MI325X data sheet: 256 GB HBM3E, 6 TB/s; seven links to peers of 128 GB/s both ways."""
-MI355X = Card("MI355X", 288, 8.0, 537.6, _NIC_GB_PER_S)
+MI355X = Card("MI355X", 288, 8.0, 537.6, 76.8, _NIC_GB_PER_S)
 """AMD Instinct MI355X data sheet: 288 GB HBM3E, 8 TB/s; seven links to peers of 153.6 GB/s both ways."""
-H100 = Card("H100", 80, 3.35, 450, _NIC_GB_PER_S)
+H100 = Card("H100", 80, 3.35, 450, 450, _NIC_GB_PER_S)
 """NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s; NVLink of 900 GB/s both ways."""
-H200 = Card("H200", 141, 4.8, 450, _NIC_GB_PER_S)
+H200 = Card("H200", 141, 4.8, 450, 450, _NIC_GB_PER_S)
 """NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways."""
-B200 = Card("B200", 180, 8.0, 900, _NIC_GB_PER_S)
+B200 = Card("B200", 180, 8.0, 900, 900, _NIC_GB_PER_S)
 """NVIDIA HGX B200 data sheet: 180 GB HBM3e of each GPU (1.44 TB of eight; the module has 192), 8 TB/s;
 NVLink of 1.8 TB/s both ways."""
 

@@ -51,7 +51,7 @@ def exact_memory(
 
     ``pads``: kernels of the card want equal heads in attention. ``plan`` takes the place of the run's own.
     """
-    _refuse_unknown(config)
+    refuse_unknown(config)
     plan = plan or plan_of(config, layout)
     if plan is not None:
         layout = replace(layout, embed_on=plan.embed_on)
@@ -82,7 +82,7 @@ def exact_memory(
     return places
 
 
-def _refuse_unknown(config: RunConfig) -> None:
+def refuse_unknown(config: RunConfig) -> None:
     """*Raises* ConfigError for what changes memory in ways that are not counted here."""
     problems = []
     if config.parallel.dp_shard is DpShard.fsdp2:

@@ -49,9 +49,11 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     ]
     head = ("layout", "tokens/s/GPU", "MFU", "bubble", "GB", "what to type")
     said = f"{document['num_fitting']} candidates fit, {len(document['rejected'])} do not run."
-    memory = memory_chart(numbers, [line["memory_gb"] for line in best], card, "layout")
-    rates = [line["tokens_per_s_per_gpu"] for line in best]
-    content = grid([memory, rate_chart(numbers, rates)]) + table(head, rows)
+    content = paragraph(f"Nothing fits {document['num_ranks']} cards of {card:,.0f} GB.")
+    if best:
+        memory = memory_chart(numbers, [line["memory_gb"] for line in best], card, "layout")
+        rates = [line["tokens_per_s_per_gpu"] for line in best]
+        content = grid([memory, rate_chart(numbers, rates)]) + table(head, rows)
     header = paragraph(f"`{command}`") + paragraph(said)
     write_page(path, "graphmoe: search of layouts", header, [("", content)])
 
@@ -86,7 +88,7 @@ def time_chart(times: Mapping[str, Mapping[str, float]]) -> Chart:
 
 def rate_chart(names: Sequence[str], rates: Sequence[float]) -> Chart:
     """Throughput of each layout."""
-    alt = f"Tokens/s of a GPU, {min(rates, default=0):,.0f} to {max(rates, default=0):,.0f}"
+    alt = f"Tokens/s of a GPU, {min(rates):,.0f} to {max(rates):,.0f}"
     axes = _stacked("layout", "tokens/s/GPU")
     return Chart("Throughput", alt, [_bar("tokens/s/GPU", names, rates, 0)], axes, height_px=380)
 

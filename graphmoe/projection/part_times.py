@@ -13,13 +13,13 @@ from graphmoe.projection.hardware import H200
 from graphmoe.projection.rates import default_rates
 from graphmoe.projection.segment_times import (
     SegmentTime,
-    Speeds,
     embed_time,
     head_time,
     join_time,
     layer_times,
 )
 from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.speeds import Speeds
 
 
 def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> str:

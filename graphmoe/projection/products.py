@@ -26,6 +26,12 @@ def attention_products(model: ModelConfig, tp: int) -> list[Sides]:
     return [*of_queries, *of_keys, (heads * model.v_head_dim / tp, d)]
 
 
+def mla_up_products(model: ModelConfig, tp: int) -> list[Sides]:
+    """Of `attention_products` of latent attention, those that make heads of what was compressed."""
+    *_, up_of_keys, _ = products = attention_products(model, tp)
+    return [products[1 if model.q_lora_rank else 0], up_of_keys]
+
+
 def swiglu_products(model: ModelConfig, inner: int, tp: int) -> list[Sides]:
     """Gate and up in one, and down, of a dense MLP or the shared experts."""
     return [(model.hidden_size, 2 * inner / tp), (inner / tp, model.hidden_size)]

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from graphmoe.config import ConfigError, RunConfig
-from graphmoe.projection.arguments import ProjectArgs
+from graphmoe.projection.arguments import GLOBAL_BATCH, ProjectArgs
 from graphmoe.projection.candidates import Again, Candidates, Shape
 from graphmoe.projection.document import pads_values, project
 from graphmoe.projection.estimates import Estimates, Plan
+from graphmoe.projection.memory import refuse_unknown
 from graphmoe.projection.rates import rates_of, source_of_rates
-from graphmoe.projection.segment_times import Speeds
+from graphmoe.projection.speeds import Speeds
 from graphmoe.recompute_rules import recompute_rules
 
 COPIED = ("layout", "pipeline", "micro_batches", "memory_gb", "worst_rank", "step_time_s", "bubble", "mfu")
@@ -57,6 +58,7 @@ def search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> dict[
     Of each layout with its schedule there is the kind of recompute that takes least time and fits, or else
     the one that needs least.
     """
+    refuse_unknown(config)
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
     for found in _Search(config, args, fixed).candidates():
@@ -115,8 +117,7 @@ class _Search:
         self.tried = Candidates(config, args, fixed)
         self.again, self.card = self.tried.again(), args.card
         self.batch = (
-            "" if "train.global_batch_size" in fixed
-            else f"train.global_batch_size={config.train.global_batch_size}"
+            "" if GLOBAL_BATCH in fixed else f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         )  # fmt: skip
         speeds = Speeds(args.card, rates_of(args.card, args.rates))
         self.estimates = Estimates(config, self.again, speeds, pads=pads_values(args.card))

@@ -15,13 +15,13 @@ from graphmoe.projection.hardware import GPUS_PER_NODE
 from graphmoe.projection.memory import PlaceMemory
 from graphmoe.projection.segment_times import (
     SegmentTime,
-    Speeds,
     embed_time,
     head_time,
     join_time,
     layer_times,
 )
 from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.speeds import Speeds
 from graphmoe.projection.weights import rank_weights
 from graphmoe.segments import FULL_ITERATION, segments_of
 from runtime.pipeline.simulate import Costs, simulate
@@ -148,11 +148,8 @@ def _by_segment(times: list[SegmentTime]) -> tuple[dict[str, float], dict[str, f
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
-    """From the end of an action to the arrival of its state at the next stage."""
-    inside = sizes.layout.size("stage") < GPUS_PER_NODE
-    card, rates = speeds.card, speeds.rates
-    rate = card.node_gb_per_s / 7 * rates.node if inside else card.network_gb_per_s * rates.network
-    return sizes.state / (rate * 1e9)
+    """From the end of an action to the arrival of its state at the next stage: by the slowest hop."""
+    return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= GPUS_PER_NODE)
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
@@ -167,7 +164,7 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
         axis = weight.summed_over
         num_bytes[axis] = num_bytes.get(axis, 0) + (4 + sizes.element_bytes) * weight.size
     return sum(
-        speeds.exchange(size, layout.size(axis), strides.get(axis, 1)) for axis, size in num_bytes.items()
+        speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in num_bytes.items()
     )
 
 

@@ -64,10 +64,18 @@ def test_the_kinds_of_a_rank_add_up():
 
 
 def test_lanes_of_a_captured_pipeline_have_working_memory_each():
-    (plain,), run = memory_of("graph.scope=none")
-    run.graph.scope = "partial"
-    (captured,) = exact_memory(run, Layout(), pads=True)
-    assert plain.buffers["graph_pool"] == 0 < captured.buffers["graph_pool"]
+    words = (
+        "launch.fake_world=null", "launch.nproc=2", "parallel.pp=2", "train.global_batch_size=16",
+        "graph.scope=layer",
+    )  # fmt: skip
+    first, last = memory_of(*words, ranks=2)[0]
+    (alone,), _ = memory_of("graph.scope=layer")
+    assert alone.buffers["graph_pool"] == last.buffers["graph_pool"] == 0  # one lane, whole layers
+    assert first.buffers["graph_pool"] == first.buffers["working"] > 0
+    plain, _ = memory_of(*words[:-1], "graph.scope=none", ranks=2)
+    assert [place.buffers["graph_pool"] for place in plain] == [0, 0]
+    (partial,), _ = memory_of("graph.scope=partial")
+    assert partial.buffers["graph_pool"] > 0
 
 
 def test_what_is_not_counted_is_refused_with_what_to_type_instead():

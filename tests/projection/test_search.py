@@ -72,6 +72,12 @@ def test_what_is_listed_is_what_the_tool_says_of_it(small_card):
             assert document[key] == line[key], (line["words"], key)
 
 
+def test_what_no_projection_counts_is_refused_before_anything_is_tried(small_card):
+    for word in ("parallel.dp_shard=fsdp2", "passes.disabled=[fuse_experts]"):
+        with pytest.raises(ConfigError, match="not projected: "):
+            searched(small_card, word)
+
+
 def test_candidates_that_are_too_large_say_by_how_much_and_what_is_largest(small_card):
     found = searched(small_card, "parallel.cp=1")
     large = [line for line in found["rejected"] if line["reason"].startswith("most are ")]

@@ -1,0 +1,170 @@
+"""Times of segments: all FLOPs are there, what travels has its bytes, and what runs again its parts."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from graphmoe.config import (
+    AttentionKind,
+    ContextMethod,
+    DispatcherChoice,
+    RecomputeConfig,
+    RunConfig,
+    Transport,
+)
+from graphmoe.flops import attention_scores, flops_per_token
+from graphmoe.layout import Layout
+from graphmoe.pipeline_layout import all_pieces
+from graphmoe.pipeline_pictures.plans import load_preset
+from graphmoe.projection.hardware import H200, MI300X
+from graphmoe.projection.layer_parts import attention_parts, experts, gate, swiglu, travelling_bytes
+from graphmoe.projection.rates import NVIDIA, TIMES
+from graphmoe.projection.second_forward import MOVED, second_forward
+from graphmoe.projection.sizes import Sizes
+from graphmoe.projection.speeds import Speeds
+from graphmoe.projection.step_time import message_seconds, stage_times, total_time
+from graphmoe.receive_budget import balanced_load
+
+PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name in TIMES else 1.0 for f in fields(NVIDIA)})
+ENDLESS = 1e30
+FREE = replace(
+    H200, hbm_tb_per_s=ENDLESS, node_gb_per_s=ENDLESS, peer_gb_per_s=ENDLESS, network_gb_per_s=ENDLESS
+)
+"""Products alone take time."""
+SEQ_LEN = 4096
+
+
+def run_of(model: str, **parallel: object) -> RunConfig:
+    run = RunConfig(model=load_preset(model))
+    run.data.seq_len, run.train.micro_batch_size = SEQ_LEN, 1
+    run.precision.compute = type(run.precision.compute)["bf16"]
+    run.parallel = replace(run.parallel, **parallel)
+    run.moe.dispatcher = DispatcherChoice.alltoall
+    return run
+
+
+def sizes_of(run: RunConfig, ranks: int) -> Sizes:
+    return Sizes.of(run, Layout.of(run.parallel, ranks), pads=False)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}])
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
+def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parallel):
+    run = run_of(model, cp_method=ContextMethod.ring, **parallel)
+    sizes = sizes_of(run, 8)
+    speeds, config = Speeds(FREE, PEAK), run.model
+    pieces = all_pieces(config.num_layers, config.mtp_depth)
+    seconds = total_time(stage_times(run, sizes, speeds, pieces)).total
+    tokens = SEQ_LEN // (sizes.layout.cp * sizes.layout.tp)
+    routers = 3 * 2 * sizes.num_moe_layers * config.hidden_size * config.num_experts
+    flops = tokens * (flops_per_token(config, SEQ_LEN).total + routers)
+    assert seconds * FREE.tflops * 1e12 == pytest.approx(flops, rel=1e-9)
+
+
+def test_what_leaves_a_node_in_a_collective_is_shared_by_the_cards_of_its_ranks():
+    speeds = Speeds(MI300X, PEAK)
+    assert speeds.gather(1e9, 1) == 0
+    assert speeds.gather(1e9, 8) == pytest.approx(1e9 * 7 / 8 / 448e9)
+    assert speeds.gather(1e9, 16) == pytest.approx(1e9 * 15 / 16 / 448e9)  # slower than 8 network cards
+    assert speeds.gather(1e9, 8, stride=4) == pytest.approx(1e9 * 6 / 8 / 2 / 50e9)
+    assert speeds.gather(1e9, 4, stride=8) == pytest.approx(1e9 * 3 / 4 / 50e9)
+
+
+def test_a_message_takes_one_link_inside_a_node_and_else_the_network():
+    run = run_of("deepseek_v2_lite", pp=4)
+    for card, inside in ((H200, 450e9), (MI300X, 64e9)):
+        speeds = Speeds(card, PEAK)
+        near, far = sizes_of(run, 8), sizes_of(run, 16)
+        assert message_seconds(near, speeds) == pytest.approx(near.state / inside)
+        assert message_seconds(far, speeds) == pytest.approx(far.state / 50e9)
+
+
+@pytest.mark.parametrize(("experts_chosen", "share"), [((64, 6), 4.5376), ((128, 8), 5.3396)])
+def test_what_travels_is_balanced_and_blocks_travel_whole(experts_chosen, share):
+    run = run_of("deepseek_v2_lite", ep=8)
+    run.model.num_experts, run.model.top_k = experts_chosen
+    sizes = sizes_of(run, 8)
+    row = 2 * run.model.hidden_size
+    rows = balanced_load(run.model, sizes.layout, SEQ_LEN).rows
+    assert travelling_bytes(sizes) == row * rows
+    assert rows == pytest.approx(SEQ_LEN * share, rel=1e-3)
+    run.moe.dispatcher, run.moe.transport = DispatcherChoice.symm, Transport.copy_engine
+    blocks = sizes_of(run, 8)
+    assert blocks.block and travelling_bytes(blocks) == row * 8 * blocks.block
+
+
+def test_latents_are_gathered_and_not_states():
+    run = run_of("deepseek_v3", tp=4)
+    sizes, speeds = sizes_of(run, 8), Speeds(H200, PEAK)
+    width = 1536 + 512 + 64
+    parts = attention_parts(sizes, speeds)
+    assert parts.gather == pytest.approx(2 * SEQ_LEN * width * 3 / 4 / 450e9)
+    assert parts.scatter == pytest.approx(2 * SEQ_LEN * 7168 * 3 / 4 / 450e9)
+    run = run_of("deepseek_v3", cp=4, cp_method=ContextMethod.alltoall)
+    parts = attention_parts(sizes_of(run, 8), speeds)
+    assert parts.gather == pytest.approx(2 * SEQ_LEN * (512 + 64) * 3 / 4 / 450e9) and parts.scatter == 0
+    exchanged = 2 * SEQ_LEN / 4 * 128 * (192 + 128)
+    assert parts.heads == pytest.approx(exchanged * 3 / 4 / 450e9)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2_lite", "qwen3_30b_a3b"])
+def test_a_ring_waits_for_what_its_products_do_not_cover_and_for_the_last_gradients(model):
+    run = run_of(model, cp=4, cp_method=ContextMethod.ring)
+    sizes, config = sizes_of(run, 4), run.model
+    is_latent = config.attention is AttentionKind.mla
+    groups, size = (16, 192 + 128) if is_latent else (4, 128 + 128)
+    passing = 2 * SEQ_LEN / 4 * groups * size
+    fast = Speeds(replace(H200, peer_gb_per_s=ENDLESS), PEAK)
+    assert attention_parts(sizes, fast).ring == pytest.approx((0, 0), abs=1e-12)
+    slow = attention_parts(sizes, Speeds(replace(H200, peer_gb_per_s=1), PEAK))
+    scores = SEQ_LEN / 4 * attention_scores(config, SEQ_LEN) / (H200.tflops * 1e12)
+    forward = 3 * (passing / 1e9 - scores / 4)
+    backward = (
+        3 * (3 * passing / 1e9 - 2 * scores / 4) + 2 * passing / 1e9
+    )  # fp32 gradients are twice as large
+    assert slow.ring == pytest.approx((forward, backward))
+
+
+def again(run: RunConfig, index: int = 1, **recompute: object) -> tuple[dict[str, float], Sizes, Speeds]:
+    """Seconds of what runs again, without what is moved or launched."""
+    sizes, speeds = sizes_of(run, 8), Speeds(replace(H200, hbm_tb_per_s=ENDLESS), PEAK)
+    found = second_forward(sizes, speeds, RecomputeConfig(**recompute), index)
+    return {name: seconds for name, seconds in found.items() if seconds > 1e-12}, sizes, speeds
+
+
+def test_the_last_product_of_a_piece_runs_again_only_for_a_reader():
+    run = run_of("deepseek_v2_lite", tp=2)
+    found, sizes, speeds = again(run, segments=["attn"])
+    parts = attention_parts(sizes, speeds)
+    once = parts.before.forward + parts.scores.forward + parts.gather
+    assert found == pytest.approx({"attn": once})
+    found, _, _ = again(run, segments=["attn", "moe_router"])
+    read = once + parts.after.forward + parts.scatter
+    assert found == pytest.approx({"attn": read, "moe_router": gate(sizes, speeds).forward})
+
+
+def test_experts_and_mlps_run_gate_and_up_again_and_never_down():
+    run = run_of("deepseek_v2_lite")
+    found, sizes, speeds = again(run, all=True)
+    shared, _ = swiglu(sizes, speeds, run.model.shared_ffn_size)
+    assert found["moe_experts"] == pytest.approx(experts(sizes, speeds).forward * 2 / 3)
+    assert found["shared_experts"] == pytest.approx(shared.forward)
+    assert {*found} == {"attn", "moe_router", "shared_experts", "moe_experts"}
+    found, _, _ = again(run, index=0, all=True)
+    assert {*found} == {"attn", "mlp"}
+
+
+def test_parts_run_again_where_they_are_and_beside_whole_segments():
+    run = run_of("deepseek_v2_lite")
+    found, sizes, speeds = again(run, ops=["core_attn"])
+    parts = attention_parts(sizes, speeds)
+    assert found == pytest.approx({"attn": parts.scores.forward})
+    found, _, _ = again(run, ops=["mla_up_proj"])
+    assert found == pytest.approx({"attn": parts.up.forward}) and parts.up.forward < parts.before.forward
+    assert again(run, ops=["layernorm"])[0] == {}  # moves data alone
+    moved = second_forward(sizes, Speeds(H200, PEAK), RecomputeConfig(ops=["layernorm"]), 1)
+    assert moved["attn"] > 0 and moved["moe_experts"] == 0
+    found, _, _ = again(run, segments=["moe_experts"], ops=["core_attn"])
+    assert {*found} == {"attn", "moe_experts"}
+    found, _, _ = again(run, layer_ids=[2], ops=["core_attn"])
+    assert found == {} and MOVED > 1

@@ -84,12 +84,7 @@ def violations(config: RunConfig) -> list[str]:
         *recompute_rules(config.recompute, config.model, config.compile.enabled),
         *profile_rules(config),
         *_launch_rules(config),
-        *pipeline_rules(
-            config.parallel,
-            config.pipeline.schedule,
-            config.graph.scope,
-            records=config.profile.pipeline,
-        ),
+        *pipeline_rules(config),
         *tensor_parallel_rules(config.parallel, config.model, seq_len_of(config)),
         *shard_rules(config.parallel, config.graph.scope),
         *context_parallel_rules(config.parallel, config.model, seq_len_of(config)),

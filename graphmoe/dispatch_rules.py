@@ -11,6 +11,7 @@ from graphmoe.config import (
     ModelConfig,
     MoEConfig,
     ParallelConfig,
+    PassesConfig,
     RunConfig,
 )
 from graphmoe.receive_budget import WORST_CASE
@@ -90,6 +91,12 @@ def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, node
         )
 
 
+def splits_backward(passes: PassesConfig) -> bool:
+    """Whether the pass runs that makes weight gradients apart from those of inputs."""
+    enabled = passes.enabled is None or "split_backward" in passes.enabled
+    return enabled and "split_backward" not in passes.disabled
+
+
 def overlap_rules(config: RunConfig) -> Iterator[str]:
     """Violated rules of ``pipeline.ep_overlap``."""
     if not config.pipeline.ep_overlap:
@@ -105,8 +112,7 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
         )
     if not config.compile.enabled:
         yield "pipeline.ep_overlap=true runs compiled units; use compile.enabled=true"
-    passes = config.passes
-    if "split_backward" in passes.disabled or "split_backward" not in (passes.enabled or ["split_backward"]):
+    if not splits_backward(config.passes):
         yield (
             "pipeline.ep_overlap=true makes weight gradients apart from those of inputs; let the pass "
             "split_backward run (passes.enabled, passes.disabled)"

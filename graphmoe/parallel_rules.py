@@ -12,7 +12,9 @@ from graphmoe.config import (
     DpShard,
     ModelConfig,
     ParallelConfig,
+    RunConfig,
 )
+from graphmoe.dispatch_rules import splits_backward
 from graphmoe.segments import FULL_ITERATION
 from runtime.pipeline.schedules import SCHEDULES
 
@@ -20,8 +22,9 @@ RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
 """Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
 
 
-def pipeline_rules(parallel: ParallelConfig, schedule: str, scope: object, *, records: bool) -> Iterator[str]:
+def pipeline_rules(config: RunConfig) -> Iterator[str]:
     """Schedules that there are, and what ``parallel.pp`` does not go together with."""
+    parallel, schedule = config.parallel, config.pipeline.schedule
     if schedule not in SCHEDULES:
         yield f"pipeline.schedule={schedule} is unknown; use one of {', '.join(SCHEDULES)}"
     if parallel.pp < 2:
@@ -31,10 +34,16 @@ def pipeline_rules(parallel: ParallelConfig, schedule: str, scope: object, *, re
             f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch anew, and parallel.pp="
             f"{parallel.pp} has many under way; use parallel.dp_shard=zero1"
         )
-    if scope == FULL_ITERATION and records:
+    if config.graph.scope == FULL_ITERATION and config.profile.pipeline:
         yield (
             f"profile.pipeline=true measures each action of a step, and graph.scope={FULL_ITERATION} replays "
             f"all of them at once; use profile.pipeline=false, or another graph.scope such as layer"
+        )
+    splits = schedule in SCHEDULES and SCHEDULES[schedule].splits_backward
+    if splits and config.compile.enabled and not splits_backward(config.passes):
+        yield (
+            f"pipeline.schedule={schedule} makes weight gradients apart from those of inputs; let the pass "
+            f"split_backward run (passes.enabled, passes.disabled), or use pipeline.schedule=1f1b"
         )
 
 

@@ -60,11 +60,18 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
             )
         if not 0 <= ms < math.inf:
             raise ConfigError(f"the time of '{name}' is {ms} ms; it must be 0 or greater")
-    moe_segments = [s for s in MOE_SEGMENTS if s != "shared_experts" or model.shared_ffn_size]
+    has_shared = model.shared_ffn_size > 0
+    moe_segments = [s for s in MOE_SEGMENTS if s != "shared_experts" or has_shared]
     num_moe_layers = model.num_layers - model.num_dense_layers
-    dense = _kind_ms("dense", DENSE_SEGMENTS, measured_ms) if model.num_dense_layers else 0.0
-    moe = _kind_ms("moe", moe_segments, measured_ms) if num_moe_layers or model.mtp_depth else 0.0
-    embed, loss = measured_ms.get("embed", 0.0), _kind_ms("loss", ("loss",), measured_ms)
+    needs_moe = num_moe_layers or (model.mtp_depth and "mtp" not in measured_ms)
+    read = {"embed", *(["mtp"] if model.mtp_depth else [])}
+    dense = _kind_ms("dense", DENSE_SEGMENTS, measured_ms, read) if model.num_dense_layers else 0.0
+    moe = _kind_ms("moe", moe_segments, measured_ms, read) if needs_moe else 0.0
+    embed, loss = measured_ms.get("embed", 0.0), _kind_ms("loss", ("loss",), measured_ms, read)
+    if unread := [name for name in measured_ms if name not in read]:
+        raise ConfigError(
+            f"{', '.join(unread)}: the model has no such part, or its time is given as a whole; leave it out"
+        )
     return [
         ("E", embed),
         *[("t", dense)] * model.num_dense_layers,
@@ -92,25 +99,32 @@ def _is_unit(words: Sequence[str], segments: Sequence[str]) -> bool:
     )
 
 
-def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float]) -> float:
-    """Milliseconds of a part: its own entry, or the sum of those of its segments and units."""
+def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float], read: set[str]) -> float:
+    """Milliseconds of a part: its own entry, or the sum of those of its segments and units.
+
+    Names of entries that it takes are added to ``read``. The model has ``segments``; a unit may span others.
+    """
     if kind in measured_ms:
+        read.add(kind)
         return measured_ms[kind]
+    order = DENSE_SEGMENTS if kind == "dense" else MOE_SEGMENTS if kind == "moe" else segments
     found: dict[str, str] = {}
     for name in measured_ms:
         first, _, last = name.partition("..")
-        if first not in segments or (last or first) not in segments:
+        if first not in order or (last or first) not in order:
             continue
-        covered = segments[segments.index(first) : segments.index(last or first) + 1]
-        for segment in covered:
+        for segment in order[order.index(first) : order.index(last or first) + 1]:
             if segment in found:
                 raise ConfigError(
                     f"'{found[segment]}' and '{name}' both have the time of {segment}; leave one out"
                 )
-            found[segment] = name
+            if segment in segments:
+                found[segment] = name
     if missing := [segment for segment in segments if segment not in found]:
         raise ConfigError(
             f"no time for {', '.join(missing)}; give it, perhaps in a unit such as attn..moe_combine, or the "
             f"time of the whole part, {kind}"
         )
-    return sum(measured_ms[name] for name in dict.fromkeys(found.values()))
+    names = [*dict.fromkeys(found.values())]
+    read.update(names)
+    return sum(measured_ms[name] for name in names)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.config import AuxLoss, RunConfig
+from graphmoe.config import RunConfig
 from graphmoe.layout import Axis
 from graphmoe.micro_batches import MicroBatches
 from graphmoe.model.moe import ROUTER_STATS
@@ -110,11 +110,11 @@ class TrainStep:
 
         def add(pieces: StagePieces, output: LossOutput) -> None:
             made.add(self.model, pieces, output)
-            self._tell_routers(made.counts_LE)
+            self._tell_routers(made.counts_LE, self.model.moe_layers(pieces))
 
         self.optimizer.start_gather()
         self.micro_batches.train(batches, add)
-        self._tell_routers(torch.zeros_like(made.counts_LE))
+        self._tell_routers(torch.zeros_like(made.counts_LE), self.routers)
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
         axes: list[tuple[Axis, Tensor]] = [("dp_pp", made.losses), ("world", made.counts_LE)]
         if made.load_2 is not None:
@@ -143,10 +143,10 @@ class TrainStep:
         of_balanced = torch.maximum(rows / self.balanced.rows, slots / self.balanced.slots)
         return dict(zip(RECEIVED, (of_balanced, rows, slots, void), strict=True))
 
-    def _tell_routers(self, counts_LE: Tensor) -> None:
+    def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:
         """Give this rank's counts of the step so far to the balance loss over the global batch."""
-        if self.config.model.aux_loss is AuxLoss.global_batch:
-            for layer, router in self.routers.items():
+        for layer in layers:
+            if (router := self.routers[layer]).reads_earlier:
                 router.earlier_counts.copy_(counts_LE[layer])
 
 

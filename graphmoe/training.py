@@ -50,6 +50,7 @@ from runtime.dispatch.vendors import check_dispatcher
 from runtime.host.environment import HostLine, set_environment
 from runtime.host.tuning import log_host, start_host
 from runtime.launch.failures import RunFailed
+from runtime.pipeline.schedules import SCHEDULES
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +128,15 @@ def warn_of_unused(config: RunConfig, world: World) -> None:
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
     if config.parallel.pp == 1:
-        for key in ("schedule", "virtual_stages", "microbatches", "layout"):
-            if getattr(config.pipeline, key) != getattr(PipelineConfig, key):
-                log.warning(
-                    "pipeline.%s=%s has no effect with parallel.pp=1", key, getattr(config.pipeline, key)
-                )
+        for key in ("schedule", "virtual_stages", "microbatches", "layout", "costs"):
+            if (value := getattr(config.pipeline, key)) != getattr(PipelineConfig(), key):
+                log.warning("pipeline.%s=%s has no effect with parallel.pp=1", key, value)
+    elif SCHEDULES[config.pipeline.schedule].splits_backward and not config.compile.enabled:
+        log.warning(
+            "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: ranks wait as "
+            "with 1f1b or longer; use 1f1b, or compile.enabled=true",
+            config.pipeline.schedule,
+        )
     dispatcher = dispatcher_of(config.moe, config.parallel)
     has_effect = {
         "receive_budget": reads_peers(config.moe, config.parallel),

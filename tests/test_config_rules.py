@@ -71,6 +71,14 @@ RULES = [
         "a node's 2 ranks are no multiple of parallel.ep * parallel.etp = 4; share the experts out to a "
         "divisor of 2, or",
     ),
+    *(
+        (
+            f"parallel.pp=2 pipeline.schedule={schedule} passes.{words}",
+            f"pipeline.schedule={schedule} makes weight gradients apart from those of inputs; let the pass "
+            "split_backward run",
+        )
+        for schedule, words in (("zb1p", "disabled=[split_backward]"), ("zbv", "enabled=[fuse_experts]"))
+    ),
     (
         "parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0",
         "moe.receive_budget=0 must be a number greater than 0, or worst_case",

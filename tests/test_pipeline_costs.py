@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,7 +49,7 @@ MODEL = ModelConfig(num_layers=3, num_dense_layers=1, mtp_depth=1)
             "moe_dispatch..moe_combine": 2.5,
             "loss": 3,
         },
-        {"dense": 2.0, "moe": 5.0, "attn": 9.0, "loss": 3.0, "embed": 0.0, "mtp": 8.0},
+        {"dense": 2.0, "moe": 5.0, "loss": 3.0, "embed": 0.0, "mtp": 8.0},
     ],
 )
 def test_times_may_be_of_parts_segments_or_units(measured):
@@ -61,6 +63,32 @@ def test_a_model_without_shared_experts_needs_no_time_for_them():
     model = ModelConfig(num_layers=1, num_dense_layers=0, shared_ffn_size=0)
     times = {name: 1.0 for name in MOE_SEGMENTS if name != "shared_experts"}
     assert measured_parts(model, {**times, "loss": 1.0})[1] == ("t", 6.0)
+    units = {"attn..moe_dispatch": 1.0, "shared_experts..moe_combine": 2.0, "loss": 1.0}
+    assert measured_parts(model, units)[1] == ("t", 3.0)
+
+
+def test_a_model_of_dense_layers_needs_no_time_of_moe_layers_beside_that_of_mtp():
+    model = ModelConfig(num_layers=2, num_dense_layers=2, mtp_depth=1)
+    times = {"dense": 1.0, "mtp": 2.0, "loss": 4.0}
+    assert measured_parts(model, times) == [("E", 0.0), ("t", 1.0), ("t", 1.0), ("m", 2.0), ("L", 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "entry"),
+    [
+        ({"num_dense_layers": 0}, "dense"),
+        ({"mtp_depth": 0}, "mtp"),
+        ({"shared_ffn_size": 0}, "shared_experts"),
+        ({}, "attn"),
+    ],
+)
+def test_times_that_nothing_reads_are_named(changes, entry):
+    model = replace(MODEL, **changes)
+    times = {"moe": 5.0, "loss": 3.0, entry: 1.0}
+    if model.num_dense_layers:
+        times |= {"dense": 2.0}
+    with pytest.raises(ConfigError, match=f"{entry}: the model has no such part, or its time is given"):
+        measured_parts(model, times)
 
 
 @pytest.mark.parametrize(

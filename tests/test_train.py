@@ -221,6 +221,19 @@ def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
     ]
 
 
+def test_a_pipeline_that_is_none_and_backwards_that_are_not_split_are_named(caplog):
+    warn_of_unused(config("pipeline.costs=[moe:1]", "pipeline.virtual_stages=2"), World())
+    for schedule in ("v_min", "1f1b"):
+        words = ("parallel.pp=2", f"pipeline.schedule={schedule}", "launch.nproc=2")
+        warn_of_unused(config(*words), World())
+    assert caplog.messages == [
+        "pipeline.virtual_stages=2 has no effect with parallel.pp=1",
+        "pipeline.costs=['moe:1'] has no effect with parallel.pp=1",
+        "pipeline.schedule=v_min splits the backward, which compile.enabled=false does not: ranks wait as "
+        "with 1f1b or longer; use 1f1b, or compile.enabled=true",
+    ]
+
+
 def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
     trainer = train_in(tmp_path, "optim.lr=1e-30", "model.selection_bias=false")
     rows = [row for row in metrics(tmp_path) if "val_loss" in row]

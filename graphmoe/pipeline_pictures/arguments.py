@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,10 +88,21 @@ def _purpose(args: ViewArgs) -> Iterator[str]:
             "cost.w": args.cost.w,
             "cost.hidden": args.cost.hidden,
             "cost.activation_gib": args.cost.activation_gib,
+            "seq_len": None if args.seq_len == ViewArgs.seq_len else args.seq_len,
         }
-        given = [key for key, value in {**asked, **sizes}.items() if value]
+        given = _given({**asked, **sizes})
         if given:
             yield f"run={args.run} has its own {', '.join(given)}; leave out what the run says itself"
+
+
+def _given(values: Mapping[str, object]) -> list[str]:
+    """Keys with a value that says something; for costs 0 does, though it is also the default of two."""
+    silent = {"cost.comm": 0.0, "cost.hidden": 0.0}
+    return [
+        key
+        for key, value in values.items()
+        if value is not None and value is not False and value != [] and value != silent.get(key)
+    ]
 
 
 def _numbers(args: ViewArgs) -> Iterator[str]:
@@ -128,6 +139,8 @@ def _without_effect(args: ViewArgs) -> Iterator[str]:
             yield f"model={args.model} says what backwards cost; leave out cost.{key}={value}"
     if args.cost.hidden and not args.overlap and args.run is None:
         yield f"cost.hidden={args.cost.hidden} is for overlap=true"
+    if args.seq_len != ViewArgs.seq_len and args.model is None and args.run is None:
+        yield f"seq_len={args.seq_len} says what a model's parts cost; add model=..."
     if args.schedule or args.run:
         return
     given = {
@@ -142,7 +155,7 @@ def _without_effect(args: ViewArgs) -> Iterator[str]:
         "html": args.html,
         "out": args.out,
     }
-    if useless := [key for key, value in given.items() if value]:
+    if useless := _given(given):
         yield f"{', '.join(useless)}: nothing is simulated or drawn without a schedule; add schedule=1f1b"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from runtime.pipeline.actions import Action, Step, Table, Together
-from runtime.pipeline.dependencies import in_order, needs, parts, result
+from runtime.pipeline.actions import Action, Step, Table, Together, parts
+from runtime.pipeline.dependencies import in_order, needs, result
 from runtime.pipeline.simulate import Costs
 
 

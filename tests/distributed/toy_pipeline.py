@@ -101,8 +101,7 @@ class Watched:
             self._stage.backward_weights(micro_batch)
 
     def together(self, micro_batch, received, backward, gradients):
-        sent = self.forward(micro_batch, received)
-        return sent, backward.stage.backward(backward.micro_batch, gradients, weights=True)
+        return type(self._stage).together(self, micro_batch, received, backward, gradients)
 
     @contextmanager
     def _noted(self, kind, micro_batch):

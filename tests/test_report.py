@@ -117,6 +117,19 @@ def test_a_summary_of_the_end_counts_more_than_what_metrics_say(tmp_path):
     assert run.tokens_per_s_per_rank() == 2.0
 
 
+def test_a_run_that_went_on_after_its_summary_is_described_by_its_metrics(tmp_path):
+    stopped = {"finished": False, "stopped_by": "SIGTERM", "steps": 2, "final_loss": 7.0,
+               "final_val_loss": 1.5, "median_tokens_per_s": 400.0, "peak_memory_gib": 7.5,
+               "time_to_first_step_s": 4.0}  # fmt: skip
+    (run_in(tmp_path) / "summary.json").write_text(json.dumps(stopped))
+    run = read_run(tmp_path)
+    assert run.state == "not finished, 3 of 9 steps" and run.summary["final_loss"] == 6.0
+    assert run.summary["final_val_loss"] is None and run.tokens_per_s_per_rank() == (400 + 800 / 3) / 2 / 4
+    assert (run.summary["peak_memory_gib"], run.summary["time_to_first_step_s"]) == (7.5, 4.0)  # of all ranks
+    (tmp_path / "summary.json").write_text(json.dumps({**stopped, "steps": 3}))
+    assert read_run(tmp_path).state == "stopped by SIGTERM, 3 of 9 steps"
+
+
 def test_a_long_curve_keeps_its_ends_and_every_peak():
     values = [0.0] * 100_000
     values[54_321], values[77_777] = 9.0, -9.0

@@ -10,10 +10,11 @@ from graphmoe import bench
 from graphmoe.benchmarks import projection_suite
 from graphmoe.benchmarks.calibrate_suite import CalibrateRow, num_segments, rates_of_rows
 from graphmoe.benchmarks.own_process import ProcessFailed
-from graphmoe.benchmarks.projection_suite import FULL, TINY, allocated_bytes, projected, projection_cases
+from graphmoe.benchmarks.projection_suite import FULL, TINY, projected, projection_cases
 from graphmoe.benchmarks.words import compose_config
 from graphmoe.config import ConfigError
 from graphmoe.metrics_file import METRICS_FILE
+from graphmoe.projected_memory import allocated_bytes
 from graphmoe.projection.hardware import H200
 from graphmoe.projection.rates import CLASSES, NVIDIA, rates_of, share_at
 from graphmoe.run_folder import SUMMARY_FILE

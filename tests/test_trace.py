@@ -87,8 +87,11 @@ def test_a_call_of_the_driver_inside_one_of_the_runtime_counts_once(tmp_path):
         trace.call("cuLaunchKernelEx", at + 25.5, at + 26.5, 1, kind="cuda_driver")
         trace.call("cuLaunchKernelEx", at + 300, at + 303, 2, kind="cuda_driver")
         trace.call("cudaStreamSynchronize", at + 310, at + 800, 3)
+        trace.call("cuLaunchKernelEx", at + 303, at + 305, 5, kind="cuda_driver")  # as the one before ends
+        trace.call("cuLaunchKernelEx", at + 302, at + 303, 6, BACKWARD, kind="cuda_driver")
         trace.call("hipExtModuleLaunchKernel", at + 950, at + 960, 4)  # after the step
-    assert read(trace, tmp_path).launch_ms == pytest.approx(0.011)
+    summary = read(trace, tmp_path)
+    assert summary.launches == 4 + 3 and summary.launch_ms == pytest.approx(0.014)
 
 
 def test_floors_are_those_of_shapes_and_bytes_and_else_unknown(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from graphmoe.config import ConfigError
+from graphmoe.projection.hardware import CARDS, H100
 from graphmoe.trace import main
-from graphmoe.traces.events import read_trace
+from graphmoe.traces.events import Trace, read_trace
+from graphmoe.traces.floors import Device
 from graphmoe.traces.intervals import apart, length, union
 from graphmoe.traces.reading import summarise
 from graphmoe.traces.summary import SegmentTime, Summary
@@ -107,6 +110,23 @@ def test_floors_are_those_of_shapes_and_bytes_and_else_unknown(tmp_path):
     assert kernels["Memset (Device)"].floor_ms == pytest.approx(0.0005)
     unknown = {name for name, kernel in kernels.items() if kernel.floor_ms is None}
     assert {"sm80_xmma_gemm", "triton_poi_fused_adamw", "Memcpy HtoD (Pinned -> Device)"} <= unknown
+
+
+def test_the_bandwidth_of_a_card_is_the_one_that_is_projected_with(monkeypatch, tmp_path):
+    def of(device: str) -> float | None:
+        return Device.of(Trace(tmp_path, device=device)).bytes_per_us
+
+    for card in CARDS.values():
+        assert of(f"Vendor {card.name} 99GB") == card.hbm_tb_per_s * 1e6
+    monkeypatch.setitem(CARDS, "h100", dataclasses.replace(H100, hbm_tb_per_s=1.0))
+    names = (
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 MIG 1g.10gb",
+        "H800",
+    )
+    assert [of(name) for name in names] == [1e6, 2e6, 3.9e6, None, None]
 
 
 def test_the_largest_kernel_of_a_product_has_its_floor_and_the_others_none(tmp_path):

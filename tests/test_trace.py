@@ -15,7 +15,7 @@ import pytest
 from graphmoe.config import ConfigError
 from graphmoe.projection.hardware import CARDS, H100
 from graphmoe.trace import main
-from graphmoe.traces.events import Trace, read_trace
+from graphmoe.traces.events import Trace, rank_of, read_trace, trace_file
 from graphmoe.traces.floors import Device
 from graphmoe.traces.intervals import apart, length, union
 from graphmoe.traces.reading import summarise
@@ -53,6 +53,15 @@ def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
 def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
     (found,) = (s for s in summary.segments if (s.segment, s.part) == (name, part))
     return found
+
+
+def test_the_name_of_a_trace_says_the_rank_and_is_known_without_torch():
+    assert [rank_of(trace_file(rank)) for rank in (0, 7, 1023)] == [0, 7, 1023]
+    others = ("rank1.memory.pickle", "rank.trace.json.gz", "rank01.trace.json.gz", "1.trace.json.gz", "notes")
+    assert [name for name in others if rank_of(name) is not None] == []
+    code = "import sys, graphmoe.traces.events; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"
 
 
 def test_intervals():

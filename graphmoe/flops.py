@@ -78,13 +78,18 @@ def peak_tflops(device_name: str) -> float | None:
 
     ``device_name`` is what ``torch.cuda.get_device_name`` says. A MIG slice has no entry.
     """
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    words = device_words(device_name)
     if "MIG" in words:
         return None
     for required, peak in _PEAKS:
         if words.issuperset(required.split()):
             return peak
     return None
+
+
+def device_words(device_name: str) -> set[str]:
+    """The words of a device's name in capitals: H100 is one of "NVIDIA H100 PCIe", H200 none of "GH200"."""
+    return set(re.split(r"[^A-Z0-9]+", device_name.upper()))
 
 
 # (words that the name holds, dense bf16 TFLOP/s), the more specific names of a family first. NVIDIA's data

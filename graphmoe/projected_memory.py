@@ -11,12 +11,14 @@ import torch
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.layout import Layout
 from graphmoe.pipeline_plan import PipelinePlan
-from graphmoe.projection.memory import exact_memory
+from graphmoe.projection.memory import PlaceMemory, exact_memory
 from graphmoe.summary import write_json
 
 log = logging.getLogger(__name__)
 
 PROJECTION_FILE = "projection.json"
+OUTSIDE_ALLOCATOR = ("communication", "dispatch")
+"""Buffers that torch's allocator does not hold: those of communicators, and memory that ranks share."""
 
 
 def write_projected_memory(
@@ -32,10 +34,33 @@ def write_projected_memory(
 
 
 def projected_memory(config: RunConfig, layout: Layout, plan: PipelinePlan | None) -> dict[str, Any]:
-    """GiB by kind for each place along pp, ``places``, or ``why_not``."""
+    """GiB by kind for each place along pp, ``places``, or ``why_not``.
+
+    ``buffers`` are those of torch's allocator, the others kinds of their own; ``total`` is of all kinds.
+    """
     try:
         places = exact_memory(config, layout, pads=torch.version.hip is not None, plan=plan)
     except ConfigError as error:
         return {"why_not": str(error)}
-    gib = 1e9 / 2**30
-    return {"places": [{kind: size * gib for kind, size in place.kinds_gb().items()} for place in places]}
+    return {"places": [_gib_by_kind(place) for place in places]}
+
+
+def allocated_bytes(place: PlaceMemory) -> float:
+    """What torch's allocator holds of a place's memory, as torch.cuda.max_memory_allocated counts it."""
+    return place.total - sum(_outside(place).values())
+
+
+def _gib_by_kind(place: PlaceMemory) -> dict[str, float]:
+    outside = _outside(place)
+    sizes = {
+        **place.state,
+        "activations": place.activations,
+        "buffers": sum(place.buffers.values()) - sum(outside.values()),
+        **outside,
+        "total": place.total,
+    }
+    return {kind: size / 2**30 for kind, size in sizes.items()}
+
+
+def _outside(place: PlaceMemory) -> dict[str, float]:
+    return {kind: place.buffers[kind] for kind in OUTSIDE_ALLOCATOR}

@@ -19,18 +19,10 @@ from graphmoe.flops import peak_tflops
 from graphmoe.pace import Pace
 from graphmoe.ranges import ranges_wanted
 from graphmoe.torch_compat.memory import start_memory_history, stop_memory_history, write_memory_history
-from graphmoe.traces.events import FACTS, STEP
+from graphmoe.traces.events import FACTS, PROFILE_FOLDER, STEP, trace_file
 from graphmoe.world import World
 
 log = logging.getLogger(__name__)
-
-FOLDER = "profile"
-"""In a run's folder."""
-
-
-def trace_file(rank: int) -> str:
-    """Name of a rank's trace."""
-    return f"rank{rank}.trace.json.gz"
 
 
 def memory_file(rank: int) -> str:
@@ -51,7 +43,7 @@ class StepTrace:
         steps = config.profile.steps
         self._first, self._last = steps[0], steps[-1]
         self._config, self._world, self._device, self._pace = config, world, device, pace
-        self._folder = folder / FOLDER
+        self._folder = folder / PROFILE_FOLDER
         self._is_wanted = world.rank in config.profile.ranks
         self._is_open = False
         self._profiler: profile | None = None

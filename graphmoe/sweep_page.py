@@ -15,16 +15,14 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from graphmoe.metrics_file import METRICS_FILE, read_rows
+from graphmoe.metrics_file import METRICS_FILE, read_rows, steps_of, validations_of
+from graphmoe.reports.curves import MAX_POINTS, Curve, curve, thinned
 from graphmoe.sweep_folder import Job, JobStatus
 from graphmoe.web_page import chart_of, grid, paragraph, table
 from graphmoe.web_page import write_page as write_whole
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-MAX_POINTS = 2000
-"""Points of a curve at most; of a longer one every second, third, ... is drawn."""
 
 Words = Mapping[int, Sequence[str]]
 """For each job's number the overrides that set it apart."""
@@ -54,59 +52,69 @@ def sweep_table(jobs: Sequence[Job], words: Words) -> Group:
 
 def write_page(path: Path, command: str, jobs: Sequence[Job], words: Words) -> None:
     """A page that needs no network: the table, and curves of all jobs that have any."""
-    curves = [curve for job in jobs if (curve := read_curve(job, words[job.number])) is not None]
+    curves = [each for job in jobs if (each := read_curves(job, words[job.number])) is not None]
     headings, rows = _cells(jobs, words, list(_NUMBERS))
     rows = [[*row, job.brief_error] for row, job in zip(rows, jobs, strict=True)]
     content = table([*headings, ""], rows)
     if curves:
-        names = ", ".join(curve.name for curve in curves)
+        names = ", ".join(each.name for each in curves)
         alt = f"Training loss, validation loss and tokens/s by step, a curve for each job: {names}"
-        content = grid([chart_of(curves_figure(curves), "Curves", alt, is_zoomed=True)]) + content
+        note = f"Of more than {MAX_POINTS:,} points the smallest and largest of each stretch are drawn."
+        shown = note if any(each.is_thinned for each in curves) else ""
+        chart = chart_of(curves_figure(curves), "Curves", alt, is_zoomed=True, note=shown)
+        content = grid([chart]) + content
     write_whole(path, "graphmoe: sweep", paragraph(f"`{command}`"), [("", content)])
 
 
 @dataclass(frozen=True)
-class Curve:
-    """What a run measured, by step."""
+class JobCurves:
+    """What a run measured."""
 
     name: str
     hover: str
-    train: list[dict[str, Any]]
-    """Rows of metrics.jsonl, with ``time``, the seconds spent in steps until then."""
-    validation: list[dict[str, Any]]
+    panels: Sequence[Curve]
+    """As they are drawn, one for each of `_PANELS`."""
+    is_thinned: bool
+    """Whether one of them has more points than are drawn."""
+    reached: dict[int, tuple[int, float]]
+    """Tokens, and seconds spent in steps, by step."""
+
+    def over(self, axis: str, drawn: Curve) -> Sequence[float]:
+        """Where points of one of its curves stand on an axis of `_AXES`."""
+        place = _AXES[axis]
+        return drawn.steps if place is None else [self.reached[step][place] for step in drawn.steps]
 
 
-def read_curve(job: Job, words: Sequence[str]) -> Curve | None:
+def read_curves(job: Job, words: Sequence[str]) -> JobCurves | None:
     """The curves of a job's run, None where it has not measured anything."""
     path = job.folder / METRICS_FILE if job.folder else None
     if path is None or not path.is_file():
         return None
-    train: list[dict[str, Any]] = []
-    validation: list[dict[str, Any]] = []
+    rows = read_rows(path)
+    steps, validations = steps_of(rows), validations_of(rows)
+    reached: dict[int, tuple[int, float]] = {}
     time_s, tokens = 0.0, 0
-    for row in read_rows(path):
+    for row in rows:
         if "loss" in row:
             time_s, tokens = time_s + (row["step_s"] or 0.0), row["tokens"]
-            train.append({**row, "time": time_s})
+            reached[row["step"]] = tokens, time_s
         elif "val_loss" in row:
-            validation.append({**row, "time": time_s, "tokens": tokens})
-    every = -(-len(train) // MAX_POINTS) or 1
+            reached.setdefault(row["step"], (tokens, time_s))
     short = ("=".join(_split(word)) for word in words)
     name = html.escape(" ".join([str(job.number), *short]))
     hover = "<br>".join([f"job {job.number}", *map(html.escape, words)])
-    return Curve(name, hover, train[::-every][::-1], validation)
+    whole = [curve(title, validations if key == "val_loss" else steps, key) for title, key in _PANELS.items()]
+    drawn = [*map(thinned, whole)]
+    return JobCurves(name, hover, drawn, drawn != whole, reached)
 
 
-_PANELS = (
-    ("training loss", "train", "loss"),
-    ("validation loss", "validation", "val_loss"),
-    ("tokens/s", "train", "tokens_per_s"),
-)
-_AXES = {"step": "step", "tokens": "tokens", "time in steps, s": "time"}
+_PANELS = {"training loss": "loss", "validation loss": "val_loss", "tokens/s": "tokens_per_s"}
+_AXES = {"step": None, "tokens": 0, "time in steps, s": 1}
+"""Places in what a step has reached."""
 _BUTTONS = {"type": "buttons", "direction": "right", "y": 1.03, "yanchor": "bottom"}
 
 
-def curves_figure(curves: Sequence[Curve]) -> Figure:
+def curves_figure(jobs: Sequence[JobCurves]) -> Figure:
     """Training loss, validation loss and speed, one below the other, with buttons for what they are over.
 
     A click in the legend hides a job in all of them.
@@ -115,29 +123,25 @@ def curves_figure(curves: Sequence[Curve]) -> Figure:
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
-    titles = [title for title, _, _ in _PANELS]
     figure = make_subplots(
-        rows=len(_PANELS), cols=1, shared_xaxes=True, vertical_spacing=0.06, subplot_titles=titles
+        rows=len(_PANELS), cols=1, shared_xaxes=True, vertical_spacing=0.06, subplot_titles=[*_PANELS]
     )
-    drawn: list[list[dict[str, Any]]] = []
-    for curve, colour in zip(curves, itertools.cycle(qualitative.D3), strict=False):
-        for panel, (_, source, key) in enumerate(_PANELS, start=1):
-            rows = getattr(curve, source)
+    for job, colour in zip(jobs, itertools.cycle(qualitative.D3), strict=False):
+        for panel, (key, drawn) in enumerate(zip(_PANELS.values(), job.panels, strict=True), start=1):
             trace = Scatter(
-                x=[row["step"] for row in rows],
-                y=[row[key] for row in rows],
-                name=curve.name,
-                legendgroup=curve.name,
+                x=drawn.steps,
+                y=drawn.values,
+                name=job.name,
+                legendgroup=job.name,
                 showlegend=panel == 1,
-                mode="lines+markers" if source == "validation" or len(rows) == 1 else "lines",
+                mode="lines+markers" if key == "val_loss" or len(drawn.steps) == 1 else "lines",
                 line={"color": colour},
-                hovertemplate=f"{curve.hover}<br>%{{x}}: <b>%{{y:.5g}}</b><extra></extra>",
+                hovertemplate=f"{job.hover}<br>%{{x}}: <b>%{{y:.5g}}</b><extra></extra>",
             )
             figure.add_trace(trace, row=panel, col=1)
-            drawn.append(rows)
     figure.update_layout(
         height=330 * len(_PANELS),
-        updatemenus=[_axis_buttons(drawn), _scale_buttons()],
+        updatemenus=[_axis_buttons(jobs), _scale_buttons()],
         legend={"orientation": "h", "y": -0.06, "yanchor": "top"},
         margin={"t": 90, "l": 70, "r": 30},
     )
@@ -145,16 +149,16 @@ def curves_figure(curves: Sequence[Curve]) -> Figure:
     return figure
 
 
-def _axis_buttons(drawn: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Buttons that draw each trace, made of these rows, over steps, tokens or time."""
+def _axis_buttons(jobs: Sequence[JobCurves]) -> dict[str, Any]:
+    """Buttons that draw the traces of all jobs over steps, tokens or time."""
     title = f"xaxis{len(_PANELS)}.title.text"
     buttons = [
         {
-            "label": label,
+            "label": axis,
             "method": "update",
-            "args": [{"x": [[row[key] for row in rows] for rows in drawn]}, {title: label}],
+            "args": [{"x": [job.over(axis, drawn) for job in jobs for drawn in job.panels]}, {title: axis}],
         }
-        for label, key in _AXES.items()
+        for axis in _AXES
     ]
     return {**_BUTTONS, "buttons": buttons, "x": 0, "xanchor": "left"}
 

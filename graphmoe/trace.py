@@ -8,7 +8,6 @@ python -m graphmoe.trace trace=a.trace.json.gz,b.trace.json.gz format=json
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,13 @@ from rich.text import Text
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, OutputFormat
 from graphmoe.traces.comparison import Comparison, compare
-from graphmoe.traces.events import read_trace
+from graphmoe.traces.events import PROFILE_FOLDER, rank_of, read_trace
 from graphmoe.traces.reading import summarise
 from graphmoe.traces.summary import Summary
 from graphmoe.traces.tables import comparison_text, summary_text
 from graphmoe.traces.tracelens import tracelens_report
 
 PROG = "graphmoe.trace"
-FOLDER = "profile"
-_OF_RANK = re.compile(r"rank(\d+)\.trace\.json\.gz")
 
 
 @dataclass
@@ -105,7 +102,8 @@ def _recorded(run: Path) -> dict[int, Path]:
     """The traces of a run by rank, one at least."""
     if not run.is_dir():
         raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>")
-    found = {int(m[1]): path for path in (run / FOLDER).glob("*") if (m := _OF_RANK.fullmatch(path.name))}
+    files = (run / PROFILE_FOLDER).glob("*")
+    found = {rank: path for path in files if (rank := rank_of(path.name)) is not None}
     if not found:
         raise ConfigError(f"{run} has no trace; a run with profile.steps=[10,12] writes one")
     return found

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from graphmoe import bench
 from graphmoe.benchmarks import projection_suite
-from graphmoe.benchmarks.calibrate_suite import CalibrateRow, num_segments, rates_of_rows
+from graphmoe.benchmarks.calibrate_suite import CalibrateRow, card_of_device, num_segments, rates_of_rows
 from graphmoe.benchmarks.own_process import ProcessFailed
-from graphmoe.benchmarks.projection_suite import FULL, TINY, allocated_bytes, projected, projection_cases
+from graphmoe.benchmarks.projection_suite import FULL, TINY, projected, projection_cases
 from graphmoe.benchmarks.words import compose_config
 from graphmoe.config import ConfigError
 from graphmoe.metrics_file import METRICS_FILE
+from graphmoe.projected_memory import allocated_bytes
 from graphmoe.projection.hardware import H200
 from graphmoe.projection.rates import CLASSES, NVIDIA, rates_of, share_at
 from graphmoe.run_folder import SUMMARY_FILE
@@ -51,6 +53,29 @@ def test_a_share_is_that_of_the_nearest_class_between_its_points():
     assert share_at(0.3, 1, 1) == 0.3
     assert share_at(points, 150, 100) == pytest.approx(0.2)
     assert (share_at(points, 150, 1), share_at(points, 1, 1e6), share_at(points, 700, 7)) == (0.1, 0.4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA B200", "B200"),
+     ("AMD Instinct MI300X VF", "MI300X")],
+)  # fmt: skip
+def test_a_card_is_found_by_its_gpus_name(name, card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert card_of_device(torch.device("cuda")).name == card
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA H200 MIG 1g.18gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 PCIe", "NVIDIA H100 NVL",
+     "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A100-SXM4-80GB"],
+)  # fmt: skip
+def test_a_gpu_with_other_peaks_than_a_cards_is_refused_with_its_name(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    with pytest.raises(
+        ConfigError, match=f"{name}, is none that is known; run it on a whole one of MI300X, .*B200"
+    ):
+        card_of_device(torch.device("cuda"))
 
 
 def test_segments_are_those_of_the_layers():

@@ -21,13 +21,13 @@ import runtime.pipeline.recording_file
 from graphmoe import report
 from graphmoe.config import ConfigError
 from graphmoe.layout import Layout
-from graphmoe.projected_memory import projected_memory
+from graphmoe.projected_memory import allocated_bytes, projected_memory
 from graphmoe.projection.memory import exact_memory
 from graphmoe.reports import run_data
 from graphmoe.reports.comparison import config_differences, names_of, numbers
 from graphmoe.reports.curves import MAX_POINTS, Curve, curve, curves_chart, thinned
 from graphmoe.reports.experts import MAX_CELLS, MAX_FRAMES, loads_chart
-from graphmoe.reports.memory import memory_remarks, projected_chart
+from graphmoe.reports.memory import KINDS, OUTSIDE_ALLOCATOR, memory_remarks, projected_chart
 from graphmoe.reports.page import write_report
 from graphmoe.reports.run_data import read_run
 from graphmoe.reports.work import segments_section
@@ -43,6 +43,8 @@ ROWS = [
         for n in (1, 2, 3)
     ),
 ]  # fmt: skip
+
+APART = "outside the allocator"
 
 
 def run_in(folder: Path, lr: str = "0.1") -> Path:
@@ -117,6 +119,19 @@ def test_a_summary_of_the_end_counts_more_than_what_metrics_say(tmp_path):
     assert run.tokens_per_s_per_rank() == 2.0
 
 
+def test_a_run_that_went_on_after_its_summary_is_described_by_its_metrics(tmp_path):
+    stopped = {"finished": False, "stopped_by": "SIGTERM", "steps": 2, "final_loss": 7.0,
+               "final_val_loss": 1.5, "median_tokens_per_s": 400.0, "peak_memory_gib": 7.5,
+               "time_to_first_step_s": 4.0}  # fmt: skip
+    (run_in(tmp_path) / "summary.json").write_text(json.dumps(stopped))
+    run = read_run(tmp_path)
+    assert run.state == "not finished, 3 of 9 steps" and run.summary["final_loss"] == 6.0
+    assert run.summary["final_val_loss"] is None and run.tokens_per_s_per_rank() == (400 + 800 / 3) / 2 / 4
+    assert (run.summary["peak_memory_gib"], run.summary["time_to_first_step_s"]) == (7.5, 4.0)  # of all ranks
+    (tmp_path / "summary.json").write_text(json.dumps({**stopped, "steps": 3}))
+    assert read_run(tmp_path).state == "stopped by SIGTERM, 3 of 9 steps"
+
+
 def test_a_long_curve_keeps_its_ends_and_every_peak():
     values = [0.0] * 100_000
     values[54_321], values[77_777] = 9.0, -9.0
@@ -168,6 +183,26 @@ def test_projected_memory_is_that_of_the_projection_beside_the_measured(tmp_path
     whole = sum(trace["x"][0] for trace in chart.traces if trace["y"] == ["projected"])
     assert whole * 2**30 == pytest.approx(place.total)
     assert [trace["x"] for trace in chart.traces if trace["y"] == ["measured"]] == [[3.0]]
+
+
+def test_what_the_allocator_does_not_hold_is_apart_from_what_its_peak_is_compared_with(tmp_path):
+    compiled = config("compile.enabled=true", "parallel.ep=2", "moe.dispatcher=symm")
+    layout = Layout.of(compiled.parallel, 2)
+    document = projected_memory(compiled, layout, None)
+    (place,) = exact_memory(compiled, layout, pads=False)
+    (kinds,) = document["places"]
+    assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.projected_memory.OUTSIDE_ALLOCATOR
+    assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}
+    assert sum(size for kind, size in kinds.items() if kind != "total") == pytest.approx(kinds["total"])
+    run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
+    chart = projected_chart(read_run(tmp_path))
+    assert chart is not None and "communication and memory shared for dispatch" in chart.note
+    bars = {row: sum(t["x"][0] for t in chart.traces if t["y"] == [row]) for row in ("projected", APART)}
+    outside = place.buffers["communication"] + place.buffers["dispatch"]
+    assert min(place.buffers["communication"], place.buffers["dispatch"]) > 0
+    assert bars["projected"] * 2**30 == pytest.approx(place.total - outside) == allocated_bytes(place)
+    assert bars[APART] * 2**30 == pytest.approx(outside)
+    assert f"projected {bars['projected']:.4g} GiB, measured 3 GiB, {APART} {bars[APART]:.4g}" in chart.alt
 
 
 def test_what_is_not_projected_says_why(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from graphmoe.metrics_file import METRICS_FILE
+from graphmoe.reports.curves import MAX_POINTS
 from graphmoe.sweep_folder import Job, JobStatus, ranked, varying_words
-from graphmoe.sweep_page import MAX_POINTS, curves_figure, read_curve, sweep_table, write_page
+from graphmoe.sweep_page import curves_figure, read_curves, sweep_table, write_page
 
 LONG = 0.012345678901234
 
@@ -81,8 +82,9 @@ def test_two_keys_of_one_last_name_are_written_out(tmp_path):
 
 def test_curves_are_over_steps_tokens_and_time_by_a_button(jobs):
     ordered, words = jobs
-    curves = [curve for job in ordered if (curve := read_curve(job, words[job.number])) is not None]
+    curves = [each for job in ordered if (each := read_curves(job, words[job.number])) is not None]
     figure = curves_figure(curves)
+    assert not any(each.is_thinned for each in curves)
     assert [trace.name for trace in figure.data[::3]] == [
         "3 optim.lr=0.012346",
         "1 optim.lr=2",
@@ -101,13 +103,22 @@ def test_curves_are_over_steps_tokens_and_time_by_a_button(jobs):
     assert {trace.line.color for trace in figure.data[:3]} == {loss.line.color}
 
 
-def test_a_long_curve_is_thinned_and_keeps_its_last_point(tmp_path):
+def test_a_long_curve_is_thinned_and_keeps_its_peaks_and_its_last_point(tmp_path):
     made = job(tmp_path, 0, JobStatus.running)
     steps = range(1, 3 * MAX_POINTS)
-    rows = [{"step": n, "loss": 1.0, "step_s": 1.0, "tokens": n, "tokens_per_s": 1.0} for n in steps]
+    rows = [{"step": n, "loss": 1.0, "step_s": 1.0, "tokens": 8 * n, "tokens_per_s": 1.0} for n in steps]
+    for peak in (1000, 1001, 1002):
+        rows[peak - 1]["loss"], rows[peak - 1]["tokens_per_s"] = 9.0 + peak, None
     (tmp_path / "0" / METRICS_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    curve = read_curve(made, [])
-    assert len(curve.train) <= MAX_POINTS and curve.train[-1]["step"] == curve.train[-1]["time"] == steps[-1]
+    found = read_curves(made, [])
+    assert found is not None and found.is_thinned
+    loss, _, speed = found.panels
+    assert len(loss.steps) <= MAX_POINTS and loss.steps[-1] == speed.steps[-1] == steps[-1]
+    assert max(loss.values) == 1011.0 and 1002 in loss.steps and set(speed.values) == {1.0}
+    assert found.over("tokens", loss) == [8 * n for n in loss.steps]
+    assert found.over("time in steps, s", loss)[-1] == steps[-1]
+    write_page(tmp_path / "sweep.html", "command", [made], {0: []})
+    assert "Of more than 1,500 points the smallest" in (tmp_path / "sweep.html").read_text()
 
 
 def test_the_page_loads_nothing_and_escapes_what_users_wrote(jobs, tmp_path):

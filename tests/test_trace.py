@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from graphmoe.config import ConfigError
+from graphmoe.projection.hardware import CARDS, H100
 from graphmoe.trace import main
-from graphmoe.traces.events import read_trace
+from graphmoe.traces.events import Trace, rank_of, read_trace, trace_file
+from graphmoe.traces.floors import Device
 from graphmoe.traces.intervals import apart, length, union
 from graphmoe.traces.reading import summarise
 from graphmoe.traces.summary import SegmentTime, Summary
@@ -52,6 +55,15 @@ def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
     return found
 
 
+def test_the_name_of_a_trace_says_the_rank_and_is_known_without_torch():
+    assert [rank_of(trace_file(rank)) for rank in (0, 7, 1023)] == [0, 7, 1023]
+    others = ("rank1.memory.pickle", "rank.trace.json.gz", "rank01.trace.json.gz", "1.trace.json.gz", "notes")
+    assert [name for name in others if rank_of(name) is not None] == []
+    code = "import sys, graphmoe.traces.events; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"
+
+
 def test_intervals():
     assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert length([(0, 2), (1, 3), (5, 6)]) == 4
@@ -87,8 +99,11 @@ def test_a_call_of_the_driver_inside_one_of_the_runtime_counts_once(tmp_path):
         trace.call("cuLaunchKernelEx", at + 25.5, at + 26.5, 1, kind="cuda_driver")
         trace.call("cuLaunchKernelEx", at + 300, at + 303, 2, kind="cuda_driver")
         trace.call("cudaStreamSynchronize", at + 310, at + 800, 3)
+        trace.call("cuLaunchKernelEx", at + 303, at + 305, 5, kind="cuda_driver")  # as the one before ends
+        trace.call("cuLaunchKernelEx", at + 302, at + 303, 6, BACKWARD, kind="cuda_driver")
         trace.call("hipExtModuleLaunchKernel", at + 950, at + 960, 4)  # after the step
-    assert read(trace, tmp_path).launch_ms == pytest.approx(0.011)
+    summary = read(trace, tmp_path)
+    assert summary.launches == 4 + 3 and summary.launch_ms == pytest.approx(0.014)
 
 
 def test_floors_are_those_of_shapes_and_bytes_and_else_unknown(tmp_path):
@@ -104,6 +119,23 @@ def test_floors_are_those_of_shapes_and_bytes_and_else_unknown(tmp_path):
     assert kernels["Memset (Device)"].floor_ms == pytest.approx(0.0005)
     unknown = {name for name, kernel in kernels.items() if kernel.floor_ms is None}
     assert {"sm80_xmma_gemm", "triton_poi_fused_adamw", "Memcpy HtoD (Pinned -> Device)"} <= unknown
+
+
+def test_the_bandwidth_of_a_card_is_the_one_that_is_projected_with(monkeypatch, tmp_path):
+    def of(device: str) -> float | None:
+        return Device.of(Trace(tmp_path, device=device)).bytes_per_us
+
+    for card in CARDS.values():
+        assert of(f"Vendor {card.name} 99GB") == card.hbm_tb_per_s * 1e6
+    monkeypatch.setitem(CARDS, "h100", dataclasses.replace(H100, hbm_tb_per_s=1.0))
+    names = (
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 MIG 1g.10gb",
+        "H800",
+    )
+    assert [of(name) for name in names] == [1e6, 2e6, 3.9e6, None, None]
 
 
 def test_the_largest_kernel_of_a_product_has_its_floor_and_the_others_none(tmp_path):

@@ -25,6 +25,7 @@ from graphmoe.benchmarks.step_suite import UNREAD
 from graphmoe.benchmarks.step_times import measure
 from graphmoe.benchmarks.words import compose_config
 from graphmoe.config import ConfigError, ModelConfig
+from graphmoe.flops import device_words, peak_tflops
 from graphmoe.pipeline_costs import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.projection.hardware import CARDS, H200, Card
 from graphmoe.timing import WARM_UP_CALLS, time_in_turns
@@ -65,18 +66,19 @@ class CalibrateRow:
 
 
 def card_of_device(device: torch.device) -> Card:
-    """The card whose peaks shares are of; on a CPU an H200. *Raises* ConfigError for an unknown one."""
+    """The card whose peaks shares are of; on a CPU an H200. *Raises* ConfigError for any other."""
     if device.type != "cuda":
         return H200
     name = torch.cuda.get_device_name(device)
-    found = [card for card in CARDS.values() if card.name in name]
-    if not found:
-        known = ", ".join(card.name for card in CARDS.values())
-        raise ConfigError(
-            f"suite=calibrate gives shares of a card's peaks, and those of this GPU, {name}, are not known; "
-            f"run it on one of {known}"
-        )
-    return found[0]
+    for card in CARDS.values():
+        if card.name in device_words(name) and peak_tflops(name) == card.tflops:
+            return card
+    known = ", ".join(card.name for card in CARDS.values())
+    raise ConfigError(
+        f"suite=calibrate and suite=projection need a card's peaks, and this GPU, {name}, is none that is "
+        f"known; run it on a whole one of {known}, those of NVIDIA in the form SXM or HGX: MIG slices, PCIe, "
+        "NVL, GH200 and GB200 have other peaks"
+    )
 
 
 def run_calibrate_case(

@@ -20,6 +20,7 @@ from graphmoe.config import ComputeDtype, ConfigError, RunConfig
 from graphmoe.config_rules import resolve
 from graphmoe.layout import Layout
 from graphmoe.pipeline_plan import plan_of
+from graphmoe.projected_memory import allocated_bytes
 from graphmoe.projection.document import pads_values
 from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
@@ -203,11 +204,6 @@ def projected(
     places = exact_memory(config, layout, pads=pads, plan=plan)
     speeds = Speeds(card, rates_of(card, rates))
     return places, step_time(config, Sizes.of(config, layout, pads=pads), places, speeds, plan)
-
-
-def allocated_bytes(place: PlaceMemory) -> float:
-    """What torch's allocator holds: not communicators' buffers, nor the memory that ranks share."""
-    return place.total - place.buffers["communication"] - place.buffers["dispatch"]
 
 
 def _by_segment_ms(step: StepTime) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphmoe.reports.curves import curve, curves_chart
@@ -17,6 +17,8 @@ KINDS = {
     "activations": "activations",
     "buffers": "buffers",
 }
+OUTSIDE_ALLOCATOR = {"communication": "communication", "dispatch": "memory shared for dispatch"}
+"""Kinds that the measured peak of a GPU leaves out, as their writer names them, which imports torch."""
 
 
 def memory_charts(run: RunData) -> list[Chart]:
@@ -27,15 +29,19 @@ def memory_charts(run: RunData) -> list[Chart]:
 
 
 def projected_chart(run: RunData) -> Chart | None:
-    """A bar by kind for each place of the pipeline, and one of the peak that was measured."""
+    """A bar by kind for each place of the pipeline, and one of the peak that was measured.
+
+    What torch's allocator does not hold has bars of its own.
+    """
     places, peak = run.projection.get("places"), run.summary.get("peak_memory_gib")
     if not places:
         return None
-    bars = ["projected" if len(places) == 1 else f"projected, pp {place}" for place in range(len(places))]
+    held, outside = _kinds_in(places, KINDS), _kinds_in(places, OUTSIDE_ALLOCATOR)
+    colours = dict(zip([*KINDS, *OUTSIDE_ALLOCATOR], COLOURS, strict=False))
     traces = [
-        _bars(name, bars, [place.get(kind, 0.0) for place in places], COLOURS[number % len(COLOURS)])
-        for number, (kind, name) in enumerate(KINDS.items())
-        if any(place.get(kind) for place in places)
+        _bars(name, _rows(row, places), [place.get(kind, 0.0) for place in places], colours[kind])
+        for row, kinds in (("projected", held), ("outside the allocator", outside))
+        for kind, name in kinds.items()
     ]
     if peak is not None:
         traces.append(_bars("measured peak", ["measured"], [peak], "#8a94a3"))
@@ -44,12 +50,16 @@ def projected_chart(run: RunData) -> Chart | None:
         "xaxis": {"title": {"text": "GiB"}},
         "yaxis": {"autorange": "reversed"},
     }
-    most = max(place["total"] for place in places)
+    most = max(place["total"] - sum(place.get(kind, 0.0) for kind in outside) for place in places)
     said = f"projected {most:.4g} GiB" + ("" if peak is None else f", measured {peak:.4g} GiB")
     notes = ["Not projected: the device's context, code of kernels, workspaces, rounding of the allocator."]
+    if outside:
+        more = max(sum(place.get(kind, 0.0) for kind in outside) for place in places)
+        said += f", outside the allocator {more:.4g} GiB"
+        notes.append(f"Apart, as torch's allocator does not hold them: {' and '.join(outside.values())}.")
     if run.of("run.device") == "cpu":
         notes.append("On a CPU the measured is all memory of the process, Python and torch too.")
-    height = 190 + 34 * (len(places) + 1)
+    height = 190 + 34 * (len(places) * (2 if outside else 1) + 1)
     return Chart("Memory by kind", f"Memory by kind: {said}", traces, layout, height, note=" ".join(notes))
 
 
@@ -59,6 +69,15 @@ def memory_remarks(run: RunData) -> str:
         return ""
     why = run.projection.get("why_not", "the run recorded none")
     return paragraph(f"No projected memory: {why.removeprefix('not projected: ')}.")
+
+
+def _kinds_in(places: Sequence[Mapping[str, float]], kinds: Mapping[str, str]) -> dict[str, str]:
+    """Those of which a place has any, with their names."""
+    return {kind: name for kind, name in kinds.items() if any(place.get(kind) for place in places)}
+
+
+def _rows(name: str, places: Sequence[Any]) -> list[str]:
+    return [name] if len(places) == 1 else [f"{name}, pp {place}" for place in range(len(places))]
 
 
 def _bars(name: str, rows: Sequence[str], sizes_gib: Sequence[float], colour: str) -> dict[str, Any]:

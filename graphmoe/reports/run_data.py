@@ -34,7 +34,7 @@ class RunData:
     compiled: dict[str, Any]
     captured: dict[str, Any]
     summary: dict[str, Any]
-    """summary.json, or what its metrics say of a run that did not come so far."""
+    """summary.json, or what metrics say of a run that did not come so far, or that went on after it."""
     unreadable: list[str]
     """Files that are there and say nothing."""
 
@@ -121,13 +121,26 @@ def read_run(folder: Path) -> RunData:
         projection=document(PROJECTION_FILE),
         compiled=document(COMPILE_FILE),
         captured=document(CAPTURE_FILE),
-        summary=_of_metrics(rows) | document(SUMMARY_FILE),
+        summary=_newest(document(SUMMARY_FILE), _of_metrics(rows)),
         unreadable=unreadable,
     )
 
 
+def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run. A run that went on leaves the summary of where it had stopped before.
+
+    What only that knows stays, but for how the run ended.
+    """
+    if of_metrics["steps"] <= (summary.get("steps") or 0):
+        return of_metrics | summary
+    peaks = [each.get("peak_memory_gib") for each in (summary, of_metrics)]
+    peak = max((each for each in peaks if each is not None), default=None)
+    kept = {key: value for key, value in summary.items() if key not in ("finished", "stopped_by")}
+    return {**kept, **of_metrics, "peak_memory_gib": peak}
+
+
 def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:
-    """The part of a summary that metrics know; of a run that goes on after summary.json it is newer."""
+    """The part of a summary that metrics know; its peak of memory is rank 0's alone."""
     steps = steps_of(rows)
     peak = max((row["memory_gib"] for row in steps if row.get("memory_gib") is not None), default=None)
     return {**summarise(rows), "steps": steps[-1]["step"] if steps else 0, "peak_memory_gib": peak}

@@ -18,6 +18,8 @@ from graphmoe.config import ConfigError
 FACTS = "graphmoe"
 """Key of what a run with profile.steps says of itself."""
 STEP = "ProfilerStep#"
+PROFILE_FOLDER = "profile"
+"""Of the traces, in a run's folder."""
 Thread = tuple[Any, Any]
 DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
     "kernel": "kernel",
@@ -77,6 +79,18 @@ class Trace:
     """What the run has said of itself; empty for a trace from elsewhere."""
     device: str | None = None
     """Name of the GPU."""
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's trace."""
+    return f"rank{rank}.trace.json.gz"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose trace has this name; None for the name of another file."""
+    digits = name.removeprefix("rank").partition(".")[0]
+    rank = int(digits) if digits.isdecimal() else None
+    return rank if rank is not None and name == trace_file(rank) else None
 
 
 def read_trace(path: Path) -> Trace:

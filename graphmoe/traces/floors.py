@@ -7,28 +7,23 @@ shapes of what a graph launches, nor of fused kernels: of those nothing is known
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphmoe.flops import peak_tflops
+from graphmoe.flops import device_words, peak_tflops
+from graphmoe.projection.hardware import CARDS
 from graphmoe.traces.events import Activity, HostEvent, Trace
 
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Where the first factor is among the inputs."""
 _HALF = ("c10::BFloat16", "c10::Half")
 _BYTES = 2
-# (words of the device's name, TB/s) by NVIDIA's and AMD's data sheets, the more specific first
-_BANDWIDTHS: tuple[tuple[str, float], ...] = (
-    ("MI355X", 8.0),
+# (words of the device's name, TB/s) by NVIDIA's and AMD's data sheets, the more specific first: of devices
+# that nothing is projected for. Forms of a card stand here, since the card's name is one of their words
+_OTHER_BANDWIDTHS: tuple[tuple[str, float], ...] = (
     ("MI350X", 8.0),
-    ("MI325X", 6.0),
-    ("MI300X", 5.3),
-    ("B200", 8.0),
-    ("H200", 4.8),
     ("H100 PCIE", 2.0),
     ("H100 NVL", 3.9),
-    ("H100", 3.35),
     ("H20", 4.0),
     ("A100 80GB PCIE", 1.935),
     ("A100 80GB", 2.039),
@@ -48,10 +43,8 @@ class Device:
     def of(cls, trace: Trace) -> Device:
         name = trace.device or ""
         peak = trace.facts.get("peak_tflops") or peak_tflops(name)
-        words = {*re.split(r"[^A-Z0-9]+", name.upper())}
-        found = [tb_per_s for needed, tb_per_s in _BANDWIDTHS if words.issuperset(needed.split())]
-        known = found[0] if found and "MIG" not in words else None
-        return cls(peak * 1e6 if peak else None, known * 1e6 if known else None)
+        bandwidth = _tb_per_s(name)
+        return cls(peak * 1e6 if peak else None, bandwidth * 1e6 if bandwidth else None)
 
     def of_activity(self, activity: Activity) -> float | None:
         """Microseconds that a copy inside the device or a memset takes at least."""
@@ -88,6 +81,16 @@ def product_shape(operation: HostEvent) -> tuple[float, float] | None:
         made = [*left[:-1], right[-1]]
     elements = math.prod(left) + math.prod(right) + math.prod(made)
     return 2.0 * math.prod(made) * left[-1], float(elements)
+
+
+def _tb_per_s(device_name: str) -> float | None:
+    """Peak bandwidth of the device's own memory."""
+    words = device_words(device_name)
+    if "MIG" in words:
+        return None
+    of_cards = ((card.name, card.hbm_tb_per_s) for card in CARDS.values())
+    known = (*_OTHER_BANDWIDTHS, *of_cards)
+    return next((tb_per_s for needed, tb_per_s in known if words.issuperset(needed.split())), None)
 
 
 def _is_product(left: Sequence[int], right: Sequence[int]) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from graphmoe.config import ConfigError
-from graphmoe.traces.events import Activity, Call, HostEvent, Trace
+from graphmoe.traces.events import Activity, Call, HostEvent, Thread, Trace
 from graphmoe.traces.floors import Device
 from graphmoe.traces.intervals import Interval, apart, length
 from graphmoe.traces.names import is_communication, is_launch
@@ -66,7 +66,7 @@ def _whole_steps(trace: Trace, begin: float, end: float) -> Summary:
         idle=1 - busy / (end - begin),
         exposed_ms=exposed / steps / 1e3,
         hidden_ms=(length(messages) - exposed) / steps / 1e3,
-        launch_ms=_host_time(launching) / steps / 1e3,
+        launch_ms=sum(call.end - call.start for call in launching) / steps / 1e3,
         launches=len(launching) / steps,
         streams={name: length(each) / steps / 1e3 for name, each in sorted(by_stream.items())},
     )
@@ -78,8 +78,16 @@ def _launches(trace: Trace, owners: Owners) -> Launches:
 
 
 def _launching(trace: Trace) -> list[Call]:
-    """The calls inside steps that launch kernels or graphs."""
-    return [c for c in trace.calls if is_launch(c.name) and step_of(trace.steps, c.start) is not None]
+    """The calls inside steps that launch kernels or graphs, without those inside another on their thread."""
+    found: list[Call] = []
+    ends: dict[Thread, float] = {}
+    for call in trace.calls:
+        if not is_launch(call.name) or step_of(trace.steps, call.start) is None:
+            continue
+        if call.start >= ends.get(call.thread, -math.inf):
+            found.append(call)
+            ends[call.thread] = call.end
+    return found
 
 
 def _interval(activity: Activity) -> Interval:
@@ -117,11 +125,3 @@ def _floors(activities: Iterable[Activity], launches: Launches, device: Device) 
         if of_operation is not None:
             floors[id(activity)] = of_operation
     return floors
-
-
-def _host_time(calls: Iterable[Call]) -> float:
-    """Of all threads together; a call inside another counts once."""
-    by_thread: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-    for call in calls:
-        by_thread[call.thread].append((call.start, call.end))
-    return sum(map(length, by_thread.values()))

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.benchmarks.projection_suite import allocated_bytes, projected
+from graphmoe.benchmarks.projection_suite import projected
 from graphmoe.benchmarks.words import compose_config
 from graphmoe.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
 from graphmoe.config_rules import resolve
 from graphmoe.layout import Layout
 from graphmoe.pipeline_config import PipelineConfig
 from graphmoe.pipeline_pictures.plans import load_preset
+from graphmoe.projected_memory import allocated_bytes
 from graphmoe.projection.arguments import Assumptions, ProjectArgs, completed
 from graphmoe.projection.document import project
 from graphmoe.projection.hardware import CARDS, H200, MI300X

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.config import AuxLoss, RunConfig
+from graphmoe.config import RunConfig
 from graphmoe.layout import Axis
 from graphmoe.micro_batches import MicroBatches
 from graphmoe.model.moe import ROUTER_STATS
@@ -144,9 +144,9 @@ class TrainStep:
         return dict(zip(RECEIVED, (of_balanced, rows, slots, void), strict=True))
 
     def _tell_routers(self, counts_LE: Tensor) -> None:
-        """Give this rank's counts of the step so far to the balance loss over the global batch."""
-        if self.config.model.aux_loss is AuxLoss.global_batch:
-            for layer, router in self.routers.items():
+        """Give this rank's counts of the step so far to the routers that read them."""
+        for layer, router in self.routers.items():
+            if router.reads_earlier:
                 router.earlier_counts.copy_(counts_LE[layer])
 
 

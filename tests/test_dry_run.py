@@ -22,7 +22,7 @@ from graphmoe.memory import state_bytes
 from graphmoe.model import build_model
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
-from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import micro_batches_of
 from graphmoe.segments import run_segments
 from graphmoe.torch_compat import fake_process_group
@@ -69,8 +69,8 @@ class RealStep:
 
     def __call__(self, world: World, folder: Path) -> tuple[list[dict[str, Any]], dict[str, int], int]:
         run = config(*WORDS, *self.words)
-        layout = layout_of_run(run, world.size)
-        mesh, plan = Mesh(layout), plan_of(run, layout)
+        layout, plan = layout_and_plan(run, world.size)
+        mesh = Mesh(layout)
         use_groups(mesh)
         model = build_model(
             run.model,
@@ -139,8 +139,7 @@ def test_the_formula_for_weights_and_optimizer_state_is_what_a_rank_holds(words)
     )  # fmt: skip
     run = config(*WORDS, *words)
     rounded = run.precision.compute is ComputeDtype.bf16
-    layout, found = layout_of_run(run, 8), dry_run(run)
-    plan = plan_of(run, layout)
+    (layout, plan), found = layout_and_plan(run, 8), dry_run(run)
     stages = plan.stages_of_places[found["pipeline"]["pp_rank"]] if plan else []
     expected = state_bytes(run.model, layout, stages, rounded=rounded)
     held = found["memory"]["state_bytes"]

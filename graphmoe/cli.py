@@ -62,7 +62,7 @@ def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:
             except ValueError as error:
                 problems.append(f"{name}={text}: {error}")
     for name, key in keys.items():
-        if key.is_required and key.path not in values and not problems:
+        if key.default is dataclasses.MISSING and key.path not in values and not problems:
             problems.append(f"{name}=... is required ({key.doc})")
     if problems:
         raise ConfigError("; ".join(problems) + f"\n{usage(cls, prog)}")
@@ -73,10 +73,12 @@ def usage(cls: type, prog: str) -> str:
     """One line for each key of the tool, with its default."""
     lines = [f"usage: python -m {prog} key=value ..."]
     for key in _keys(cls):
-        default = key.default if key.default is not dataclasses.MISSING else None
+        default = key.default
         if isinstance(default, enum.Enum):
             default = default.name
-        shown = f"{key.word}={default}" if default is not None else f"{key.word}=..."
+        elif isinstance(default, list):
+            default = ",".join(map(str, default)) or None
+        shown = f"{key.word}=..." if default in (None, dataclasses.MISSING) else f"{key.word}={default}"
         lines.append(f"  {shown:<28} {key.doc}")
     return "\n".join(lines)
 
@@ -116,34 +118,48 @@ class _Key:
     hint: Any
     doc: str
     default: Any
-    is_required: bool
+    """``MISSING`` where it has to be given."""
 
 
-def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
-    """The keys in the order of the fields; those of a dataclass within have its field's name before a dot."""
+def _keys(cls: type, outer: tuple[str, ...] = (), base: Any = dataclasses.MISSING) -> Iterator[_Key]:
+    """The keys in the order of the fields; those of a dataclass within have its field's name before a dot.
+
+    Defaults are those of ``base``, an instance, if there is one.
+    """
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for f in dataclasses.fields(cls):
         path = (*outer, f.name)
         if dataclasses.is_dataclass(hints[f.name]):
-            yield from _keys(hints[f.name], path)
+            yield from _keys(hints[f.name], path, _default(f, base))
             continue
         # from_ is spelled from, which Python keeps for itself
         word = ".".join(name.removesuffix("_") for name in path)
-        is_required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        yield _Key(word, path, hints[f.name], docs.get(f.name, ""), f.default, is_required)
+        yield _Key(word, path, hints[f.name], docs.get(f.name, ""), _default(f, base))
 
 
-def _filled(cls: type[Args], values: Mapping[tuple[str, ...], Any], outer: tuple[str, ...] = ()) -> Args:
-    """The dataclass, and those within, with the values given by path."""
+def _default(f: dataclasses.Field[Any], base: Any) -> Any:
+    """What a field is where nothing is given, in ``base`` if that is an instance; else ``MISSING``."""
+    if base is not dataclasses.MISSING:
+        return getattr(base, f.name)
+    return f.default_factory() if callable(f.default_factory) else f.default
+
+
+def _filled(
+    cls: type[Args],
+    values: Mapping[tuple[str, ...], Any],
+    outer: tuple[str, ...] = (),
+    base: Any = dataclasses.MISSING,
+) -> Args:
+    """The dataclass, and those within, with the values given by path; others are those of ``base``."""
     hints = typing.get_type_hints(cls)
     given: dict[str, Any] = {}
     for f in dataclasses.fields(cls):  # type: ignore[arg-type]
         path = (*outer, f.name)
         if dataclasses.is_dataclass(hints[f.name]):
-            given[f.name] = _filled(hints[f.name], values, path)
+            given[f.name] = _filled(hints[f.name], values, path, _default(f, base))
         elif path in values:
             given[f.name] = values[path]
-    return cls(**given)
+    return cls(**given) if base is dataclasses.MISSING else dataclasses.replace(base, **given)
 
 
 def _convert(text: str, hint: Any) -> Any:

@@ -323,8 +323,15 @@ def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str
         yield from rank_rules(config.profile, ranks)
     if problems := [*rank_batch_rules(train, layout, ranks)]:
         yield from problems
-    elif exact and not [*_ranges(config), *_model_rules(config.model), *_router_rules(config.model)]:
-        yield from plan_problems(config, layout)  # of a model that can be
+        return
+    others = (
+        _ranges(config),
+        _model_rules(config.model),
+        _router_rules(config.model),
+        _batch_rules(train.global_batch_size, train.micro_batch_size),
+    )
+    if exact and not any(problem for rules in others for problem in rules):
+        yield from plan_problems(config, layout)  # of a model and a batch that can be
 
 
 def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator[str]:

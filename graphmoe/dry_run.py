@@ -26,7 +26,7 @@ from graphmoe.dry_run_rank import ShownRank
 from graphmoe.micro_batches import Add, MicroBatches
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
-from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import Pipelined, micro_batches_of
 from graphmoe.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.train_step import TrainStep
@@ -60,8 +60,8 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     assert launch.fake_world is not None
     _say_what_is_left_out(config)
     started = time.perf_counter()
-    layout = layout_of_run(config, launch.fake_world)
-    shown = ShownRank.of(config, layout, plan_of(config, layout))
+    layout, plan = layout_and_plan(config, launch.fake_world)
+    shown = ShownRank.of(config, layout, plan)
     with fake_process_group(launch.fake_world, shown.rank):
         mesh = Mesh(layout)
         use_groups(mesh)

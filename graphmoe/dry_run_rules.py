@@ -40,18 +40,18 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
 def with_dry_batch(config: RunConfig) -> RunConfig:
     """In a dry run the default global batch is at least one micro-batch for each data-parallel rank.
 
-    With a pipeline these are ``pipeline.microbatches``, or four for each of its ranks. Any other that does
-    not divide is refused, as in a run.
+    With a pipeline it is ``pipeline.microbatches`` of each, or four for each rank of the pipeline. Any other
+    that does not divide is refused, as in a run.
     """
-    launch, train = config.launch, config.train
+    launch, train, parallel = config.launch, config.train, config.parallel
     if launch.fake_world is None or train.global_batch_size != TrainConfig.global_batch_size:
         return config
     try:
-        together = train.micro_batch_size * Layout.of(config.parallel, launch.fake_world).dp
+        together = train.micro_batch_size * Layout.of(parallel, launch.fake_world).dp
     except (ConfigError, ZeroDivisionError):  # of these other rules speak
         return config
-    if together <= 0 or train.global_batch_size % together == 0:
+    count = config.pipeline.microbatches or 4 * parallel.pp if parallel.pp > 1 else 1
+    if min(together, count) < 1 or (parallel.pp == 1 and train.global_batch_size % together == 0):
         return config
-    count = config.pipeline.microbatches or 4 * config.parallel.pp if config.parallel.pp > 1 else 1
     train = dataclasses.replace(train, global_batch_size=together * count)
     return dataclasses.replace(config, train=train)

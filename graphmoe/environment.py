@@ -21,7 +21,7 @@ import torch
 from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, PrecisionConfig, RunConfig
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
-from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_plan import layout_and_plan
 
 PACKAGES = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors")
 
@@ -41,8 +41,7 @@ def check_memory(config: RunConfig, device: torch.device, num_ranks: int = 1) ->
     Where layers are shared out, of the ranks that hold most.
     """
     parameters = count_parameters(config.model).total.full
-    layout = layout_of_run(config, num_ranks)
-    plan = plan_of(config, layout)
+    layout, plan = layout_and_plan(config, num_ranks)
     rounded, dp_shard = config.precision.compute is ComputeDtype.bf16, config.parallel.dp_shard
     needed_by_place = [
         sum(state_bytes(config.model, layout, stages, rounded=rounded, dp_shard=dp_shard).values())

@@ -21,7 +21,7 @@ from graphmoe.flops import flops_per_token
 from graphmoe.layout import ALONE, Layout
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
-from graphmoe.pipeline_plan import PipelinePlan, plan_of_any_batch
+from graphmoe.pipeline_plan import PipelinePlan, layout_and_plan, with_one_micro_batch
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",
@@ -38,13 +38,13 @@ def main() -> None:
 def show(cfg: RunConfig) -> None:
     """Print the figures of the configured model."""
     assert cfg.data.seq_len is not None  # filled when the configuration is resolved
-    layout = layout_of_run(cfg)
-    plan = plan_of_any_batch(cfg, layout)
+    smallest = smallest_layout(cfg)
+    layout, plan = layout_and_plan(with_one_micro_batch(cfg, smallest), smallest.size("world"))
     document = describe(cfg.model, cfg.data.seq_len, layout, cfg.parallel.dp_shard, plan)
     emit(document, render(document), cfg.format)
 
 
-def layout_of_run(cfg: RunConfig) -> Layout:
+def smallest_layout(cfg: RunConfig) -> Layout:
     """The layout of all workers, or of ``launch.fake_world``.
 
     Where nodes are to be counted at start, of as few nodes as it fits.
@@ -76,8 +76,6 @@ def describe(
     The bytes are those of one rank alone, and of each rank of the layout; with a plan, of the rank along pp
     that holds most, and of every one.
     """
-    if plan:
-        layout = dataclasses.replace(layout, embed_on=plan.embed_on)
     of_places = [
         _whole_bytes(state_bytes(model, layout, stages, dp_shard=dp_shard))
         for stages in (plan.stages_of_places if plan else [[]])

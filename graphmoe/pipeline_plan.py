@@ -53,6 +53,13 @@ class PipelinePlan:
         )
 
 
+def layout_and_plan(config: RunConfig, num_ranks: int) -> tuple[Layout, PipelinePlan | None]:
+    """The layout of a run's ranks, with the places of the embedding, and the plan. *Raises* ConfigError."""
+    layout = Layout.of(config.parallel, num_ranks)
+    plan = plan_of(config, layout)
+    return (layout if plan is None else replace(layout, embed_on=plan.embed_on)), plan
+
+
 def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
     """The pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
 
@@ -78,11 +85,10 @@ def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
     return PipelinePlan(text, stages, table, tuple(sorted(set(embeds))))
 
 
-def plan_of_any_batch(config: RunConfig, layout: Layout) -> PipelinePlan | None:
-    """`plan_of` with one micro-batch: who has which stages does not depend on how many there are."""
+def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:
+    """A copy that any ranks can share: who has which stages does not depend on how many micro-batches."""
     train = replace(config.train, global_batch_size=config.train.micro_batch_size * layout.dp)
-    pipeline = replace(config.pipeline, microbatches=None)
-    return plan_of(replace(config, train=train, pipeline=pipeline), layout)
+    return replace(config, train=train, pipeline=replace(config.pipeline, microbatches=None))
 
 
 def _balanced(config: RunConfig, placement: Placement) -> str:
@@ -116,13 +122,6 @@ def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
         plan_of(config, layout)
     except ConfigError as error:
         yield str(error)
-
-
-def layout_of_run(config: RunConfig, num_ranks: int) -> Layout:
-    """The layout of a run's ranks, with the places of the embedding. *Raises* ConfigError."""
-    layout = Layout.of(config.parallel, num_ranks)
-    plan = plan_of(config, layout)
-    return layout if plan is None else replace(layout, embed_on=plan.embed_on)
 
 
 def num_micro_batches(config: RunConfig, layout: Layout) -> int:

@@ -144,7 +144,7 @@ class TrainStep:
         return dict(zip(RECEIVED, (of_balanced, rows, slots, void), strict=True))
 
     def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:
-        """Give this rank's counts of the step so far to the balance loss over the global batch."""
+        """Give this rank's counts of the step so far to the routers that read them."""
         for layer in layers:
             if (router := self.routers[layer]).reads_earlier:
                 router.earlier_counts.copy_(counts_LE[layer])

@@ -39,7 +39,7 @@ from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optimizers import DTYPES, build
 from graphmoe.pace import Pace
-from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import micro_batches_of
 from graphmoe.profiles import profiles_of
 from graphmoe.progress import Progress
@@ -74,9 +74,8 @@ class Trainer:
         assert config.data.seq_len is not None
         self.config, self.folder, self.progress = config, folder, progress
         self.world = world or World()
-        self.layout = layout_of_run(config, self.world.size)
-        self.plan = plan_of(config, self.layout)
-        """How ranks share the layers; None where each has all of them."""
+        self.layout, self.plan = layout_and_plan(config, self.world.size)
+        """The plan says how ranks share the layers; None where each has all of them."""
         self.mesh = Mesh(self.layout)
         use_groups(self.mesh)
         self.device = open_device(config.run.device)

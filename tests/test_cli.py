@@ -92,6 +92,48 @@ def test_a_dataclass_within_has_keys_with_a_dot():
     assert rows == ["name=... Whose.", "paint.layers=2 Coats.", "paint.from=... Where it is bought."]
 
 
+@dataclass
+class Brush:
+    """Of a tool's tool, too."""
+
+    width: int
+    """In mm."""
+    colours: list[str] = field(default_factory=list)
+    """In turn, by comma."""
+    paint: Paint = field(default_factory=Paint)
+    """For all of them."""
+
+
+@dataclass
+class BrushArgs:
+    """Of a tool that has another default for what its tools have."""
+
+    brush: Brush = field(default_factory=lambda: Brush(8, ["red", "blue"], Paint(5, "a")))
+    """What to take."""
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ([], Brush(8, ["red", "blue"], Paint(5, "a"))),
+        (["brush.paint.layers=3"], Brush(8, ["red", "blue"], Paint(3, "a"))),
+        (["brush.width=4", "brush.colours=", "brush.paint.from=none"], Brush(4, [], Paint(5, None))),
+    ],
+)
+def test_what_is_not_given_of_a_dataclass_within_is_what_its_own_factory_makes(words, expected):
+    assert parse_args(BrushArgs, words, prog="graphmoe.tool") == BrushArgs(expected)
+
+
+def test_usage_shows_what_the_factory_makes():
+    rows = [" ".join(line.split()) for line in usage(BrushArgs, "graphmoe.tool").splitlines()[1:]]
+    assert rows == [
+        "brush.width=8 In mm.",
+        "brush.colours=red,blue In turn, by comma.",
+        "brush.paint.layers=5 Coats.",
+        "brush.paint.from=a Where it is bought.",
+    ]
+
+
 @pytest.mark.parametrize(
     "word, message",
     [

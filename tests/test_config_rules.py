@@ -204,6 +204,10 @@ RULES = [
         "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.microbatches=3",
         "ranks is 4; use pipeline.microbatches=4, or train.global_batch_size=12",
     ),
+    (
+        "launch.nproc=2 launch.nodes=1 parallel.pp=2 train.global_batch_size=1 train.micro_batch_size=2",
+        "use e.g. micro_batch_size=1 or global_batch_size=2",
+    ),
     ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.layout=EttttL", "use 1 border |"),
     ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moo:1]", "pipeline.costs=['moo:1']: 'moo'"),
     ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moe:1,moe:2]", "a part has several times"),

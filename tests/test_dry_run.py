@@ -22,7 +22,7 @@ from graphmoe.memory import state_bytes
 from graphmoe.model import build_model
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
-from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import micro_batches_of
 from graphmoe.segments import run_segments
 from graphmoe.torch_compat import fake_process_group
@@ -45,7 +45,7 @@ from tests.runs import command, config
 WORDS = (
     "model.num_dense_layers=1", "model.mtp_depth=1", "model.top_k=2", "model.aux_loss=micro_batch",
     "model.aux_loss_coef=0.1", "moe.force_balance=true", "precision.compute=fp32", "train.steps=1",
-    "train.global_batch_size=16", "optim.bucket_mb=0.01",
+    "train.global_batch_size=32", "optim.bucket_mb=0.01",
 )  # fmt: skip
 OF_FOUR = {
     "dp4": (),
@@ -69,8 +69,8 @@ class RealStep:
 
     def __call__(self, world: World, folder: Path) -> tuple[list[dict[str, Any]], dict[str, int], int]:
         run = config(*WORDS, *self.words)
-        layout = layout_of_run(run, world.size)
-        mesh, plan = Mesh(layout), plan_of(run, layout)
+        layout, plan = layout_and_plan(run, world.size)
+        mesh = Mesh(layout)
         use_groups(mesh)
         model = build_model(
             run.model,
@@ -139,8 +139,7 @@ def test_the_formula_for_weights_and_optimizer_state_is_what_a_rank_holds(words)
     )  # fmt: skip
     run = config(*WORDS, *words)
     rounded = run.precision.compute is ComputeDtype.bf16
-    layout, found = layout_of_run(run, 8), dry_run(run)
-    plan = plan_of(run, layout)
+    (layout, plan), found = layout_and_plan(run, 8), dry_run(run)
     stages = plan.stages_of_places[found["pipeline"]["pp_rank"]] if plan else []
     expected = state_bytes(run.model, layout, stages, rounded=rounded)
     held = found["memory"]["state_bytes"]
@@ -305,6 +304,19 @@ def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
             ("launch.fake_world=8", "parallel.pp=2", "pipeline.microbatches=3", "train.global_batch_size=64"),
             "use pipeline.microbatches=8",
         ),
+        (
+            ("launch.fake_world=8", "parallel.pp=2", "pipeline.microbatches=0", "train.global_batch_size=16"),
+            r"cannot run:\n  pipeline.microbatches=0 must be greater than 0$",
+        ),
+        (
+            (
+                "launch.fake_world=8",
+                "parallel.pp=2",
+                "pipeline.microbatches=-1",
+                "train.global_batch_size=16",
+            ),
+            r"cannot run:\n  pipeline.microbatches=-1 must be greater than 0$",
+        ),
         (("launch.fake_world=8", "launch.nproc=2"), "leave those two out"),
         (("launch.fake_world=8", "launch.write_only=true"), "leave one of them out"),
         (("launch.fake_world=8", "parallel.dp_shard=fsdp2"), "counts what parallel.dp_shard=zero1 keeps"),
@@ -330,6 +342,10 @@ def test_the_default_batch_grows_with_the_layout_and_no_other_does():
     piped = ("launch.fake_world=64", "parallel.pp=4", "train.global_batch_size=16")
     assert config(*piped).train.global_batch_size == 16 * 2 * 16  # four for each rank of a pipeline
     assert config(*piped, "pipeline.microbatches=5").train.global_batch_size == 16 * 2 * 5
+    deep = ("launch.fake_world=32", "parallel.pp=8", "model.num_layers=8", *piped[2:])
+    assert config(*deep).train.global_batch_size == 4 * 2 * 32  # of 4 and 2 sequences 16 is a multiple too
+    assert config(*deep, "pipeline.microbatches=64").train.global_batch_size == 4 * 2 * 64
+    assert config(*deep[:-1], "train.global_batch_size=24").train.global_batch_size == 24
     assert config("train.global_batch_size=16").train.global_batch_size == 16
 
 

@@ -27,6 +27,7 @@ PIPELINES = {
     "interleaved": ("pipeline.schedule=interleaved",),
     "zbv": ("pipeline.schedule=zbv",),
     "zbv, compiled": ("pipeline.schedule=zbv", "compile.enabled=true", "model.num_dense_layers=0"),
+    "no MoE layers but one of later tokens": ("model.num_dense_layers=8", "model.mtp_depth=1"),
     "beside ep": ("parallel.ep=2", "launch.fake_world=8", "train.global_batch_size=24"),
 }
 

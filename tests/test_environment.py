@@ -7,11 +7,12 @@ import psutil
 import pytest
 import torch
 
+from graphmoe import pipeline_plan
 from graphmoe.config import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.environment import check_memory
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
-from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_plan import layout_and_plan
 from tests.runs import config
 
 
@@ -42,8 +43,7 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
         "launch.nproc=4", "parallel.pp=4", "pipeline.layout=E|t|tttt|tL", "model.num_layers=6",
         "train.global_batch_size=8",
     )  # fmt: skip
-    layout = layout_of_run(run, 4)
-    plan = plan_of(run, layout)
+    layout, plan = layout_and_plan(run, 4)
     needed = [
         sum(state_bytes(run.model, layout, stages, rounded=False).values())
         for stages in plan.stages_of_places
@@ -53,4 +53,12 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
     with pytest.raises(ConfigError, match=r"on rank 2 of parallel.pp=4 \(t\*4\).* a pipeline.layout that"):
         check_memory(run, torch.device("cpu"), num_ranks=4)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=max(needed)))
+    tables, make_table = [], pipeline_plan.make_table
+
+    def counted(*arguments, **options):
+        tables.append(make_table(*arguments, **options))
+        return tables[-1]
+
+    monkeypatch.setattr(pipeline_plan, "make_table", counted)
     check_memory(run, torch.device("cpu"), num_ranks=4)
+    assert len(tables) == 1

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from graphmoe.config import LaunchConfig, ParallelConfig, RunConfig
-from graphmoe.info import describe, layout_of_run, render
+from graphmoe.info import describe, render, smallest_layout
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import plan_of_any_batch
+from graphmoe.pipeline_plan import layout_and_plan, with_one_micro_batch
 from tests.runs import config
 from tests.test_presets import BILLIONS, PRESETS, load_preset
 
@@ -89,8 +89,8 @@ def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, 
         f"pipeline.layout={pieces}",
         "model.num_dense_layers=1", "train.global_batch_size=8", "model.mtp_depth=1",
     )  # fmt: skip
-    layout = layout_of_run(run)
-    plan = plan_of_any_batch(run, layout)
+    smallest = smallest_layout(run)
+    layout, plan = layout_and_plan(with_one_micro_batch(run, smallest), smallest.size("world"))
     document = describe(run.model, 16, layout, plan=plan)
     ranks = document["pipeline"]["ranks"]
     totals = [rank["memory_bytes"]["total"] for rank in ranks]
@@ -119,7 +119,7 @@ def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, 
     ],
 )
 def test_ranks_are_those_of_the_launch(launch, parallel, ranks):
-    assert layout_of_run(RunConfig(launch=launch, parallel=parallel)).size("world") == ranks
+    assert smallest_layout(RunConfig(launch=launch, parallel=parallel)).size("world") == ranks
 
 
 def test_the_command_prints_one_json_document_and_makes_no_folder(tmp_path):

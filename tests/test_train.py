@@ -187,6 +187,18 @@ def test_one_and_four_micro_batches_give_the_same_gradient(tmp_path, aux_loss):
     assert torch.equal(counts, counts_of_four) and counts.sum() == 4 * 16 * 2
 
 
+@pytest.mark.parametrize("coef, is_read", [(0.0, False), (0.1, True)])
+def test_routers_are_told_of_earlier_micro_batches_where_they_read_them(tmp_path, coef, is_read):
+    words = ("model.aux_loss=global_batch", f"model.aux_loss_coef={coef}")
+    trainer = trainer_in(tmp_path, *QUIET, *words)
+    for router in trainer.model.routers():
+        router.earlier_counts.fill_(7)
+    trainer._train_step()
+    told = [not bool((router.earlier_counts == 7).all()) for router in trainer.model.routers()]
+    assert told == [is_read] * len(told) and told
+    trainer.loader.close()
+
+
 @pytest.mark.parametrize("words", [(), ("model.aux_loss=global_batch", "model.aux_loss_coef=0.1")])
 def test_a_void_step_leaves_all_that_a_checkpoint_holds_and_the_routers_counts(tmp_path, words):
     trainer = trainer_in(tmp_path, *QUIET, *words)

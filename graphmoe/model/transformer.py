@@ -74,15 +74,14 @@ class LossHead(nn.Module):
         """Mean cross-entropy of the next tokens, fp32 scalar."""
         return self.cross_entropy(self.norm(x_BSD), labels_BS)
 
-    def segments(self, norm: nn.Module | None) -> list[Segment]:
-        """The loss segment, as far as it is here; without a norm what it reads is normed.
+    def segments(self, norm: nn.Module | None, *, loss: bool = True) -> list[Segment]:
+        """The loss segment, as far as a stage has it; without a norm what it reads is normed.
 
         ``normed`` is what the prediction of later tokens starts from.
         """
         found = [] if norm is None else [Segment("loss", norm, ("x",), ("normed",))]
-        if not isinstance(self.head, Elsewhere):
-            loss = Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",))
-            found.append(loss)
+        if loss:
+            found.append(Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",)))
         return found
 
     def cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
@@ -226,7 +225,7 @@ class Transformer(nn.Module):
                     shift_left(labels_BS, depth, fill=IGNORED) if depth else labels_BS
                 )
                 wanted = ["cross_entropy", *wanted]
-            results = list(execute(self.loss_head.segments(norm), named, tuple(wanted)))
+            results = list(execute(self.loss_head.segments(norm, loss=pieces.loss), named, tuple(wanted)))
             if pieces.loss:
                 losses.append(results.pop(0))
             return results

@@ -47,25 +47,27 @@ def set_flight_recorder(log_dir: Path | None) -> None:
 
 def ask_for_dumps(stamps: Path, ranks: Iterable[int], log_dir: Path) -> None:
     """Let workers of this node dump, and wait some seconds until they have; not of one without a pipe."""
-    began, asked = time.time(), 0
+    began, asked = time.time(), set[int]()
     for rank in ranks:
         with suppress(OSError):  # there is none, or nobody reads it
             pipe = os.open(stamps / f"{_PIPES}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
             try:
-                asked += os.write(pipe, b"1")
+                os.write(pipe, b"1")
+                asked.add(rank)
             finally:
                 os.close(pipe)
     end, before = time.monotonic() + _DUMP_S, [0]
     while asked and time.monotonic() < end:
         time.sleep(0.2)
-        sizes = [path.stat().st_size for path in dumps_since(began, log_dir)]
-        if len(sizes) >= asked and sizes == before and all(sizes):
+        found = dumps_since(began, log_dir)  # in a folder that all nodes share
+        sizes = [found[rank].stat().st_size for rank in sorted(asked & found.keys())]
+        if len(sizes) == len(asked) and sizes == before and all(sizes):
             return
         before = sizes
 
 
-def dumps_since(began: float, log_dir: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Dumps that were written since a time of ``time.time()``, in the order of ranks."""
+def dumps_since(began: float, log_dir: Path, environment: Mapping[str, str] = os.environ) -> dict[int, Path]:
+    """Dumps that were written since a time of ``time.time()``, of all nodes, by rank and in that order."""
     named = next((environment[name] for name in _FILE if name in environment), None)
     prefix = Path(named) if named else log_dir / NAME
     found = {}
@@ -74,16 +76,17 @@ def dumps_since(began: float, log_dir: Path, environment: Mapping[str, str] = os
             rank = re.fullmatch(re.escape(prefix.name) + r"(\d+)", path.name)
             if rank and path.stat().st_mtime >= began - _TICK_S:
                 found[int(rank[1])] = path
-    return [found[rank] for rank in sorted(found)]
+    return dict(sorted(found.items()))
 
 
-def dump_lines(dumps: list[Path]) -> list[str]:
-    """What an error says of dumps; nothing where there is none."""
+def dump_lines(dumps: Mapping[int, Path]) -> list[str]:
+    """What an error says of dumps by rank; nothing where there is none."""
     if not dumps:
         return []
-    names = ", ".join(path.name for path in dumps[:_MOST])
-    more = f" and {len(dumps) - _MOST} more" if len(dumps) > _MOST else ""
-    folder, prefix = dumps[0].parent, re.sub(r"\d+$", "", dumps[0].name)
+    paths = [*dumps.values()]
+    names = ", ".join(path.name for path in paths[:_MOST])
+    more = f" and {len(paths) - _MOST} more" if len(paths) > _MOST else ""
+    folder, prefix = paths[0].parent, re.sub(r"\d+$", "", paths[0].name)
     return [
         f"torch's flight recorder has the last collectives of each rank: {names}{more} in {folder}",
         f"to compare them: torchfrtrace {folder} --prefix {prefix}",

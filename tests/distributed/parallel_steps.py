@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config import AuxLoss, RunConfig
+from graphmoe.config import RunConfig
 from graphmoe.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.model import LossOutput, Transformer, build_model
 from graphmoe.model.vocabulary import IGNORED
@@ -179,7 +179,7 @@ def _seeded(seed: int) -> torch.Generator:
 def _count(model: Transformer, output: LossOutput) -> None:
     """Tell the routers of this rank's slots so far, as a training step does."""
     for router, counts_E in zip(model.routers(), output.counts_LE, strict=True):
-        if router.config.aux_loss is AuxLoss.global_batch:
+        if router.reads_earlier:
             router.earlier_counts += counts_E
 
 

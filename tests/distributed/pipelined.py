@@ -12,7 +12,7 @@ from torch import Tensor
 from graphmoe.dispatch import Dispatcher
 from graphmoe.layout import layout_of, own_part
 from graphmoe.model import build_model
-from graphmoe.pipeline_plan import layout_of_run, plan_of
+from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import Pipelined
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.step_rows import RECEIVED, SCALARS
@@ -116,8 +116,7 @@ def check_who_carries_messages(trainer: Trainer) -> None:
 def _of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """What each rank has of whole tensors by parameter name."""
     run = case.training.config
-    layout = layout_of_run(run, case.ranks)
-    plan = plan_of(run, layout)
+    layout, plan = layout_and_plan(run, case.ranks)
     assert plan is not None
     for rank in range(case.ranks):
         stages = [*plan.own_stages(layout.index("pp", rank)).values()]

@@ -23,6 +23,9 @@ CASES = {
     ),
     "interleaved": Case(2, 2, "interleaved"),
     "interleaved, three stages a rank": Case(2, 2, "interleaved", ("pipeline.virtual_stages=3",)),
+    "interleaved, later tokens, the loss apart": Case(
+        2, 2, "interleaved", ("pipeline.layout=Etttt|m|m|L",), (MTP,)
+    ),
     "zb1p": Case(2, 2, "zb1p"),
     "zb1p, compiled": Case(2, 2, "zb1p", (COMPILED,), (MTP, TIED), traced=True),
     "zbv": Case(2, 2, "zbv", model=(TIED,)),

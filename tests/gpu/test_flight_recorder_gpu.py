@@ -33,10 +33,10 @@ def test_a_rank_that_hangs_lets_the_ranks_dump_and_the_error_names_the_files(tmp
     said, logs = run.err.read_text().partition("error: ")[2], tmp_path / "run" / "logs"
     assert said.startswith("rank 1 on ") and "no progress for " in said.splitlines()[0]
     dumps = dumps_since(0.0, logs)
-    assert [dump.name for dump in dumps] == [f"{NAME}0", f"{NAME}1"]
+    assert [dump.name for dump in dumps.values()] == [f"{NAME}0", f"{NAME}1"]
     for line in dump_lines(dumps):
         assert line in said
-    waiting, hanging = map(collectives_in, dumps)
+    waiting, hanging = map(collectives_in, dumps.values())
     assert len(waiting) > len(hanging) > 0
 
 
@@ -54,5 +54,5 @@ def test_a_collective_that_times_out_leaves_a_dump(tmp_path):
     )
     assert done.returncode != 0, done.stderr
     dumps = dumps_since(began, tmp_path)
-    assert f"{NAME}0" in [dump.name for dump in dumps], done.stderr[-2000:]
+    assert f"{NAME}0" in [dump.name for dump in dumps.values()], done.stderr[-2000:]
     assert collectives_in(dumps[0]).count("nccl:all_reduce") == 2

@@ -11,6 +11,7 @@ from graphmoe.config import AuxLoss, ModelConfig
 from graphmoe.model import build_model
 from graphmoe.model.mtp import shift_left
 from graphmoe.model.vocabulary import IGNORED
+from graphmoe.pipeline_layout import pieces_of
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S, V = 2, 9, 50
@@ -85,6 +86,28 @@ def test_the_loss_and_its_gradients_match_the_written_out_one(depth):
     wanted = torch.autograd.grad(main + 0.4 * mtp, parameters)
     for actual, expected in zip(torch.autograd.grad(output.total, parameters), wanted, strict=True):
         assert_gradient_close(actual, expected)
+
+
+@pytest.mark.parametrize("rank_of", [(0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 0)])
+def test_stages_of_ranks_with_prediction_and_loss_apart_are_the_whole_model(rank_of):
+    whole, (tokens, labels) = build_model(CONFIG), make_batch()
+    stages = pieces_of("Ett|m|m|L", num_layers=2, mtp_depth=2, num_stages=4)
+    ranks = {
+        rank: build_model(CONFIG, stages=[stages[number] for number in range(4) if rank_of[number] == rank])
+        for rank in rank_of
+    }
+    carried, outputs = (), []
+    for rank, stage in zip(rank_of, stages, strict=True):
+        outputs.append(ranks[rank].stage(stage, carried, tokens, labels))
+        carried = outputs[-1].carried
+    found, expected = sum(output.total for output in outputs), whole.loss(tokens, labels)
+    assert_forward_close(found, expected.total)
+    assert_forward_close(outputs[-1].mtp, expected.mtp)
+    found.backward()
+    expected.total.backward()
+    for name, parameter in whole.named_parameters():
+        parts = [dict(model.named_parameters()).get(name) for model in ranks.values()]
+        assert_gradient_close(sum(part.grad for part in parts if part is not None), parameter.grad)
 
 
 def test_depth_k_does_not_see_the_first_k_labels_nor_what_is_behind_the_end():

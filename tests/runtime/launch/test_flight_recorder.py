@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,16 +63,18 @@ def test_what_the_user_has_set_by_either_name_stays(tmp_path, monkeypatch):
 class Worker(threading.Thread):
     """Makes the pipe as torch does, and dumps when something comes."""
 
-    def __init__(self, stamps: Path, log_dir: Path, rank: int) -> None:
+    def __init__(self, stamps: Path, log_dir: Path, rank: int, takes_s: float = 0.0) -> None:
         super().__init__(daemon=True)
         pipe = stamps / f"flight_recorder.{rank}.pipe"
         os.mkfifo(pipe)
         self.pipe = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self.takes_s = takes_s
         self.dump, self.stop = log_dir / f"{NAME}{rank}", threading.Event()
 
     def run(self) -> None:
         while not self.stop.wait(0.05):
             if os.read(self.pipe, 128):
+                time.sleep(self.takes_s)
                 self.dump.write_bytes(b"dump")
                 break
         os.close(self.pipe)
@@ -85,15 +88,26 @@ def test_workers_with_a_pipe_dump_when_they_are_asked(tmp_path):
         worker.start()
     os.mkfifo(stamps / "flight_recorder.1.pipe")  # of a worker that is gone
     ask_for_dumps(stamps, range(4), logs)
-    assert dumps_since(0.0, logs) == [worker.dump for worker in workers]
+    assert dumps_since(0.0, logs) == {0: workers[0].dump, 2: workers[1].dump}
     for worker in workers:
         worker.join(5)
+
+
+def test_dumps_of_other_nodes_are_not_those_that_are_waited_for(tmp_path):
+    worker, foreign = Worker(tmp_path, tmp_path, 3, takes_s=1.0), tmp_path / f"{NAME}11"
+    worker.start()
+    foreign.write_bytes(b"dump")
+    later = time.time() + 60  # the clock of another node
+    os.utime(foreign, (later, later))
+    ask_for_dumps(tmp_path, [3], tmp_path)
+    assert dumps_since(0.0, tmp_path) == {3: worker.dump, 11: foreign}
+    worker.join(5)
 
 
 def test_without_pipes_nobody_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
     ask_for_dumps(tmp_path, range(2), tmp_path)
-    assert dumps_since(0.0, tmp_path / "nowhere") == []
+    assert dumps_since(0.0, tmp_path / "nowhere") == {}
 
 
 def failure(log_dir: Path) -> Failure:

@@ -17,7 +17,7 @@ from graphmoe.dispatch import Dispatcher
 from graphmoe.micro_batches import Add, MicroBatches, OneAfterTheOther, overlap_in_use
 from graphmoe.model.transformer import Transformer
 from graphmoe.pipeline_layout import StagePieces
-from graphmoe.pipeline_plan import PipelinePlan
+from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches
 from graphmoe.segments import Executor
 from runtime.mesh import Mesh
 from runtime.overlap.runner import Overlap
@@ -60,14 +60,13 @@ def micro_batches_of(
     open_channels: OpenChannels = Channels,
 ) -> MicroBatches:
     """What runs the micro-batches of a run's steps. A collective."""
-    train = config.train
-    num_global = train.global_batch_size // train.micro_batch_size
+    num_global = num_micro_batches(config, mesh.layout) * mesh.layout.dp
     if plan is None:
         return OneAfterTheOther(model, execute, num_global, execution.overlap)
     log.info(plan.describe())
     assert config.data.seq_len is not None
     positions = config.data.seq_len // mesh.layout.size("cp_tp")
-    shape = train.micro_batch_size, positions, config.model.hidden_size
+    shape = config.train.micro_batch_size, positions, config.model.hidden_size
     message = Spec(shape, next(model.parameters()).dtype)
     return Pipelined(plan, model, execute, mesh, message, num_global, execution, open_channels)
 

@@ -16,6 +16,7 @@ from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim import update_selection_bias
 from graphmoe.pipeline_layout import StagePieces
+from graphmoe.pipeline_plan import num_micro_batches
 from graphmoe.ranges import ranged
 from graphmoe.receive_budget import balanced_load, routed_tokens
 from graphmoe.step_optimizer import StepOptimizer
@@ -79,9 +80,9 @@ class TrainStep:
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
         """Of this rank, by their place among all MoE layers of the model."""
-        self.global_micro_batches = config.train.global_batch_size // config.train.micro_batch_size
-        self.num_micro_batches = self.global_micro_batches // mesh.layout.dp
+        self.num_micro_batches = num_micro_batches(config, mesh.layout)
         """Of this rank."""
+        self.global_micro_batches = self.num_micro_batches * mesh.layout.dp
         self.device = next(model.parameters()).device
         self.balanced = balanced_load(config.model, mesh.layout, routed_tokens(config, mesh.layout))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from graphmoe.segments import FULL_ITERATION
 from graphmoe.step_rows import RECEIVED, SCALARS
 from graphmoe.trainer import Trainer
 from runtime.pipeline.actions import Together
+from runtime.pipeline.overlapped import OverlappedStage
+from runtime.pipeline.stages import BackwardOf, Tensors
 from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.distributed.turns import num_changes, watched
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -82,16 +85,37 @@ def check(trainer: Trainer) -> None:
 
 
 def check_that_units_take_turns(trainer: Trainer) -> None:
-    """At the end of each step: in each pair a forward and a backward have two turns at least."""
+    """In each pair of stages with experts a forward and a backward have two turns at least.
+
+    Where one of the two has none, nothing of it travels, and it has one turn.
+    """
     overlap, plan = trainer.execution.overlap, trainer.plan
-    assert overlap is not None and plan is not None
-    finish, own = overlap.finish, plan.table.ranks[trainer.mesh.index("pp")]
-    queued = watched(overlap)
+    micro_batches = trainer.train_step.micro_batches
+    assert overlap is not None and plan is not None and isinstance(micro_batches, Pipelined)
+    own = plan.table.ranks[trainer.mesh.index("pp")]
+    stages = micro_batches.pipeline._stages
+    with_experts = [stages[n] for n, each in micro_batches.stages.items() if trainer.model.moe_layers(each)]
+    queued, found = watched(overlap), list[tuple[int, bool]]()
+
+    def in_turns(
+        stage: OverlappedStage, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        queued.clear()
+        results = OverlappedStage.together(stage, micro_batch, received, backward, gradients)
+        both = stage in with_experts and backward.stage in with_experts
+        found.append((num_changes(queued), both))
+        return results
+
+    for stage in stages.values():
+        stage.together = functools.partial(in_turns, stage)  # type: ignore[method-assign]
+    finish = overlap.finish
 
     def check() -> None:
         finish()
-        assert num_changes(queued) >= 3 * sum(isinstance(step, Together) for step in own) > 0, queued
-        queued.clear()
+        assert len(found) == sum(isinstance(step, Together) for step in own)
+        assert any(both for _, both in found)
+        assert all(num >= (3 if both else 1) for num, both in found), found
+        found.clear()
 
     overlap.finish = check  # type: ignore[method-assign]
 

@@ -36,16 +36,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, text_words: tuple[str, ..
 def test_the_steps_that_are_logged_are_recorded_whole(recorded):
     timelines = read(recorded / FILE_NAME)
     assert [*timelines] == [3, 6, 8]
+    overtakes = []
     for timeline in timelines.values():
         assert (timeline.schedule, timeline.num_micro_batches, timeline.peak_bytes) == ("zb1p", 2, None)
         done = sorted(str(span.step) for span in timeline.spans if span.track == "compute")
         assert done == sorted(f"{stage}{kind}{n}" for stage in range(2) for kind in "FIW" for n in range(2))
         at = {(span.track, str(span.step)): span for span in timeline.spans}
-        for n in range(2):
-            assert at["compute", f"0F{n}"].end <= at["compute", f"1F{n}"].end
-            assert at["compute", f"0F{n}"].start <= at["compute", f"1F{n}"].start
-            assert at["compute", f"1F{n}"].end < at["compute", f"0I{n}"].end
-            assert at["comm", f"1F{n}"].end <= at["compute", f"1F{n}"].start
+        pairs = [(f"0F{n}", f"1F{n}") for n in range(2)] + [(f"1I{n}", f"0I{n}") for n in range(2)]
+        for sender, reader in pairs:
+            assert at["compute", sender].start < at["comm", reader].end <= at["compute", reader].start
+        overtakes.append(any(at["compute", one].end > at["compute", other].end for one, other in pairs))
+    assert not all(overtakes)  # the host may stop a rank after it has sent, though not in each step
 
 
 def test_the_recording_is_shown_and_drawn(recorded, tmp_path, capsys):

@@ -230,7 +230,8 @@ def _child(
     environment: dict[str, str],
 ) -> None:
     os.chdir(folder)
-    os.environ.update({"PYTHONPATH": str(ROOT), **environment})  # for workers
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ.update({"PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment})  # for workers
     for name, seconds in slow.items():
         _sleep_first(name, seconds)
     sys.argv = [str(ROOT / f"{module.replace('.', '/')}.py"), *words]

@@ -204,8 +204,11 @@ def _rungs(
 def _exchanges(
     args: BenchArgs, device: torch.device, full: bool
 ) -> tuple[list[DispatchRow], list[str], dict[str, Any]]:
-    """Rows of ``suite=dispatch``, nothing left out, and how it is measured; equal on all ranks."""
-    cases = dispatch_cases(dispatch_suite.FULL if full else dispatch_suite.TINY, args.blocks)
+    """Rows of ``suite=dispatch``, what is left out, and how it is measured; equal on all ranks."""
+    vendors = dispatch_suite.vendors_of(device)
+    left_out = [f"{choice.value}: {missing}" for choice, missing in vendors.items() if missing]
+    here = [choice for choice, missing in vendors.items() if not missing]
+    cases = dispatch_cases(dispatch_suite.FULL if full else dispatch_suite.TINY, args.blocks, here)
     cases = _chosen(cases, args.only)
     with joined_ranks(device) as ranks:
         if ranks.rank:
@@ -216,6 +219,9 @@ def _exchanges(
             suite.run,
             lambda found: ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found),
         )
+        suite.close()
+    for line in left_out:
+        log.info("left out: %s", line)
     method = {
         "ranks": ranks.size,
         "rounds": dispatch_times.ROUNDS[device.type],
@@ -224,7 +230,7 @@ def _exchanges(
         "priority": dispatch_times.PRIORITY,
         "link_bytes_per_s": LINK_BYTES_PER_S,
     }
-    return rows, [], method
+    return rows, left_out, method
 
 
 def _rates(

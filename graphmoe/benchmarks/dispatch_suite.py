@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -21,12 +21,15 @@ from graphmoe.benchmarks.dispatch_table import LINK_BYTES_PER_S, DispatchRow
 from graphmoe.benchmarks.dispatch_times import Call, Streams, samples_ms
 from graphmoe.benchmarks.rank_group import Ranks, RanksFailed
 from graphmoe.benchmarks.routing import route
-from graphmoe.config import ConfigError
+from graphmoe.config import ConfigError, DispatcherChoice
 from graphmoe.dispatch import send_plan
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.router import round_robin
 from graphmoe.ops.symm import use_peers
+from graphmoe.ops.vendors import is_installed
+from graphmoe.vendor_dispatch import BUFFERED
 from runtime.dispatch.peers import make_peers
+from runtime.dispatch.vendors import close_vendor, open_buffer
 
 log = logging.getLogger(__name__)
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
@@ -70,16 +73,29 @@ class DispatchCase:
         return f"{self.place}/{self.way}"
 
 
-def dispatch_cases(shapes: Mapping[str, MlpShape], blocks: str) -> list[DispatchCase]:
+def dispatch_cases(
+    shapes: Mapping[str, MlpShape], blocks: str, vendors: Iterable[DispatcherChoice] = ()
+) -> list[DispatchCase]:
     """Every way at every shape and routing, `alltoall` first. *Raises* ConfigError for bad ``blocks``."""
     of_way: dict[str, float | None] = {"alltoall": None, "pull": None}
     of_way |= {f"copy_engine_{share:g}": share for share in _shares(blocks)}
+    of_way |= dict.fromkeys(choice.value for choice in vendors)
     return [
         DispatchCase(label, shape, routing, way, share)
         for label, shape in shapes.items()
         for routing in ROUTINGS
         for way, share in of_way.items()
     ]
+
+
+def vendors_of(device: torch.device) -> dict[DispatcherChoice, str | None]:
+    """Dispatchers through a package's buffer that are for such a device, and why one cannot run, or None."""
+    if device.type != "cuda":
+        return {}
+    choice = DispatcherChoice.turbo if torch.version.hip else DispatcherChoice.deepep
+    takes = BUFFERED[choice]
+    missing = f"the package {takes.package} is not installed; install it with: {takes.install}"
+    return {choice: None if is_installed(takes.package) else missing}
 
 
 class DispatchSuite:
@@ -92,12 +108,19 @@ class DispatchSuite:
         self._products: dict[MlpShape, dict[str, Call]] = {}
         self.backends = ""
         """Of the experts' products: forward, dgrad, wgrad."""
+        self._opened: int | None = None
+        """Hidden size of a package's buffer."""
         use_peers(make_peers(ranks.mesh, ranks.device))
+
+    def close(self) -> None:
+        """Give back what is open. A collective of all ranks."""
+        close_vendor()
 
     def run(self, case: DispatchCase) -> list[DispatchRow]:
         """The rows of a case: each exchange, and all four. Collective. Raises nothing.
 
-        Before anything is timed, the case's results must be those of `alltoall` in every bit.
+        Before anything is timed, the case's results must be those of `alltoall`: in every bit, but where
+        a way adds what ranks made of a token in another order.
         """
         ranks, shape = self._ranks, case.shape
         if shape.E % ranks.size or shape.K * ranks.size > shape.E:
@@ -122,7 +145,11 @@ class DispatchSuite:
             reference = ways.by_alltoall(tokens, ranks.mesh, shape.E)
             if case.way == "alltoall":
                 return reference
-            way = ways.by_symm(tokens, rows, experts, block)
+            if case.way in BUFFERED:
+                self._open(case)
+                way = ways.by_buffer(tokens, ranks.size, experts)
+            else:
+                way = ways.by_symm(tokens, rows, experts, block)
             if differ := ways.differing(way, reference):
                 raise RuntimeError(f"not what alltoall gives: {', '.join(differ)}")
             return way
@@ -140,6 +167,13 @@ class DispatchSuite:
             row.compare(self._baselines.get((case.place, name)))
             found.append(row)
         return found
+
+    def _open(self, case: DispatchCase) -> None:
+        """The buffer of a package for rows of a case."""
+        if self._opened != case.shape.D:
+            close_vendor()
+            open_buffer(DispatcherChoice(case.way), self._ranks.mesh, case.shape.D)
+            self._opened = case.shape.D
 
     def _take(self, row: DispatchRow, exchanges: Sequence[Call], products: Sequence[Call]) -> None:
         """Time the exchanges alone, the products alone and both."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +19,10 @@ from graphmoe.benchmarks import dispatch_ways, rank_group
 from graphmoe.benchmarks.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
 from graphmoe.benchmarks.dispatch_table import DispatchRow
 from graphmoe.benchmarks.rank_group import Ranks, RanksFailed
+from graphmoe.config import DispatcherChoice
 from graphmoe.world import World
+from tests.distributed.buffer_fakes import fake_package
+from tests.distributed.vendor_trips import PACKAGES
 
 CPU = torch.device("cpu")
 
@@ -29,19 +36,29 @@ class Suite:
     """Whether rank 1 gets other rows than were sent, by all ways but `alltoall`."""
 
     def __call__(self, world: World, folder: Path) -> list[DispatchRow]:
-        whole = dispatch_ways.by_symm
+        whole = {name: getattr(dispatch_ways, name) for name in ("by_symm", "by_buffer")}
 
-        def by_symm(*given) -> dispatch_ways.Way:
-            way = whole(*given)
-            way.results["dh"].add_(world.rank)
-            return way
+        def breaking(make) -> Callable[..., dispatch_ways.Way]:
+            def broken(*given) -> dispatch_ways.Way:
+                way = make(*given)
+                way.results["dh"].add_(world.rank)
+                return way
 
-        dispatch_ways.by_symm = by_symm if self.broken else whole
+            return broken
+
+        for name, make in whole.items():
+            setattr(dispatch_ways, name, breaking(make) if self.broken else make)
+        sys.modules["deep_ep"] = cast(ModuleType, fake_package(*PACKAGES["deepep"]))
         try:
-            suite, cases = DispatchSuite(Ranks(CPU), repeats=2), dispatch_cases(TINY, "0.8")
-            return [r for case in cases if case.name.startswith(self.prefixes) for r in suite.run(case)]
+            suite = DispatchSuite(Ranks(CPU), repeats=2)
+            cases = dispatch_cases(TINY, "0.8", [DispatcherChoice.deepep])
+            rows = [r for case in cases if case.name.startswith(self.prefixes) for r in suite.run(case)]
+            suite.close()
+            return rows
         finally:
-            dispatch_ways.by_symm = whole
+            del sys.modules["deep_ep"]
+            for name, make in whole.items():
+                setattr(dispatch_ways, name, make)
 
 
 def too_few_experts(world: World, folder: Path) -> list[DispatchRow]:

@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from graphmoe import bench
+from graphmoe.benchmarks import dispatch_ways
 from graphmoe.benchmarks.dispatch_suite import (
     ALL_FOUR,
     FULL,
@@ -18,6 +20,7 @@ from graphmoe.benchmarks.dispatch_suite import (
     dispatch_cases,
     rows_of,
     traffic,
+    vendors_of,
 )
 from graphmoe.benchmarks.dispatch_table import LINK_BYTES_PER_S
 from graphmoe.benchmarks.dispatch_ways import EXCHANGES
@@ -31,7 +34,7 @@ from tests.distributed.bench_ranks import (
 from tests.distributed.ranks import Job, run_ranks
 from tests.runs import ROOT
 
-WAYS = ("alltoall", "pull", "copy_engine_0.8")
+WAYS = ("alltoall", "pull", "copy_engine_0.8", "deepep")
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,23 @@ def test_experts_that_do_not_go_into_the_ranks_are_a_row_with_the_reason(found):
 def test_blocks_are_cases_of_their_own():
     names = [case.name for case in dispatch_cases(TINY, "0.5,2")]
     assert names[:4] == [f"v2_lite/natural/{way}" for way in (*WAYS[:2], "copy_engine_0.5", "copy_engine_2")]
+
+
+def test_sums_in_the_order_of_ranks_may_differ_by_their_rounding_and_no_more():
+    expected = dispatch_ways.Way({}, {"y": torch.tensor([1.0, 100.0])}, captures=False)
+    near = {"y": torch.tensor([1.0, 101.0])}
+    assert dispatch_ways.differing(dispatch_ways.Way({}, near, False, adds_ranks=True), expected) == []
+    assert dispatch_ways.differing(dispatch_ways.Way({}, near, False), expected) == ["y"]
+    far = {"y": torch.tensor([1.1, 100.0])}
+    assert dispatch_ways.differing(dispatch_ways.Way({}, far, False, adds_ranks=True), expected) == ["y"]
+
+
+@pytest.mark.parametrize("hip, choice", [(None, "deepep"), ("6.4", "turbo")])
+def test_a_package_that_is_not_there_is_left_out_with_what_to_type(monkeypatch, hip, choice):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert vendors_of(torch.device("cpu")) == {}
+    ((found, missing),) = vendors_of(torch.device("cuda")).items()
+    assert found.value == choice and "is not installed; install it with: pip install" in missing
 
 
 def test_torchrun_starts_the_ranks_and_the_first_prints_and_writes(tmp_path):

@@ -116,16 +116,19 @@ def test_killed_and_stopped_no_worker_stays_and_the_run_goes_on_bitwise(tmp_path
 
 
 def test_a_failed_worker_starts_all_again_and_the_first_error_is_what_the_user_reads(tmp_path):
-    faults = {RAISE_AT: "1:0:4 1:2:8", SIGNAL_AT[signal.SIGSTOP]: "1:1:6"}
-    words = (*TWO, "launch.max_restarts=2", "launch.hang_timeout_s=4")
+    faults = {RAISE_AT: "1:0:4 1:3:8"}
+    faults |= {SIGNAL_AT[signal.SIGSTOP]: "1:1:6", SIGNAL_AT[signal.SIGKILL]: "1:2:7"}
+    words = (*TWO, "launch.max_restarts=3", "launch.hang_timeout_s=4")
     run = command(tmp_path, *TINY, *words, *FAULTY, environment=faults, seconds=180)
     assert run.wait() == 1
     host, log = socket.gethostname(), tmp_path / "run" / "logs" / "rank1.log"
-    again = f"rank 1 on {host}: RuntimeError: the cause, before step 4; all workers start again (1 of 2)"
+    again = f"rank 1 on {host}: RuntimeError: the cause, before step 4; all workers start again (1 of 3)"
     said = run.err.read_text()
     assert said.count(again) == 1 and "continuing after step 2 of" in said
-    line = next(line for line in said.splitlines() if line.endswith("all workers start again (2 of 2)"))
+    line = next(line for line in said.splitlines() if line.endswith("all workers start again (2 of 3)"))
     assert f"rank 1 on {host}: no progress for " in line and "in step 5: its process is stopped" in line
+    killed = f"rank 1 on {host} ended without a word, as one that was killed does"
+    assert said.count(f"{killed}; all workers start again (3 of 3)") == 1
     end = f"error: rank 1 on {host}: RuntimeError: the cause, before step 8\n  log of rank 1: {log}\n"
     assert said.endswith(end) and "Traceback" not in said
     assert log.read_text().count("RuntimeError: the cause, before step 8") == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
 import sys
 import threading
@@ -34,6 +35,7 @@ from runtime.launch.failures import (
     first_failure,
     leave_failure,
     of_workers,
+    silent_ranks,
 )
 from runtime.launch.hangs import HangWatch, watching
 from runtime.launch.nodes import Nodes
@@ -134,6 +136,8 @@ class RankLogs(LogsSpecs):
         self.log_dir, self.redirect = log_dir, redirect
         self.attempt = ""
         """The last one that was started, as ``attempt_of`` names it."""
+        self._ranks: list[int] = []
+        """Of this node, in that attempt."""
 
     @property
     def root_log_dir(self) -> str:
@@ -145,6 +149,7 @@ class RankLogs(LogsSpecs):
         if number:
             self._say_restart(number, envs[0]["TORCHELASTIC_MAX_RESTARTS"])
         self.attempt = attempt_of(envs[0])
+        self._ranks = [int(env["RANK"]) for env in envs.values()]
         files = LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""))
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
@@ -159,7 +164,11 @@ class RankLogs(LogsSpecs):
 
     def _say_restart(self, number: int, of: str) -> None:
         first = first_failure({}, self.log_dir, self.attempt)
-        why = first.text.splitlines()[0] if first else "a worker was killed"
+        why = first.text.splitlines()[0] if first else "the workers of another node ended"
+        if first is None or first.suffered:
+            silent = silent_ranks(self._ranks, self.log_dir, self.attempt)
+            named = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} on {platform.node()}"
+            why = f"{named} ended without a word, as one that was killed does" if silent else why
         log.warning("%s; all workers start again (%d of %s)", why, number, of)
 
 

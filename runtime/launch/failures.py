@@ -12,7 +12,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,6 +124,12 @@ def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> F
     left = [failure for folder in folders for failure in _left_in(folder)]
     found += [failure for failure in left if failure.attempt == attempt]
     return min(found, key=lambda each: (each.was_stopped, each.suffered, each.time), default=None)
+
+
+def silent_ranks(ranks: Iterable[int], log_dir: Path, attempt: str) -> list[int]:
+    """Those of these ranks of an ended attempt that left no error, as one that the system killed."""
+    left = {failure.rank for failure in _left_in(log_dir) if failure.attempt == attempt}
+    return sorted({*ranks} - left)
 
 
 def of_workers(of_agent: Mapping[int, Any], attempt: str) -> Iterator[Failure]:

@@ -46,7 +46,7 @@ def modelled_parts(model: ModelConfig, seq_len: int) -> list[PartCost]:
     @functools.cache
     def layer(is_dense: bool) -> list[SegmentTime]:
         index = 0 if is_dense else model.num_dense_layers
-        return layer_times(sizes, speeds, RecomputeConfig(), index, weights_apart=True, hidden=0.0)
+        return layer_times(sizes, speeds, RecomputeConfig(), index, host_counts=False, hidden=0.0)
 
     depths = model.mtp_depth
     return [

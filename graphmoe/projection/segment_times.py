@@ -44,19 +44,20 @@ def layer_times(
     recompute: RecomputeConfig,
     index: int,
     *,
-    weights_apart: bool,
+    host_counts: bool,
     hidden: float,
 ) -> list[SegmentTime]:
     """Those of a layer. ``hidden``: the share of the experts' exchange that other work covers.
 
-    ``weights_apart``: whether the experts' weight gradients are a graph of their own.
+    ``host_counts``: whether the host waits for the counts of rows, starts dispatch and experts after that,
+    and makes the experts' weight gradients with those of their inputs.
     """
     model = sizes.model
     kept = layer_activations(sizes, RecomputeConfig(), index)
     if index < model.num_dense_layers:
         times = [_attention(sizes, speeds, kept), _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)]
     else:
-        times = [*_moe(sizes, speeds, kept, weights_apart=weights_apart, hidden=hidden)]
+        times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
     if recompute == RecomputeConfig():
         return times
     again = second_forward(sizes, speeds, recompute, index)
@@ -115,7 +116,7 @@ def _mlp(name: str, sizes: Sizes, speeds: Speeds, kept: Bytes, inner: int) -> Se
 
 
 def _moe(
-    sizes: Sizes, speeds: Speeds, kept: Bytes, *, weights_apart: bool, hidden: float
+    sizes: Sizes, speeds: Speeds, kept: Bytes, *, host_counts: bool, hidden: float
 ) -> Iterator[SegmentTime]:
     model, none = sizes.model, (0.0, 0.0)
     yield _attention(sizes, speeds, kept)
@@ -124,11 +125,13 @@ def _moe(
     ranks = sizes.layout.size("ep_etp")
     arriving = travelling_bytes(sizes) if ranks > 1 else 0.0
     travel = speeds.exchange(arriving, ranks) * (1 - hidden)
-    yield _segment("moe_dispatch", [], arriving, (travel, travel), speeds)
+    dispatch = _segment("moe_dispatch", [], arriving, (travel, travel), speeds)
+    waiting = 2 * speeds.rates.host_us * 1e-6 if host_counts else 0.0
+    yield replace(dispatch, forward=dispatch.forward + waiting)
     if model.shared_ffn_size:
         yield _mlp("shared_experts", sizes, speeds, kept, model.shared_ffn_size)
     products = experts(sizes, speeds)
-    if not weights_apart:
+    if host_counts:
         products = Product(products.forward, products.inputs + products.weights)
     yield _segment("moe_experts", [products], 0, none, speeds)
     yield _segment("moe_combine", [], arriving + 2 * sizes.state, (travel, travel), speeds)

@@ -119,12 +119,12 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
     """The segments of a stage."""
     model, found = config.model, list[SegmentTime]()
     hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
-    apart = config.moe.dispatcher is not DispatcherChoice.alltoall
+    counts = config.moe.dispatcher is DispatcherChoice.alltoall
     if pieces.embed:
         found.append(embed_time(sizes, speeds))
     of_mtp = [model.num_layers + k for k in pieces.mtp]
     for index in (*pieces.layers, *of_mtp):
-        found += layer_times(sizes, speeds, config.recompute, index, weights_apart=apart, hidden=hidden)
+        found += layer_times(sizes, speeds, config.recompute, index, host_counts=counts, hidden=hidden)
     found += [join_time(sizes, speeds)] * len(of_mtp)
     if pieces.loss:
         found.append(head_time(sizes, speeds, model.mtp_depth + 1))

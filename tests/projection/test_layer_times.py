@@ -61,6 +61,20 @@ def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parall
     assert seconds * FREE.tflops * 1e12 == pytest.approx(flops, rel=1e-9)
 
 
+def test_where_the_host_counts_rows_each_dispatch_waits_for_it_to_start_two_segments():
+    run = run_of("deepseek_v3", ep=8)
+    pieces = all_pieces(run.model.num_layers, run.model.mtp_depth)
+    speeds = Speeds(FREE, replace(PEAK, host_us=100.0))
+
+    def forward() -> float:
+        return total_time(stage_times(run, sizes_of(run, 8), speeds, pieces)).forward
+
+    counted = forward()
+    run.moe.dispatcher = DispatcherChoice.symm
+    num_moe_layers = 58 + 1  # that of the later token too
+    assert counted - forward() == pytest.approx(num_moe_layers * 2 * 100e-6, rel=1e-6)
+
+
 def test_what_leaves_a_node_in_a_collective_is_shared_by_the_cards_of_its_ranks():
     speeds = Speeds(MI300X, PEAK)
     assert speeds.gather(1e9, 1) == 0

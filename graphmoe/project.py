@@ -14,7 +14,14 @@ import sys
 from graphmoe.cli import emit, parse_args, run_tool, usage
 from graphmoe.config import RunConfig
 from graphmoe.entry import hydra_app
-from graphmoe.projection.arguments import ProjectArgs, check, completed, fixed_keys, split_words
+from graphmoe.projection.arguments import (
+    ProjectArgs,
+    check,
+    check_words,
+    completed,
+    fixed_keys,
+    split_words,
+)
 
 PROG = "graphmoe.project"
 EXAMPLES = [
@@ -35,17 +42,27 @@ def run(argv: list[str]) -> None:
     own, others = split_words(argv)
     if HELP & set(argv):
         print(usage(ProjectArgs, PROG), end="\n\nand the keys of a run:\n\n")
-        args = ProjectArgs("mi300x")
     else:
-        args = parse_args(ProjectArgs, own, prog=PROG)
-        check(args, others)
+        check_words(others)
     command = shlex.join(["python", "-m", PROG, *argv])
     fixed = fixed_keys(others)
-    show = functools.partial(_show, args, command, fixed)
+    asked = functools.cache(lambda: _asked(own, others))
+
+    def complete(config: RunConfig) -> RunConfig:
+        return completed(config, asked(), fixed)  # only here, since Hydra names misspelt keys of a run before
+
+    def show(config: RunConfig) -> None:
+        _show(asked(), command, fixed, config)
+
     sys.argv[1:] = others
-    hydra_app(
-        show, prog=PROG, examples=EXAMPLES, complete=functools.partial(completed, args=args, fixed=fixed)
-    )
+    hydra_app(show, prog=PROG, examples=EXAMPLES, complete=complete)
+
+
+def _asked(own: list[str], others: list[str]) -> ProjectArgs:
+    """The tool's own keys, checked. *Raises* ConfigError."""
+    args = parse_args(ProjectArgs, own, prog=PROG)
+    check(args, others)
+    return args
 
 
 def _show(args: ProjectArgs, command: str, fixed: frozenset[str], config: RunConfig) -> None:

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
+from graphmoe.config_errors import known_keys
+from graphmoe.projection.arguments import check_words
 from graphmoe.projection.memory import MEMORY_KINDS
-from tests.runs import command
+from tests.runs import ROOT, command
 
 CHART = ("model=moe_1t", "hardware=mi300x", "nodes=96", "train.micro_batch_size=1")
 SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
@@ -65,6 +67,9 @@ def test_tables_end_in_a_verdict(tmp_path):
     ("words", "message"),
     [
         (("nodes=2",), "hardware=... is required"),
+        (("hardwear=h200",), "error: unknown key 'hardwear'; did you mean 'hardware'?"),
+        (("hardware=h100", "serach=true"), "error: unknown key 'serach'; did you mean 'search'?"),
+        (("modle=tiny",), "error: unknown key or group 'modle' on the command line ('modle=tiny')"),
         (("hardware=mi30x",), "hardware=mi30x is not known; did you mean 'mi300x'?; use one of mi300x"),
         (("hardware=h100", "nodes=0"), "nodes=0 must be 1 or more"),
         (("hardware=h100", "launch.nproc=4"), "launch.nproc=4: the ranks are nodes=1 times 8; leave it out"),
@@ -73,6 +78,7 @@ def test_tables_end_in_a_verdict(tmp_path):
         (("hardware=h100", "compile.enabled=false"), "use compile.enabled=true"),
         (("hardware=h100", "assumptions=published"), "assumptions=published has no model.attention=mla"),
         (("hardware=h100", "model.hiden_size=4"), "model.hiden_size"),
+        (("hardware=h100", "-m"), "-m: a projection is of one run; leave it out"),
         (("hardware=h100", "top=0"), "top=0 must be 1 or more"),
         (("hardware=h100", "page=nowhere/x.html"), "page=nowhere/x.html: there is no folder nowhere"),
         (("hardware=h100", "search=true", "pipeline.microbatches=8"), "give train.global_batch_size"),
@@ -123,6 +129,10 @@ def test_a_page_has_the_kinds_of_memory_and_the_segments(tmp_path):
     text = page.read_text()
     for words in (*MEMORY_KINDS[:-1], "moe_experts", "0..3", "4..7", "card, 141 GB"):
         assert f'"{words}"' in text, words
+
+
+def test_no_key_of_a_run_is_taken_for_a_misspelt_one_of_the_tool():
+    check_words([f"{key}=x" for key in (*known_keys(), *(p.name for p in (ROOT / "conf").iterdir()))])
 
 
 def test_help_names_the_keys_of_the_tool_and_of_a_run(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from graphmoe.cli import nearest
 from graphmoe.config import ComputeDtype, ConfigError, DispatcherChoice, RunConfig, TrainConfig
 from graphmoe.layout import Layout
 from graphmoe.projection.hardware import GPUS_PER_NODE, Card, card_of
@@ -58,6 +60,23 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, [word for word in words if word not in own]
 
 
+MISSPELT = 0.7
+"""Likeness to a key of the tool from which on a word is meant as it; no key or group of a run is as like."""
+
+
+def check_words(words: Sequence[str]) -> None:
+    """*Raises* ConfigError for words that are no run's: misspelt keys of the tool, and ``-m``."""
+    keys = [field.name for field in fields(ProjectArgs)]
+    names = [word.partition("=")[0] for word in words]
+    misspelt = [name for name in names if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
+    problems = [f"unknown key '{name}'{nearest(name, keys)}" for name in misspelt]
+    problems += [
+        f"{word}: a projection is of one run; leave it out" for word in words if word in ("-m", "--multirun")
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
 def check(args: ProjectArgs, words: Sequence[str]) -> None:
     """*Raises* ConfigError for values out of range, and for words of a run that contradict the tool's."""
     problems = []
@@ -66,8 +85,6 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
     for word in words:
         if word.lstrip("+").partition("=")[0] in NOT_OF_A_RUN:
             problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
-        if word in ("-m", "--multirun"):
-            problems.append(f"{word}: a projection is of one run; leave it out")
         if args.search and word.startswith("pipeline.microbatches="):
             problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
     if args.top < 1:

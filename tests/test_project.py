@@ -81,6 +81,7 @@ def test_tables_end_in_a_verdict(tmp_path):
         (("hardware=h100", "-m"), "-m: a projection is of one run; leave it out"),
         (("hardware=h100", "top=0"), "top=0 must be 1 or more"),
         (("hardware=h100", "page=nowhere/x.html"), "page=nowhere/x.html: there is no folder nowhere"),
+        (("hardware=h100", "page=x.txt"), "page=x.txt must end in .html; use page=x.html"),
         (("hardware=h100", "search=true", "pipeline.microbatches=8"), "give train.global_batch_size"),
         (
             ("hardware=h100", "search=true", "assumptions=published"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from graphmoe.cli import nearest
+from graphmoe.cli import file_problems, nearest
 from graphmoe.config import ComputeDtype, ConfigError, DispatcherChoice, RunConfig, TrainConfig
 from graphmoe.layout import Layout
 from graphmoe.projection.hardware import GPUS_PER_NODE, Card, card_of
@@ -38,7 +38,7 @@ class ProjectArgs:
     top: int = 10
     """Layouts that search=true lists, > 0."""
     page: Path | None = None
-    """File to write a page with pictures into, such as out.html."""
+    """Page with pictures to write, a file that ends in .html."""
 
     @property
     def card(self) -> Card:
@@ -91,8 +91,8 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
         problems.append(f"top={args.top} must be 1 or more")
     if args.search and args.assumptions is Assumptions.published:
         problems.append("search=true has no assumptions=published; leave it out")
-    if args.page is not None and not args.page.parent.is_dir():
-        problems.append(f"page={args.page}: there is no folder {args.page.parent}; make it")
+    if args.page is not None:
+        problems += file_problems("page", args.page, ".html")
     if problems:
         raise ConfigError("; ".join(problems))
     _ = args.card

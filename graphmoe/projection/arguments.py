@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -135,6 +136,13 @@ def _is_open(config: RunConfig, fixed: frozenset[str]) -> bool:
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:
     """Keys that a command line gives, which a search leaves as they are."""
     return frozenset(word.lstrip("+~").partition("=")[0] for word in words)
+
+
+def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
+    """What starts a run of a search's words with those that it found, on each node, quoted for a shell."""
+    own = [word for word in words if word.partition("=")[0] != "format"]
+    launch = [f"launch.nproc={GPUS_PER_NODE}"] + [f"launch.nodes={args.nodes}"] * (args.nodes > 1)
+    return shlex.join(["python", "-m", "graphmoe.train", *own, *found.split(), *launch])
 
 
 def _to_search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> RunConfig:

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import shlex
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from graphmoe.projection.candidates import TRIED_SCHEDULES, Candidates
 from graphmoe.projection.document import MEMORY_ERROR, project
 from graphmoe.projection.estimates import FASTER
 from graphmoe.projection.hardware import CARDS
+from graphmoe.projection.page import write_search
 from graphmoe.projection.search import search
 from graphmoe.projection.search_table import render_search
 from runtime.pipeline.schedules import SCHEDULES, make_table
@@ -81,7 +83,9 @@ def on_card(memory_gb: float, monkeypatch, *words: str, top: int = 10_000):
     return searched(ProjectArgs("h200", search=True, top=top), *words)
 
 
-def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_listed(small_card, monkeypatch):
+def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_listed(
+    small_card, monkeypatch, tmp_path
+):
     total = searched(small_card, *NARROW)["best"][0]["memory_gb"]["total"]
     card = 1.03 * total
     everything = on_card(card, monkeypatch, *NARROW)
@@ -93,11 +97,11 @@ def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_li
     assert not found["best"][0]["fits_with_margin"] and safe
     assert found["recommended"] == {**safe[0], "command": found["recommended"]["command"]}
     text = shown(found)
-    assert (
-        found["recommended"]["command"] in text
-        and "the fastest that is not near the limit" in text
-        and "! " in text
-    )
+    assert found["recommended"]["command"] in text and "the fastest that is not near the limit" in text
+    assert "! Near the limit: " in text
+    write_search(tmp_path / "page.html", "command", found)
+    page = (tmp_path / "page.html").read_text()
+    assert found["recommended"]["command"] in page and "<td>0.0, near the limit</td>" in page
 
 
 def test_where_nothing_leaves_a_margin_the_fastest_is_recommended_with_a_warning(small_card, monkeypatch):
@@ -125,6 +129,15 @@ def test_a_layout_near_the_limit_is_listed_again_with_what_leaves_a_margin(monke
 
 def total_gb(words: str, *fixed: str) -> float:
     return projected(" ".join((words, *fixed)), ProjectArgs("h200"))["memory_gb"]["total"]
+
+
+def test_a_search_reports_how_far_it_is(small_card):
+    said = []
+    config = resolve(completed(configured(*NARROW), small_card, fixed_keys(NARROW)))
+    search(config, small_card, NARROW, said.append)
+    assert said[0] == "looking for layouts: 1 fit, 0 do not run"
+    assert re.fullmatch(r"looking for layouts: \d+ fit, [1-9]\d* do not run", said[-2])
+    assert said[-1].startswith("projecting the fastest of ")
 
 
 def test_the_command_starts_a_run_of_the_recommended_layout(small_card):

@@ -91,6 +91,16 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f"; valid: {', '.join(choices)}"
 
 
+def file_problems(key: str, path: Path, suffix: str) -> Iterator[str]:
+    """What keeps ``key=path`` from being a file to write, whose name ends in ``suffix``."""
+    if path.is_dir():
+        yield f"{key}={path} is a folder; name a file, such as {key}={path / f'{key}{suffix}'}"
+    elif path.suffix != suffix:
+        yield f"{key}={path} must end in {suffix}; use {key}={path.with_suffix(suffix)}"
+    if not path.parent.is_dir():
+        yield f"{key}={path}: there is no folder {path.parent}; make it, or name another file"
+
+
 def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
     """Print one JSON document, or the text form, on stdout; a string is printed as it is.
 
@@ -102,7 +112,7 @@ def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
         elif isinstance(text, str):  # rich would take brackets in generated text for its own markup
             print(text, flush=True)
         else:
-            Console().print(text)
+            Console().print(text, crop=False)  # a command to copy is a line, however long
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 

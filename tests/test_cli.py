@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from graphmoe.cli import emit, nearest, parse_args, run_tool, usage
+from graphmoe.cli import emit, file_problems, nearest, parse_args, run_tool, usage
 from graphmoe.config import ConfigError, OutputFormat
 from graphmoe.field_docs import field_docs
 
@@ -200,6 +200,22 @@ def test_the_documentation_of_a_field_is_one_line_and_of_that_field_only():
 def test_the_nearest_word_or_all_of_them():
     assert nearest("cout", ["count", "share"]) == "; did you mean 'count'?"
     assert nearest("q", ["count", "share"]) == "; valid: count, share"
+
+
+def test_a_file_to_write_is_in_a_folder_that_there_is_and_ends_as_it_should(tmp_path):
+    def problems(name: str) -> list[str]:
+        return [
+            problem.replace(str(tmp_path), "T") for problem in file_problems("page", tmp_path / name, ".html")
+        ]
+
+    assert problems("a.html") == problems("a.b.html") == []
+    assert problems("a") == ["page=T/a must end in .html; use page=T/a.html"]
+    assert problems("a.txt") == ["page=T/a.txt must end in .html; use page=T/a.html"]
+    assert problems("") == ["page=T is a folder; name a file, such as page=T/page.html"]
+    assert problems("no/a.png") == [
+        "page=T/no/a.png must end in .html; use page=T/no/a.html",
+        "page=T/no/a.png: there is no folder T/no; make it, or name another file",
+    ]
 
 
 def test_json_is_one_document_and_a_string_is_printed_as_it_is(capsys):

@@ -5,8 +5,13 @@ from typing import NamedTuple
 
 import pytest
 
+from graphmoe.benchmarks.projection_suite import MOST_MEMORY
+from graphmoe.config_errors import known_keys
+from graphmoe.projection.arguments import check_words
+from graphmoe.projection.document import MEMORY_ERROR
 from graphmoe.projection.memory import MEMORY_KINDS
-from tests.runs import command
+from graphmoe.projection.tables import verdict
+from tests.runs import ROOT, command
 
 CHART = ("model=moe_1t", "hardware=mi300x", "nodes=96", "train.micro_batch_size=1")
 SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
@@ -61,10 +66,48 @@ def test_tables_end_in_a_verdict(tmp_path):
     assert "DOES NOT FIT: rank 0 needs" in words and "most are activations" in words
 
 
+def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path):
+    words = (*CHART, "parallel.pp=16", "parallel.ep=4", "parallel.cp=2", "parallel.cp_method=ring")
+    words += ("pipeline.schedule=interleaved", "pipeline.virtual_stages=6", "recompute.ops=[layernorm]")
+    page = tmp_path / "near.html"
+    found = document(*words, f"page={page}", folder=tmp_path)
+    assert found["fits"] and not found["fits_with_margin"]
+    assert found["left_gb"] == pytest.approx(192 - found["memory_gb"]["total"]) and found["left_gb"] < 9.6
+    said = f"{found['left_gb']:,.1f} GB more. Near the limit: less than 9.6 GB are left, 5% of the card"
+    assert said in " ".join(project(*words, folder=tmp_path).out.split())
+    text = page.read_text()
+    assert "GB left, near the limit" in text and all(reason in text for reason in found["not_counted"][1:])
+
+
+def misfit(kind: str, *, pp: int = 1, micro_batch_size: int = 1) -> str:
+    """What is said where most memory is of a kind."""
+    memory = {**dict.fromkeys(MEMORY_KINDS, 1.0), kind: 100.0, "total": 150.0}
+    shown = {"memory_gb": memory, "card_gb": 80, "worst_rank": 0, "fits": False, "layout": {"pp": pp}}
+    return verdict({**shown, "micro_batch_size": micro_batch_size}).partition(": try ")[2]
+
+
+def test_advice_is_what_there_is_to_change():
+    cut = "recompute.*, a larger parallel.cp"
+    assert misfit("activations") == f"{cut} or a larger parallel.tp"
+    assert misfit("activations", pp=2) == f"{cut}, a larger parallel.tp or another pipeline.schedule"
+    small = "train.micro_batch_size=1 (it is 4)"
+    assert misfit("activations", micro_batch_size=4) == f"{small}, {cut} or a larger parallel.tp"
+    assert misfit("buffers", micro_batch_size=4) == f"{small} or a larger parallel.cp"
+    assert misfit("buffers", pp=2) == "a larger parallel.cp"
+    assert misfit("grads", micro_batch_size=4) == "a larger parallel.ep, parallel.pp or parallel.tp"
+
+
+def test_a_benchmark_calls_a_miss_what_a_projection_is_not_trusted_to_keep():
+    assert MEMORY_ERROR == MOST_MEMORY
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("nodes=2",), "hardware=... is required"),
+        (("hardwear=h200",), "error: unknown key 'hardwear'; did you mean 'hardware'?"),
+        (("hardware=h100", "serach=true"), "error: unknown key 'serach'; did you mean 'search'?"),
+        (("modle=tiny",), "error: unknown key or group 'modle' on the command line ('modle=tiny')"),
         (("hardware=mi30x",), "hardware=mi30x is not known; did you mean 'mi300x'?; use one of mi300x"),
         (("hardware=h100", "nodes=0"), "nodes=0 must be 1 or more"),
         (("hardware=h100", "launch.nproc=4"), "launch.nproc=4: the ranks are nodes=1 times 8; leave it out"),
@@ -73,8 +116,10 @@ def test_tables_end_in_a_verdict(tmp_path):
         (("hardware=h100", "compile.enabled=false"), "use compile.enabled=true"),
         (("hardware=h100", "assumptions=published"), "assumptions=published has no model.attention=mla"),
         (("hardware=h100", "model.hiden_size=4"), "model.hiden_size"),
+        (("hardware=h100", "-m"), "-m: a projection is of one run; leave it out"),
         (("hardware=h100", "top=0"), "top=0 must be 1 or more"),
         (("hardware=h100", "page=nowhere/x.html"), "page=nowhere/x.html: there is no folder nowhere"),
+        (("hardware=h100", "page=x.txt"), "page=x.txt must end in .html; use page=x.html"),
         (("hardware=h100", "search=true", "pipeline.microbatches=8"), "give train.global_batch_size"),
         (
             ("hardware=h100", "search=true", "assumptions=published"),
@@ -93,19 +138,19 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path):
     page = tmp_path / "search.html"
     words = (*SMALL, "search=true", "top=3", "parallel.tp=1", "train.global_batch_size=16")
     result = project(*words, f"page={page}", folder=tmp_path)
-    assert result.status == 0, result.err
-    assert "tokens/s/GPU" in result.out and "add to the command for the first:" in result.out
+    assert (result.status, result.err) == (0, f"wrote {page}\n")  # progress is for terminals
+    assert "tokens/s/GPU" in result.out
     text = page.read_text()
     assert (
         "plotly" in text and "card, 141 GB" in text and "tokens/s/GPU" in text and "src=" not in text[:2000]
     )
     found = document(*words, folder=tmp_path)
     assert found["global_batch_size"] == 16  # typed, though it is a run's default
-    assert len(found["best"]) == 3 and found["best"][0]["words"].replace(" ", "") in "".join(
-        result.out.split()
-    )
+    assert len(found["best"]) == 3
     for line in found["best"]:
         assert line["words"] in text
+    command = found["recommended"]["command"]
+    assert len(command) > 160 and result.out.splitlines()[-1] == command and command in text
 
 
 def test_a_page_of_a_search_that_finds_nothing_says_so(tmp_path):
@@ -123,6 +168,10 @@ def test_a_page_has_the_kinds_of_memory_and_the_segments(tmp_path):
     text = page.read_text()
     for words in (*MEMORY_KINDS[:-1], "moe_experts", "0..3", "4..7", "card, 141 GB"):
         assert f'"{words}"' in text, words
+
+
+def test_no_key_of_a_run_is_taken_for_a_misspelt_one_of_the_tool():
+    check_words([f"{key}=x" for key in (*known_keys(), *(p.name for p in (ROOT / "conf").iterdir()))])
 
 
 def test_help_names_the_keys_of_the_tool_and_of_a_run(tmp_path):

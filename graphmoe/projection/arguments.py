@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from graphmoe.cli import file_problems, nearest
 from graphmoe.config import ComputeDtype, ConfigError, DispatcherChoice, RunConfig, TrainConfig
 from graphmoe.layout import Layout
 from graphmoe.projection.hardware import GPUS_PER_NODE, Card, card_of
@@ -36,7 +39,7 @@ class ProjectArgs:
     top: int = 10
     """Layouts that search=true lists, > 0."""
     page: Path | None = None
-    """File to write a page with pictures into, such as out.html."""
+    """Page with pictures to write, a file that ends in .html."""
 
     @property
     def card(self) -> Card:
@@ -58,6 +61,23 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, [word for word in words if word not in own]
 
 
+MISSPELT = 0.7
+"""Likeness to a key of the tool from which on a word is meant as it; no key or group of a run is as like."""
+
+
+def check_words(words: Sequence[str]) -> None:
+    """*Raises* ConfigError for words that are no run's: misspelt keys of the tool, and ``-m``."""
+    keys = [field.name for field in fields(ProjectArgs)]
+    names = [word.partition("=")[0] for word in words]
+    misspelt = [name for name in names if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
+    problems = [f"unknown key '{name}'{nearest(name, keys)}" for name in misspelt]
+    problems += [
+        f"{word}: a projection is of one run; leave it out" for word in words if word in ("-m", "--multirun")
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
 def check(args: ProjectArgs, words: Sequence[str]) -> None:
     """*Raises* ConfigError for values out of range, and for words of a run that contradict the tool's."""
     problems = []
@@ -66,16 +86,14 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
     for word in words:
         if word.lstrip("+").partition("=")[0] in NOT_OF_A_RUN:
             problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
-        if word in ("-m", "--multirun"):
-            problems.append(f"{word}: a projection is of one run; leave it out")
         if args.search and word.startswith("pipeline.microbatches="):
             problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
     if args.top < 1:
         problems.append(f"top={args.top} must be 1 or more")
     if args.search and args.assumptions is Assumptions.published:
         problems.append("search=true has no assumptions=published; leave it out")
-    if args.page is not None and not args.page.parent.is_dir():
-        problems.append(f"page={args.page}: there is no folder {args.page.parent}; make it")
+    if args.page is not None:
+        problems += file_problems("page", args.page, ".html")
     if problems:
         raise ConfigError("; ".join(problems))
     _ = args.card
@@ -118,6 +136,13 @@ def _is_open(config: RunConfig, fixed: frozenset[str]) -> bool:
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:
     """Keys that a command line gives, which a search leaves as they are."""
     return frozenset(word.lstrip("+~").partition("=")[0] for word in words)
+
+
+def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
+    """What starts a run of a search's words with those that it found, on each node, quoted for a shell."""
+    own = [word for word in words if word.partition("=")[0] != "format"]
+    launch = [f"launch.nproc={GPUS_PER_NODE}"] + [f"launch.nodes={args.nodes}"] * (args.nodes > 1)
+    return shlex.join(["python", "-m", "graphmoe.train", *own, *found.split(), *launch])
 
 
 def _to_search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> RunConfig:

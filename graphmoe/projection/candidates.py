@@ -71,7 +71,9 @@ class Candidates:
             config = self._config(parallel)
             yield Shape(self._words(parallel), config, layout), self._problems(config, layout)
         if not count:
-            raise ConfigError(f"no layout has these keys on {self.num_ranks} ranks: {problem}")
+            raise ConfigError(
+                f"no layout has these keys on {self.num_ranks} ranks: {without_advice(problem)}"
+            )
 
     def schedules(self, pp: int) -> list[tuple[str, int | None]]:
         """Schedules with virtual stages on each rank; (``1f1b``, None) where there is no pipeline."""
@@ -178,6 +180,11 @@ class Candidates:
             for name, value in values.items()
             if f"parallel.{name}" not in self.fixed
         )
+
+
+def without_advice(problem: str) -> str:
+    """What is wrong, without what a single run would change: a search tries that, or it is fixed."""
+    return problem.partition("; ")[0]
 
 
 def len_of_parts(model: ModelConfig) -> int:

@@ -27,6 +27,28 @@ NOT_COUNTED = (
     f"{FLUSH_BYTES // 2**20} MiB that moe.experts=auto clears while it times kernels, before the first step",
 )
 
+MEMORY_ERROR = 0.05
+"""Share of a peak that a projection may miss; the benchmark suite `projection` calls more a miss."""
+
+
+def has_margin(total_gb: float, card: Card) -> bool:
+    """Whether a rank still fits that needs as much more as a projection may miss."""
+    return total_gb <= (1 - MEMORY_ERROR) * card.memory_gb
+
+
+NEAR = "near the limit"
+"""Said of what fits without that margin."""
+
+
+def margin_words(document: Mapping[str, Any]) -> str:
+    """What is near the limit of a card, and what else has to find room there."""
+    share = MEMORY_ERROR * document["card_gb"]
+    return (
+        f"{NEAR.capitalize()}: less than {share:,.1f} GB are left, {MEMORY_ERROR:.0%} of the card, by which "
+        f"a projection may be too low. What is not counted needs room too: "
+        f"{', '.join(document['not_counted'])}"
+    )
+
 
 def pads_values(card: Card) -> bool:
     """Whether attention of heads of two sizes is padded, as it is where there is no cuDNN."""
@@ -112,7 +134,9 @@ def _memory(of_places: Sequence[Mapping[str, float]], layout: Layout, card: Card
         "worst_rank": worst * of_stage,
         "memory_gb_per_rank": [dict(of_place) for of_place in of_places for _ in range(of_stage)],
         "card_gb": card.memory_gb,
+        "left_gb": card.memory_gb - total,
         "fits": total <= card.memory_gb,
+        "fits_with_margin": has_margin(total, card),
         "not_counted": list(NOT_COUNTED),
     }
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphmoe.projection.document import NEAR, margin_words
 from graphmoe.projection.memory import MEMORY_KINDS
+from graphmoe.projection.search_table import recommendation
 from graphmoe.web_page import COLOURS, Chart, grid, paragraph, table, tiles, write_page
 
 KINDS = MEMORY_KINDS[:-1]
@@ -21,15 +23,29 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
     worst, card = document["memory_gb"]["total"], document["card_gb"]
     header = tiles(
         [
-            ("memory of the worst rank", f"{worst:,.1f} GB", f"the card has {card:,.0f} GB"),
+            ("memory of the worst rank", f"{worst:,.1f} GB", _remark(document)),
             ("step", f"{document['step_time_s']:,.3f} s", f"bubble {document['bubble']:.1%}"),
             ("tokens/s/GPU", f"{document['tokens_per_s_per_gpu']:,.0f}", ""),
             ("MFU", f"{document['mfu']:.1%}", "of the card's peak in bf16"),
         ]
     )
+    if document["fits"] and not document["fits_with_margin"]:
+        header += paragraph(margin_words(document) + ".")
     memory = memory_chart(names, places, card, "ranks of a place along pp")
     charts = [memory, time_chart(document["time_s"])]
     write_page(path, "graphmoe: projection", paragraph(f"`{command}`") + header, [("", grid(charts))])
+
+
+def _remark(document: Mapping[str, Any]) -> str:
+    """What the card has, and whether the worst rank has room on it."""
+    left, has = document["left_gb"], f"the card has {document['card_gb']:,.0f} GB"
+    if not document["fits"]:
+        return f"{has}, {-left:,.1f} GB too few"
+    return f"{has}, {left:,.1f} GB left{_mark(document)}"
+
+
+def _mark(line: Mapping[str, Any]) -> str:
+    return "" if line["fits_with_margin"] else f", {NEAR}"
 
 
 def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
@@ -43,17 +59,22 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
             f"{line['mfu']:.1%}",
             f"{line['bubble']:.1%}",
             f"{line['memory_gb']['total']:,.1f}",
+            f"{line['left_gb']:,.1f}{_mark(line)}",
             line["words"],
         )
         for number, line in zip(numbers, best, strict=True)
     ]
-    head = ("layout", "tokens/s/GPU", "MFU", "bubble", "GB", "what to type")
+    head = ("layout", "tokens/s/GPU", "MFU", "bubble", "GB", "GB left", "what to type")
     said = f"{document['num_fitting']} candidates fit, {len(document['rejected'])} do not run."
     content = paragraph(f"Nothing fits {document['num_ranks']} cards of {card:,.0f} GB.")
     if best:
         memory = memory_chart(numbers, [line["memory_gb"] for line in best], card, "layout")
         rates = [line["tokens_per_s_per_gpu"] for line in best]
         content = grid([memory, rate_chart(numbers, rates)]) + table(head, rows)
+        if not all(line["fits_with_margin"] for line in best):
+            content += paragraph(margin_words(document) + ".")
+        content += paragraph(f"Recommended, {recommendation(document)}:")
+        content += paragraph(f"`{document['recommended']['command']}`")
     header = paragraph(f"`{command}`") + paragraph(said)
     write_page(path, "graphmoe: search of layouts", header, [("", content)])
 

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from graphmoe.config import ConfigError, RunConfig
-from graphmoe.projection.arguments import GLOBAL_BATCH, ProjectArgs
-from graphmoe.projection.candidates import Again, Candidates, Shape
-from graphmoe.projection.document import pads_values, project
+from graphmoe.projection.arguments import GLOBAL_BATCH, ProjectArgs, fixed_keys, train_command
+from graphmoe.projection.candidates import Again, Candidates, Shape, without_advice
+from graphmoe.projection.document import NOT_COUNTED, has_margin, pads_values, project
 from graphmoe.projection.estimates import Estimates, Plan
 from graphmoe.projection.memory import refuse_unknown
 from graphmoe.projection.rates import rates_of, source_of_rates
 from graphmoe.projection.speeds import Speeds
 from graphmoe.recompute_rules import recompute_rules
 
-COPIED = ("layout", "pipeline", "micro_batches", "memory_gb", "worst_rank", "step_time_s", "bubble", "mfu")
+COPIED = (
+    "layout", "pipeline", "micro_batches", "memory_gb", "left_gb", "fits_with_margin", "worst_rank",
+    "step_time_s", "bubble", "mfu",
+)  # fmt: skip
 """Of a projection, what the document has of each of the best, beside `tokens_per_s_per_gpu`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fitting:
-    """A candidate whose memory the card has."""
+    """A candidate whose memory the card has. Equal to itself alone: a key of caches."""
 
     words: str
     config: RunConfig
@@ -52,21 +55,29 @@ class Rejected:
     """Where it is too large: what the worst rank needs."""
 
 
-def search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> dict[str, Any]:
-    """All candidates as plain values. ``fixed``: keys that stay as they are. *Raises* ConfigError.
+def search(
+    config: RunConfig, args: ProjectArgs, words: Sequence[str], report: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """All candidates as plain values. ``words``: those of a run, whose keys stay as they are.
 
-    Of each layout with its schedule there is the kind of recompute that takes least time and fits, or else
-    the one that needs least.
+    Of each layout with its schedule there is the kind of recompute that takes least time and fits, where that
+    leaves no margin also the one that takes least time and does, or else the one that needs least memory.
+    ``report`` is told how far the search is. *Raises* ConfigError.
     """
     refuse_unknown(config)
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
-    for found in _Search(config, args, fixed).candidates():
+    for found in _Search(config, args, fixed_keys(words)).candidates():
         if isinstance(found, Fitting):
             fitting.append(found)
         else:
             rejected.append(found)
-    best, others = _best(fitting, args)
+        report(f"looking for layouts: {len(fitting):,} fit, {len(rejected):,} do not run")
+    report(f"projecting the fastest of {len(fitting):,} layouts")
+    shown = functools.cache(functools.partial(_shown, args))
+    best, others = _fastest(fitting, args.top, shown)
+    with_margin, _ = _fastest([f for f in fitting if has_margin(f.total_gb, args.card)], 1, shown)
+    recommended = next(iter(with_margin or best), None)
     return {
         "model": config.model.name,
         "hardware": args.card.name,
@@ -79,8 +90,17 @@ def search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> dict[
         "num_fitting": len(fitting),
         "num_simulated": len(fitting) - len(others),
         "best": best,
+        "recommended": None
+        if recommended is None
+        else {**recommended, "command": train_command(words, recommended["words"], args)},
+        "not_counted": list(NOT_COUNTED),
         "others_that_fit": [
-            {"words": f.words, "total_gb": f.total_gb, "at_most_tokens_per_s_per_gpu": f.at_most}
+            {
+                "words": f.words,
+                "total_gb": f.total_gb,
+                "fits_with_margin": has_margin(f.total_gb, args.card),
+                "at_most_tokens_per_s_per_gpu": f.at_most,
+            }
             for f in others
         ],
         "rejected": [{key: value for key, value in asdict(r).items() if value is not None} for r in rejected],
@@ -89,27 +109,34 @@ def search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> dict[
     }
 
 
-def _best(fitting: list[Fitting], args: ProjectArgs) -> tuple[list[dict[str, Any]], list[Fitting]]:
+def _fastest(
+    fitting: list[Fitting], top: int, shown: Callable[[Fitting], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[Fitting]]:
     """The ``top`` fastest, simulated, and all that were not simulated; both fastest first."""
     found: list[dict[str, Any]] = []
     waiting = [(-candidate.at_most, number, False) for number, candidate in enumerate(fitting)]
     heapq.heapify(waiting)
     while waiting:
         bound, number, is_close = waiting[0]
-        if len(found) >= args.top and -bound < found[args.top - 1]["tokens_per_s_per_gpu"]:
+        if len(found) >= top and -bound < found[top - 1]["tokens_per_s_per_gpu"]:
             break
         heapq.heappop(waiting)
         candidate = fitting[number]
         if not is_close:
             heapq.heappush(waiting, (-candidate.closer(), number, True))
             continue
-        document = project(candidate.config, args)
-        rate = document["tokens_per_s_per_gpu"]
-        shown = {"words": candidate.words, "recompute": candidate.again, "tokens_per_s_per_gpu": rate}
-        found.append({**shown, **{key: document[key] for key in COPIED}})
+        found.append(shown(candidate))
         found.sort(key=lambda line: line["tokens_per_s_per_gpu"], reverse=True)
     others = [replace(fitting[number], at_most=-bound) for bound, number, _ in sorted(waiting)]
-    return found[: args.top], others
+    return found[:top], others
+
+
+def _shown(args: ProjectArgs, candidate: Fitting) -> dict[str, Any]:
+    """What is listed of a candidate, from its whole projection."""
+    document = project(candidate.config, args)
+    rate = document["tokens_per_s_per_gpu"]
+    shown = {"words": candidate.words, "recompute": candidate.again, "tokens_per_s_per_gpu": rate}
+    return {**shown, **{key: document[key] for key in COPIED}}
 
 
 class _Search:
@@ -127,7 +154,7 @@ class _Search:
         for shape, problems in self.tried.shapes():
             least = self.estimates.least_bytes(shape.layout) / 1e9
             if problems:
-                yield Rejected(shape.words, "; ".join(problems))
+                yield Rejected(shape.words, "; ".join(map(without_advice, problems)))
             elif least > self.card.memory_gb:
                 reason = f"weights, gradients and optimizer state alone are {least:,.1f} GB"
                 yield Rejected(shape.words, f"{reason}, {least - self.card.memory_gb:,.1f} too many", least)
@@ -145,32 +172,39 @@ class _Search:
             try:
                 plan = self.estimates.plan(shape, name, virtual_stages)
             except ConfigError as error:
-                yield Rejected(words, str(error))
+                yield Rejected(words, without_advice(str(error)))
                 continue
             pipeline = replace(shape.config.pipeline, schedule=name, virtual_stages=virtual_stages)
             config = replace(shape.config, pipeline=pipeline)
-            yield self._of_plan(replace(shape, words=words, config=config), plan, numbers)
+            yield from self._of_plan(replace(shape, words=words, config=config), plan, numbers)
 
-    def _of_plan(self, shape: Shape, plan: Plan, numbers: list[int]) -> Fitting | Rejected:
+    def _of_plan(self, shape: Shape, plan: Plan, numbers: list[int]) -> Iterator[Fitting | Rejected]:
         least: Rejected | None = None
+        is_found = False
         for number in numbers:
             again = self.again[number]
             config = replace(shape.config, recompute=again.config)
             words = " ".join(filter(None, (shape.words, again.words, self.batch)))
             problems = self._again_problems(again)
             if problems:
-                least = least or Rejected(words, "; ".join(problems))
+                least = least or Rejected(words, "; ".join(map(without_advice, problems)))
                 continue
             place, memory = self.estimates.memory(shape, plan, number)
             total = sum(memory.values()) / 1e9
             if total <= self.card.memory_gb:
+                if is_found and not has_margin(total, self.card):
+                    continue  # slower than the one that was found, and as near the limit
                 seconds = self.estimates.least_seconds(shape, plan, number)
                 closer = functools.partial(self._at_most, shape, plan, number)
-                return Fitting(words, config, again.words, total, self._rate(seconds), closer)
-            if least is None or least.total_gb is None or total < least.total_gb:
+                yield Fitting(words, config, again.words, total, self._rate(seconds), closer)
+                if has_margin(total, self.card):
+                    return
+                is_found = True
+            elif least is None or least.total_gb is None or total < least.total_gb:
                 least = Rejected(words, self._too_large(place, memory), total)
-        assert least is not None
-        return least
+        if not is_found:
+            assert least is not None
+            yield least
 
     def _at_most(self, shape: Shape, plan: Plan, number: int) -> float:
         return self._rate(self.estimates.likely_seconds(shape, plan, number))

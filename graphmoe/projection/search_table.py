@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from graphmoe.projection.document import NEAR, margin_words
 
 AXES = ("pp", "tp", "cp", "ep", "etp")
 """That a table names where they are cut."""
 
 
 def render_search(document: dict[str, Any]) -> Group:
-    """The best layouts as a table, the command of the first, and counts of the others."""
-    best, card = document["best"], document["card_gb"]
+    """The best layouts as a table, counts of the others, and the command of what is recommended."""
+    best, card, recommended = document["best"], document["card_gb"], document["recommended"]
     num_rejected = len(document["rejected"])
     shown: list[RenderableType] = [
         f"[bold]{document['model']}[/bold] on {document['num_ranks']} {document['hardware']}: "
@@ -26,18 +30,40 @@ def render_search(document: dict[str, Any]) -> Group:
         f"the {document['num_simulated']} that may be among the best were projected, from "
         f"{document['rates_from']}",
     ]
-    if best:
-        shown += [_best(best), "add to the command for the first:", f"  {escape(best[0]['words'])}"]
+    if recommended:
+        listed = best if any(_is_same(line, recommended) for line in best) else [*best, recommended]
+        shown.append(_best(listed, recommended))
+        if not all(line["fits_with_margin"] for line in listed):
+            shown.append(f"! {margin_words(document)}")
     else:
         shown.append(f"[bold]NOTHING FITS[/bold] {_nearest(document)}")
-    return Group(*shown, "", "[bold]Why others do not run[/bold]", _reasons(document["rejected"]))
+    if document["rejected"]:
+        shown += ["", "[bold]Why others do not run[/bold]", _reasons(document["rejected"])]
+    if recommended:
+        command = Text(recommended["command"], no_wrap=True, overflow="ignore")
+        shown += ["", f"[bold]Recommended[/bold], {recommendation(document)}:", command]
+    return Group(*shown)
 
 
-def _best(best: list[dict[str, Any]]) -> Table:
+def recommendation(document: Mapping[str, Any]) -> str:
+    """Why a search recommends what it does, and how much that leaves."""
+    recommended = document["recommended"]
+    left = f"{recommended['left_gb']:,.1f} GB of the card's {document['card_gb']:,.0f} left"
+    if recommended["fits_with_margin"]:
+        return f"the fastest that is not {NEAR}, {left}"
+    return f"the fastest, with only {left}, as all that fit are {NEAR}"
+
+
+def _is_same(line: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(line["words"] == other["words"])
+
+
+def _best(best: list[dict[str, Any]], recommended: dict[str, Any]) -> Table:
+    """A row for each, that of the recommended one bold."""
     table = Table(box=SIMPLE_HEAD, padding=0)
     for name in ("layout", "schedule", "computed again"):
         table.add_column(name)
-    for name in ("GB", "bubble", "MFU", "tokens/s/GPU"):
+    for name in ("GB", "left", "bubble", "tokens/s/GPU"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in best:
         sizes = [f"{name}{line['layout'][name]}" for name in AXES if line["layout"][name] > 1]
@@ -49,9 +75,10 @@ def _best(best: list[dict[str, Any]]) -> Table:
             f"{pipeline['schedule']} x{pipeline['virtual_stages']}" if pipeline else "-",
             escape(line["recompute"].removeprefix("recompute=").removeprefix("recompute.")) or "as given",
             f"{line['memory_gb']['total']:,.1f}",
+            f"{'' if line['fits_with_margin'] else '! '}{line['left_gb']:,.1f}",
             f"{line['bubble']:.1%}",
-            f"{line['mfu']:.1%}",
             f"{line['tokens_per_s_per_gpu']:,.0f}",
+            style="bold" if _is_same(line, recommended) else None,
         )
     return table
 
@@ -63,7 +90,9 @@ def _reasons(rejected: list[dict[str, Any]]) -> Table:
         groups.setdefault(_without_numbers(line["reason"]), []).append(line)
     table = Table("candidates", "for example", box=SIMPLE_HEAD, padding=(0, 1))
     for lines in sorted(groups.values(), key=len, reverse=True):
-        table.add_row(str(len(lines)), escape(f"{lines[0]['words']}: {lines[0]['reason']}"))
+        reason, _, more = lines[0]["reason"].partition("; ")
+        example = f"{lines[0]['words']}: {reason}" + (", and more" if more else "")
+        table.add_row(str(len(lines)), escape(example))
     return table
 
 

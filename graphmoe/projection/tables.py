@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from graphmoe.projection.document import margin_words
 from graphmoe.projection.memory import MEMORY_KINDS
 
 WORDS = {
@@ -57,17 +58,26 @@ def verdict(document: dict[str, Any]) -> str:
     total = memory["total"]
     numbers = f"rank {document['worst_rank']} needs {total:,.1f} GB and the card has {card:,.0f} GB"
     if document["fits"]:
-        return f"[bold]fits[/bold]: {numbers}, {card - total:,.1f} GB more"
+        near = "" if document["fits_with_margin"] else f". [bold]{margin_words(document)}[/bold]"
+        return f"[bold]fits[/bold]: {numbers}, {document['left_gb']:,.1f} GB more{near}"
     largest = max(MEMORY_KINDS[:-1], key=lambda kind: memory[kind])
-    ways = {
-        "activations": "recompute.*, a larger parallel.cp or parallel.tp, or another pipeline.schedule",
-        "buffers": "a smaller train.micro_batch_size, or a larger parallel.cp",
-    }
-    way = ways.get(largest, "a larger parallel.ep or parallel.pp, or parallel.tp")
+    *ways, last = _ways(document, largest)
     return (
         f"[bold]DOES NOT FIT[/bold]: {numbers}, {total - card:,.1f} GB too few; most are {WORDS[largest]}, "
-        f"{memory[largest]:,.1f} GB: try {way}"
+        f"{memory[largest]:,.1f} GB: try {', '.join(ways)}{' or ' if ways else ''}{last}"
     )
+
+
+def _ways(document: dict[str, Any], largest: str) -> list[str]:
+    """What to change for less of a kind of memory."""
+    if largest not in ("activations", "buffers"):
+        return ["a larger parallel.ep", "parallel.pp", "parallel.tp"]
+    size = document["micro_batch_size"]
+    ways = [f"train.micro_batch_size=1 (it is {size})"] if size > 1 else []
+    if largest == "buffers":
+        return [*ways, "a larger parallel.cp"]
+    ways += ["recompute.*", "a larger parallel.cp", "a larger parallel.tp"]
+    return [*ways, "another pipeline.schedule"] if document["layout"]["pp"] > 1 else ways
 
 
 def _times(document: dict[str, Any]) -> list[RenderableType]:

@@ -1,18 +1,24 @@
 """A search finds what brute force finds, and says of each other candidate why it does not run."""
 
+import io
 import itertools
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_rules import check, resolve
 from graphmoe.projection.arguments import ProjectArgs, completed, fixed_keys
 from graphmoe.projection.candidates import TRIED_SCHEDULES, Candidates
-from graphmoe.projection.document import project
+from graphmoe.projection.document import MEMORY_ERROR, project
 from graphmoe.projection.estimates import FASTER
 from graphmoe.projection.hardware import CARDS
+from graphmoe.projection.page import write_search
 from graphmoe.projection.search import search
+from graphmoe.projection.search_table import render_search
 from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.simulate import Costs, simulate
 from runtime.pipeline.validate import in_flight
@@ -30,7 +36,7 @@ def configured(*words: str) -> RunConfig:
 
 
 def searched(args: ProjectArgs, *words: str):
-    return search(resolve(completed(configured(*words), args)), args, fixed_keys(words))
+    return search(resolve(completed(configured(*words), args, fixed_keys(words))), args, words)
 
 
 def projected(words: str, args: ProjectArgs):
@@ -40,6 +46,12 @@ def projected(words: str, args: ProjectArgs):
     run = completed(configured(*typed), replace(args, search=False))
     check(run)
     return project(resolve(run), args)
+
+
+def shown(document) -> str:
+    console = Console(file=io.StringIO(), width=1000)
+    console.print(render_search(document))
+    return console.file.getvalue()
 
 
 @pytest.fixture
@@ -61,6 +73,81 @@ def test_the_best_are_those_of_brute_force(small_card):
         same = next(other for other in everything["best"] if other["words"] == line["words"])
         assert same["tokens_per_s_per_gpu"] <= line["at_most_tokens_per_s_per_gpu"]
         assert same["memory_gb"]["total"] == pytest.approx(line["total_gb"])
+
+
+NARROW = ("parallel.tp=1", "parallel.cp_method=alltoall", "train.micro_batch_size=1")
+
+
+def on_card(memory_gb: float, monkeypatch, *words: str, top: int = 10_000):
+    monkeypatch.setitem(CARDS, "h200", replace(CARDS["h200"], memory_gb=memory_gb))
+    return searched(ProjectArgs("h200", search=True, top=top), *words)
+
+
+def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_listed(
+    small_card, monkeypatch, tmp_path
+):
+    total = searched(small_card, *NARROW)["best"][0]["memory_gb"]["total"]
+    card = 1.03 * total
+    everything = on_card(card, monkeypatch, *NARROW)
+    for line in everything["best"]:
+        assert line["left_gb"] == pytest.approx(card - line["memory_gb"]["total"])
+        assert line["fits_with_margin"] == (line["left_gb"] >= MEMORY_ERROR * card)
+    safe = [line for line in everything["best"] if line["fits_with_margin"]]
+    found = on_card(card, monkeypatch, *NARROW, top=1)
+    assert not found["best"][0]["fits_with_margin"] and safe
+    assert found["recommended"] == {**safe[0], "command": found["recommended"]["command"]}
+    text = shown(found)
+    assert found["recommended"]["command"] in text and "the fastest that is not near the limit" in text
+    assert "! Near the limit: " in text
+    write_search(tmp_path / "page.html", "command", found)
+    page = (tmp_path / "page.html").read_text()
+    assert found["recommended"]["command"] in page and "<td>0.0, near the limit</td>" in page
+
+
+def test_where_nothing_leaves_a_margin_the_fastest_is_recommended_with_a_warning(small_card, monkeypatch):
+    everything = on_card(SMALL["memory_gb"], monkeypatch, *NARROW)
+    least = min(line["memory_gb"]["total"] for line in everything["best"])
+    found = on_card(1.01 * least, monkeypatch, *NARROW)
+    assert not any(line["fits_with_margin"] for line in found["best"])
+    assert found["recommended"]["words"] == found["best"][0]["words"]
+    text = shown(found)
+    assert "GB of the card's 0 left, as all that fit are near the limit" in text
+    assert all(reason in text for reason in found["not_counted"])
+
+
+def test_a_layout_near_the_limit_is_listed_again_with_what_leaves_a_margin(monkeypatch):
+    fixed = ("parallel.tp=1", "parallel.cp=1", "parallel.ep=1", "parallel.pp=4", "pipeline.schedule=1f1b")
+    fixed += ("train.micro_batch_size=16", "train.global_batch_size=256")
+    kinds = Candidates(configured(*fixed), ProjectArgs("h200"), frozenset()).again()
+    totals = {kind.words: total_gb(kind.words, *fixed) for kind in kinds}
+    found = on_card(1.01 * totals["recompute=none"], monkeypatch, *fixed)
+    listed = {line["recompute"]: line["fits_with_margin"] for line in found["best"]}
+    assert listed.pop("recompute=none") is False
+    (other,) = listed
+    assert listed[other] and totals[other] < 0.96 * totals["recompute=none"]
+
+
+def total_gb(words: str, *fixed: str) -> float:
+    return projected(" ".join((words, *fixed)), ProjectArgs("h200"))["memory_gb"]["total"]
+
+
+def test_a_search_reports_how_far_it_is(small_card):
+    said = []
+    config = resolve(completed(configured(*NARROW), small_card, fixed_keys(NARROW)))
+    search(config, small_card, NARROW, said.append)
+    assert said[0] == "looking for layouts: 1 fit, 0 do not run"
+    assert re.fullmatch(r"looking for layouts: \d+ fit, [1-9]\d* do not run", said[-2])
+    assert said[-1].startswith("projecting the fastest of ")
+
+
+def test_the_command_starts_a_run_of_the_recommended_layout(small_card):
+    words = ("parallel.ep=2", "recompute.ops=[layernorm]", "format=json")
+    command = searched(small_card, *words)["recommended"]["command"]
+    python, flag, module, *typed = shlex.split(command)
+    assert (python, flag, module) == ("python", "-m", "graphmoe.train")
+    assert typed[:2] == [*words[:2]] and "'recompute.ops=[layernorm]'" in command
+    assert typed[-1] == "launch.nproc=8" and "format=json" not in typed
+    check(configured(*typed))
 
 
 def test_what_is_listed_is_what_the_tool_says_of_it(small_card):
@@ -93,6 +180,7 @@ def test_candidates_that_are_too_large_say_by_how_much_and_what_is_largest(small
 def test_rules_of_a_run_are_the_reasons_of_what_they_forbid(small_card):
     reasons = {line["reason"] for line in searched(small_card, "parallel.pp=1")["rejected"]}
     assert any("parallel.tp=8 does not divide model.num_heads=4" in reason for reason in reasons)
+    assert not any("use " in reason for reason in reasons)  # a search tries other layouts itself
 
 
 def test_keys_of_the_command_line_stay(small_card):
@@ -108,6 +196,8 @@ def test_keys_of_the_command_line_stay(small_card):
 def test_no_layout_of_a_number_of_ranks_is_an_error_with_its_arithmetic(small_card):
     with pytest.raises(ConfigError, match=r"on 8 ranks: .*parallel.pp=3 = 3 does not divide the 8 ranks"):
         searched(small_card, "parallel.pp=3")
+    with pytest.raises(ConfigError, match=r"on 8 ranks: parallel.ep=16 .* does not divide the 8[^;]*$"):
+        searched(small_card, "parallel.ep=16", "model.num_experts=16")
 
 
 def test_experts_are_cut_only_where_there_are_too_few_to_share():

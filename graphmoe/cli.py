@@ -91,10 +91,13 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f"; valid: {', '.join(choices)}"
 
 
-def file_problems(key: str, path: Path, suffix: str) -> Iterator[str]:
-    """What keeps ``key=path`` from being a file to write, whose name ends in ``suffix``."""
+def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
+    """What keeps ``key=path`` from being a file to write, whose name ends as that of the ``example`` does."""
+    if path is None:
+        return
+    suffix = Path(example).suffix
     if path.is_dir():
-        yield f"{key}={path} is a folder; name a file, such as {key}={path / f'{key}{suffix}'}"
+        yield f"{key}={path} is a folder; name a file, such as {key}={path / example}"
     elif path.suffix != suffix:
         yield f"{key}={path} must end in {suffix}; use {key}={path.with_suffix(suffix)}"
     if not path.parent.is_dir():

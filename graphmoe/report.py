@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphmoe.cli import emit, parse_args, run_tool
+from graphmoe.cli import emit, file_problems, parse_args, run_tool
 from graphmoe.config import ConfigError, OutputFormat
 
 PROG = "graphmoe.report"
@@ -62,10 +62,7 @@ def _problems(args: ReportArgs) -> Iterator[str]:
         yield "run=... and runs=... are two ways to name runs; use one of them"
     elif args.runs and len(args.runs) == 1:
         yield f"runs={args.runs[0]} is one; use run={args.runs[0]}, or name another to compare it with"
-    if args.out is not None and args.out.is_dir():
-        yield f"out={args.out} is a folder; name a file, e.g. out={args.out / 'report.html'}"
-    elif args.out is not None and not args.out.parent.is_dir():
-        yield f"out={args.out}: there is no folder {args.out.parent}"
+    yield from file_problems("out", args.out, "report.html")
 
 
 if __name__ == "__main__":

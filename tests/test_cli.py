@@ -205,7 +205,8 @@ def test_the_nearest_word_or_all_of_them():
 def test_a_file_to_write_is_in_a_folder_that_there_is_and_ends_as_it_should(tmp_path):
     def problems(name: str) -> list[str]:
         return [
-            problem.replace(str(tmp_path), "T") for problem in file_problems("page", tmp_path / name, ".html")
+            problem.replace(str(tmp_path), "T")
+            for problem in file_problems("page", tmp_path / name, "page.html")
         ]
 
     assert problems("a.html") == problems("a.b.html") == []

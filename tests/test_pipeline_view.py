@@ -291,7 +291,7 @@ def test_a_step_that_is_not_whole_is_shown_as_an_error(tmp_path):
             "schedule=1f1b png=none/a.png",
             "png=none/a.png: there is no folder none; make it, or name another file",
         ),
-        ("schedule=1f1b html=.", "html=. is a folder; name a file, or use out=."),
+        ("schedule=1f1b html=.", "html=. is a folder; name a file, such as html=pipeline.html"),
         ("schedule=1f1b out=there.txt", "out=there.txt is a file; name a folder, or use html=there.txt"),
     ],
 )

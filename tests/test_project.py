@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from graphmoe.benchmarks.projection_suite import MOST_MEMORY
 from graphmoe.config_errors import known_keys
 from graphmoe.projection.arguments import check_words
-from graphmoe.projection.document import MEMORY_ERROR
 from graphmoe.projection.memory import MEMORY_KINDS
 from graphmoe.projection.tables import verdict
 from tests.runs import ROOT, command
@@ -95,10 +93,6 @@ def test_advice_is_what_there_is_to_change():
     assert misfit("buffers", micro_batch_size=4) == f"{small} or a larger parallel.cp"
     assert misfit("buffers", pp=2) == "a larger parallel.cp"
     assert misfit("grads", micro_batch_size=4) == "a larger parallel.ep, parallel.pp or parallel.tp"
-
-
-def test_a_benchmark_calls_a_miss_what_a_projection_is_not_trusted_to_keep():
-    assert MEMORY_ERROR == MOST_MEMORY
 
 
 @pytest.mark.parametrize(

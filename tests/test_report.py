@@ -251,8 +251,11 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys, monkeypatch):
         (["runs=a"], "runs=a is one; use run=a"),
         (["run=nowhere"], "nowhere is no folder"),
         (["run=."], ". has no resolved.yaml or metrics.jsonl"),
-        (["run=a", "out=a"], "out=a is a folder; name a file, e.g. out=a/report.html"),
-        (["run=a", "out=none/b.html"], "out=none/b.html: there is no folder none"),
+        (["run=a", "out=a"], "out=a is a folder; name a file, such as out=a/report.html"),
+        (
+            ["run=a", "out=none/b.html"],
+            "out=none/b.html: there is no folder none; make it, or name another file",
+        ),
     ],
 )
 def test_what_the_command_cannot_do_is_said(words, said, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from graphmoe.benchmarks.dispatch_suite import BLOCKS
+from graphmoe.cli import file_problems
 from graphmoe.config import ConfigError, DeviceChoice, OutputFormat
 
 
@@ -88,17 +89,10 @@ def check(args: BenchArgs) -> tuple[torch.device, bool]:
     problems += _too_many_or_few(args, torch.cuda.device_count() if on_gpu else 0)
     if args.shapes is ShapeChoice.full and not on_gpu:
         problems.append("shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto")
-    if args.out is not None and args.out.is_dir():
-        problems.append(f"out={args.out} is a folder; name a file, such as out={args.out / 'ops.json'}")
-    elif args.out is not None and not args.out.parent.is_dir():
-        problems.append(
-            f"out={args.out}: there is no folder {args.out.parent}; make it, or name another file"
-        )
-    if args.suite is Suite.ladder and args.out is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            problems.append(f"out={args.out} brings a chart, which needs matplotlib: {MATPLOTLIB}")
-        if args.out.suffix == ".png":
-            problems.append(f"out={args.out} is for the document, and the chart lies beside it; use a .json")
+    problems += file_problems("out", args.out, f"{args.suite.value}.json")
+    brings_chart = args.suite is Suite.ladder and args.out is not None
+    if brings_chart and importlib.util.find_spec("matplotlib") is None:
+        problems.append(f"out={args.out} brings a chart, which needs matplotlib: {MATPLOTLIB}")
     if problems:
         raise ConfigError("; ".join(problems))
     device = torch.device("cuda", _own_gpu()) if on_gpu else torch.device("cpu")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graphmoe.cli import file_problems
 from graphmoe.config import ConfigError, OutputFormat
 from graphmoe.pipeline_pictures.chart import MATPLOTLIB
 
@@ -161,11 +162,8 @@ def _without_effect(args: ViewArgs) -> Iterator[str]:
 
 def _pictures(args: ViewArgs) -> Iterator[str]:
     """Files that can be written."""
-    for key, path in (("png", args.png), ("html", args.html)):
-        if path is not None and path.is_dir():
-            yield f"{key}={path} is a folder; name a file, or use out={path}"
-        elif path is not None and not path.parent.is_dir():
-            yield f"{key}={path}: there is no folder {path.parent}; make it, or name another file"
+    yield from file_problems("png", args.png, "pipeline.png")
+    yield from file_problems("html", args.html, "pipeline.html")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         yield f"out={args.out} is a file; name a folder, or use html={args.out}"
     needs_matplotlib = args.png or args.out

@@ -92,8 +92,7 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
         problems.append(f"top={args.top} must be 1 or more")
     if args.search and args.assumptions is Assumptions.published:
         problems.append("search=true has no assumptions=published; leave it out")
-    if args.page is not None:
-        problems += file_problems("page", args.page, ".html")
+    problems += file_problems("page", args.page, "page.html")
     if problems:
         raise ConfigError("; ".join(problems))
     _ = args.card

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.torch_compat import FakeTensorMode, joint_graph
+from graphmoe.torch_compat.lazy_graphs import lazy_graph_modules
 from passes import MadeBy, PassReport, PassRunner
 from passes.matching import SAME_ELEMENTS, is_cast, is_op
 from passes.split_backward import SplitBackward, split_backward
@@ -60,6 +61,7 @@ class UnitGraphs:
     """Operations that the backward computes again because the configuration says so."""
 
 
+@lazy_graph_modules()
 def unit_graphs(
     run: Callable[..., tuple[Tensor, ...]],
     fakes: Sequence[Tensor],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("GRAPHMOE_CACHE", str(folder))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> None:
+    """Collections pass over what was imported, a million objects that stay: each took half a second."""
+    gc.freeze()
 
 
 def _set_switches() -> None:
@@ -93,20 +100,12 @@ def passes_may_miss(passes_match: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes do not say how many bytes each saves.
+def unmeasured() -> Iterator[None]:
+    """Passes do not tell how many bytes each saves: for tests of what does not depend on it."""
+    from tests.distributed.training import unmeasured
 
-    To find that out every unit is differentiated once more for each pass that matched: two thirds of a run
-    that finds all its code in the cache.
-    """
-    from passes import PassRunner
-
-    run = PassRunner.run
-
-    def without(self, stage, module, unit, segments=(), saved_bytes=None):
-        return run(self, stage, module, unit, segments)
-
-    monkeypatch.setattr(PassRunner, "run", without)
+    with unmeasured():
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import io
 import json
@@ -239,6 +240,7 @@ def _child(
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, stream.fileno())
     torch.set_num_threads(1)
+    gc.freeze()  # or every collection looks through the modules too
     try:
         importlib.import_module(module).main()
     finally:

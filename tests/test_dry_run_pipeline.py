@@ -32,6 +32,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * ("compiled" in name)) for name in PIPELINES]
 )

@@ -16,6 +16,7 @@ from graphmoe.config import ConfigError, RunConfig
 from graphmoe.environment import memory_gib
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.pipelined import Pipelined
+from graphmoe.step_rows import StepClock
 from graphmoe.world import PATIENCE
 from runtime.mesh import Mesh
 from runtime.pipeline.recorder import Recorder
@@ -31,7 +32,8 @@ KEPT_STEPS = 20
 class PipelineProfile:
     """Records logged steps of the first pipeline, the one that rank 0 is in; other ranks do nothing.
 
-    Recorded steps begin and end with a wait for the device; no other one has anything of it.
+    Recorded steps begin with a wait for the device and all ranks, and are brought together in a pause of the
+    steps' clock; no other step has anything of it.
     """
 
     earlier_peak_gib = 0.0
@@ -43,12 +45,13 @@ class PipelineProfile:
         plan: PipelinePlan,
         micro_batches: Pipelined,
         mesh: Mesh,
+        clock: StepClock,
         folder: Path,
         done: int,
     ) -> None:
         """A collective. Steps up to ``done`` that the folder's file has are kept."""
         self._interval, self._last = config.train.log_interval, config.train.steps
-        self._table, self._folder = plan.table, folder
+        self._table, self._folder, self._clock = plan.table, folder, clock
         self._pipeline, self._device = micro_batches.pipeline, micro_batches.device
         self._place = mesh.index("pp")
         groups = mesh.layout.groups("pp")
@@ -74,9 +77,10 @@ class PipelineProfile:
             yield
         finally:
             self._pipeline.recorder = None
-        spans = self._recorder.spans(self._place)
-        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else None
-        self._keep(number, _Part(platform.node(), self._recorder.began_ns, spans, peak))
+        with self._clock.paused():
+            spans = self._recorder.spans(self._place)
+            peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else None
+            self._keep(number, _Part(platform.node(), self._recorder.began_ns, spans, peak))
 
     def _keep(self, number: int, part: _Part) -> None:
         """Bring the parts of all ranks to the first, which writes them. A collective of the pipeline."""

@@ -21,7 +21,7 @@ from graphmoe.pipeline_pictures.bars import Panel
 from graphmoe.pipeline_pictures.chart import draw_chart
 from graphmoe.pipeline_pictures.numbers import timeline_document, timeline_table
 from graphmoe.pipeline_pictures.page import write_page
-from graphmoe.pipeline_pictures.plans import Plan, layout_document, layout_table, make_plan
+from graphmoe.pipeline_pictures.plans import DEFAULT_COST, Plan, layout_document, layout_table, make_plan
 from graphmoe.pipeline_pictures.sources import recorded_panels
 
 PROG = "graphmoe.pipeline_view"
@@ -38,7 +38,8 @@ def main(argv: list[str]) -> None:
         plans = [make_plan(args, place) for place in range(len(args.schedule or [""]))]
         panels = [plan.panel for plan in plans if plan.panel]
     pictures = draw(args, panels, shlex.join(["python", "-m", PROG, *argv]))
-    emit(document(plans, panels, pictures), text(plans, panels, pictures), args.format)
+    shown = text(plans, panels, pictures, makespan_in_words(args))
+    emit(document(plans, panels, pictures), shown, args.format)
 
 
 def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
@@ -64,11 +65,23 @@ def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> di
     return {**shown, "pictures": [str(path) for path in pictures]} if pictures else shown
 
 
-def text(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> RenderableType:
+def makespan_in_words(args: ViewArgs) -> str:
+    """What a makespan is, and its unit where its number has none."""
+    what = "makespan: from the first start to the last end of any rank"
+    if args.run is not None:
+        return what
+    forward = f"{DEFAULT_COST if args.cost.f is None else args.cost.f:g}"
+    mean = ", in the mean of ranks" if args.model is not None else ""
+    return f"{what}, in the unit of costs: a rank's forward of one micro-batch is cost.f={forward}{mean}"
+
+
+def text(plans: list[Plan], panels: list[Panel], pictures: list[Path], makespan: str) -> RenderableType:
     """The same as tables; a layout that several schedules have is shown once."""
     layouts = {(plan.layout, plan.placement): plan for plan in plans if plan.layout is not None}
     shown: list[RenderableType] = [layout_table(plan) for plan in layouts.values()]
     shown += [timeline_table(panel) for panel in panels]
+    if panels:
+        shown.append(Text(makespan))
     shown += [Text(f"written: {path}") for path in pictures]
     if panels and any(plan.layout is not None and not plan.costs for plan in plans):
         shown.append(Text("all stages cost the same here; model=<preset> weighs them by modelled times"))

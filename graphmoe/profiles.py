@@ -15,6 +15,7 @@ from graphmoe.pace import Pace
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.pipeline_profile import PipelineProfile
 from graphmoe.pipelined import Pipelined
+from graphmoe.step_rows import StepClock
 from graphmoe.step_trace import StepTrace
 from graphmoe.world import World
 from runtime.mesh import Mesh
@@ -62,17 +63,18 @@ def profiles_of(
     mesh: Mesh,
     world: World,
     pace: Pace,
+    clock: StepClock,
     folder: Path,
     done: int,
 ) -> Profiles:
-    """What records steps of a run after the first ``done``. A collective."""
+    """What records steps of a run after the first ``done``, in pauses of the steps' clock. A collective."""
     pipeline = trace = None
     if plan is not None and config.profile.pipeline:
         assert isinstance(micro_batches, Pipelined)
-        pipeline = PipelineProfile(config, plan, micro_batches, mesh, folder, done)
+        pipeline = PipelineProfile(config, plan, micro_batches, mesh, clock, folder, done)
     if steps := config.profile.steps:
         if done >= steps[-1]:
             log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, done)
         else:
-            trace = StepTrace(config, folder, world, open_device(config.run.device), pace)
+            trace = StepTrace(config, folder, world, open_device(config.run.device), pace, clock)
     return Profiles(pipeline, trace)

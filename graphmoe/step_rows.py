@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,7 +23,8 @@ what a balanced routing sends, and as a `graphmoe.receive_budget.Load`; and 1.0 
 
 Mark = torch.cuda.Event | float
 """A moment: an event of the device, or the host's clock in seconds."""
-Interval = tuple[Mark, Mark]
+Interval = tuple[tuple[Mark, Mark], ...]
+"""Start and end of each part: a pause lies between two of them."""
 
 
 class StepRow(NamedTuple):
@@ -111,7 +115,7 @@ class StepRows:
         rows = [self._row(place).clone() for place in range(count)]
         steps, self._steps = self._steps[:count], self._steps[count:]
         return [
-            StepRow(step, seconds(*interval), self._scalars(row), row[len(self._names) :].view(self._experts))
+            StepRow(step, seconds(interval), self._scalars(row), row[len(self._names) :].view(self._experts))
             for step, interval, row in zip(steps, self.clock.hand_over(count), rows, strict=True)
         ]
 
@@ -127,30 +131,47 @@ class StepRows:
 
 
 class StepClock:
-    """Time between marks: device events on a GPU, the host's clock elsewhere."""
+    """Time between marks, pauses apart: device events on a GPU, the host's clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[Mark] = []
         self.restart()
 
     def restart(self) -> None:
         """Start the next interval here, so that what came before counts for no step."""
-        self._marks = [self._now()]
+        self._ended: list[Interval] = []
+        self._parts: Interval = ()
+        """Of the interval under way, those before its last pause."""
+        self._since = self._now()
 
     def mark(self) -> None:
         """End an interval here and start the next. No device sync."""
-        self._marks.append(self._now())
+        now = self._now()
+        self._ended.append((*self._parts, (self._since, now)))
+        self._parts, self._since = (), now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the block counts for no step. No device sync.
+
+        On a GPU it is the time from the end of what was queued before it to the start of what is queued next.
+        """
+        self._parts = (*self._parts, (self._since, self._now()))
+        try:
+            yield
+        finally:
+            self._since = self._now()
 
     def drop(self, count: int) -> None:
         """Let the last intervals be part of the next one."""
-        self._marks = self._marks[: len(self._marks) - count]
+        kept = len(self._ended) - count
+        self._parts = (*chain.from_iterable(self._ended[kept:]), *self._parts)
+        self._ended = self._ended[:kept]
 
     def hand_over(self, count: int) -> list[Interval]:
         """The first intervals that were not handed over yet, for ``seconds``. No device sync."""
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))[:count]
-        self._marks = self._marks[count:]
-        return pairs
+        given, self._ended = self._ended[:count], self._ended[count:]
+        return given
 
     def _now(self) -> Mark:
         if not self._on_gpu:
@@ -160,8 +181,12 @@ class StepClock:
         return event
 
 
-def seconds(start: Mark, end: Mark) -> float:
-    """Length of an interval that the device has finished."""
+def seconds(interval: Interval) -> float:
+    """Length of an interval that the device has finished, without its pauses."""
+    return sum(_seconds(start, end) for start, end in interval)
+
+
+def _seconds(start: Mark, end: Mark) -> float:
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start

@@ -18,6 +18,7 @@ from graphmoe.environment import device_name
 from graphmoe.flops import peak_tflops
 from graphmoe.pace import Pace
 from graphmoe.ranges import ranges_wanted
+from graphmoe.step_rows import StepClock
 from graphmoe.torch_compat.memory import start_memory_history, stop_memory_history, write_memory_history
 from graphmoe.traces.events import FACTS, PROFILE_FOLDER, STEP, trace_file
 from graphmoe.world import World
@@ -31,18 +32,26 @@ def memory_file(rank: int) -> str:
 
 
 class StepTrace:
-    """Records the steps of ``profile.steps`` on the ranks of ``profile.ranks``; the others wait in the end.
+    """Records the steps of ``profile.steps`` on the ranks of ``profile.ranks``.
 
-    The first recorded step waits for the device before it begins, the last one when it is over, until all
-    files are written; other steps have nothing of it.
+    Before the first one all ranks wait until all profilers have started, after the last one until all files
+    are written; ranks that record wait for their device. Both are pauses of the steps' clock, and other steps
+    have nothing of it.
     """
 
     def __init__(
-        self, config: RunConfig, folder: Path, world: World, device: torch.device, pace: Pace
+        self,
+        config: RunConfig,
+        folder: Path,
+        world: World,
+        device: torch.device,
+        pace: Pace,
+        clock: StepClock,
     ) -> None:
         steps = config.profile.steps
         self._first, self._last = steps[0], steps[-1]
         self._config, self._world, self._device, self._pace = config, world, device, pace
+        self._clock = clock
         self._folder = folder / PROFILE_FOLDER
         self._is_wanted = world.rank in config.profile.ranks
         self._is_open = False
@@ -56,12 +65,11 @@ class StepTrace:
             yield
             return
         self._pace.slow(f"step {number}, which is profiled")
-        self._is_open = True
+        if not self._is_open:
+            self._begin()
         if not self._is_wanted:
             yield
         else:
-            if self._profiler is None:
-                self._profiler = self._started()
             self._done.append(number)
             with ranges_wanted(), record_function(f"{STEP}{number}"):
                 yield
@@ -73,12 +81,13 @@ class StepTrace:
         if not self._is_open:
             return
         self._is_open = False
-        if self._profiler is not None:
-            self._synchronize()
-            self._profiler.add_metadata_json(FACTS, json.dumps(self._facts()))
-            self._write(self._profiler)
-            self._profiler = None
-        self._world.barrier()
+        with self._clock.paused():
+            if self._profiler is not None:
+                self._synchronize()
+                self._profiler.add_metadata_json(FACTS, json.dumps(self._facts()))
+                self._write(self._profiler)
+                self._profiler = None
+            self._world.barrier()
 
     def drop(self) -> None:
         """Stop recording and write nothing: the run ends with an error."""
@@ -88,8 +97,16 @@ class StepTrace:
             if self._on_gpu:
                 stop_memory_history()
 
+    def _begin(self) -> None:
+        """Open the window of steps. A collective."""
+        self._is_open = True
+        with self._clock.paused():
+            if self._is_wanted:
+                self._synchronize()
+                self._profiler = self._started()
+            self._world.barrier()
+
     def _started(self) -> profile:
-        self._synchronize()
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         profiler = profile(activities=kinds, record_shapes=True)
         if self._on_gpu:

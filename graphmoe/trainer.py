@@ -136,8 +136,9 @@ class Trainer:
         self.validation = Validation(
             self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.pace, ladder
         )
+        clock, done = self.rows.clock, self.step
         self.profile = profiles_of(
-            self.config, self.plan, micro_batches, self.mesh, self.world, self.pace, self.folder, self.step
+            self.config, self.plan, micro_batches, self.mesh, self.world, self.pace, clock, self.folder, done
         )
         self.metrics: MetricsWriter = NoMetrics()
         self.world.on_first(self._open_metrics)
@@ -205,9 +206,10 @@ class Trainer:
         if self.first_step_s is None:
             self._synchronize()
             self.first_step_s = seconds_since_process_start()
-            if self.world.is_first:
-                self.execution.report(self.folder)
-            self.execution.keep_code()
+            with self.rows.clock.paused():
+                if self.world.is_first:
+                    self.execution.report(self.folder)
+                self.execution.keep_code()
         self.progress.advance(self.step)
         self._report_pending()
         last = self.step == train.steps

@@ -66,8 +66,8 @@ def test_idle_shares_count_computation_only_and_once_for_what_takes_turns():
 
 
 def test_the_summary_has_the_largest_peak_in_bytes_where_they_are_known():
-    assert summary(Panel("a", two_ranks(), "")) == "12, bubble 58.3%, peak 1 activation"
-    assert summary(Panel("b", folded_in_turns(), "ms", 0.5)) == "4 ms, bubble 62.5%, peak 2 GiB"
+    assert summary(Panel("a", two_ranks(), "")) == "makespan 12, bubble 58.3%, peak 1 activation"
+    assert summary(Panel("b", folded_in_turns(), "ms", 0.5)) == "makespan 4 ms, bubble 62.5%, peak 2 GiB"
 
 
 @pytest.fixture

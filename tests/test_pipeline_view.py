@@ -223,6 +223,27 @@ def test_a_run_is_shown_as_recorded_and_with_its_median_times(run, capsys):
     assert waits and waits == pytest.approx([0.5] * len(waits))
 
 
+@pytest.mark.parametrize(
+    ("words", "unit"),
+    [
+        ("stages=2", "costs: a rank's forward of one micro-batch is cost.f=1000"),
+        ("stages=2 cost.f=2.5", "costs: a rank's forward of one micro-batch is cost.f=2.5"),
+        ("model=tiny", "costs: a rank's forward of one micro-batch is cost.f=1000, in the mean of ranks"),
+    ],
+)
+def test_the_makespan_is_named_with_its_unit(words, unit, capsys):
+    text = shown(capsys, "schedule=1f1b", *words.split())
+    assert re.search(r"^1f1b: makespan [\d,.]+, bubble", text, re.MULTILINE)
+    said = " ".join(text.split())
+    assert f"the first start to the last end of any rank, in the unit of {unit} out=<folder>" in said
+
+
+def test_the_makespan_of_a_run_is_in_milliseconds(run, capsys):
+    text = shown(capsys, f"run={run}")
+    assert re.search(r"as recorded: makespan [\d,.]+ ms, bubble", text)
+    assert "makespan: from the first start to the last end of any rank\n" in text
+
+
 def test_a_run_is_drawn(run, capsys, tmp_path):
     text = shown(capsys, f"run={run}", f"html={tmp_path / 'a.html'}")
     assert "zb1p, step 50 as recorded" in text and "peak 2 GiB" in text

@@ -115,7 +115,7 @@ def summary(panel: Panel) -> str:
     timeline = panel.timeline
     time = f"{timeline.makespan * panel.scale:,.6g} {panel.unit}".strip()
     most = max(range(timeline.placement.num_ranks), key=lambda rank: _peaks(timeline)[rank])
-    return f"{time}, bubble {timeline.bubble:.1%}, peak {shown_peak(timeline, most)}"
+    return f"makespan {time}, bubble {timeline.bubble:.1%}, peak {shown_peak(timeline, most)}"
 
 
 def kinds_of(bars: Sequence[Bar]) -> list[BarKind]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import pytest
 
+from graphmoe.step_trace import StepTrace
 from graphmoe.trace import trace_of
 from graphmoe.traces.events import read_trace
 from graphmoe.traces.reading import summarise
 from tests.gpu.tiny import GPU, UNREAD
-from tests.runs import numbers, train_in
+from tests.runs import metrics, numbers, train_in
 
 RUN = (*GPU, *UNREAD, "compile.enabled=true", "model.num_layers=2", "train.steps=6")
 """Steps 1 to 3 warm up, graphs are made in the 4th."""
@@ -44,6 +46,19 @@ def test_recorded_steps_have_the_numbers_of_any_other_and_a_captured_step_is_one
     times = {(s.segment, s.part): s.ms for s in summary.segments}
     assert times["full_iteration", "replay"] > 0.8 * sum(times.values())
     assert any("say nothing of segments" in note for note in summary.notes)
+
+
+def test_starting_the_profiler_and_writing_are_in_the_time_of_no_step(tmp_path, monkeypatch):
+    for name in ("_started", "_write"):
+        function = getattr(StepTrace, name)
+
+        def slow(*arguments, function=function):
+            time.sleep(5)
+            return function(*arguments)
+
+        monkeypatch.setattr(StepTrace, name, slow)
+    train_in(tmp_path, *GPU, *UNREAD, "compile.enabled=false", "train.steps=8", "profile.steps=[5,6]")
+    assert all(row["step_s"] < 2.5 for row in metrics(tmp_path) if row["step"] in (4, 5, 6, 7, 8))
 
 
 def test_an_eager_run_has_backwards_of_segments_and_floors_of_products(tmp_path):

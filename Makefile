@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 train: $(VENV)/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m graphmoe.train
 
-# Bytecode is kept even where the shell says not to: hundreds of processes start, and each would compile all sources.
+# Bytecode is kept even where the shell says not to: or each process that starts compiles all sources.
 test: $(VENV)/installed-dev lint
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

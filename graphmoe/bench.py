@@ -205,10 +205,13 @@ def _exchanges(
     args: BenchArgs, device: torch.device, full: bool
 ) -> tuple[list[DispatchRow], list[str], dict[str, Any]]:
     """Rows of ``suite=dispatch``, what is left out, and how it is measured; equal on all ranks."""
-    vendors = dispatch_suite.vendors_of(device)
+    shapes = dispatch_suite.FULL if full else dispatch_suite.TINY
+    vendors = dispatch_suite.vendors_of(device, shapes)
     left_out = [f"{choice.value}: {missing}" for choice, missing in vendors.items() if missing]
+    for line in left_out * _is_first():
+        log.info("left out: %s", line)
     here = [choice for choice, missing in vendors.items() if not missing]
-    cases = dispatch_cases(dispatch_suite.FULL if full else dispatch_suite.TINY, args.blocks, here)
+    cases = dispatch_cases(shapes, args.blocks, here)
     cases = _chosen(cases, args.only)
     with joined_ranks(device) as ranks:
         if ranks.rank:
@@ -220,8 +223,6 @@ def _exchanges(
             lambda found: ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found),
         )
         suite.close()
-    for line in left_out:
-        log.info("left out: %s", line)
     method = {
         "ranks": ranks.size,
         "rounds": dispatch_times.ROUNDS[device.type],

@@ -98,7 +98,7 @@ def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
     suffix = Path(example).suffix
     if path.is_dir():
         yield f"{key}={path} is a folder; name a file, such as {key}={path / example}"
-    elif path.suffix != suffix:
+    elif path.suffix.lower() != suffix:
         yield f"{key}={path} must end in {suffix}; use {key}={path.with_suffix(suffix)}"
     if not path.parent.is_dir():
         yield f"{key}={path}: there is no folder {path.parent}; make it, or name another file"

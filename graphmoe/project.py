@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from graphmoe.cli import emit, parse_args, run_tool, usage
-from graphmoe.config import RunConfig
+from graphmoe.config import ConfigError, RunConfig
 from graphmoe.entry import hydra_app
 from graphmoe.projection.arguments import (
     ProjectArgs,
@@ -55,14 +55,13 @@ def run(argv: list[str]) -> None:
     asked = functools.cache(lambda: _asked(own, others))
 
     def complete(config: RunConfig) -> RunConfig:
-        return completed(
-            config, asked(), fixed_keys(others)
-        )  # only here, since Hydra names misspelt keys of a run before
+        # The tool's keys are checked only here, since Hydra names misspelt keys of a run before.
+        return completed(config, asked(), fixed_keys(others))
 
     def show(config: RunConfig) -> None:
         _show(asked(), command, others, config)
 
-    sys.argv[1:] = others
+    sys.argv[1:] = ["--help" if word == "help" else word for word in others]
     hydra_app(show, prog=PROG, examples=EXAMPLES, complete=complete)
 
 
@@ -89,7 +88,10 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
         document = project(config, args)
         emit(document, render(document), config.format)
     if args.page is not None:
-        (write_search if args.search else write_projection)(args.page, command, document)
+        try:
+            (write_search if args.search else write_projection)(args.page, command, document)
+        except OSError as error:
+            raise ConfigError(f"cannot write page={args.page}: {error.strerror}") from error
         print(f"wrote {args.page}", file=sys.stderr)
 
 

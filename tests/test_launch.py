@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -232,6 +233,39 @@ def test_a_worker_that_died_without_a_word_is_the_cause_of_errors_of_that_second
     assert (first.rank, first.message.split(",")[0]) == (1, "killed by SIGKILL")
     assert isinstance(first.raised(tmp_path, 0.0), RunFailed)
     assert first.was_killed and not first.was_stopped
+
+
+SUFFERED = RuntimeError("connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ({0: (SUFFERED, 1)}, "rank 1 on {host} ended without a word, as one that was killed does"),
+        (
+            {0: (KeyboardInterrupt("SIGTERM"), 143)},
+            "rank 1 on {host} ended without a word, as one that was killed does",
+        ),
+        ({0: (SUFFERED, 1), 1: (RuntimeError("the cause"), 1)}, "rank 1 on {host}: RuntimeError: the cause"),
+        ({}, "a worker was killed, here or on another node"),
+        ({0: (SUFFERED, 1), 1: (SUFFERED, 1)}, "rank 0 on {host}: RuntimeError: connection reset by peer"),
+    ],
+    ids=["others suffer", "others are stopped", "the cause", "none left an error", "on another node"],
+)
+def test_a_restart_says_what_is_known_of_its_cause(tmp_path, left, caplog, errors, said):
+    logs = RankLogs(tmp_path, redirect=False)
+    job = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "2"}
+
+    def start(number: int) -> None:
+        one = {**job, "TORCHELASTIC_RESTART_COUNT": str(number)}
+        logs.reify({rank: {**one, "RANK": str(rank)} for rank in (0, 1)})
+
+    start(0)
+    for rank, (error, status) in errors.items():
+        left(rank, error, 10.0 + rank, status)
+    start(1)
+    expected = said.format(host=platform.node())
+    assert caplog.messages == [f"{expected}; all workers start again (1 of 2)"]
 
 
 def test_workers_that_elastic_ended_and_errors_of_earlier_attempts_are_not_the_first(tmp_path, left):

@@ -69,7 +69,7 @@ class BenchArgs:
     blocks: str = BLOCKS
     """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None
-    """File for the JSON document, written at the end, with the ladder's chart beside it; default: none."""
+    """File that ends in .json for the document, written at the end, with the ladder's chart beside it."""
     format: OutputFormat = OutputFormat.text
     """text, or json: one document on stdout and nothing else there."""
 

@@ -88,14 +88,17 @@ def dispatch_cases(
     ]
 
 
-def vendors_of(device: torch.device) -> dict[DispatcherChoice, str | None]:
+def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> dict[DispatcherChoice, str | None]:
     """Dispatchers through a package's buffer that are for such a device, and why one cannot run, or None."""
     if device.type != "cuda":
         return {}
     choice = DispatcherChoice.turbo if torch.version.hip else DispatcherChoice.deepep
-    takes = BUFFERED[choice]
-    missing = f"the package {takes.package} is not installed; install it with: {takes.install}"
-    return {choice: None if is_installed(takes.package) else missing}
+    takes, why = BUFFERED[choice], None
+    if not is_installed(takes.package):
+        why = f"the package {takes.package} is not installed; install it with: {takes.install}"
+    elif any(shape.D % takes.hidden_step for shape in shapes.values()):
+        why = f"it moves rows of a multiple of {takes.hidden_step} numbers; use shapes=full"
+    return {choice: why}
 
 
 class DispatchSuite:
@@ -108,8 +111,8 @@ class DispatchSuite:
         self._products: dict[MlpShape, dict[str, Call]] = {}
         self.backends = ""
         """Of the experts' products: forward, dgrad, wgrad."""
-        self._opened: int | None = None
-        """Hidden size of a package's buffer."""
+        self._is_open = False
+        """Whether there is a package's buffer, for rows of the one shape."""
         use_peers(make_peers(ranks.mesh, ranks.device))
 
     def close(self) -> None:
@@ -119,8 +122,7 @@ class DispatchSuite:
     def run(self, case: DispatchCase) -> list[DispatchRow]:
         """The rows of a case: each exchange, and all four. Collective. Raises nothing.
 
-        Before anything is timed, the case's results must be those of `alltoall`: in every bit, but where
-        a way adds what ranks made of a token in another order.
+        Before anything is timed, the case's results must be those of `alltoall` in every bit.
         """
         ranks, shape = self._ranks, case.shape
         if shape.E % ranks.size or shape.K * ranks.size > shape.E:
@@ -170,10 +172,9 @@ class DispatchSuite:
 
     def _open(self, case: DispatchCase) -> None:
         """The buffer of a package for rows of a case."""
-        if self._opened != case.shape.D:
-            close_vendor()
+        if not self._is_open:
             open_buffer(DispatcherChoice(case.way), self._ranks.mesh, case.shape.D)
-            self._opened = case.shape.D
+            self._is_open = True
 
     def _take(self, row: DispatchRow, exchanges: Sequence[Call], products: Sequence[Call]) -> None:
         """Time the exchanges alone, the products alone and both."""

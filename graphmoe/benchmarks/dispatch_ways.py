@@ -19,8 +19,6 @@ from runtime.mesh import Mesh
 ops = torch.ops.graphmoe
 EXCHANGES = ("dispatch", "combine", "combine_grad", "dispatch_grad")
 """In the order of a training step. The first and last carry slot weights, the first expert numbers too."""
-ROUNDED = 2.0**-6
-"""By how much sums of another order may differ, as a share and as a number: four roundings of bf16."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,9 @@ class Way:
     calls: Mapping[str, Callable[[], object]]
     """By name of the exchange. Collectives of all ranks, on the stream that the way was made on."""
     results: Mapping[str, Tensor]
-    """What must be the same by every way."""
+    """What must be the same, bit for bit, by every way."""
     captures: bool
     """Whether the exchanges can be part of a graph."""
-    adds_ranks: bool = False
-    """Whether sums are in the order of ranks, not of slots: then they are rounded in other places."""
 
 
 Make = Callable[[], Way]
@@ -117,9 +113,7 @@ def by_buffer(tokens: Tokens, ranks: int, experts: int) -> Way:
     def dispatch_grad() -> tuple[Tensor, ...]:
         return ops.buffer_dispatch_grad(received_ND, dweight_NK, number_NK, *handle)
 
-    of_ranks = ranks > 2  # the order of a sum of two does not show
-    captures = tokens.h_TD.is_cuda
-    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=captures, adds_ranks=of_ranks)
+    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=tokens.h_TD.is_cuda)
 
 
 def of_experts_here(weight_NK: Tensor, number_NK: Tensor) -> Tensor:
@@ -128,18 +122,8 @@ def of_experts_here(weight_NK: Tensor, number_NK: Tensor) -> Tensor:
 
 
 def differing(actual: Way, expected: Way) -> list[str]:
-    """Names of the results that are not the same. Waits for the device."""
-    return [
-        name
-        for name, wanted in expected.results.items()
-        if not _is_same(actual.results[name], wanted, ROUNDED if actual.adds_ranks else 0.0)
-    ]
-
-
-def _is_same(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
-    if not tolerance:
-        return found.equal(wanted)
-    return torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+    """Names of the results that are not the same in every bit. Waits for the device."""
+    return [name for name, wanted in expected.results.items() if not actual.results[name].equal(wanted)]
 
 
 def _way(
@@ -149,7 +133,6 @@ def _way(
     dispatch_grad: Callable[[], tuple[Tensor, ...]],
     *,
     captures: bool,
-    adds_ranks: bool = False,
 ) -> Way:
     """The four exchanges, each called once for its results; `combine` takes other rows too."""
     exchanges = (dispatch, combine, combine_grad, dispatch_grad)
@@ -158,4 +141,4 @@ def _way(
     again_TD = combine(combine_grad())
     dh_TD, dweight_TK = dispatch_grad()
     results = {"y": y_TD, "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
-    return Way(calls, results, captures, adds_ranks)
+    return Way(calls, results, captures)

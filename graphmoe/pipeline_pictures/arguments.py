@@ -57,9 +57,9 @@ class ViewArgs:
     step: int | None = None
     """Step of the run; default: the last one that was recorded."""
     png: Path | None = None
-    """Picture to write; needs matplotlib."""
+    """Picture to write, a file that ends in .png; needs matplotlib."""
     html: Path | None = None
-    """Page to write, which needs no network."""
+    """Page to write, a file that ends in .html, which needs no network."""
     out: Path | None = None
     """Folder for pipeline.png and pipeline.html."""
     format: OutputFormat = OutputFormat.text

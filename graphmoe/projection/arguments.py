@@ -86,7 +86,8 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
     for word in words:
         if word.lstrip("+").partition("=")[0] in NOT_OF_A_RUN:
             problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
-        if args.search and word.startswith("pipeline.microbatches="):
+        name, _, value = word.partition("=")
+        if args.search and name == "pipeline.microbatches" and value != "null":
             problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
     if args.top < 1:
         problems.append(f"top={args.top} must be 1 or more")
@@ -139,8 +140,8 @@ def fixed_keys(words: Sequence[str]) -> frozenset[str]:
 
 def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
     """What starts a run of a search's words with those that it found, on each node, quoted for a shell."""
-    own = [word for word in words if word.partition("=")[0] != "format"]
-    launch = [f"launch.nproc={GPUS_PER_NODE}"] + [f"launch.nodes={args.nodes}"] * (args.nodes > 1)
+    own = [word for word in words if not fixed_keys([word]) & {"format"}]
+    launch = [f"launch.nproc={GPUS_PER_NODE}", f"launch.nodes={args.nodes}"]
     return shlex.join(["python", "-m", "graphmoe.train", *own, *found.split(), *launch])
 
 

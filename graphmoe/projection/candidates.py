@@ -100,9 +100,12 @@ class Candidates:
         words = []
         if pp > 1 and "pipeline.schedule" not in self.fixed:
             words.append(f"pipeline.schedule={name}")
-        takes_any = SCHEDULES[name].virtual_stages[1] is None
-        if pp > 1 and takes_any and virtual_stages and "pipeline.virtual_stages" not in self.fixed:
-            words.append(f"pipeline.virtual_stages={virtual_stages}")
+        if "pipeline.virtual_stages" not in self.fixed:
+            takes_any = SCHEDULES[name].virtual_stages[1] is None
+            if pp > 1 and takes_any and virtual_stages:
+                words.append(f"pipeline.virtual_stages={virtual_stages}")
+            elif self.config.pipeline.virtual_stages is not None:  # of a file
+                words.append("pipeline.virtual_stages=null")
         return " ".join(words)
 
     def again(self) -> list[Again]:
@@ -113,13 +116,16 @@ class Candidates:
         mlps = ["mlp"] if model.num_dense_layers else []
         if has_experts(model):
             mlps += ["shared_experts"] * bool(model.shared_ffn_size) + ["moe_experts"]
-        return [
+        kinds = [
             Again("recompute=none", RecomputeConfig()),
             Again("recompute.ops=[layernorm]", RecomputeConfig(ops=["layernorm"])),
             Again("recompute.segments=[attn]", RecomputeConfig(segments=["attn"])),
             Again(f"recompute.segments=[{','.join(mlps)}]", RecomputeConfig(segments=mlps)),
             Again("recompute=all", RecomputeConfig(all=True)),
         ]
+        if self.config.recompute == RecomputeConfig():
+            return kinds
+        return [Again(_recompute_words(kind.config), kind.config) for kind in kinds]
 
     def _dimensions(self) -> Iterator[ParallelConfig]:
         config, model, ranks = self.config.parallel, self.config.model, self.num_ranks
@@ -171,7 +177,7 @@ class Candidates:
     def _words(self, parallel: ParallelConfig) -> str:
         """What to type for what is not fixed."""
         values = {name: getattr(parallel, name) for name in ("pp", "ep", "tp", "cp")}
-        if parallel.etp > 1:
+        if parallel.etp > 1 or self.config.parallel.etp > 1:
             values["etp"] = parallel.etp
         if parallel.cp > 1:
             values["cp_method"] = parallel.cp_method.value
@@ -180,6 +186,13 @@ class Candidates:
             for name, value in values.items()
             if f"parallel.{name}" not in self.fixed
         )
+
+
+def _recompute_words(recompute: RecomputeConfig) -> str:
+    """All keys, for a configuration whose files set some of them."""
+    lists = {key: ",".join(getattr(recompute, key)) for key in ("segments", "ops", "layer_ids")}
+    words = [f"recompute.{key}=[{names}]" for key, names in lists.items()]
+    return " ".join([f"recompute.all={str(recompute.all).lower()}", *words])
 
 
 def without_advice(problem: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from graphmoe.projection.document import NEAR, margin_words
 from graphmoe.projection.memory import MEMORY_KINDS
-from graphmoe.projection.search_table import recommendation
+from graphmoe.projection.search_table import listed, recommendation
 from graphmoe.web_page import COLOURS, Chart, grid, paragraph, table, tiles, write_page
 
 KINDS = MEMORY_KINDS[:-1]
@@ -50,7 +50,7 @@ def _mark(line: Mapping[str, Any]) -> str:
 
 def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     """Memory and throughput of the layouts that a search lists, and what to type for each."""
-    best, card = document["best"], document["card_gb"]
+    best, card = listed(document), document["card_gb"]
     numbers = [str(number) for number in range(1, len(best) + 1)]
     rows = [
         (

@@ -20,7 +20,7 @@ AXES = ("pp", "tp", "cp", "ep", "etp")
 
 def render_search(document: dict[str, Any]) -> Group:
     """The best layouts as a table, counts of the others, and the command of what is recommended."""
-    best, card, recommended = document["best"], document["card_gb"], document["recommended"]
+    card, recommended = document["card_gb"], document["recommended"]
     num_rejected = len(document["rejected"])
     shown: list[RenderableType] = [
         f"[bold]{document['model']}[/bold] on {document['num_ranks']} {document['hardware']}: "
@@ -31,9 +31,9 @@ def render_search(document: dict[str, Any]) -> Group:
         f"{document['rates_from']}",
     ]
     if recommended:
-        listed = best if any(_is_same(line, recommended) for line in best) else [*best, recommended]
-        shown.append(_best(listed, recommended))
-        if not all(line["fits_with_margin"] for line in listed):
+        lines = listed(document)
+        shown.append(_best(lines, recommended))
+        if not all(line["fits_with_margin"] for line in lines):
             shown.append(f"! {margin_words(document)}")
     else:
         shown.append(f"[bold]NOTHING FITS[/bold] {_nearest(document)}")
@@ -43,6 +43,13 @@ def render_search(document: dict[str, Any]) -> Group:
         command = Text(recommended["command"], no_wrap=True, overflow="ignore")
         shown += ["", f"[bold]Recommended[/bold], {recommendation(document)}:", command]
     return Group(*shown)
+
+
+def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The best layouts, and the recommended one where it is none of them."""
+    best, recommended = document["best"], document["recommended"]
+    is_there = recommended is None or any(_is_same(line, recommended) for line in best)
+    return best if is_there else [*best, recommended]
 
 
 def recommendation(document: Mapping[str, Any]) -> str:

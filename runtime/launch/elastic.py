@@ -164,11 +164,12 @@ class RankLogs(LogsSpecs):
 
     def _say_restart(self, number: int, of: str) -> None:
         first = first_failure({}, self.log_dir, self.attempt)
-        why = first.text.splitlines()[0] if first else "the workers of another node ended"
-        if first is None or first.suffered:
+        why = first.text.splitlines()[0] if first else "a worker was killed, here or on another node"
+        if first is None or first.suffered or first.was_stopped:
             silent = silent_ranks(self._ranks, self.log_dir, self.attempt)
-            named = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} on {platform.node()}"
-            why = f"{named} ended without a word, as one that was killed does" if silent else why
+            if 0 < len(silent) < len(self._ranks):  # all: the others may have waited for it, and been killed
+                named = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} on {platform.node()}"
+                why = f"{named} ended without a word, as one that was killed does"
         log.warning("%s; all workers start again (%d of %s)", why, number, of)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from graphmoe import bench
-from graphmoe.benchmarks import dispatch_ways
+from graphmoe.benchmarks import dispatch_suite
 from graphmoe.benchmarks.dispatch_suite import (
     ALL_FOUR,
     FULL,
@@ -129,21 +130,22 @@ def test_blocks_are_cases_of_their_own():
     assert names[:4] == [f"v2_lite/natural/{way}" for way in (*WAYS[:2], "copy_engine_0.5", "copy_engine_2")]
 
 
-def test_sums_in_the_order_of_ranks_may_differ_by_their_rounding_and_no_more():
-    expected = dispatch_ways.Way({}, {"y": torch.tensor([1.0, 100.0])}, captures=False)
-    near = {"y": torch.tensor([1.0, 101.0])}
-    assert dispatch_ways.differing(dispatch_ways.Way({}, near, False, adds_ranks=True), expected) == []
-    assert dispatch_ways.differing(dispatch_ways.Way({}, near, False), expected) == ["y"]
-    far = {"y": torch.tensor([1.1, 100.0])}
-    assert dispatch_ways.differing(dispatch_ways.Way({}, far, False, adds_ranks=True), expected) == ["y"]
-
-
 @pytest.mark.parametrize("hip, choice", [(None, "deepep"), ("6.4", "turbo")])
-def test_a_package_that_is_not_there_is_left_out_with_what_to_type(monkeypatch, hip, choice):
+def test_a_package_that_cannot_run_is_left_out_with_what_to_do(monkeypatch, hip, choice):
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert vendors_of(torch.device("cpu")) == {}
-    ((found, missing),) = vendors_of(torch.device("cuda")).items()
-    assert found.value == choice and "is not installed; install it with: pip install" in missing
+
+    def missing(shapes, installed):
+        monkeypatch.setattr(dispatch_suite, "is_installed", lambda package: installed)
+        ((found, why),) = vendors_of(torch.device("cuda"), shapes).items()
+        assert found.value == choice
+        return why
+
+    assert vendors_of(torch.device("cpu"), FULL) == {}
+    assert "is not installed; install it with: pip install" in missing(FULL, installed=False)
+    assert missing(FULL, installed=True) is None
+    odd = {"odd": dataclasses.replace(FULL["v2_lite"], D=2052)}
+    step = {"deepep": 256, "turbo": 8}[choice]
+    assert missing(odd, installed=True) == f"it moves rows of a multiple of {step} numbers; use shapes=full"
 
 
 def test_torchrun_starts_the_ranks_and_the_first_prints_and_writes(tmp_path):

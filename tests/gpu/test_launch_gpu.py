@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -37,7 +38,8 @@ def test_after_a_killed_rank_all_start_again_and_the_run_is_bitwise_the_undistur
     killed = command(folders[1], *WORDS, "launch.max_restarts=1", environment=KILLED, seconds=200)
     assert_finished(killed)
     said = killed.err.read_text()
-    assert "ended without a word, as one that was killed does; all workers start again (1 of 1)" in said
+    # Rank 0 may leave an error, wait in NCCL until it is killed too, or be aborted.
+    assert re.search(r"(rank 1 on \S+ ended without a word|worker was killed).*start again \(1 of 1\)", said)
     assert "continuing after step 3 of" in said
     first, second = (numbers(folder / "run") for folder in folders)
     assert first == second and [row["step"] for row in first if "loss" in row][-1] == 8

@@ -146,8 +146,27 @@ def test_the_command_starts_a_run_of_the_recommended_layout(small_card):
     python, flag, module, *typed = shlex.split(command)
     assert (python, flag, module) == ("python", "-m", "graphmoe.train")
     assert typed[:2] == [*words[:2]] and "'recompute.ops=[layernorm]'" in command
-    assert typed[-1] == "launch.nproc=8" and "format=json" not in typed
+    assert typed[-2:] == ["launch.nproc=8", "launch.nodes=1"] and "format=json" not in typed
     check(configured(*typed))
+
+
+OF_A_FILE = (
+    "parallel.etp=2",
+    "pipeline.virtual_stages=2",
+    "recompute.segments=[moe_experts]",
+    "recompute.layer_ids=[1]",
+)
+
+
+def test_what_a_file_sets_and_a_search_replaces_is_typed_back(small_card):
+    """Words that nobody typed are a file's: candidates have other values, which their words must say."""
+    run = resolve(completed(configured(*OF_A_FILE), small_card, fixed_keys(NARROW)))
+    found = search(run, small_card, NARROW)
+    assert {"parallel.etp=1", "pipeline.virtual_stages=null"} < {*found["recommended"]["words"].split()}
+    for line in found["best"]:
+        document = projected(" ".join((*OF_A_FILE, line["words"])), small_card)
+        for key in ("tokens_per_s_per_gpu", "memory_gb", "bubble", "layout", "pipeline"):
+            assert document[key] == line[key], (line["words"], key)
 
 
 def test_what_is_listed_is_what_the_tool_says_of_it(small_card):

@@ -25,7 +25,7 @@ class ReportArgs:
     runs: list[Path] | None = None
     """Folders of two or more runs, by comma, to compare."""
     out: Path | None = None
-    """The page, a file that ends in .html; default: report.html in the run's folder, comparison.html here for several."""
+    """The page, ends in .html; default: report.html in the run's folder, comparison.html here for several."""
     format: OutputFormat = OutputFormat.text
     """text, or json: one document on stdout and nothing else there."""
 

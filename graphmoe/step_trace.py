@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from graphmoe.flops import peak_tflops
 from graphmoe.pace import Pace
 from graphmoe.ranges import ranges_wanted
 from graphmoe.step_rows import StepClock
+from graphmoe.summary import shown
 from graphmoe.torch_compat.memory import start_memory_history, stop_memory_history, write_memory_history
+from graphmoe.trace import PROG
 from graphmoe.traces.events import FACTS, PROFILE_FOLDER, STEP, trace_file
 from graphmoe.world import World
 
@@ -67,10 +70,10 @@ class StepTrace:
         self._pace.slow(f"step {number}, which is profiled")
         if not self._is_open:
             self._begin()
+        self._done.append(number)
         if not self._is_wanted:
             yield
         else:
-            self._done.append(number)
             with ranges_wanted(), record_function(f"{STEP}{number}"):
                 yield
         if number == self._last:
@@ -82,12 +85,15 @@ class StepTrace:
             return
         self._is_open = False
         with self._clock.paused():
+            written: list[str] = []
             if self._profiler is not None:
                 self._synchronize()
                 self._profiler.add_metadata_json(FACTS, json.dumps(self._facts()))
-                self._write(self._profiler)
+                written = self._write(self._profiler)
                 self._profiler = None
-            self._world.barrier()
+            names = ", ".join(chain.from_iterable(self._world.gather(written)))
+        log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
+        log.info("python -m %s run=%s reads them", PROG, shown(self._folder.parent))
 
     def drop(self) -> None:
         """Stop recording and write nothing: the run ends with an error."""
@@ -118,7 +124,8 @@ class StepTrace:
             profiler.start()
         return profiler
 
-    def _write(self, profiler: profile) -> None:
+    def _write(self, profiler: profile) -> list[str]:
+        """Write this rank's files; returns their names."""
         profiler.stop()
         self._folder.mkdir(exist_ok=True)
         written = [self._folder / trace_file(self._world.rank)]
@@ -127,8 +134,7 @@ class StepTrace:
             written.append(self._folder / memory_file(self._world.rank))
             write_memory_history(written[1])
             stop_memory_history()
-        names = " and ".join(path.name for path in written)
-        log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
+        return [path.name for path in written]
 
     def _facts(self) -> dict[str, Any]:
         """What graphmoe.trace wants to know of the run."""

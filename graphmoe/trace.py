@@ -55,6 +55,8 @@ def main(argv: list[str]) -> None:
     paths = args.trace or traces_of(args.run or [], args.rank)
     compares = len(paths) == 2
     summaries = [summarise(read_trace(path), sys.maxsize if compares else args.kernels) for path in paths]
+    if args.run and args.rank is None and not compares:
+        summaries[0].notes += _other_ranks(args.run[0], paths[0])
     comparison = compare(summaries[0], summaries[1], args.kernels) if compares else None
     reports: list[Path] = []
     for path in paths if args.tracelens else ():
@@ -107,6 +109,13 @@ def _recorded(run: Path) -> dict[int, Path]:
     if not found:
         raise ConfigError(f"{run} has no trace; a run with profile.steps=[10,12] writes one")
     return found
+
+
+def _other_ranks(run: Path, read: Path) -> Iterator[str]:
+    """That there are traces of more ranks than the one that was read."""
+    others = sorted(rank for rank, path in _recorded(run).items() if path != read)
+    if others:
+        yield f"there are traces of more ranks, {_listed(others)}; rank={others[0]} shows one of them"
 
 
 def _listed(found: Iterable[int]) -> str:

@@ -32,6 +32,7 @@ from graphmoe.reports.page import write_report
 from graphmoe.reports.run_data import read_run
 from graphmoe.reports.work import segments_section
 from graphmoe.training import leave_report
+from tests.kineto import KinetoTrace
 from tests.runs import config
 
 ROWS = [
@@ -210,6 +211,17 @@ def test_what_is_not_projected_says_why(tmp_path):
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
     assert "use compile.enabled=true" in memory_remarks(read_run(tmp_path))
     assert projected_chart(read_run(tmp_path)) is None
+
+
+def test_times_by_segment_say_of_which_steps_and_rank_they_are(tmp_path):
+    trace = KinetoTrace()
+    for at in (0, 100):
+        trace.range(f"ProfilerStep#{at}", at, at + 50)
+        trace.range("attn:F", at + 10, at + 40)
+    facts = {"rank": 3, "num_ranks": 8}
+    trace.write(run_in(tmp_path) / "profile" / "rank3.trace.json.gz", facts)
+    text = segments_section(read_run(tmp_path), max_trace_bytes=math.inf)
+    assert "Mean of 2 steps of rank 3, 0.05 ms each; times of the host." in text
 
 
 def test_a_large_trace_is_left_to_the_command(tmp_path):

@@ -46,10 +46,11 @@ def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, capl
     facts = trace["graphmoe"]
     assert (facts["run"], facts["rank"], facts["num_ranks"], facts["steps"]) == ("mini", 0, 1, [2, 3])
     assert not (tmp_path / "profile" / "rank0.memory.pickle").exists()
-    said = [message for message in caplog.messages if "profile" in message]
+    said = [message for message in caplog.messages if "profile" in message or "trace" in message]
     assert said == [
         "profile.steps: a CPU has no history of memory; times are those of the host",
         f"steps 2 to 3 are in {tmp_path / 'profile'}: rank0.trace.json.gz",
+        f"python -m graphmoe.trace run={tmp_path} reads them",
     ]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -274,6 +275,37 @@ def test_the_text_says_all_of_a_step(tmp_path, capsys, monkeypatch):
     assert ["attn", "F", "1", "0.100", "10.5%", "0.000"] in words
     assert ["attn", "F", "nvjet_tst_128x256", "1", "0.100", "0.017"] in words
     assert ["attn", "W", "sm80_xmma_gemm", "1", "0.200", "unknown"] in words
+
+
+def test_of_a_cpu_there_are_no_columns_that_it_has_nothing_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    trace = KinetoTrace()
+    trace.range("ProfilerStep#1", 0, 100)
+    trace.range("attn:F", 10, 60)
+    trace.operation("aten::mm", 15, 50)
+    path = trace.write(tmp_path / "a.json", FACTS)
+    main([f"trace={path}", "tracelens=false"])
+    out = capsys.readouterr().out
+    assert re.search(r"^segment +part +calls +ms +of step$", out, re.MULTILINE)
+    assert re.search(r"^segment +part +operation +calls +ms$", out, re.MULTILINE)
+    assert "floor" not in out and "beyond its operations is Python" in out
+    main([f"trace={path},{path}", "tracelens=false"])
+    out = capsys.readouterr().out
+    assert "operations that differ most" in out and "step ms" in out
+    assert not {"GPU", "communication", "launches", "kernels"} & set(out.partition("note:")[0].split())
+    gpu = two_steps().write(tmp_path / "b.json", FACTS)
+    main([f"trace={path},{gpu}", "tracelens=false"])
+    out = capsys.readouterr().out
+    assert "operations and kernels that differ most" in out and "exposed communication ms" in out
+
+
+def test_traces_of_other_ranks_are_named_where_none_was_asked_for(tmp_path, capsys):
+    for rank in (0, 2, 3):
+        two_steps().write(tmp_path / "profile" / f"rank{rank}.trace.json.gz", FACTS)
+    said = "there are traces of more ranks, 2, 3; rank=2 shows one of them"
+    for words, expected in (((), True), (("rank=0",), False)):
+        main([f"run={tmp_path}", *words, "tracelens=false", "format=json"])
+        assert (said in json.loads(capsys.readouterr().out)["notes"]) is expected
 
 
 def test_a_narrow_terminal_breaks_names_and_no_numbers(tmp_path, capsys, monkeypatch):

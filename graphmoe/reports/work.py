@@ -58,7 +58,8 @@ def _of_trace(path: Path) -> str:
     most = max(segments, key=lambda name: sum(times.get((name, part), 0.0) for part in parts), default="")
     alt = f"Time by segment of {found.num_steps} steps of {found.step_ms:.4g} ms; most is {most}"
     whose = "when any of its kernels runs" if found.on == "gpu" else "of the host"
-    note = f"Mean of {found.num_steps} steps, {found.step_ms:,.4g} ms each; times {whose}."
+    of_rank = f" of rank {found.facts['rank']}" if "rank" in found.facts else ""
+    note = f"Mean of {found.num_steps} steps{of_rank}, {found.step_ms:,.4g} ms each; times {whose}."
     if found.idle is not None:
         note += f" The GPU is idle for {found.idle:.1%}."
     height = 130 + 26 * len(segments)

@@ -42,6 +42,8 @@ class Comparison:
     segments: list[Row]
     """Milliseconds, those of the largest difference first."""
     kernels: list[Row]
+    kinds: str
+    """What the rows of ``kernels`` are: kernels, operations, or both."""
     notes: list[str]
 
 
@@ -55,6 +57,7 @@ def compare(first: Summary, second: Summary, num_kernels: int) -> Comparison:
         [Row(name, value(first), value(second)) for name, value in _FIGURES.items()],
         _rows(_segments(first), _segments(second)),
         _rows(_kernels(first), _kernels(second))[:num_kernels],
+        " and ".join(dict.fromkeys([first.kinds, second.kinds])),
         notes,
     )
 

@@ -26,7 +26,10 @@ def _notes(summary: Summary) -> list[str]:
     units = {segment.segment for segment in summary.segments}
     notes = []
     if summary.on == "cpu":
-        notes.append("no GPU in this trace: times are the host's, without idle, communication and launches")
+        notes.append(
+            "no GPU in this trace: times are the host's. What a row has beyond its operations is Python, and "
+            "of several ranks waits for each other"
+        )
     if FULL_ITERATION in units:
         notes.append(
             f"one graph has the whole step (graph.scope={FULL_ITERATION}), and its kernels say nothing of "

@@ -71,6 +71,11 @@ class Summary:
     segments: list[SegmentTime] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def kinds(self) -> str:
+        """What ``kernels`` of segments are."""
+        return "kernels" if self.on == "gpu" else "operations"
+
 
 def calls_of(trace: Trace) -> Counter[Owner]:
     """How often each range of ours is in a step."""

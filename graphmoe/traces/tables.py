@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.traces.comparison import Comparison, Row
-from graphmoe.traces.summary import Kernel, SegmentTime, Summary
+from graphmoe.traces.summary import SegmentTime, Summary
 
 SHOWN_NAME = 64
 """Characters of a kernel's name in a table; format=json has more."""
@@ -25,10 +25,11 @@ def comparison_text(comparison: Comparison) -> RenderableType:
     """Two traces side by side."""
     names = ("first", "second")
     paths = [Text(f"{name}: {path}") for name, path in zip(names, comparison.traces, strict=True)]
+    known = [row for row in comparison.figures if row.difference is not None]
     tables = [
-        _side_by_side("step", comparison.figures, names),
+        _side_by_side("step", known, names),
         _side_by_side("segment, ms per step", comparison.segments, names),
-        _side_by_side("kernels that differ most, ms per step", comparison.kernels, names),
+        _side_by_side(f"{comparison.kinds} that differ most, ms per step", comparison.kernels, names),
     ]
     parts: list[RenderableType] = [*paths]
     for table in tables:
@@ -54,30 +55,33 @@ def head(summary: Summary) -> Iterator[str]:
 
 
 def _segments(summary: Summary) -> Table:
-    table = _table("segment", "part", "calls", "ms", "of step", "communication ms")
+    table = _table("segment", "part", "calls", "ms", "of step", *_on_gpu(summary, "communication ms"))
     for row in summary.segments:
         share = f"{row.ms / summary.step_ms:.1%}" if summary.step_ms else "-"
         message = "-" if row.communication_ms is None else f"{row.communication_ms:.3f}"
-        table.add_row(row.segment, row.part, _count(row.calls), f"{row.ms:.3f}", share, message)
+        cells = (row.segment, row.part, _count(row.calls), f"{row.ms:.3f}", share)
+        table.add_row(*cells, *_on_gpu(summary, message))
     return table
 
 
 def _kernels(summary: Summary) -> Table:
-    kind = "kernel" if summary.on == "gpu" else "operation"
-    table = _table("segment", "part", kind, "calls", "ms", "floor ms", left=3)
+    kind = summary.kinds.removesuffix("s")
+    table = _table("segment", "part", kind, "calls", "ms", *_on_gpu(summary, "floor ms"), left=3)
     for row in summary.segments:
         for place, kernel in enumerate(row.kernels):
-            table.add_row(*(("", "") if place else _name(row)), *_cells(kernel))
+            floor = "unknown" if kernel.floor_ms is None else f"{kernel.floor_ms:.3f}"
+            cells = (_short(kernel.name), _count(kernel.calls), f"{kernel.ms:.3f}")
+            table.add_row(*(("", "") if place else _name(row)), *cells, *_on_gpu(summary, floor))
     return table
+
+
+def _on_gpu(summary: Summary, cell: str) -> tuple[str, ...]:
+    """A cell of a column that a trace of a CPU has nothing for."""
+    return (cell,) if summary.on == "gpu" else ()
 
 
 def _name(row: SegmentTime) -> tuple[str, str]:
     return row.segment, row.part
-
-
-def _cells(kernel: Kernel) -> tuple[str, ...]:
-    floor = "unknown" if kernel.floor_ms is None else f"{kernel.floor_ms:.3f}"
-    return _short(kernel.name), _count(kernel.calls), f"{kernel.ms:.3f}", floor
 
 
 def _side_by_side(title: str, rows: Sequence[Row], names: tuple[str, str]) -> Table:

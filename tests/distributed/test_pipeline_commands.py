@@ -64,6 +64,8 @@ def test_each_rank_that_is_asked_leaves_a_trace_of_its_stages(recorded, capsys):
         assert (shown["facts"]["rank"], shown["facts"]["num_ranks"], shown["num_steps"]) == (rank, 2, 2)
         segments = {each["segment"] for each in shown["segments"]}
         assert {own, "optimizer"} <= segments and other not in segments
+    said = (recorded / "logs" / "rank0.log").read_text()
+    assert f"steps 3 to 4 are in {recorded / 'profile'}: rank0.trace.json.gz, rank1.trace.json.gz\n" in said
 
 
 def test_the_run_reports_what_a_run_of_one_rank_does(recorded):

@@ -21,8 +21,9 @@ from runtime.pipeline.recording_file import FILE_NAME, write
 from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.simulate import Costs, simulate
 from tests.pipeline_timelines import two_ranks
+from tests.runs import ROOT
 
-PRESETS = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
 
 
 def document(capsys, *words: str) -> dict:
@@ -97,6 +98,14 @@ def test_several_schedules_are_a_list_in_the_order_that_was_asked(capsys):
         "interleaved, 4 stages a rank",
     ]
     assert text.rstrip().endswith("out=<folder> draws this")
+
+
+def test_the_layout_that_the_docs_show_of_a_run_is_what_the_model_gets(capsys):
+    page = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    (said,) = re.findall(
+        r"^pipeline.schedule=zb1p: 4 stages on 4 ranks, .* layout (\S+)$", page, re.MULTILINE
+    )
+    assert document(capsys, "model=tiny", "stages=4", "schedule=zb1p", "seq_len=256")["layout"] == said
 
 
 def test_transfers_pairs_and_bytes_are_in_the_document(capsys):

@@ -36,6 +36,8 @@ FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
 ROUTINGS = ("natural", "balanced")
 ALL_FOUR = "all four"
+VENDORS = {choice.value: choice for choice in BUFFERED}
+"""Dispatchers through a package's buffer, by the name of their way."""
 ROOM = 1.5
 """Rows of the received tensors over those that arrive on average, as `moe.receive_budget` has it."""
 BLOCKS = "0.5,0.8,0.95,1.1"
@@ -147,7 +149,7 @@ class DispatchSuite:
             reference = ways.by_alltoall(tokens, ranks.mesh, shape.E)
             if case.way == "alltoall":
                 return reference
-            if case.way in BUFFERED:
+            if case.way in VENDORS:
                 self._open(case)
                 way = ways.by_buffer(tokens, ranks.size, experts)
             else:
@@ -173,7 +175,7 @@ class DispatchSuite:
     def _open(self, case: DispatchCase) -> None:
         """The buffer of a package for rows of a case."""
         if not self._is_open:
-            open_buffer(DispatcherChoice(case.way), self._ranks.mesh, case.shape.D)
+            open_buffer(VENDORS[case.way], self._ranks.mesh, case.shape.D)
             self._is_open = True
 
     def _take(self, row: DispatchRow, exchanges: Sequence[Call], products: Sequence[Call]) -> None:

@@ -180,9 +180,9 @@ def exchange_row(ranks: Ranks, card: Card, repeats: int) -> CalibrateRow:
 def _exchange_ms(ranks: Ranks, size: int, repeats: int) -> float:
     sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
     received = torch.empty_like(sent)
-    exchanges = [lambda: dist.all_to_all_single(received, sent)]
+    turns = [(lambda: dist.all_to_all_single(received, sent), None)]
     streams = Streams(ranks.device)
-    return statistics.median(samples_ms(ranks, streams, exchanges, [], repeats=repeats, captures=False))
+    return statistics.median(samples_ms(ranks, streams, turns, repeats=repeats, captures=False))
 
 
 def rates_of_rows(rows: Sequence[CalibrateRow]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from graphmoe.benchmarks import dispatch_ways as ways
 from graphmoe.benchmarks.cases import free_memory
 from graphmoe.benchmarks.dispatch_table import LINK_BYTES_PER_S, DispatchRow
-from graphmoe.benchmarks.dispatch_times import Call, Streams, samples_ms
+from graphmoe.benchmarks.dispatch_times import Call, Streams, Turn, samples_ms
 from graphmoe.benchmarks.rank_group import Ranks, RanksFailed
 from graphmoe.benchmarks.routing import route
 from graphmoe.config import ConfigError, DispatcherChoice
@@ -44,14 +44,8 @@ BLOCKS = "0.5,0.8,0.95,1.1"
 MOST_SHARE = 4.0
 STEP = 16
 """Rows of a block are a multiple of this."""
-BESIDE = {
-    "dispatch": ("forward",),
-    "combine": ("forward",),
-    "combine_grad": ("dgrad",),
-    "dispatch_grad": ("dgrad",),
-    ALL_FOUR: ("forward", "dgrad"),
-}
-"""Directions of the experts that each exchange runs beside."""
+BESIDE = {"dispatch": "forward", "combine": "forward", "combine_grad": "dgrad", "dispatch_grad": "dgrad"}
+"""The direction of the experts that each exchange runs beside."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +155,11 @@ class DispatchSuite:
         way = ranks.together(lambda: self._streams.in_exchanges(made))
         products = self._products_of(replace(shape, E=experts))
         found = []
-        for name, beside in BESIDE.items():
+        for name in (*BESIDE, ALL_FOUR):
             row = self._row(case, name, block=block if case.share else None, captured=way.captures)
             row.out_bytes, row.floor_ms = traffic(shape, sent_PP, name)
-            calls = [way.calls[each] for each in (ways.EXCHANGES if name == ALL_FOUR else (name,))]
-            self._take(row, calls, [products[each] for each in beside])
+            parts = ways.EXCHANGES if name == ALL_FOUR else (name,)
+            self._take(row, [(way.calls[part], products[BESIDE[part]]) for part in parts])
             if case.way == "alltoall":
                 self._baselines[case.place, name] = row
             row.compare(self._baselines.get((case.place, name)))
@@ -178,16 +172,15 @@ class DispatchSuite:
             open_buffer(VENDORS[case.way], self._ranks.mesh, case.shape.D)
             self._is_open = True
 
-    def _take(self, row: DispatchRow, exchanges: Sequence[Call], products: Sequence[Call]) -> None:
-        """Time the exchanges alone, the products alone and both."""
+    def _take(self, row: DispatchRow, parts: Sequence[tuple[Call, Call]]) -> None:
+        """Time exchanges alone, their products alone and both."""
 
-        def timed(first: Sequence[Call], second: Sequence[Call]) -> list[float]:
-            return samples_ms(
-                self._ranks, self._streams, first, second, repeats=self._repeats, captures=row.captured
-            )
+        def timed(turns: Sequence[Turn]) -> list[float]:
+            return samples_ms(self._ranks, self._streams, turns, repeats=self._repeats, captures=row.captured)
 
         def all_times() -> tuple[list[float], ...]:
-            return timed(exchanges, ()), timed((), products), timed(exchanges, products)
+            alone = [(exchange, None) for exchange, _ in parts]
+            return timed(alone), timed([(None, products) for _, products in parts]), timed(parts)
 
         row.take(*self._ranks.together(all_times))
 

@@ -81,7 +81,7 @@ def render_dispatch(document: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Floor: what leaves or enters a GPU at {LINK_BYTES_PER_S / 1e9:.0f} GB/s. Hidden: 1 - (both - "
         f"experts) / ms. Experts run on {method['experts']}: their forward beside dispatch and combine, row "
-        "gradients beside the gradients of these, both beside all four."
+        "gradients beside the gradients of these; beside all four these one after the other."
     )
 
 

@@ -1,8 +1,8 @@
 """Times of exchanges between ranks: alone, and beside the products of experts.
 
-A sample is a number of rounds, which all ranks begin at once. In a round an exchange runs on a stream of its
-own and products on another, which then wait for each other. On a GPU all rounds are one graph where the
-exchange can be captured. A CPU runs one after the other.
+A sample is a number of rounds, which all ranks begin at once. In each turn of a round an exchange runs on a
+stream of its own and products on another, which then wait for each other. On a GPU all rounds are one graph
+where the exchange can be captured. A CPU runs one after the other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from graphmoe.benchmarks.rank_group import Ranks
+from graphmoe.ops.product_stream import beside_products_on
 
 ROUNDS = {"cuda": 8, "cpu": 1}
 """Of a sample, by device: ranks that come late at the first do not at the others."""
@@ -21,6 +22,8 @@ WARM_UP_SAMPLES = 2
 PRIORITY = -1
 """Of the stream of exchanges, before products; NCCL has streams of its own, of the usual one."""
 Call = Callable[[], object]
+Turn = tuple[Call | None, Call | None]
+"""An exchange, and products beside it."""
 T = TypeVar("T")
 
 
@@ -46,24 +49,19 @@ class Streams:
 
 
 def samples_ms(
-    ranks: Ranks,
-    streams: Streams,
-    exchanges: Sequence[Call],
-    products: Sequence[Call],
-    *,
-    repeats: int,
-    captures: bool,
+    ranks: Ranks, streams: Streams, turns: Sequence[Turn], *, repeats: int, captures: bool
 ) -> list[float]:
     """Milliseconds of a round in each sample: the slowest rank's, equal on all ranks. Collective.
 
-    A round runs the exchanges in their order beside the products in theirs. Waits for the device.
+    A round is these turns, one after the other. Waits for the device.
     """
 
     rounds = ROUNDS[ranks.device.type]
 
     def all_rounds() -> None:
         for _ in range(rounds):
-            _round(streams, exchanges, products)
+            for turn in turns:
+                _take(streams, *turn, exchange_first=captures)
 
     run = _captured(ranks, streams, all_rounds) if captures else all_rounds
     times = [_sample_ms(ranks, streams, run) for _ in range(WARM_UP_SAMPLES + repeats)]
@@ -71,18 +69,22 @@ def samples_ms(
     return [max(of_sample) / rounds for of_sample in zip(*of_ranks, strict=True)]
 
 
-def _round(streams: Streams, exchanges: Sequence[Call], products: Sequence[Call]) -> None:
+def _take(streams: Streams, exchange: Call | None, products: Call | None, *, exchange_first: bool) -> None:
+    """Queue both. An exchange that lets the host wait must come second, one that is captured packs first."""
     if streams.exchanges is None:
-        for call in (*products, *exchanges):
-            call()
+        for call in (exchange, products):
+            if call is not None:
+                call()
         return
     now = torch.cuda.current_stream()
     streams.exchanges.wait_stream(now)
-    for call in products:  # queued first: an exchange may let the host wait
-        call()
-    with torch.cuda.stream(streams.exchanges):
-        for call in exchanges:
-            call()
+    if products is not None and not exchange_first:
+        products()
+    if exchange is not None:
+        with torch.cuda.stream(streams.exchanges), beside_products_on(now):
+            exchange()
+    if products is not None and exchange_first:
+        products()
     now.wait_stream(streams.exchanges)
 
 

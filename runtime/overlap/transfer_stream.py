@@ -7,11 +7,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphmoe.ops.product_stream import beside_products_on
+
 Result = TypeVar("Result")
 
 
 class TransferStream:
     """Runs transfers one after the other, each behind all that was queued before it; none on a CPU.
+
+    A transfer may pack what it sends on the current stream, which then waits for the transfer before it.
 
     What a transfer reads must stay until the current stream has waited for it: the allocator knows one stream
     for each memory, and would give it to others.
@@ -26,8 +30,9 @@ class TransferStream:
         """What ``call`` returns, to be read after ``wait`` for the key; ``reads`` is held till then."""
         if self._stream is None:
             return call()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        products = torch.cuda.current_stream()
+        self._stream.wait_stream(products)
+        with torch.cuda.stream(self._stream), beside_products_on(products):
             result = call()
             done = torch.cuda.Event()
             done.record()

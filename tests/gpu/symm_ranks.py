@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import symm
+from graphmoe.ops.product_stream import beside_products_on
 from graphmoe.ops.symm.collective import positions
 from graphmoe.world import World
 from runtime.dispatch.peers import make_peers
@@ -17,6 +19,7 @@ from tests.distributed.symm_trips import SymmTrip, gradients
 from tests.gpu.parallel_ranks import Replayed, captured
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
 
+Run = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
 COMPARED = ("out", "dh", "dweight", "number", "arrivals")
 
 
@@ -49,12 +52,32 @@ class CapturedTrip(SymmTrip):
         moving, run = Moving.of(self, world.rank), self.trip()
 
         def step() -> list[Tensor]:
-            results = gradients(run, *moving.inputs)
+            results = self.results(run, moving.inputs)
             return [results[name] for name in COMPARED]
 
         replayed = captured(step, moving.change)
         wanted = gradients(self.by_alltoall(mesh), *moving.inputs)
         return replayed, {name: wanted[name].cpu() for name in COMPARED if name in wanted}
+
+    def results(self, run: Run, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """What a trip makes, and its gradients."""
+        return gradients(run, *inputs)
+
+
+@dataclass(frozen=True)
+class TripBesideProducts(CapturedTrip):
+    """The same on a stream of its own, with products beside it that take memory and fill it with NaN."""
+
+    def results(self, run: Run, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        products, transfers = torch.cuda.current_stream(), torch.cuda.Stream()
+        transfers.wait_stream(products)
+        with torch.cuda.stream(transfers), beside_products_on(products):
+            results = gradients(run, *inputs)
+        for _ in range(4):
+            square = torch.full((2048, 2048), float("nan"), device="cuda")
+            square @ square
+        products.wait_stream(transfers)
+        return results
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from graphmoe.layout import Layout
 from tests.distributed.ranks import Job
 from tests.distributed.symm_trips import SymmTrip
 from tests.emulated_peers import Emulation
-from tests.gpu.symm_ranks import CapturedTrip, Growing, ManyReplays, NoWaiting
+from tests.gpu.symm_ranks import CapturedTrip, Growing, ManyReplays, NoWaiting, TripBesideProducts
 from tests.ops.symm_cases import Case, assert_exchanges_are_those_of_alltoall
 
 BF16 = torch.bfloat16
@@ -34,6 +34,7 @@ def cases(ranks: int) -> dict[str, SymmTrip]:
             label = f"{name}, {transport}"
             found[f"trip {label}"] = SymmTrip(layout, block=block, **common)
             found[f"captured {label}"] = CapturedTrip(layout, block=block, **common)
+            found[f"captured {label}, beside products"] = TripBesideProducts(layout, block=block, **common)
         found[f"trip {name}, {LAST}"] = SymmTrip(layout, LAST, 50, top_k=2, **common)
     first = next(iter(LAYOUTS[ranks].values()))
     for transport, block in BLOCKS.items():

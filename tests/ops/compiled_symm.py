@@ -47,9 +47,9 @@ def out_cases():
     yield {
         "name": "pack",
         "kernel": out.pack_kernel,
-        "signature": dict.fromkeys(("x_TD", "token_TD", "block_PBD"), ROWS)
+        "signature": dict.fromkeys(("x_TD", "token_TD", "block_PBD", "received_ND"), ROWS)
         | dict.fromkeys(("row_TW", "counts_P", "ends_P"), INTEGERS)
-        | {"tokens": "i32", "columns": "i32:16", "block": "i32"},
+        | {"tokens": "i32", "columns": "i32:16", "me": "i32", "block": "i32"},
         "constexprs": RANKS | places | tile(launches.PACK, rows="TOKENS"),
         "threads": launches.PACK.threads,
     }
@@ -81,6 +81,7 @@ def back_cases():
             "name": name,
             "kernel": back.way_back_kernel,
             "signature": plan | tables | offsets | COUNTS | {"num_places": "i32"}
+            | {"y_ND": ROWS, "dweight_NK": WEIGHTS}
             | ({"staged_PBD": staged} if staged else {}),
             "constexprs": RANKS | {"K": SLOTS, "PLACES": launches.PLACES}
             | ({} if staged else {"staged_PBD": None}),

@@ -21,6 +21,7 @@ def test_the_kernels_compile_ahead_of_time(target):
     assert_sound(facts)
     assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}
     # 16 bytes at a time: 64 of each thread that pulls or puts; packing one vector, beside four of counts and
-    # ends, which is stored up to seven times; summing one of each place.
-    wide = {"pull": (4, 4), "put": (4, 4), "pack": (5, 7), "sum 6": (6, 1), "sum 16": (16, 1)}
+    # ends, which is stored in up to six blocks, where it is received, and as a token; summing one of each
+    # place.
+    wide = {"pull": (4, 4), "put": (4, 4), "pack": (5, 8), "sum 6": (6, 1), "sum 16": (16, 1)}
     assert wide == {name: (facts[name].wide_loads, facts[name].wide_stores) for name in wide}

@@ -1,5 +1,7 @@
 """What ranks made of received rows, back to the tokens: each puts its rows, and sums those of its tokens.
 
+Rows of its own tokens it reads where they are.
+
 Suffixes: T tokens, P ranks, W places of a token, N rows received, D hidden (``columns``). RANKS is P rounded
 up to a power of two, ROWS, TOKENS and COLUMNS are the sizes of a tile.
 """
@@ -29,10 +31,14 @@ def put_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy the live rows; dead rows are neither read nor written."""
+    """Copy the live rows of other ranks' tokens; other rows are neither read nor written."""
     rank = tl.arange(0, RANKS)
     arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
-    end = tl.minimum(P * block + tl.sum(tl.maximum(arrived - block, 0), 0), rows)
+    rest = tl.maximum(arrived - block, 0)
+    end = tl.minimum(P * block + tl.sum(rest, 0), rows)
+    own = P * block + tl.sum(tl.where(rank < me, rest, 0), 0)
+    own_end = own + tl.sum(tl.where(rank == me, rest, 0), 0)
+    arrived = tl.where(rank == me, 0, arrived)
     across = tl.cdiv(columns, COLUMNS)
     divisor = tl.maximum(block, 1)
     for i in range(tl.program_id(0), tl.cdiv(end, ROWS) * across, tl.num_programs(0)):
@@ -40,7 +46,8 @@ def put_kernel(
         column = i % across * COLUMNS + tl.arange(0, COLUMNS)
         is_block = (row // divisor)[:, None] == rank[None, :]
         in_block = tl.sum(tl.where(is_block, arrived[None, :], 0), 1)
-        live = (row < end) & ((row >= P * block) | (row % divisor < in_block))
+        is_rest = (row >= P * block) & ((row < own) | (row >= own_end))
+        live = (row < end) & (is_rest | (row % divisor < in_block))
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         is_value = live[:, None] & (column < columns)[None, :]
         tl.store(sum_ND + at, tl.load(y_ND + at, is_value), is_value)
@@ -53,6 +60,8 @@ def way_back_kernel(
     ends_P,
     arrivals_PP,
     staged_PBD,
+    y_ND,
+    dweight_NK,
     from_TW,
     dweight_from_TW,
     sums_offset,
@@ -69,7 +78,7 @@ def way_back_kernel(
 ):
     """The address of what each place of a token adds, 0 where it adds nothing; with K > 0 of weights too.
 
-    With ``staged_PBD`` the blocks for this rank are here already.
+    With ``staged_PBD`` the blocks of other ranks are here already.
     """
     rank = tl.arange(0, RANKS)
     known = rank < P
@@ -93,9 +102,11 @@ def way_back_kernel(
     if staged_PBD is not None:
         staged_row = (to * block + row_of_rank).to(tl.int64)
         sums_at = tl.where(row_of_rank < block, staged_PBD.to(tl.int64) + staged_row * row_bytes, sums_at)
+    sums_at = tl.where(to == me, y_ND.to(tl.int64) + at * row_bytes, sums_at)
     tl.store(from_TW + place, tl.where(fits, sums_at, 0), place < num_places)
     if K > 0:
         dweight_at = base + dweights_offset + at * (4 * K)
+        dweight_at = tl.where(to == me, dweight_NK.to(tl.int64) + at * (4 * K), dweight_at)
         tl.store(dweight_from_TW + place, tl.where(fits, dweight_at, 0), place < num_places)
 
 

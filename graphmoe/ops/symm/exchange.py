@@ -5,7 +5,8 @@ of sums use two sides of the region in turn, so one barrier is enough: when it i
 this exchange's side, and have read what the other side held.
 
 With a block, the first rows of each pair of ranks travel by copies of a fixed size, one on each of
-``peers.streams``, which need no SM; kernels move the rest beside them.
+``peers.streams``, which need no SM; kernels move the rest beside them. Where products run beside an exchange,
+what must be done before anything travels is queued before these (`graphmoe.ops.product_stream`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from graphmoe.ops.product_stream import before_products
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes
 
@@ -69,7 +71,7 @@ def dispatch_grad(
 ) -> tuple[Tensor, Tensor]:
     """As ``graphmoe::symm_dispatch_grad``."""
     assert dweight_NK.dtype == torch.float32, dweight_NK.dtype
-    dh_TD, dweight_TK = _sums(peers, dreceived_ND, dweight_NK.contiguous(), *way)  # type: ignore[arg-type]
+    dh_TD, dweight_TK = _sums(peers, dreceived_ND, _aligned(dweight_NK), *way)  # type: ignore[arg-type]
     assert dweight_TK is not None
     return dh_TD, dweight_TK
 
@@ -86,22 +88,21 @@ def _bring(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows, weights, expert numbers and arrivals."""
     x_TD = _checked(x_TD)
-    (tokens, columns), places, ranks = x_TD.shape, plan[2].shape[1], peers.size
+    (tokens, columns), places = x_TD.shape, plan[2].shape[1]
     slots = 0 if of_slots[0] is None else of_slots[0].shape[1]
     row_bytes = columns * x_TD.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
-    _take(peers, "out")
-    token_TD = peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype)
-    if block:
-        own = peers.view(peers.rank, region.blocks, (ranks, block, columns), x_TD.dtype)
-        launches.pack(x_TD, token_TD, own, plan)
-    else:
-        token_TD.copy_(x_TD)
-    launches.put_records(peers, region, plan, *of_slots, experts, etp)
-    peers.barrier()
     received_ND = x_TD.new_empty(rows, columns)
+    with before_products():
+        _take(peers, "out")
+        if block:
+            launches.pack(peers, region, x_TD, plan, received_ND, block)
+        else:
+            peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype).copy_(x_TD)
+        launches.put_records(peers, region, plan, *of_slots, experts, etp)
+        peers.barrier()
     copies = []
-    for rank in _from_own(peers) if block else ():
+    for rank in _others(peers) if block else ():
         offset = region.blocks + peers.rank * block * row_bytes
         source = peers.view(rank, offset, (block, columns), x_TD.dtype)
         copies.append((received_ND[rank * block : (rank + 1) * block], source))
@@ -126,31 +127,38 @@ def _sums(
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]
     row_bytes = columns * y_ND.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
-    _take(peers, "back")
-    launches.put_live(peers, region.sums, y_ND, arrivals_PP, block)
-    if dweight_NK is not None:
-        launches.put_live(peers, region.dweights, dweight_NK, arrivals_PP, block)
+    with before_products():
+        _take(peers, "back")
+        launches.put_live(peers, region.sums, y_ND, arrivals_PP, block)
+        if dweight_NK is not None:
+            launches.put_live(peers, region.dweights, dweight_NK, arrivals_PP, block)
+        peers.barrier()
     staged_PBD = y_ND.new_empty(peers.size, block, columns) if block else None
-    way: Way = ends_P, row_TW, arrivals_PP, block
-    from_TW, dweight_from_TW = launches.way_back(peers, region, way, staged_PBD, rows, row_bytes, slots)
-    peers.barrier()
     copies = []
     if staged_PBD is not None:
-        for rank in _from_own(peers):
+        for rank in _others(peers):
             offset = region.sums + peers.rank * block * row_bytes
             copies.append((staged_PBD[rank], peers.view(rank, offset, (block, columns), y_ND.dtype)))
+    way: Way = ends_P, row_TW, arrivals_PP, block
     dweight_TK = None
     with _beside(peers, copies):
+        from_TW, dweight_from_TW = launches.way_back(peers, region, way, staged_PBD, y_ND, dweight_NK)
         if dweight_NK is not None:
             dweight_TK = launches.sum_places(dweight_from_TW, slots, dweight_NK.dtype)
     return launches.sum_places(from_TW, columns, y_ND.dtype), dweight_TK
 
 
 def _checked(x: Tensor) -> Tensor:
-    """Contiguous. Raises TypeError for what the kernels do not add."""
+    """As the kernels read it. Raises TypeError for what they do not add."""
     if x.dtype not in DTYPES:
         raise TypeError(f"rows of {x.dtype} cannot travel by symm, only those of {DTYPES}; use alltoall")
-    return x.contiguous()
+    return _aligned(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, from an address that suits the widest load."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % launches.WIDEST else x
 
 
 def _take(peers: MemoryPeers, side: Side) -> None:
@@ -162,9 +170,9 @@ def _take(peers: MemoryPeers, side: Side) -> None:
     peers.last = side, capturing
 
 
-def _from_own(peers: MemoryPeers) -> list[int]:
-    """All ranks, this one first: so at no time all read from one."""
-    return [(peers.rank + i) % peers.size for i in range(peers.size)]
+def _others(peers: MemoryPeers) -> list[int]:
+    """All other ranks, those behind this one first: so at no time all read from one."""
+    return [(peers.rank + i) % peers.size for i in range(1, peers.size)]
 
 
 @contextmanager

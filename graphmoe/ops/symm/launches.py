@@ -48,6 +48,8 @@ SUM = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=2048)
 RECORD_TILE, RECORD_THREADS = 1024, 128
 """Numbers of records in a tile: the fewest that fill the lines of 128 bytes that a link carries."""
 PLACES, PLACE_THREADS = 256, 128
+WIDEST = 16
+"""Bytes of the widest load."""
 AT_ONCE = 16
 """Places of a token in one round; registers hold a piece of the row of each."""
 
@@ -92,10 +94,20 @@ def put_records(
     )
 
 
-def pack(x_TD: Tensor, token_TD: Tensor, block_PBD: Tensor, plan: tuple[Tensor, ...]) -> None:
-    """Copy tokens, and the first rows for each rank into its block."""
+def pack(
+    peers: MemoryPeers,
+    region: Region,
+    x_TD: Tensor,
+    plan: tuple[Tensor, ...],
+    received_ND: Tensor,
+    block: int,
+) -> None:
+    """Copy the first rows for each rank into its block, of this rank to where they are received.
+
+    Tokens that peers must pull are put too.
+    """
     counts_P, ends_P, row_TW, _ = plan
-    (tokens, columns), (ranks, block, _) = x_TD.shape, block_PBD.shape
+    (tokens, columns), ranks = x_TD.shape, peers.size
     height, width = PACK.tile(columns, x_TD.element_size())
     programs = triton.cdiv(tokens, height) * triton.cdiv(columns, width)
     if programs == 0:
@@ -105,18 +117,19 @@ def pack(x_TD: Tensor, token_TD: Tensor, block_PBD: Tensor, plan: tuple[Tensor, 
         row_TW,
         counts_P,
         ends_P,
-        token_TD,
-        block_PBD,
+        peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype),
+        peers.view(peers.rank, region.blocks, (ranks, block, columns), x_TD.dtype),
+        received_ND,
         tokens,
         columns,
+        peers.rank,
         block,
-        P=ranks,
-        RANKS=triton.next_power_of_2(ranks),
         W=row_TW.shape[1],
         AT_ONCE=AT_ONCE,
         TOKENS=height,
         COLUMNS=width,
         num_warps=num_warps(PACK.threads),
+        **_ranks(peers),
     )
 
 
@@ -173,7 +186,7 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
 
 
 def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
-    """Copy the live rows into the own region."""
+    """Copy the live rows of other ranks' tokens into the own region."""
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
     back_kernels.put_kernel[(PUT.programs,)](
@@ -196,12 +209,12 @@ def way_back(
     region: Region,
     way: tuple[Tensor, Tensor, Tensor, int],
     staged_PBD: Tensor | None,
-    rows: int,
-    row_bytes: int,
-    slots: int,
+    y_ND: Tensor,
+    dweight_NK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The address of what each place of a token adds, of rows and of gradients of weights: int64 [T, W]."""
     ends_P, row_TW, arrivals_PP, block = way
+    slots = 0 if dweight_NK is None else dweight_NK.shape[1]
     from_TW = torch.empty_like(row_TW, dtype=torch.int64)
     dweight_from_TW = torch.empty_like(from_TW if slots else from_TW[:0])
     back_kernels.way_back_kernel[(max(triton.cdiv(row_TW.numel(), PLACES), 1),)](
@@ -210,13 +223,15 @@ def way_back(
         ends_P,
         arrivals_PP,
         staged_PBD,
+        y_ND,
+        dweight_NK,
         from_TW,
         dweight_from_TW,
         region.sums,
         region.dweights,
-        row_bytes,
+        y_ND.shape[1] * y_ND.element_size(),
         peers.rank,
-        rows,
+        len(y_ND),
         block,
         row_TW.numel(),
         K=slots,
@@ -255,5 +270,5 @@ def _ranks(peers: MemoryPeers) -> dict[str, int]:
 
 
 def _alignment(x: Tensor) -> int:
-    """Bytes at a multiple of which every row of x begins in a region, 16 at most: the widest load."""
-    return math.gcd(16, x.shape[1] * x.element_size())
+    """Bytes at a multiple of which every row of x begins in a region or by itself, `WIDEST` at most."""
+    return math.gcd(WIDEST, x.shape[1] * x.element_size())

@@ -63,7 +63,7 @@ def records_kernel(
     tl.store(to, value, live[:, None] & (lane < 1 + 2 * K))
 
 
-@triton.jit(do_not_specialize=["block"])
+@triton.jit(do_not_specialize=["me", "block"])
 def pack_kernel(
     x_TD,
     row_TW,
@@ -71,8 +71,10 @@ def pack_kernel(
     ends_P,
     token_TD,
     block_PBD,
+    received_ND,
     tokens,
     columns,
+    me,
     block,
     P: tl.constexpr,
     RANKS: tl.constexpr,
@@ -81,7 +83,10 @@ def pack_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy tokens, and each also into the block of every rank for which it is one of the first ``block``."""
+    """Copy each token into the block of every rank for which it is one of the first ``block``.
+
+    For this rank that is where it is received. Tokens that are behind the block of a rank stay as tokens.
+    """
     across = tl.cdiv(columns, COLUMNS)
     token = ((tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -91,7 +96,8 @@ def pack_kernel(
     counts = tl.load(counts_P + rank, rank < P, other=0)[None, :]
     at = token[:, None] * columns + column[None, :]
     x = tl.load(x_TD + at, is_token[:, None] & is_column, other=0.0)
-    tl.store(token_TD + at, x, is_token[:, None] & is_column)
+    own = tl.full([TOKENS], -1, tl.int32)
+    is_behind = tl.zeros([TOKENS], tl.int32)
     for first in range(0, W, AT_ONCE):
         targets = ()
         for w in tl.static_range(min(W, AT_ONCE)):  # before the first store, which no load may overtake
@@ -101,10 +107,16 @@ def pack_kernel(
             to = tl.sum(earlier.to(tl.int32), 1)
             row_of_rank = row - tl.sum(tl.where(earlier, counts, 0), 1)
             packed = (row >= 0) & (row_of_rank < block)
-            targets = targets + (tl.where(packed, to * block + row_of_rank, -1).to(tl.int64),)
+            is_behind = is_behind | ((row >= 0) & (row_of_rank >= block)).to(tl.int32)
+            own = tl.where(packed & (to == me), me * block + row_of_rank, own)
+            target = tl.where(packed & (to != me), to * block + row_of_rank, -1)
+            targets = targets + (target.to(tl.int64),)
         for w in tl.static_range(len(targets)):
             to = block_PBD + targets[w][:, None] * columns + column[None, :]
             tl.store(to, x, (targets[w] >= 0)[:, None] & is_column)
+    to = received_ND + own.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(to, x, (own >= 0)[:, None] & is_column)
+    tl.store(token_TD + at, x, (is_behind > 0)[:, None] & is_column)
 
 
 @triton.jit(do_not_specialize=["me", "rows", "block"])

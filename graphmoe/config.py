@@ -158,7 +158,8 @@ class MoEConfig:
     parallel.ep * parallel.etp is 1, else alltoall."""
     transport: Transport = Transport.auto
     """Who moves the rows of symm: pull (kernels), copy_engine (copies of blocks of a fixed size beside the
-    kernels, which pull what a block has no place for), or auto, which is pull."""
+    kernels, which pull what a block has no place for), or auto: copy_engine with pipeline.ep_overlap=true on
+    GPUs of NVIDIA, else pull."""
     receive_budget: Any = 1.5
     """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
     > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md."""

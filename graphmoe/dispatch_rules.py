@@ -13,6 +13,7 @@ from graphmoe.config import (
     ParallelConfig,
     PassesConfig,
     RunConfig,
+    Transport,
 )
 from graphmoe.receive_budget import WORST_CASE
 from graphmoe.segments import (
@@ -37,6 +38,18 @@ def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> DispatcherChoice:
         return moe.dispatcher
     alone = parallel.ep * parallel.etp == 1
     return DispatcherChoice.local if alone else DispatcherChoice.alltoall
+
+
+def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
+    """Who moves the rows of symm, never auto; None with other dispatchers.
+
+    auto takes copy engines where products run beside transfers and copies take no multiprocessor from them.
+    """
+    if dispatcher_of(config.moe, config.parallel) is not DispatcherChoice.symm:
+        return None
+    if config.moe.transport is not Transport.auto:
+        return config.moe.transport
+    return Transport.copy_engine if config.pipeline.ep_overlap and on_nvidia else Transport.pull
 
 
 def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:

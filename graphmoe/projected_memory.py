@@ -39,7 +39,7 @@ def projected_memory(config: RunConfig, layout: Layout, plan: PipelinePlan | Non
     ``buffers`` are those of torch's allocator, the others kinds of their own; ``total`` is of all kinds.
     """
     try:
-        places = exact_memory(config, layout, pads=torch.version.hip is not None, plan=plan)
+        places = exact_memory(config, layout, on_nvidia=torch.version.hip is None, plan=plan)
     except ConfigError as error:
         return {"why_not": str(error)}
     return {"places": [_gib_by_kind(place) for place in places]}

@@ -176,7 +176,7 @@ def test_projected_memory_is_that_of_the_projection_beside_the_measured(tmp_path
     compiled = config("compile.enabled=true")
     layout = Layout.of(compiled.parallel, 1)
     document = projected_memory(compiled, layout, None)
-    (place,) = exact_memory(compiled, layout, pads=False)
+    (place,) = exact_memory(compiled, layout, on_nvidia=True)
     assert document["places"][0]["total"] * 2**30 == pytest.approx(place.total)
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
     chart = projected_chart(read_run(tmp_path))
@@ -190,7 +190,7 @@ def test_what_the_allocator_does_not_hold_is_apart_from_what_its_peak_is_compare
     compiled = config("compile.enabled=true", "parallel.ep=2", "moe.dispatcher=symm")
     layout = Layout.of(compiled.parallel, 2)
     document = projected_memory(compiled, layout, None)
-    (place,) = exact_memory(compiled, layout, pads=False)
+    (place,) = exact_memory(compiled, layout, on_nvidia=True)
     (kinds,) = document["places"]
     assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.projected_memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}

@@ -21,7 +21,7 @@ from graphmoe.config_rules import resolve
 from graphmoe.layout import Layout
 from graphmoe.pipeline_plan import plan_of
 from graphmoe.projected_memory import allocated_bytes
-from graphmoe.projection.document import MEMORY_ERROR, pads_values
+from graphmoe.projection.document import MEMORY_ERROR
 from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
 from graphmoe.projection.rates import rates_of
@@ -200,10 +200,10 @@ def projected(
         precision.compute = ComputeDtype.bf16
     config = resolve(replace(config, precision=precision))
     layout = Layout.of(config.parallel, num_ranks)
-    pads, plan = pads_values(card), plan_of(config, layout)
-    places = exact_memory(config, layout, pads=pads, plan=plan)
+    on_nvidia, plan = card.is_nvidia, plan_of(config, layout)
+    places = exact_memory(config, layout, on_nvidia=on_nvidia, plan=plan)
     speeds = Speeds(card, rates_of(card, rates))
-    return places, step_time(config, Sizes.of(config, layout, pads=pads), places, speeds, plan)
+    return places, step_time(config, Sizes.of(config, layout, on_nvidia=on_nvidia), places, speeds, plan)
 
 
 def _by_segment_ms(step: StepTime) -> dict[str, float]:

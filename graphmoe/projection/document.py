@@ -50,24 +50,19 @@ def margin_words(document: Mapping[str, Any]) -> str:
     )
 
 
-def pads_values(card: Card) -> bool:
-    """Whether attention of heads of two sizes is padded, as it is where there is no cuDNN."""
-    return card.name.startswith("MI")
-
-
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     """Everything that is projected of a resolved configuration. *Raises* ConfigError."""
     layout = Layout.of(config.parallel, args.num_ranks)
     rates = rates_of(args.card, args.rates)
-    pads, plan = pads_values(args.card), plan_of(config, layout)
+    on_nvidia, plan = args.card.is_nvidia, plan_of(config, layout)
     is_published = args.assumptions is Assumptions.published
     published = [published_memory_gb(config, layout)] * layout.pp if is_published else []
-    places, bubble = exact_memory(config, layout, pads=pads, plan=plan), None
+    places, bubble = exact_memory(config, layout, on_nvidia=on_nvidia, plan=plan), None
     if is_published:
         virtual_stages = len(plan.stages) // layout.pp if plan else 1
         bubble = published_bubble(layout.pp, num_micro_batches(config, layout), virtual_stages)
     of_places = published or [place.kinds_gb() for place in places]
-    sizes, speeds = Sizes.of(config, layout, pads=pads), Speeds(args.card, rates)
+    sizes, speeds = Sizes.of(config, layout, on_nvidia=on_nvidia), Speeds(args.card, rates)
     time = step_time(config, sizes, places, speeds, plan, bubble)
     return {
         **_setting(config, args, layout, plan),

@@ -70,12 +70,12 @@ class Plan:
 class Estimates:
     """Of one model on one kind of card. ``again``: the kinds of recompute, named by their number."""
 
-    def __init__(self, config: RunConfig, again: Sequence[Again], speeds: Speeds, *, pads: bool) -> None:
+    def __init__(self, config: RunConfig, again: Sequence[Again], speeds: Speeds, *, on_nvidia: bool) -> None:
         self.config, self.model, self.again = config, config.model, again
-        self.speeds, self.pads = speeds, pads
+        self.speeds, self.on_nvidia = speeds, on_nvidia
         self._storing, self._adding = (replace(speeds, adding=share) for share in (0.0, 1.0))
         self._joins = not any(kind.config.layer_ids for kind in again)
-        self.element_bytes = Sizes.of(config, Layout(), pads=pads).element_bytes
+        self.element_bytes = Sizes.of(config, Layout(), on_nvidia=on_nvidia).element_bytes
         self._all = all_pieces(self.model.num_layers, self.model.mtp_depth)
         self._sizes: dict[Layout, tuple[RunConfig, Sizes]] = {}
         self._has_pool = config.graph.scope != "none"
@@ -189,7 +189,7 @@ class Estimates:
         """The configuration and sizes that stand for all layouts whose layers are alike."""
         like = _of_layer(shape.layout)
         if like not in self._sizes:
-            self._sizes[like] = shape.config, Sizes.of(shape.config, shape.layout, pads=self.pads)
+            self._sizes[like] = shape.config, Sizes.of(shape.config, shape.layout, on_nvidia=self.on_nvidia)
 
     def _make_plan(self, pp: int, schedule: str, virtual_stages: int | None, count: int) -> Plan:
         config = self.config

@@ -40,6 +40,10 @@ class Card:
         return peak
 
     @property
+    def is_nvidia(self) -> bool:
+        return not self.name.startswith("MI")
+
+    @property
     def memory_bytes(self) -> float:
         return self.memory_gb * 1e9
 

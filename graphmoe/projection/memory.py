@@ -45,17 +45,17 @@ class PlaceMemory:
 
 
 def exact_memory(
-    config: RunConfig, layout: Layout, *, pads: bool, plan: PipelinePlan | None = None
+    config: RunConfig, layout: Layout, *, on_nvidia: bool, plan: PipelinePlan | None = None
 ) -> list[PlaceMemory]:
     """What each place along pp needs of a resolved configuration. *Raises* ConfigError for what is not known.
 
-    ``pads``: kernels of the card want equal heads in attention. ``plan`` takes the place of the run's own.
+    ``on_nvidia`` as in `Sizes.of`. ``plan`` takes the place of the run's own.
     """
     refuse_unknown(config)
     plan = plan or plan_of(config, layout)
     if plan is not None:
         layout = replace(layout, embed_on=plan.embed_on)
-    sizes, model = Sizes.of(config, layout, pads=pads), config.model
+    sizes, model = Sizes.of(config, layout, on_nvidia=on_nvidia), config.model
     pieces = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
     stages = [stage_activations(sizes, config.recompute, own) for own in pieces]
     of_stage = [sum(kept.total() for kept in parts.values()) for parts in stages]

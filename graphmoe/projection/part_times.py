@@ -40,7 +40,7 @@ def modelled_parts(model: ModelConfig, seq_len: int) -> list[PartCost]:
     run = RunConfig(model=model)
     run.data.seq_len, run.train.micro_batch_size = seq_len, 1
     run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, DispatcherChoice.local
-    sizes = Sizes.of(run, ALONE, pads=False)
+    sizes = Sizes.of(run, ALONE, on_nvidia=True)
     speeds = Speeds(H200, default_rates(H200), adding=1.0)
 
     @functools.cache

@@ -207,21 +207,17 @@ def share_at(share: Share, kind: float, size: float) -> float:
 
 def default_rates(card: Card) -> Rates:
     """Those of a card for which no others are given."""
-    return AMD if _is_amd(card) else NVIDIA
+    return NVIDIA if card.is_nvidia else AMD
 
 
 def source_of_rates(card: Card, path: Path | None) -> str:
     """Where `rates_of` has its rates from, in words."""
     if path is not None:
         return f"the rates of {path}"
-    if _is_amd(card):
+    if not card.is_nvidia:
         return "assumed rates"
     of_others = "" if card is H200 else f", and assumed to hold for {card.name}"
     return f"rates measured on H200s{of_others}; network and overlap are assumed"
-
-
-def _is_amd(card: Card) -> bool:
-    return card.name.startswith("MI")
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:

@@ -16,7 +16,7 @@ from typing import Any
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.projection.arguments import GLOBAL_BATCH, ProjectArgs, fixed_keys, train_command
 from graphmoe.projection.candidates import Again, Candidates, Shape, without_advice
-from graphmoe.projection.document import NOT_COUNTED, has_margin, pads_values, project
+from graphmoe.projection.document import NOT_COUNTED, has_margin, project
 from graphmoe.projection.estimates import Estimates, Plan
 from graphmoe.projection.memory import refuse_unknown
 from graphmoe.projection.rates import rates_of, source_of_rates
@@ -147,7 +147,7 @@ class _Search:
             "" if GLOBAL_BATCH in fixed else f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         )  # fmt: skip
         speeds = Speeds(args.card, rates_of(args.card, args.rates))
-        self.estimates = Estimates(config, self.again, speeds, pads=pads_values(args.card))
+        self.estimates = Estimates(config, self.again, speeds, on_nvidia=args.card.is_nvidia)
         self.tokens = config.train.global_batch_size * (config.data.seq_len or 0) / args.num_ranks
 
     def candidates(self) -> Iterator[Fitting | Rejected]:

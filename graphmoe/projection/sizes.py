@@ -14,6 +14,7 @@ from graphmoe.config import (
     RunConfig,
     Transport,
 )
+from graphmoe.dispatch_rules import transport_of
 from graphmoe.layout import Layout
 from graphmoe.receive_budget import Load, balanced_load, capacity, routed_tokens
 
@@ -38,15 +39,19 @@ class Sizes:
     """Rows for each pair of ranks that copy engines move."""
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, *, pads: bool) -> Sizes:
-        """Of a resolved configuration; ``pads``: the card's kernels take equal heads only."""
+    def of(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
+        """Of a resolved configuration.
+
+        ``on_nvidia``: on a card of NVIDIA, whose attention takes heads of two sizes, and whose copies take
+        no multiprocessor from kernels beside them.
+        """
         assert config.data.seq_len is not None
         choice = config.moe.dispatcher
         travels = choice not in (DispatcherChoice.local, DispatcherChoice.alltoall)
         backend = config.model.attention_backend
         unequal = config.model.attention is AttentionKind.mla
         asked = backend is AttentionBackend.padded_flash
-        block, room = _room(config, layout) if travels else (0, _arriving(config, layout))
+        block, room = _room(config, layout, on_nvidia) if travels else (0, _arriving(config, layout))
         return cls(
             config.model,
             layout,
@@ -55,7 +60,7 @@ class Sizes:
             config.data.seq_len,
             room,
             travels,
-            unequal and (asked or (pads and backend is AttentionBackend.auto)),
+            unequal and (asked or (not on_nvidia and backend is AttentionBackend.auto)),
             block,
         )
 
@@ -94,11 +99,11 @@ class Sizes:
         return self.model.num_layers - self.model.num_dense_layers + self.model.mtp_depth
 
 
-def _room(config: RunConfig, layout: Layout) -> tuple[int, Load]:
+def _room(config: RunConfig, layout: Layout, on_nvidia: bool) -> tuple[int, Load]:
     """Rows of a block, if any, and the room by ``moe.receive_budget``."""
     model, tokens = config.model, routed_tokens(config, layout)
     room = capacity(config.moe, model, layout, tokens)
-    if config.moe.dispatcher is DispatcherChoice.symm and config.moe.transport is Transport.copy_engine:
+    if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
         from runtime.dispatch import blocks_of  # imports process groups
 
         block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))

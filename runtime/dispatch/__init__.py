@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from graphmoe.config import ComputeDtype, DispatcherChoice, RunConfig, Transport
+from graphmoe.config import ComputeDtype, DeviceChoice, DispatcherChoice, RunConfig, Transport
 from graphmoe.dispatch import Dispatcher
-from graphmoe.dispatch_rules import dispatcher_of, reads_peers
+from graphmoe.dispatch_rules import dispatcher_of, reads_peers, transport_of
 from graphmoe.layout import Layout
 from graphmoe.ops.symm import Sizes, reserve, use_peers
 from graphmoe.receive_budget import Load, balanced_load, capacity, routed_tokens
@@ -51,7 +51,8 @@ def planned_dispatcher(config: RunConfig, layout: Layout, factor: float = 1.0) -
     if choice is not DispatcherChoice.symm:
         return vendor_dispatcher(choice, model, layout, tokens, room)
     block = 0
-    if config.moe.transport is Transport.copy_engine:
+    on_nvidia = config.run.device is DeviceChoice.cuda and torch.version.hip is None
+    if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
         block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
         room = room._replace(rows=rows)
     return Symm(room, model.num_experts // layout.ep, layout.etp, block)

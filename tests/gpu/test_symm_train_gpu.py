@@ -29,13 +29,13 @@ ALL_RUNS = {
     # `partial` would cut the dense layer's unit in two, whose results in bf16 are rounded in between
     "symm router": (*SYMM, "graph.scope=[attn,mlp,moe_router,moe_preprocess]"),
     "symm full_iteration": (*SYMM, "graph.scope=full_iteration"),
-    "symm overlap": (*SYMM, "pipeline.ep_overlap=true"),
-    "symm overlap full_iteration": (*SYMM, "pipeline.ep_overlap=true", "graph.scope=full_iteration"),
+    "symm overlap": (*SYMM, "moe.transport=pull", "pipeline.ep_overlap=true"),
+    "symm overlap full_iteration": (
+        *SYMM, "moe.transport=pull", "pipeline.ep_overlap=true", "graph.scope=full_iteration",
+    ),
     "copies": (*SYMM, "moe.transport=copy_engine"),
     "copies full_iteration": (*SYMM, "moe.transport=copy_engine", "graph.scope=full_iteration"),
-    "copies overlap full_iteration": (
-        *SYMM, "moe.transport=copy_engine", "pipeline.ep_overlap=true", "graph.scope=full_iteration",
-    ),
+    "copies overlap full_iteration": (*SYMM, "pipeline.ep_overlap=true", "graph.scope=full_iteration"),
 }  # fmt: skip
 RUNS = {
     name: words

@@ -24,14 +24,14 @@ PEAKS = {
 
 def memory_of(*words: str, ranks: int = 1):
     run = config(*{word.partition("=")[0]: word for word in (*MODEL, *words)}.values())
-    return exact_memory(run, Layout.of(run.parallel, ranks), pads=True), run
+    return exact_memory(run, Layout.of(run.parallel, ranks), on_nvidia=False), run
 
 
 @pytest.mark.parametrize("words", PEAKS.values(), ids=PEAKS)
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
     given = {word.partition("=")[0]: word for word in (*MODEL, *LARGER, *words)}
     run = config(*given.values())
-    (memory,) = exact_memory(run, Layout.of(run.parallel, run.launch.fake_world), pads=True)
+    (memory,) = exact_memory(run, Layout.of(run.parallel, run.launch.fake_world), on_nvidia=False)
     found = dry_run(run)["memory"]
     # libraries' buffers are in no dry run
     assert memory.total - memory.buffers["communication"] == pytest.approx(found["peak_bytes"], rel=0.05)
@@ -46,7 +46,7 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
     )  # fmt: skip
     run = config(*{word.partition("=")[0]: word for word in (*MODEL, *words)}.values())
     run.pipeline.layout = "Ett|tt|tt|ttL" if is_one else "Et|t|t|t|t|t|t|tL"
-    places = exact_memory(run, Layout.of(run.parallel, 4), pads=True)
+    places = exact_memory(run, Layout.of(run.parallel, 4), on_nvidia=False)
     plan = plan_of(run, Layout.of(run.parallel, 4))
     assert plan is not None and len(places) == 4
     for place, peak in zip(places, peak_activations(plan.table), strict=True):
@@ -83,4 +83,4 @@ def test_what_is_not_counted_is_refused_with_what_to_type_instead():
     run = replace(run, compile=replace(run.compile, enabled=False))
     run = replace(run, passes=replace(run.passes, disabled=["fuse_experts"]))
     with pytest.raises(ConfigError, match="compile.enabled=true.*leave them out"):
-        exact_memory(run, Layout(), pads=True)
+        exact_memory(run, Layout(), on_nvidia=False)

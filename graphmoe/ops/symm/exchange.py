@@ -12,7 +12,7 @@ what must be done before anything travels is queued before these (`graphmoe.ops.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def _bring(
     row_bytes = columns * x_TD.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
     received_ND = x_TD.new_empty(rows, columns)
-    with before_products():
+    with _first(block):
         _take(peers, "out")
         if block:
             launches.pack(peers, region, x_TD, plan, received_ND, block)
@@ -127,7 +127,7 @@ def _sums(
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]
     row_bytes = columns * y_ND.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
-    with before_products():
+    with _first(block):
         _take(peers, "back")
         launches.put_live(peers, region.sums, y_ND, arrivals_PP, block)
         if dweight_NK is not None:
@@ -168,6 +168,11 @@ def _take(peers: MemoryPeers, side: Side) -> None:
     if peers.last not in (None, (other, capturing)):
         peers.barrier()
     peers.last = side, capturing
+
+
+def _first(block: int) -> AbstractContextManager[None]:
+    """For what comes before copies: kernels that pull gain nothing by an early start."""
+    return before_products() if block else nullcontext()
 
 
 def _others(peers: MemoryPeers) -> list[int]:

@@ -16,6 +16,8 @@ import yaml
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.entry import to_plain
 from tests.runs import (
+    COMPILED,
+    COMPILED_MODEL,
     ROOT,
     SAVE,
     STEP,
@@ -127,7 +129,7 @@ def test_the_real_command_killed_during_a_save_goes_on_in_the_same_folder(tmp_pa
 
 @pytest.mark.slow
 def test_a_compiled_run_that_is_killed_is_bitwise_the_whole_one(tmp_path):
-    overrides = ("compile.enabled=true", "train.steps=12")
+    overrides = (*COMPILED, "train.steps=12")
     whole = command(tmp_path, *words("whole", *overrides), seconds=600)
     assert whole.wait() == 0, whole.err.read_text()
     killed = Command(tmp_path, words("run", *overrides), slow={STEP: 0.1})
@@ -138,7 +140,8 @@ def test_a_compiled_run_that_is_killed_is_bitwise_the_whole_one(tmp_path):
     again = command(tmp_path, *words("run", *overrides), seconds=600)
     assert again.wait() == 0 and "continuing after step" in again.err.read_text()
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-    states = [final_state(tmp_path / n, tmp_path / f"{n}_state", *LONG) for n in ("run", "whole")]
+    model = (*LONG, *COMPILED_MODEL)
+    states = [final_state(tmp_path / n, tmp_path / f"{n}_state", *model) for n in ("run", "whole")]
     assert_same_state(*states)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from runtime.cache.turns import CompileTurns
 from runtime.compiled import CompiledSegments
 from runtime.mesh import Mesh
 from runtime.recompute import Recompute, RecomputedSegments
+from tests.distributed.training import as_traced
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
@@ -53,12 +55,18 @@ class Step:
     words: tuple[str, ...]
     layout: Layout = ALONE
     compiled: bool = False
+    traced: bool = False
+    """Whether compiled units run as they were traced."""
     dtype: torch.dtype = torch.float32
     ignored: str = "none"
     """Labels that are ignored: none, some, or all."""
     device: str = "cpu"
 
     def __call__(self, world: World, folder: Path) -> Outcome:
+        with as_traced() if self.traced else contextlib.nullcontext():
+            return self._run(folder)
+
+    def _run(self, folder: Path) -> Outcome:
         run = config(*self.words)
         mesh = Mesh(self.layout)
         use_groups(mesh)
@@ -123,7 +131,9 @@ def whole_weight(name: str, outcomes: Sequence[Outcome], layout: Layout, like: T
 @functools.cache
 def alone(step: Step, dtype: torch.dtype = torch.float32) -> Outcome:
     """The same by one process, eagerly."""
-    return dataclasses.replace(step, layout=Layout(), compiled=False, dtype=dtype)(World(), Path())
+    return dataclasses.replace(step, layout=Layout(), compiled=False, traced=False, dtype=dtype)(
+        World(), Path()
+    )
 
 
 def assert_outputs_are_those_of_one_process(step: Step, outcomes: list[Outcome]) -> None:

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -95,6 +96,13 @@ def share_gpus(num_ranks: int) -> bool:
 def run_ranks(folder: Path, cases: Mapping[str, Case], num_ranks: int = 2) -> dict[str, list[Any]]:
     """What each case returned, by rank. Each gets a folder of its name."""
     return Job(folder, cases, num_ranks).results()
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
+    """Of a fixture's module: the values of a parameter with which tests will run."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return [*dict.fromkeys(case[parameter] for case in cases if parameter in case)]
 
 
 def _rank(

@@ -26,6 +26,9 @@ WORDS = (
     "model.num_dense_layers=1", "model.aux_loss=global_batch", "model.aux_loss_coef=0.1", "train.steps=6",
     "train.val_batches=0", "checkpoint.enabled=false", "checkpoint.interval=0", "train.log_interval=2",
 )  # fmt: skip
+TWO_RANKS = ("parallel.ep=2", "train.global_batch_size=16")
+ONE_LAYER = ("compile.enabled=true", "model.num_layers=1", "model.num_dense_layers=0")
+"""What Inductor compiles for a run of these on two ranks another finds in torch's cache."""
 PLACES = frozenset[tuple[int, int]]
 """Steps from 1, and their micro-batches from 0."""
 
@@ -168,7 +171,7 @@ class Both:
     of_ladder: tuple[Callable[[Trainer], None], ...] = ()
     """What is done to the first only."""
     calm: int = receive_ladder.CALM_STEPS
-    layout: tuple[str, ...] = ("parallel.ep=2", "train.global_batch_size=16")
+    layout: tuple[str, ...] = TWO_RANKS
     runs: Training | Sharded = field(default=Training(()))
 
     def __call__(self, world: World, folder: Path) -> Found:

@@ -13,6 +13,7 @@ from graphmoe.trainer import Trainer
 from graphmoe.world import World
 from runtime.unit_code import Postponing
 from tests.distributed.ranks import Job
+from tests.distributed.skewed import ONE_LAYER, TWO_RANKS, WORDS
 from tests.distributed.training import Outcome, Training
 from tests.distributed.turns import Order, num_changes, watched
 
@@ -25,11 +26,14 @@ BASE = (
     "moe.receive_budget=worst_case",
 )  # fmt: skip
 MTP = ("model.num_layers=3", "model.mtp_depth=1", "train.val_batches=1", "train.val_interval=2")
+COMPILED = (
+    *WORDS, *TWO_RANKS, *ONE_LAYER, "moe.receive_budget=worst_case", "train.steps=2", "train.log_interval=1",
+)  # fmt: skip
 CASES = {
-    "three micro-batches": MTP,
-    "full_iteration": (*MTP, "graph.scope=full_iteration", "graph.warmup_steps=1"),
-    "recompute": (*MTP, "recompute.ops=[layernorm,shared_experts]", "recompute.segments=[moe_router]"),
-    "compiled": ("train.steps=2",),
+    "three micro-batches": (*BASE, *MTP),
+    "full_iteration": (*BASE, *MTP, "graph.scope=full_iteration", "graph.warmup_steps=1"),
+    "recompute": (*BASE, *MTP, "recompute.ops=[layernorm,shared_experts]", "recompute.segments=[moe_router]"),
+    "compiled": COMPILED,
 }
 """But in the last, units run as they were traced."""
 SAME = {"full_iteration": "three micro-batches"}
@@ -75,7 +79,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     cases: dict[str, Training | InTurns] = {}
     for name, words in CASES.items():
         traced = name != "compiled"
-        words = (*BASE, *words, f"compile.cache={not traced}")
+        words = (*words, f"compile.cache={not traced}")
         cases[f"{name} in turns"] = InTurns(words, traced)
         if name not in SAME:
             cases[name] = Training(words, traced=traced)

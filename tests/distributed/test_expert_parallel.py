@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ OTHERS = {
     "ep=4, swapped": Step(LAYOUTS["ep=4"], swapped=True),
     "ep=2, bf16": Step(LAYOUTS["ep=2"], words=("model.num_layers=2",), dtype=BF16),
     "ep=2, compiled without fuse_experts": CompiledStep(
-        LAYOUTS["ep=2"], words=("passes.disabled=[fuse_experts]",)
+        LAYOUTS["ep=2"], words=("passes.disabled=[fuse_experts]",), traced=True
     ),
     "ep=2, compiled, computed again": CompiledStep(
         LAYOUTS["ep=2"],
@@ -113,6 +114,15 @@ def test_other_loads_compile_nothing_again_and_what_knows_no_size_is_not_compile
         assert not first.counts_LE.equal(second.counts_LE)
         assert found.recompiled == 0
         assert sorted(found.units) == ["attn..mlp", "attn..moe_preprocess", "embed", "loss", "shared_experts"]
+
+
+@pytest.mark.exhaustive
+def test_segments_that_inductor_compiles_give_the_losses_and_gradients_of_one_process(tmp_path):
+    """Units of experts shared out have no exchange inside, as those of tests/runtime/test_compiled.py."""
+    name = "ep=2, compiled without fuse_experts"
+    found = run_ranks(tmp_path, {name: replace(CASES[name], traced=False)}, 2)[name]
+    assert_as_alone(CASES[name], [each.outcomes[0] for each in found], alone(name))
+    assert [each.recompiled for each in found] == [0, 0]
 
 
 def test_recompute_sends_no_token_again(results):

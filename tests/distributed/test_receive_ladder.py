@@ -10,6 +10,7 @@ import pytest
 from graphmoe.checkpoint import CheckpointStore
 from tests.distributed.ranks import Job
 from tests.distributed.skewed import (
+    ONE_LAYER,
     Both,
     Found,
     HangsBeforeItClimbs,
@@ -73,7 +74,7 @@ OF_FOUR = {
 COMPILED = ("compile.enabled=true", "graph.warmup_steps=1", "train.steps=8", "checkpoint.interval=0")
 TRACED, AS_TRACED = (*COMPILED, "compile.cache=false"), Training((), traced=True)
 SLOW = {
-    "compiled": Both((at((3, 1)),), words=(*COMPILED, "model.num_layers=1", "model.num_dense_layers=0")),
+    "compiled": Both((at((3, 1)),), words=(*COMPILED, *ONE_LAYER)),
     "layers": Both((at((3, 1), (7, 1)),), words=(*TRACED, "graph.scope=layer"), calm=1, runs=AS_TRACED),
 }
 UNCOMPILED_RUNG = {

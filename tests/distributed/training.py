@@ -8,6 +8,7 @@ import io
 import math
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from graphmoe.world import World
 from passes import PassRunner
 from passes.base import Stage
 from runtime import unit_code
+from runtime.cache.turns import CompileTurns
 from tests.runs import TIMED, config
 from tests.tolerances import assert_forward_close
 
@@ -110,6 +112,10 @@ class Training:
         trainer, rows, written = quiet_trainer(self.config, folder, world)
         assert isinstance(trainer.metrics, Recorder)
         writes = not isinstance(trainer.metrics.inner, NoMetrics)
+        compiled = trainer.execution._compiled
+        if compiled is not None and world.size > 1 and not self.traced:
+            # As where torch's caches are graphmoe's own: what one rank has compiled the others load.
+            compiled.turns = CompileTurns(Path(world.on_first(lambda: tempfile.mkdtemp(dir=folder))))
         if self.change is not None:
             self.change(trainer)
         error = ""

@@ -131,10 +131,10 @@ def test_a_load_that_swings_from_step_to_step_changes_no_bit(tmp_path, swinging_
 
 
 @pytest.mark.slow
-def test_thirty_steps_on_real_text_are_bitwise_the_uncaptured_ones(tmp_path):
+def test_thirty_steps_on_real_text_are_bitwise_the_uncaptured_ones(tmp_path, mostly_traced):
     words = (
         "compile.enabled=true", "data.source=stdlib", "data.bpe_vocab_size=512", "model.vocab_size=512",
-        "train.steps=30", "train.val_interval=10", "checkpoint.interval=0",
+        *mostly_traced, "train.steps=30", "train.val_interval=10", "checkpoint.interval=0",
     )  # fmt: skip
     runs = [
         train_in(tmp_path / name, *words, f"graph.scope={scope}")

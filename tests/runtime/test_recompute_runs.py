@@ -104,17 +104,33 @@ def test_an_eager_step_that_computes_again_is_captured_bitwise(tmp_path):
 RUN = (*COMPILED, "train.steps=4", "train.val_batches=0", "checkpoint.interval=4")
 
 
+MTP = ("model.mtp_depth=1", "train.val_batches=1", "train.val_interval=4")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    ["recompute.all=true", "recompute.ops=[layernorm,core_attn,mla_up_proj,shared_experts,mlp,moe_act]"],
+)
+def test_compiled_training_is_bitwise_that_of_kept_values(tmp_path, caplog, asked):
+    assert_bitwise_that_of_kept_values(tmp_path, caplog, asked)
+
+
 @pytest.mark.parametrize(
     "asked, overrides",
     [
-        ("recompute.all=true", ("model.mtp_depth=1", "train.val_batches=1", "train.val_interval=4")),
+        ("recompute.all=true", MTP),
         ("recompute.layer_ids=[0,2]", ("model.num_layers=3", "train.global_batch_size=2")),
         ("recompute.segments=[attn,moe_router,moe_experts]", ()),
-        ("recompute.ops=[layernorm,core_attn,mla_up_proj,shared_experts,mlp,moe_act]", ()),
     ],
 )
-def test_compiled_training_is_bitwise_that_of_kept_values(tmp_path, caplog, asked, overrides):
+def test_training_of_other_units_is_bitwise_that_of_kept_values(
+    tmp_path, caplog, asked, overrides, mostly_traced
+):
+    assert_bitwise_that_of_kept_values(tmp_path, caplog, asked, *overrides, *mostly_traced)
+
+
+def assert_bitwise_that_of_kept_values(tmp_path, caplog, asked, *overrides):
     states = []
     for name, words in (("plain", ()), ("again", (asked,))):
         train_in(tmp_path / name, *RUN, *overrides, *words)

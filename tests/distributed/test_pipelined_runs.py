@@ -66,17 +66,15 @@ CASES = {
     "1f1b in one graph": Case(
         2, 2, "1f1b", (COMPILED, "graph.scope=full_iteration", "graph.warmup_steps=1"), traced=True
     ),
+    "zb1p on four, compiled": Case(4, 4, "zb1p", (COMPILED,), traced=True),
     "1f1b beside cp and etp": Case(4, 2, "1f1b", ("parallel.cp=2", "parallel.etp=2")),
     "1f1b on eight": Case(8, 8, "1f1b", model=(MTP, TIED)),
     "zbv on four beside dp and ep": Case(8, 4, "zbv", ("parallel.ep=2",), (MTP,)),
     "interleaved beside copies of ep": Case(8, 2, "interleaved", ("parallel.ep=2",), (MTP, TIED)),
 }
 """Inductor's code is run by "zbv on lanes" alone, of the model of which it has compiled much elsewhere."""
-OTHERS = {
-    "zbv, compiled": Case(2, 2, "zbv", (COMPILED,), traced=True),
-    "zb1p on four, compiled": Case(4, 4, "zb1p", (COMPILED,), traced=True),
-}
-"""zbv is compiled on lanes above, and zb1p on two ranks."""
+OTHERS = {"zbv, compiled": Case(2, 2, "zbv", (COMPILED,), traced=True)}
+"""It is compiled on lanes above."""
 ALL = CASES | OTHERS
 
 

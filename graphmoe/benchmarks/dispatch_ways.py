@@ -43,9 +43,6 @@ class Way:
     """Whether the exchanges can be part of a graph."""
 
 
-Make = Callable[[], Way]
-
-
 def by_alltoall(tokens: Tokens, mesh: Mesh, num_experts: int) -> Way:
     """The dispatcher `alltoall`, whose host waits for counts in each dispatch."""
     dispatcher, plan = AllToAll(mesh, num_experts), tokens.plan

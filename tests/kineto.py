@@ -13,6 +13,10 @@ from typing import Any
 ORIGIN = 4520102129634.002
 PID, MAIN, BACKWARD = 4711, 4711, 4802
 """The process, its main thread, and the thread in which autograd runs backwards on a GPU."""
+PRODUCT = [[4096, 2048], [2048, 1024]]
+"""Shapes of a product that a trace has."""
+FACTS = {"run": "tiny", "rank": 0, "num_ranks": 2, "steps": [10, 11], "graph_scope": "none"}
+"""What a run says of its trace."""
 
 
 class KinetoTrace:
@@ -148,3 +152,22 @@ class KinetoTrace:
     ) -> None:
         event = {"ph": "X", "cat": kind, "name": name, "pid": pid, "tid": tid, "ts": ORIGIN + start}
         self.events.append({**event, "dur": end - start, "args": args})
+
+
+def two_steps() -> KinetoTrace:
+    """Two steps of 1000 us, each: a forward, its W in autograd's thread, a sum over ranks, the update."""
+    trace = KinetoTrace()
+    for number, at in ((10, 0.0), (11, 1000.0)):
+        trace.range(f"ProfilerStep#{number}", at, at + 900)
+        trace.range("attn:F", at + 10, at + 60)
+        trace.operation("aten::mm", at + 20, at + 40, dims=PRODUCT)
+        trace.launch("nvjet_tst_128x256", at + 25, at + 100, at + 200)
+        trace.range("attn:W", at + 100, at + 160, BACKWARD)
+        trace.operation("aten::mm", at + 110, at + 130, BACKWARD, dims=PRODUCT, kind="float")
+        trace.launch("sm80_xmma_gemm", at + 115, at + 300, at + 500, BACKWARD)
+        trace.range("gradients:sum", at + 170, at + 200, BACKWARD)
+        name = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+        trace.launch(name, at + 180, at + 450, at + 600, BACKWARD, stream=20)
+        trace.range("optimizer:update", at + 210, at + 260)
+        trace.launch("triton_poi_fused_adamw", at + 220, at + 700, at + 1000)
+    return trace

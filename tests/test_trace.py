@@ -1,11 +1,9 @@
-"""``graphmoe.trace``: what it makes of traces as Kineto writes them, and of one of a run on this CPU."""
+"""``graphmoe.trace``: what it makes of traces as Kineto writes them."""
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.config import ConfigError
 from graphmoe.projection.hardware import CARDS, H100
 from graphmoe.trace import main
 from graphmoe.traces.events import Trace, rank_of, read_trace, trace_file
@@ -21,30 +18,8 @@ from graphmoe.traces.floors import Device
 from graphmoe.traces.intervals import apart, length, union
 from graphmoe.traces.reading import summarise
 from graphmoe.traces.summary import SegmentTime, Summary
-from tests.kineto import BACKWARD, KinetoTrace
-from tests.runs import ROOT, TINY, command
-
-PRODUCT = [[4096, 2048], [2048, 1024]]
-FACTS = {"run": "tiny", "rank": 0, "num_ranks": 2, "steps": [10, 11], "graph_scope": "none"}
-
-
-def two_steps() -> KinetoTrace:
-    """Two steps of 1000 us, each: a forward, its W in autograd's thread, a sum over ranks, the update."""
-    trace = KinetoTrace()
-    for number, at in ((10, 0.0), (11, 1000.0)):
-        trace.range(f"ProfilerStep#{number}", at, at + 900)
-        trace.range("attn:F", at + 10, at + 60)
-        trace.operation("aten::mm", at + 20, at + 40, dims=PRODUCT)
-        trace.launch("nvjet_tst_128x256", at + 25, at + 100, at + 200)
-        trace.range("attn:W", at + 100, at + 160, BACKWARD)
-        trace.operation("aten::mm", at + 110, at + 130, BACKWARD, dims=PRODUCT, kind="float")
-        trace.launch("sm80_xmma_gemm", at + 115, at + 300, at + 500, BACKWARD)
-        trace.range("gradients:sum", at + 170, at + 200, BACKWARD)
-        name = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-        trace.launch(name, at + 180, at + 450, at + 600, BACKWARD, stream=20)
-        trace.range("optimizer:update", at + 210, at + 260)
-        trace.launch("triton_poi_fused_adamw", at + 220, at + 700, at + 1000)
-    return trace
+from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
+from tests.runs import ROOT
 
 
 def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
@@ -333,99 +308,3 @@ def test_ranges_of_process_groups_are_none_of_segments(tmp_path):
     assert ("gloo", "send") not in times and min(times.values()) >= 0
     assert sum(times.values()) == pytest.approx(summary.step_ms)
     assert times["attn", "F"] == pytest.approx(0.05)
-
-
-def test_two_runs_are_compared_by_a_rank_that_both_have(tmp_path, capsys):
-    for run, ranks in (("one", (0, 1)), ("two", (1, 2)), ("three", (0,))):
-        for rank in ranks:
-            two_steps().write(tmp_path / run / "profile" / f"rank{rank}.trace.json.gz", FACTS)
-    runs = [tmp_path / name for name in ("one", "two", "three")]
-    main([f"run={runs[0]},{runs[1]}", "tracelens=false", "format=json"])
-    found = json.loads(capsys.readouterr().out)
-    assert [Path(each["trace"]).name for each in found["traces"]] == ["rank1.trace.json.gz"] * 2
-    with pytest.raises(ConfigError, match="two has rank 1, 2, .*three has rank 0; record the same"):
-        main([f"run={runs[1]},{runs[2]}"])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "nothing to read; use run=outputs/tiny or trace=<file>"),
-        ("run=a trace=b", "use one of them"),
-        ("trace=a,b,c", "3 traces are given"),
-        ("trace=a rank=1", "rank=1 is one of a run"),
-        ("trace=a kernels=0", "kernels=0 must be 1 or more"),
-        ("run=nowhere", "run=nowhere is no folder"),
-        ("run=.", "has no trace; a run with profile.steps=[10,12] writes one"),
-        ("trace=nowhere.json", "there is no nowhere.json"),
-        ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),
-        ("trace=torn.json.gz", "torn.json.gz is no whole trace"),
-        ("trace=list.json", "list.json is no Chrome trace"),
-        ("trace=steps.json", "has no range ProfilerStep#"),
-        ("trace=idle.json", "has no kernel that a step launched"),
-    ],
-)
-def test_what_cannot_be_read_is_refused(tmp_path, monkeypatch, words, said):
-    monkeypatch.chdir(tmp_path)
-    whole = two_steps().write(Path("one/profile/rank0.trace.json.gz")).read_bytes()
-    Path("torn.json.gz").write_bytes(whole[: len(whole) // 2])
-    Path("list.json").write_text("[]")
-    KinetoTrace().write(Path("steps.json"))
-    idle = KinetoTrace()
-    idle.range("ProfilerStep#1", 0, 10)
-    idle.launch("validation", 20, 30, 40)
-    idle.write(Path("idle.json"))
-    with pytest.raises(ConfigError) as caught:
-        main(words.split())
-    assert said in str(caught.value)
-
-
-def script(folder: Path, name: str, text: str) -> None:
-    """An executable in a folder."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!{sys.executable}\n{text}")
-    (folder / name).chmod(0o755)
-
-
-def test_tracelens_of_amd_is_called_where_it_is_on_path_and_no_other_command(tmp_path, monkeypatch, capsys):
-    path = two_steps().write(tmp_path / "rank0.trace.json")
-    script(tmp_path / "bin", "tracelens", "open('called', 'w')")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    main([f"trace={path}", "format=json"])
-    assert "tracelens" not in json.loads(capsys.readouterr().out) and not Path("called").exists()
-    write = "import sys\nprint('noise')\nopen(sys.argv[sys.argv.index('--output_xlsx_path') + 1], 'w')\n"
-    script(tmp_path / "bin", "TraceLens_generate_perf_report_pytorch", write)
-    main([f"trace={path}", "format=json"])
-    report = tmp_path / "rank0.tracelens.xlsx"
-    assert json.loads(capsys.readouterr().out)["tracelens"] == [str(report)] and report.exists()
-    report.unlink()
-    main([f"trace={path}", "tracelens=false"])
-    assert not report.exists()
-
-
-def test_a_tracelens_that_fails_is_named_and_the_rest_is_shown(tmp_path, monkeypatch, capsys):
-    path = two_steps().write(tmp_path / "rank0.trace.json")
-    script(tmp_path / "bin", "TraceLens_generate_perf_report_pytorch", "raise SystemExit('no sheet')")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    main([f"trace={path}"])
-    shown = capsys.readouterr()
-    assert "ended with status 1: no sheet" in shown.err and "GPU idle" in shown.out
-
-
-def test_a_run_on_the_cpu_is_recorded_and_read_from_the_command_line(tmp_path):
-    words = (*TINY, "run.name=tiny", "train.steps=4", "profile.steps=[2,3]", "checkpoint.enabled=false")
-    trained = command(tmp_path, *words)
-    assert trained.process.exitcode == 0, trained.err.read_text()
-    assert "steps 2 to 3 are in" in trained.err.read_text() + trained.out.read_text()
-    words = [sys.executable, "-m", "graphmoe.trace", "run=outputs/tiny", "format=json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    shown = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(shown.stdout)
-    assert (found["on"], found["num_steps"], found["idle"]) == ("cpu", 2, None)
-    names = {(s["segment"], s["part"]) for s in found["segments"]}
-    assert {("attn", "F"), ("attn", "B"), ("moe_experts", "B"), ("optimizer", "update")} <= names
-    total = sum(s["ms"] for s in found["segments"])
-    assert total == pytest.approx(found["step_ms"], rel=0.02)
-    with gzip.open(tmp_path / "outputs/tiny/profile/rank0.trace.json.gz") as file:
-        assert {"traceEvents", "displayTimeUnit"} <= json.load(file).keys()

@@ -1,10 +1,9 @@
-"""The training loop: batches, skipped steps, validation, and what the command line leaves behind."""
+"""The training loop: batches, validation, and what the command line leaves behind."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 
 import numpy as np
@@ -20,11 +19,10 @@ from graphmoe.data import first_batches
 from graphmoe.data.indexed import write_token_file
 from graphmoe.entry import to_plain
 from graphmoe.layout import Layout
-from graphmoe.model import Transformer
-from graphmoe.trainer import TrainingStopped
 from graphmoe.training import _sample, warn_of_unused
 from graphmoe.world import World
 from tests.runs import (
+    QUIET,
     TINY,
     Command,
     assert_same_state,
@@ -38,111 +36,6 @@ from tests.runs import (
 )
 from tests.tolerances import TOLERANCES, relative_error
 
-QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "checkpoint.interval=0")
-
-
-def spoil(monkeypatch, trainer, steps, *, only_gradients: bool = False) -> None:
-    """Make loss and gradients, or gradients alone, NaN at these steps of a trainer."""
-    whole = Transformer.loss
-
-    def loss(self, tokens_BS, labels_BS, execute):
-        output = whole(self, tokens_BS, labels_BS, execute)
-        if trainer.step + 1 not in steps or not torch.is_grad_enabled():
-            return output
-        if not only_gradients:
-            nan = output.cross_entropy * math.nan
-            return output._replace(total=output.total * math.nan, cross_entropy=nan)
-        output.total.register_hook(lambda grad: grad * math.nan)
-        return output
-
-    monkeypatch.setattr(Transformer, "loss", loss)
-
-
-def state_of(trainer) -> dict[str, torch.Tensor]:
-    """Copies of weights, selection bias and moments."""
-    optimizer = trainer.optimizer.state_dict()
-    del optimizer["counters"]
-    parts = {"model": trainer.model.state_dict(), **optimizer}
-    return {f"{part}.{name}": t.clone() for part, tensors in parts.items() for name, t in tensors.items()}
-
-
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("only_gradients", [False, True])
-def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path, monkeypatch, only_gradients, compute):
-    trainer = trainer_in(tmp_path, *QUIET, f"precision.compute={compute}")
-    spoil(monkeypatch, trainer, {3}, only_gradients=only_gradients)
-    for _ in range(2):
-        trainer._train_step()
-    before = state_of(trainer)
-    assert any(name.endswith("selection_bias") and t.count_nonzero() for name, t in before.items())
-    trainer._train_step()
-    after = state_of(trainer)
-    assert [name for name, t in before.items() if not torch.equal(t, after[name])] == []
-    assert trainer.optimizer.applied.item() == 2 and trainer.optimizer.skipped.item() == 1
-    assert trainer.loader.consumed == 3 * 4
-    trainer._train_step()
-    assert not torch.equal(state_of(trainer)["model.embed.weight"], after["model.embed.weight"])
-    trainer.loader.close()
-
-
-def test_skipped_steps_are_counted_and_their_rows_are_json(tmp_path, monkeypatch, caplog):
-    trainer = trainer_in(tmp_path, "train.steps=8", "train.max_nonfinite=3", "train.log_interval=3")
-    spoil(monkeypatch, trainer, {2, 3, 6})
-    caplog.set_level("INFO")
-    assert trainer.run()
-    rows = [row for row in metrics(tmp_path) if "loss" in row]
-    assert [row["skipped"] for row in rows] == [step in (2, 3, 6) for step in range(1, 9)]
-    assert [row["skipped_total"] for row in rows] == [0, 1, 2, 2, 2, 3, 3, 3]
-    assert [row["loss"] is None for row in rows] == [row["skipped"] for row in rows]
-    assert caplog.text.count("SKIPPED: not finite") == 3
-
-
-@pytest.mark.parametrize("only_gradients", [False, True])
-def test_too_many_skips_in_a_row_end_the_run_also_between_two_reads(tmp_path, monkeypatch, only_gradients):
-    trainer = trainer_in(tmp_path, "train.steps=9", "train.max_nonfinite=3", "train.log_interval=7")
-    spoil(monkeypatch, trainer, {4, 5, 6}, only_gradients=only_gradients)
-    with pytest.raises(TrainingStopped, match=r"3 steps in a row .*train.max_nonfinite=3.*lower optim.lr"):
-        trainer.run()
-    assert trainer.step == 6  # read at the validation of step 6
-    assert trainer.store.latest() == [6, 3]
-    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_run_without_checkpoints_that_is_stopped_does_not_claim_a_saved_one(tmp_path, monkeypatch):
-    trainer = trainer_in(
-        tmp_path, "train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false"
-    )
-    spoil(monkeypatch, trainer, {1})
-    with pytest.raises(TrainingStopped, match=r"nothing is saved \(checkpoint.enabled=false\)"):
-        trainer.run()
-
-
-def test_a_run_that_was_stopped_goes_on_once_the_cause_is_gone(tmp_path, monkeypatch):
-    overrides = ("train.steps=9", "train.max_nonfinite=2", "train.log_interval=1")
-    trainer = trainer_in(tmp_path / "run", *overrides)
-    spoil(monkeypatch, trainer, {4, 5})
-    with pytest.raises(TrainingStopped):
-        trainer.run()
-    monkeypatch.undo()
-    again = train_in(tmp_path / "run", *overrides)
-    assert again.optimizer.applied.item() == 7
-    assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == list(range(1, 10))
-
-
-def test_a_run_whose_last_steps_were_all_skipped_is_not_finished_by_starting_it_again(tmp_path, monkeypatch):
-    overrides = ("train.steps=4", "train.max_nonfinite=2", "train.log_interval=1")
-    trainer = trainer_in(tmp_path / "run", *overrides)
-    spoil(monkeypatch, trainer, {3, 4})
-    with pytest.raises(TrainingStopped, match="weights before them are saved at step 4"):
-        trainer.run()
-    monkeypatch.undo()
-    for _ in range(2):
-        with pytest.raises(TrainingStopped, match="^2 steps in a row"):
-            train_in(tmp_path / "run", *overrides)
-    again = train_in(tmp_path / "run", *overrides[1:], "train.steps=6")
-    assert again.optimizer.applied.item() == 4
-    assert train_in(tmp_path / "run", *overrides[1:], "train.steps=6").step == 6
-
 
 def test_a_refused_command_leaves_no_empty_folder(tmp_path):
     run = command(tmp_path, *TINY, "launch.nproc=3", "hydra.run.dir=run/inner")
@@ -154,18 +47,6 @@ def test_an_attention_backend_that_cannot_run_here_is_refused_before_a_run_is_ma
     assert run.wait() == 2
     assert "model.attention_backend=padded_flash needs a GPU and the device is cpu" in run.err.read_text()
     assert "run folder" not in run.err.read_text() and not list(tmp_path.glob("run/*.json"))
-
-
-def test_a_hopeless_learning_rate_ends_the_command_with_status_1_and_a_checkpoint(tmp_path):
-    hopeless = ("optim.lr=1e38", "train.steps=30", "train.max_nonfinite=4", "train.log_interval=50")
-    rest = ("checkpoint.interval=0", "train.val_interval=10", "hydra.run.dir=run")
-    run = command(tmp_path, *TINY, *hopeless, *rest)
-    assert run.wait() == 1
-    last = run.err.read_text().splitlines()[-1]
-    assert last.startswith("error: ") and "steps in a row had a loss or gradient that is not finite" in last
-    assert "saved at step 10" in last and "Traceback" not in run.err.read_text()
-    assert (tmp_path / "run/checkpoints/step_00000010/manifest.json").exists()
-    assert run.out.read_text() == ""
 
 
 @pytest.mark.parametrize("aux_loss", ["none", "sequence", "global_batch"])

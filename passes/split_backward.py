@@ -3,6 +3,8 @@
 A schedule may then run W whenever it likes: only I is on the path to the layer before (Zero Bubble
 Pipeline Parallelism, arXiv 2401.10241, section 2). W holds just what I does not compute; what both
 need goes from I to W. Views and pointwise values are computed again in W where that saves keeping them.
+Gradients that are sums over what I computes, as those of norms, are made by I: it has read all of it, and W
+would have to get it, a tensor as large as the activations, instead of a row.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ VIEWS = {
 """Operations that show the memory of their input."""
 RECOMPUTED = VIEWS | {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 """Views and casts: W computes these again from what I keeps anyway."""
+SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
 
 class SplitBackward(NamedTuple):
@@ -68,6 +71,7 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
     weights = [outputs[i] for i in sorted(weight_outputs)]
     others = [node for i, node in enumerate(outputs) if i not in set(weight_outputs)]
     in_inputs = _with_pieces(_ancestors(others))
+    in_inputs |= _summed_by_inputs(weights, in_inputs)
     # What W runs or reads: back to placeholders and to what I computes and W does not compute again.
     in_weights = _ancestors(weights, lambda node: node not in in_inputs or _is_cheap(node))
     handed = _handed(graph, in_weights, in_inputs)
@@ -106,6 +110,22 @@ def _ancestors(
 def _with_pieces(nodes: set[fx.Node]) -> set[fx.Node]:
     """The nodes and each piece of those that make several tensors: what is handed over is a tensor."""
     return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
+
+
+def _summed_by_inputs(weights: Iterable[fx.Node | None], in_inputs: set[fx.Node]) -> set[fx.Node]:
+    """What makes the gradients that are sums over what I computes, with only pointwise operations between."""
+    found: set[fx.Node] = set()
+    for root in weights:
+        path = _ancestors([root], lambda node: node not in in_inputs or _is_cheap(node))
+        own = [node for node in path - in_inputs if node.op == "call_function"]
+        would_hand = any(node.op == "call_function" and not _is_cheap(node) for node in path & in_inputs)
+        is_sum = any(node.target in SUMS for node in own) and all(map(_is_elementwise_or_sum, own))
+        found |= path if would_hand and is_sum else set()
+    return found
+
+
+def _is_elementwise_or_sum(node: fx.Node) -> bool:
+    return node.target in RECOMPUTED | SUMS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -8,7 +8,8 @@ import torch
 from graphmoe.model import build_model
 from graphmoe.torch_compat import make_fx
 from passes import PASSES, PassRunner
-from passes.split_backward import split_backward
+from passes.matching import origin
+from passes.split_backward import SUMS, split_backward
 from runtime.tracing import fakes_of
 from runtime.unit_graphs import UnitGraphs, unit_graphs
 from runtime.units import BoundUnit, units_of
@@ -98,6 +99,37 @@ def test_no_view_or_cast_is_handed_from_i_to_w():
     outputs = next(n for n in reversed(cut.backward.inputs.graph.nodes) if n.op == "output").args[0]
     handed = outputs[len(cut.input_gradients) :]  # type: ignore[index]
     assert handed and not [n for n in handed if n.target in (aten.view.default, aten.permute.default)]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_i_sums_the_gradients_of_norms_and_hands_over_rows(layer):
+    cut, tensors = graphs_of(layer, SPLIT)
+    assert cut.backward is not None
+    results = next(n for n in reversed(cut.backward.weights.graph.nodes) if n.op == "output").args[0]
+    norms = [n for i, n in zip(cut.weight_gradients, results, strict=True) if tensors[i].dim() == 1]  # type: ignore[arg-type]
+    assert len(norms) == 3  # before attention, of the latents, before the MLP
+    assert {origin(node).op for node in norms} == {"placeholder"}
+    assert not [node for node in cut.backward.weights.graph.nodes if node.target in SUMS]
+
+
+def test_a_sum_of_what_is_in_memory_anyway_stays_in_w():
+    def backward(a, b):
+        return a * 2, (a * b).sum(0)
+
+    a, b = torch.randn(4, 3), torch.randn(4, 3)
+    split = split_backward(make_fx(backward)(a, b), [1])
+    assert split.num_handed == 0 and split.weights(a, b)[0].equal((a * b).sum(0))
+
+
+def test_a_sum_behind_a_product_stays_in_w():
+    def backward(a, b):
+        c = a.sin().cos()
+        return c * 2, (c @ b).sum(0)
+
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    split = split_backward(make_fx(backward)(a, b), [1])
+    (c,) = [n.name for n in split.weights.graph.nodes if n.op == "placeholder"][: split.num_handed]
+    assert c == "cos" and split.weights(a.sin().cos(), b)[0].equal((a.sin().cos() @ b).sum(0))
 
 
 def test_a_piece_of_a_view_is_made_again_and_not_handed_over():

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import symm
-from graphmoe.ops.product_stream import beside_products_on
 from graphmoe.ops.symm.collective import positions
+from graphmoe.ops.symm.product_stream import beside_products_on
 from graphmoe.world import World
 from runtime.dispatch.peers import make_peers
 from runtime.mesh import Mesh

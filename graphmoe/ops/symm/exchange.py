@@ -6,7 +6,7 @@ this exchange's side, and have read what the other side held.
 
 With a block, the first rows of each pair of ranks travel by copies of a fixed size, one on each of
 ``peers.streams``, which need no SM; kernels move the rest beside them. Where products run beside an exchange,
-what must be done before anything travels is queued before these (`graphmoe.ops.product_stream`).
+what must be done before anything travels is queued before these (`graphmoe.ops.symm.product_stream`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from graphmoe.ops.product_stream import before_products
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes
+from graphmoe.ops.symm.product_stream import before_products
 
 Way = tuple[Tensor, Tensor, Tensor, int]
 """ends_P, row_TW, arrivals_PP and block."""

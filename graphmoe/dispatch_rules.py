@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from graphmoe.config import (
+    DeviceChoice,
     DispatcherChoice,
     DpShard,
     ModelConfig,
@@ -50,6 +53,16 @@ def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
     if config.moe.transport is not Transport.auto:
         return config.moe.transport
     return Transport.copy_engine if config.pipeline.ep_overlap and on_nvidia else Transport.pull
+
+
+def transport_of_run(config: RunConfig) -> Transport | None:
+    """``transport_of`` on the devices of the run itself, whose configuration is resolved.
+
+    A dry run is of GPUs of the vendor that this torch is built for (AMD's for ROCm, else NVIDIA's), whatever
+    this machine has.
+    """
+    on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
+    return transport_of(config, on_nvidia=on_gpu and torch.version.hip is None)
 
 
 def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:

@@ -194,7 +194,7 @@ def _say_what_is_left_out(config: RunConfig) -> None:
     if config.graph.scope != "none":
         log.warning("graph.scope=%s has no effect on a dry run: nothing is captured", config.graph.scope)
     if config.pipeline.ep_overlap and config.parallel.pp == 1:
-        log.warning("pipeline.ep_overlap=true has no effect on a dry run, which runs one micro-batch")
+        log.warning("pipeline.ep_overlap=true overlaps nothing in a dry run, which runs one micro-batch")
     elif config.pipeline.ep_overlap:
         log.info("dry run: the two of a pair of pipeline.ep_overlap=true run one after the other")
     if config.model.attention_backend is not AttentionBackend.auto:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphmoe.config import ConfigError, RunConfig
+from graphmoe.dispatch_rules import transport_of_run
 from graphmoe.layout import Layout
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.projection.memory import PlaceMemory, exact_memory
@@ -39,10 +41,17 @@ def projected_memory(config: RunConfig, layout: Layout, plan: PipelinePlan | Non
     ``buffers`` are those of torch's allocator, the others kinds of their own; ``total`` is of all kinds.
     """
     try:
-        places = exact_memory(config, layout, on_nvidia=torch.version.hip is None, plan=plan)
+        run, on_nvidia = with_its_transport(config), torch.version.hip is None
+        places = exact_memory(run, layout, on_nvidia=on_nvidia, plan=plan)
     except ConfigError as error:
         return {"why_not": str(error)}
     return {"places": [_gib_by_kind(place) for place in places]}
+
+
+def with_its_transport(config: RunConfig) -> RunConfig:
+    """With the transport that the run chooses on its own devices, in the place of auto."""
+    transport = transport_of_run(config)
+    return config if transport is None else replace(config, moe=replace(config.moe, transport=transport))
 
 
 def allocated_bytes(place: PlaceMemory) -> float:

@@ -26,8 +26,13 @@ LONG = (
 """Folders and files of tests that start processes or compile much."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long files first, or one worker ends alone with them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """No exhaustive tests unless -m names them; the long files first, or one worker ends alone with them."""
+    if "exhaustive" not in config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     items.sort(key=lambda item: not any(name in LONG for name in (item.path.stem, item.path.parent.name)))
 
 
@@ -120,7 +125,10 @@ def as_traced() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["as traced", pytest.param("compiled", marks=pytest.mark.exhaustive)])
+BY_INDUCTOR = pytest.param("compiled", marks=(pytest.mark.exhaustive, pytest.mark.slow))
+
+
+@pytest.fixture(params=["as traced", BY_INDUCTOR])
 def mostly_traced(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
     """Words of compiled runs whose units run as they were traced, and by Inductor's code with -m exhaustive.
 

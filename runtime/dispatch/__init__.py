@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from graphmoe.config import ComputeDtype, DeviceChoice, DispatcherChoice, RunConfig, Transport
+from graphmoe.config import ComputeDtype, DispatcherChoice, RunConfig, Transport
 from graphmoe.dispatch import Dispatcher
-from graphmoe.dispatch_rules import dispatcher_of, reads_peers, transport_of
+from graphmoe.dispatch_rules import dispatcher_of, reads_peers, transport_of_run
 from graphmoe.layout import Layout
 from graphmoe.ops.symm import Sizes, reserve, use_peers
 from graphmoe.receive_budget import Load, balanced_load, capacity, routed_tokens
@@ -51,8 +51,7 @@ def planned_dispatcher(config: RunConfig, layout: Layout, factor: float = 1.0) -
     if choice is not DispatcherChoice.symm:
         return vendor_dispatcher(choice, model, layout, tokens, room)
     block = 0
-    on_nvidia = config.run.device is DeviceChoice.cuda and torch.version.hip is None
-    if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
+    if transport_of_run(config) is Transport.copy_engine:
         block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
         room = room._replace(rows=rows)
     return Symm(room, model.num_experts // layout.ep, layout.etp, block)
@@ -76,7 +75,8 @@ def open_dispatcher(config: RunConfig, mesh: Mesh, device: torch.device) -> None
         return
     dispatcher = planned_dispatcher(config, mesh.layout)
     assert dispatcher.capacity is not None
-    log.info("moe.dispatcher=%s: room for %d rows and %d slots at a time", choice.value, *dispatcher.capacity)
+    words = _in_words(config, dispatcher)
+    log.info("%s: room for %d rows and %d slots at a time", words, *dispatcher.capacity)
     if choice is DispatcherChoice.symm and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
     if choice in BUFFERED:
@@ -103,3 +103,13 @@ def close_dispatcher() -> None:
     """Give back what is open, at the end of a run that went well. A collective of all ranks."""
     use_peers(None)
     close_vendor()
+
+
+def _in_words(config: RunConfig, dispatcher: Dispatcher) -> str:
+    """What was chosen, for the log."""
+    choice, transport = dispatcher_of(config.moe, config.parallel), transport_of_run(config)
+    words = f"moe.dispatcher={choice.value}"
+    if not isinstance(dispatcher, Symm) or transport is None:
+        return words
+    blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
+    return f"{words}, moe.transport={transport.value}{blocks}"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import symm
-from graphmoe.ops.product_stream import beside_products_on
 from graphmoe.ops.symm.collective import positions
+from graphmoe.ops.symm.product_stream import beside_products_on
 from graphmoe.world import World
 from runtime.dispatch.peers import make_peers
 from runtime.mesh import Mesh
@@ -66,17 +66,24 @@ class CapturedTrip(SymmTrip):
 
 @dataclass(frozen=True)
 class TripBesideProducts(CapturedTrip):
-    """The same on a stream of its own, with products beside it that take memory and fill it with NaN."""
+    """The same on a stream of its own, with products beside it that take memory and fill it with NaN.
+
+    The gradient that it is given was made on the stream of the products, and is free when these have waited.
+    """
 
     def results(self, run: Run, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         products, transfers = torch.cuda.current_stream(), torch.cuda.Stream()
+        *others, dy = inputs
+        given = dy.clone()
         transfers.wait_stream(products)
         with torch.cuda.stream(transfers), beside_products_on(products):
-            results = gradients(run, *inputs)
+            results = gradients(run, *others, given)
         for _ in range(4):
             square = torch.full((2048, 2048), float("nan"), device="cuda")
             square @ square
         products.wait_stream(transfers)
+        del given
+        torch.full_like(dy, float("nan"))  # in the same memory
         return results
 
 

@@ -34,6 +34,7 @@ ALL_RUNS = {
         *SYMM, "moe.transport=pull", "pipeline.ep_overlap=true", "graph.scope=full_iteration",
     ),
     "copies": (*SYMM, "moe.transport=copy_engine"),
+    "copies overlap": (*SYMM, "moe.transport=copy_engine", "pipeline.ep_overlap=true"),
     "copies full_iteration": (*SYMM, "moe.transport=copy_engine", "graph.scope=full_iteration"),
     "copies overlap full_iteration": (*SYMM, "pipeline.ep_overlap=true", "graph.scope=full_iteration"),
 }  # fmt: skip
@@ -51,6 +52,7 @@ PLAIN = {
     "symm full_iteration": "symm",
     "symm overlap": "symm",
     "symm overlap full_iteration": "symm",
+    "copies overlap": "copies",
     "copies full_iteration": "copies",
     "copies overlap full_iteration": "copies",
 }

@@ -135,7 +135,7 @@ def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | No
     results = emulation.run(body)
     emulation.assert_guards_are_whole()
     if fresh:
-        assert_dead_rows_did_not_travel(case, emulation)
+        assert_only_live_rows_for_others_were_put(case, emulation)
     weights, experts = zip(*map(case.slots_of, ranks), strict=True)
     for rank, (h_ND, weight_NK, number_NK, arrivals, y, dsum, dh, dweight) in enumerate(results):
         assert arrivals.equal(case.arrivals())
@@ -156,13 +156,16 @@ def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | No
             assert actual.equal(case.returned(rank, of_rows, rows))
 
 
-def assert_dead_rows_did_not_travel(case: Case, emulation: Emulation) -> None:
-    """The rows of sums that are dead are still what the region was filled with."""
+def assert_only_live_rows_for_others_were_put(case: Case, emulation: Emulation) -> None:
+    """Of sums and gradients of weights, rows that are dead or of the own rank's tokens stay as they were."""
     assert emulation.region is not None
+    region, row_bytes = emulation.region, case.columns * case.dtype.itemsize
+    parts = (region.sums, row_bytes), (region.dweights, 4 * case.slots)
     for rank, peers in enumerate(emulation.peers):
-        at = case.live(rank)
-        dead = torch.ones(case.num_rows, dtype=torch.bool, device=case.device)
-        dead[at[at < case.num_rows]] = False
-        row_bytes = case.columns * case.dtype.itemsize
-        sums = peers.view(rank, emulation.region.sums, (case.num_rows, row_bytes), torch.uint8)
-        assert bool((sums[dead] == 255).all())
+        at, arrived_P = case.live(rank), case.arrivals()[:, rank].long()
+        source = torch.arange(case.ranks, device=case.device).repeat_interleave(arrived_P)
+        put = torch.zeros(case.num_rows, dtype=torch.bool, device=case.device)
+        put[at[(at < case.num_rows) & (source != rank)]] = True
+        for offset, num_bytes in parts:
+            rows = peers.view(rank, offset, (case.num_rows, num_bytes), torch.uint8)
+            assert bool((rows[~put] == 255).all())

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from graphmoe.config import Transport
+from graphmoe.config import DeviceChoice, RunConfig, Transport
+from graphmoe.config_rules import resolve
 from graphmoe.dispatch_rules import transport_of
+from graphmoe.dry_run import dry_run
 from graphmoe.layout import Layout
+from graphmoe.projected_memory import projected_memory, with_its_transport
 from graphmoe.projection.sizes import Sizes
-from runtime.dispatch import planned_dispatcher
+from runtime.dispatch import close_dispatcher, open_dispatcher, planned_dispatcher
 from tests.runs import config
 
 SYMM = ("moe.dispatcher=symm", "parallel.ep=2", "launch.nproc=2", "run.device=cuda")
@@ -38,6 +46,7 @@ def test_copies_are_taken_where_products_run_beside_them(words, on_nvidia, expec
         (None, (*SYMM, *OVERLAP), True),
         ("6.4", (*SYMM, *OVERLAP), False),
         (None, (*SYMM, *OVERLAP, "run.device=cpu"), False),
+        (None, (*SYMM, *OVERLAP, "run.device=cpu", "moe.transport=copy_engine"), True),
         (None, SYMM, False),
     ],
 )
@@ -46,6 +55,66 @@ def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monke
     run = config(*words)
     dispatcher = planned_dispatcher(run, LAYOUT)
     assert (dispatcher.block > 0) == copies
-    if "run.device=cpu" not in words:
-        sizes = Sizes.of(run, LAYOUT, on_nvidia=hip is None)
-        assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
+    sizes = Sizes.of(with_its_transport(run), LAYOUT, on_nvidia=hip is None)
+    assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
+
+
+def test_the_projected_memory_of_a_run_is_that_of_the_transport_that_it_takes():
+    def shared_gib(*words: str) -> float:
+        run = config(*SYMM, *OVERLAP, "precision.compute=bf16", *words)
+        (place,) = projected_memory(run, LAYOUT, None)["places"]
+        return place["dispatch"]
+
+    pulls, copies = (shared_gib(f"moe.transport={name}") for name in ("pull", "copy_engine"))
+    assert shared_gib("run.device=cpu") == pulls < copies == shared_gib()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (OVERLAP, "moe.dispatcher=symm, moe.transport=copy_engine with blocks of 128 rows: room for "),
+        ((), "moe.dispatcher=symm, moe.transport=pull: room for "),
+    ],
+)
+def test_the_log_says_which_transport_a_run_takes(caplog, words, said):
+    caplog.set_level(logging.INFO)
+    mesh = SimpleNamespace(layout=LAYOUT, group=lambda axis: None)
+    try:
+        open_dispatcher(config(*SYMM, *words), mesh, torch.device("cpu"))
+    finally:
+        close_dispatcher()
+    assert any(message.startswith(said) for message in caplog.messages), caplog.messages
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monkeypatch, hip):
+    """Also where this machine has none of them: run.device=auto is what it has."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = []
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, available))
+        run = dry_config(*OVERLAP)
+        assert run.run.device is (DeviceChoice.cuda if available else DeviceChoice.cpu)
+        dispatcher = planned_dispatcher(run, LAYOUT)
+        assert (dispatcher.block > 0) == (hip is None)
+        found.append(dispatcher)
+    assert found[0] == found[1]
+
+
+def test_the_report_of_a_dry_run_is_the_same_with_and_without_gpus(monkeypatch, passes_may_miss):
+    found = []
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, available))
+        run = dry_config(*OVERLAP)
+        monkeypatch.undo()  # torch would ask the GPUs that it is told of
+        found.append(dry_run(run))
+    pulls = dry_run(dry_config(*OVERLAP, "moe.transport=pull"))
+    for report in (*found, pulls):
+        report.pop("seconds")
+    assert found[0] == found[1] != pulls
+
+
+def dry_config(*words: str) -> RunConfig:
+    """Of a dry run of two ranks, on the device that this machine is said to have."""
+    run = config("launch.fake_world=2", "moe.dispatcher=symm", "parallel.ep=2", *words)
+    return resolve(replace(run, run=replace(run.run, device=DeviceChoice.auto)))

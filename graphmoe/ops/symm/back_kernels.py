@@ -47,7 +47,8 @@ def put_kernel(
         is_block = (row // divisor)[:, None] == rank[None, :]
         in_block = tl.sum(tl.where(is_block, arrived[None, :], 0), 1)
         is_rest = (row >= P * block) & ((row < own) | (row >= own_end))
-        live = (row < end) & (is_rest | (row % divisor < in_block))
+        is_first = (row < P * block) & (row % divisor < in_block)
+        live = (row < end) & (is_rest | is_first)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         is_value = live[:, None] & (column < columns)[None, :]
         tl.store(sum_ND + at, tl.load(y_ND + at, is_value), is_value)

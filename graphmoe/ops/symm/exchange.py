@@ -4,9 +4,14 @@ Each exchange is: put what is one's own into the own region, barrier, read from 
 of sums use two sides of the region in turn, so one barrier is enough: when it is passed, all ranks have put
 this exchange's side, and have read what the other side held.
 
-With a block, the first rows of each pair of ranks travel by copies of a fixed size, one on each of
-``peers.streams``, which need no SM; kernels move the rest beside them. Where products run beside an exchange,
-what must be done before anything travels is queued before these (`graphmoe.ops.product_stream`).
+With a block, the first rows for each other rank travel by copies of a fixed size, which need no SM, each on a
+stream of its own (``peers.streams``); kernels move the rest beside them. Where products run beside such an
+exchange, what must be done before anything travels is queued before these
+(`graphmoe.ops.symm.product_stream`).
+
+Rows of the own rank's tokens do not travel. Sums are read where the experts wrote them, and with a block the
+first rows are packed straight to where they are received. Other tokens of its own a rank pulls out of its own
+region, as it pulls those of its peers.
 """
 
 from __future__ import annotations
@@ -17,9 +22,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from graphmoe.ops.product_stream import before_products
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes
+from graphmoe.ops.symm.product_stream import before_products
 
 Way = tuple[Tensor, Tensor, Tensor, int]
 """ends_P, row_TW, arrivals_PP and block."""
@@ -182,16 +187,23 @@ def _others(peers: MemoryPeers) -> list[int]:
 
 @contextmanager
 def _beside(peers: MemoryPeers, copies: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Run copies (to, from) beside what is launched inside: the first before, others on their streams."""
-    streams = peers.streams[: max(len(copies) - 1, 0)]
-    for stream, (to, source) in zip(streams, copies[1:] if streams else (), strict=True):
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    """Run copies (to, from), each on one of ``peers.streams``, beside what is launched inside.
+
+    Without streams they run before it.
+    """
+    if not peers.streams:
+        for to, source in copies:
             to.copy_(source)
-    for to, source in copies[:1] if streams else copies:
-        to.copy_(source)
+        yield
+        return
+    here, begun = torch.cuda.current_stream(), []
     try:
+        for stream, (to, source) in zip(peers.streams[: len(copies)], copies, strict=True):
+            stream.wait_stream(here)
+            begun.append(stream)
+            with torch.cuda.stream(stream):
+                to.copy_(source)
         yield
     finally:  # what a capture says of streams that were left alone would hide the cause
-        for stream in streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        for stream in begun:
+            here.wait_stream(stream)

@@ -101,7 +101,9 @@ ALIGNMENT = 256
 
 
 class MemoryPeers(Peers, Protocol):
-    """Peers that read each other's regions. Calls are for one stream, and alike on all ranks.
+    """Peers that read each other's regions. Calls are alike on all ranks.
+
+    One exchange at a time, on one stream or on streams that wait for each other.
 
     A captured graph holds addresses, so memory that ``reserve`` replaced stays where it is.
     """
@@ -112,7 +114,7 @@ class MemoryPeers(Peers, Protocol):
     addresses: Tensor
     """int64 [P] on the device: the base of each rank's region."""
     streams: Sequence[torch.cuda.Stream]
-    """One for each copy that runs beside others, at least P - 1; none on a CPU."""
+    """One for the copy from each other rank, at least P - 1, beside which kernels run; none on a CPU."""
 
     def reserve(self, sizes: Sizes) -> Region:
         """The region, after it has grown to have room for ``sizes`` and all earlier ones.

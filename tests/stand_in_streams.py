@@ -1,0 +1,74 @@
+"""Streams of a GPU that is not there: what was queued on which, and behind what.
+
+``graphmoe`` and ``runtime`` ask torch.cuda for streams; `use_streams` gives them these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+
+@dataclass(eq=False)
+class Stream:
+    """Runs its work in order; ``behind`` is all work that is done when the next begins."""
+
+    name: str
+    behind: frozenset[str] = frozenset()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.behind |= other.behind
+
+
+@dataclass
+class Event:
+    """What was queued before it on the stream that recorded it."""
+
+    gpu: Gpu
+    behind: frozenset[str] = frozenset()
+
+    def record(self) -> None:
+        self.behind = self.gpu.current.behind
+
+    def wait(self) -> None:
+        self.gpu.current.behind |= self.behind
+
+
+@dataclass
+class Gpu:
+    """Streams, and where each piece of work was queued."""
+
+    current: Stream = field(default_factory=lambda: Stream("first"))
+    on: dict[str, str] = field(default_factory=dict)
+    """Name of the stream of each piece of work."""
+    behind: dict[str, frozenset[str]] = field(default_factory=dict)
+    """What is done before each piece of work begins."""
+
+    def queue(self, work: str) -> None:
+        """Queue a piece of work on the current stream."""
+        assert work not in self.on, work
+        self.on[work], self.behind[work] = self.current.name, self.current.behind
+        self.current.behind |= {work}
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """As torch.cuda.stream."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def use_streams(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Let torch.cuda have the streams of a stand-in; those that are made are called second, third, ..."""
+    gpu, names = Gpu(), iter(("second", "third", "fourth", "fifth"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(next(names)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(gpu))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: gpu.current)
+    monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
+    return gpu

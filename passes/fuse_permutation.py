@@ -8,7 +8,8 @@ What is found, by meaning and not by spelling:
 - the gather: rows x[slot // K], of tokens or of their routing weights (then K is 1) -> `permute`;
 - the return: rows by the inverse order and a sum over k, or an index_add by token, with weights before
   or after the move or none -> `unpermute`.
-The plan may be another unit's. An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
+The plan may be another unit's. Where the model calls the operations itself, as for rows of peers, nothing
+is expected. An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ ADDITIONS = (aten.index_add, aten.scatter_add)
 def fuse_permutation(graph: fx.Graph) -> Rewrites:
     """Put `routing_plan`, `permute` and `unpermute` in place of what they do."""
     left: list[str] = []
-    sorts = calls(graph, aten.sort)
+    sorts, given = calls(graph, aten.sort), calls(graph, ops.permute, ops.unpermute)
     matches = sum([_plan(sort, left) for sort in sorts])
     plans = [plan_of(call) for call in calls(graph, ops.routing_plan)] + plans_from_outside(graph)
     candidates = [(node, plan) for node in calls(graph, *GATHERS) for plan in plans]
@@ -76,7 +77,10 @@ def fuse_permutation(graph: fx.Graph) -> Rewrites:
         reader = escape(sort, [])
         if reader is not None and matches and part(reader, aten.sort) == 0 and not is_float(operand(sort)):
             left.append(f"{name_of(sort)}: stays beside the plan, its sorted ids are read")
-    return Rewrites(matches, tuple(left), f"{len(sorts)} sorts, none of a flat list of expert ids")
+    absent = f"{len(sorts)} sorts, none of a flat list of expert ids"
+    if given:
+        absent = f"the model calls permute or unpermute itself, {len(given)} times"
+    return Rewrites(matches, tuple(left), absent, expected=not given)
 
 
 def _plan(sort: Node, left: list[str]) -> bool:

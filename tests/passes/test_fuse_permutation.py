@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from graphmoe.ops.permute import permute, routing_plan, unpermute
-from passes.base import MadeBy
+from passes.base import MadeBy, Rewrites
 from passes.fuse_permutation import fuse_permutation
 from tests.passes.blocks import (
     DTYPES,
@@ -19,6 +20,8 @@ from tests.passes.blocks import (
     traced,
 )
 from tests.passes.permutation_spellings import MOVES, SPELLINGS, inputs, layer
+
+ops = torch.ops.graphmoe
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: "-".join(s.values()))
@@ -40,6 +43,16 @@ def test_an_unstable_sort_becomes_the_stable_order():
     fused, (result,) = rewritten(plain, fuse_permutation)
     assert result.matches == 4  # plan, rows, weights of the rows, return
     assert_same_numbers(fused, plain)
+
+
+def test_nothing_is_expected_where_the_model_calls_the_operations_itself():
+    def run(x, row, slot, ends):
+        return ops.unpermute(ops.permute(x, slot, row, ends), slot, row, ends, None)
+
+    x, _, _, expert = inputs()
+    _, ends_E, row_TK, slot_R = ops.routing_plan(expert.int(), E)
+    _, (result,) = rewritten(traced(run, x, row_TK, slot_R, ends_E), fuse_permutation)
+    assert result == Rewrites(0, (), "the model calls permute or unpermute itself, 2 times", expected=False)
 
 
 PLAN = [MadeBy("graphmoe::routing_plan", "unit:call", part) for part in (1, 2, 3)]

@@ -80,7 +80,6 @@ def rotary_bytes(run: Any) -> int:
     return whole + (whole // run.parallel.cp if run.parallel.cp_method.value == "ring" else 0)
 
 
-@pytest.mark.usefixtures("passes_may_miss")
 @pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     given = {word.partition("=")[0]: word for word in (*MODEL, *words)}

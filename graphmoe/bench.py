@@ -11,7 +11,8 @@ python -m graphmoe.bench suite=projection rates=rates.json out=projection.json
 python -m graphmoe.bench suite=ladder nproc=4 out=ladder.json
 
 Times are medians of device time; operations find cold caches. A case that fails is a row with the reason, the
-others go on, and the exit status is 1.
+others go on, and the exit status is 1. What ends early leaves the rows that it has beside out=ops.json, in
+ops.rows.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -57,6 +58,7 @@ from graphmoe.benchmarks.dispatch_suite import DispatchSuite, dispatch_cases
 from graphmoe.benchmarks.dispatch_table import LINK_BYTES_PER_S, DispatchRow, render_dispatch
 from graphmoe.benchmarks.ladder_suite import ladder_cases, run_rung
 from graphmoe.benchmarks.ladder_table import LadderRow, draw_ladder, render_ladder, take_gains
+from graphmoe.benchmarks.one_by_one import chosen, is_first, keep, one_by_one, rows_file
 from graphmoe.benchmarks.ops_suite import FULL, TINY, ops_suite
 from graphmoe.benchmarks.ops_table import brief, render_operations
 from graphmoe.benchmarks.projection_suite import (
@@ -85,13 +87,14 @@ def main(argv: list[str]) -> None:
     args = parse_args(BenchArgs, argv, prog="graphmoe.bench")
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # on stderr
     document = bench(args, argv)
-    if not _is_first():
+    if not is_first():
         sys.exit(any(row["error"] for row in document["rows"]))
     if args.out is not None:
         try:
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write out={args.out}: {error}") from error
+        rows_file(args.out).unlink(missing_ok=True)
     emit(document, render(document), args.format)
     if args.suite is Suite.ladder and args.out is not None:
         draw_ladder(document, args.out.with_suffix(".png"))
@@ -103,6 +106,8 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run the suite and return the JSON document; progress goes to the log. *Raises* ConfigError."""
     device, full = check(args)
     started = time.monotonic()
+    if args.out is not None and is_first():
+        rows_file(args.out).unlink(missing_ok=True)
     rows, left_out, method = SUITES[args.suite](args, device, full)
     of_rates = [row for row in rows if isinstance(row, CalibrateRow)]
     found = {"rates": rates_of_rows(of_rates)} if args.suite is Suite.calibrate else {}
@@ -129,7 +134,7 @@ def _operations(
 ) -> tuple[list[Row], list[str], dict[str, Any]]:
     """Rows of ``suite=ops``, what is left out, and how it is measured."""
     cases, left_out = ops_suite(FULL if full else TINY, device, args.peers)
-    cases = _chosen(cases, args.only)
+    cases = chosen(cases, args.only)
     for line in left_out:
         log.info("left out: %s", line)
 
@@ -138,7 +143,7 @@ def _operations(
         free_memory(device, after_error=any(row.error for row in found))
         return found
 
-    rows = _one_by_one(cases, run, brief)
+    rows = one_by_one(cases, run, brief, args.out)
     flushed = FLUSH_BYTES if device.type == "cuda" else 0
     method = {"warm_up_calls": WARM_UP_CALLS, "max_s_per_case": MAX_CASE_S, "cache_flush_bytes": flushed}
     return rows, left_out, method
@@ -157,11 +162,12 @@ def _steps(
         micro_batch_sizes=args.micro_batch_sizes or "",
         seq_lens=args.seq_lens or "",
     )
-    cases = _chosen(cases, args.only)
-    rows = _one_by_one(
+    cases = chosen(cases, args.only)
+    rows = one_by_one(
         cases,
         lambda case: [run_step_case(case, args.repeats, args.limit_s)],
         lambda found: found[0].error or f"{found[0].median_ms:.2f} ms, {found[0].tokens_per_s:,.0f} tokens/s",
+        args.out,
     )
     method = {
         "warm_up_steps": f"graph.warmup_steps + {step_times.WARM_UP_STEPS}",
@@ -186,11 +192,12 @@ def _rungs(
         overrides=args.overrides or "",
         micro_batch_sizes=args.micro_batch_sizes or "",
     )
-    cases = _chosen(cases, args.only)
-    rows = _one_by_one(
+    cases = chosen(cases, args.only)
+    rows = one_by_one(
         cases,
         lambda case: [run_rung(case, num_ranks, args.repeats, args.limit_s)],
         lambda found: found[0].error or f"{found[0].median_ms:.1f} ms, {found[0].tokens_per_s:,.0f} a GPU",
+        args.out,
     )
     take_gains(rows)
     method = {
@@ -208,19 +215,20 @@ def _exchanges(
     shapes = dispatch_suite.FULL if full else dispatch_suite.TINY
     vendors = dispatch_suite.vendors_of(device, shapes)
     left_out = [f"{choice.value}: {missing}" for choice, missing in vendors.items() if missing]
-    for line in left_out * _is_first():
+    for line in left_out * is_first():
         log.info("left out: %s", line)
     here = [choice for choice, missing in vendors.items() if not missing]
     cases = dispatch_cases(shapes, args.blocks, here)
-    cases = _chosen(cases, args.only)
+    cases = chosen(cases, args.only)
     with joined_ranks(device) as ranks:
         if ranks.rank:
             logging.getLogger().setLevel(logging.WARNING)
         suite = DispatchSuite(ranks, args.repeats)
-        rows = _one_by_one(
+        rows = one_by_one(
             cases,
             suite.run,
             lambda found: ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found),
+            args.out,
         )
         suite.close()
     method = {
@@ -242,13 +250,15 @@ def _rates(
     cases = calibrate_cases.calibrate_cases(calibrate_cases.FULL if full else calibrate_cases.TINY)
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     rows: list[CalibrateRow] = []
-    if _is_first():
-        rows += _one_by_one(
-            _chosen(cases, args.only),
+    if is_first():
+        rows += one_by_one(
+            chosen(cases, args.only),
             lambda case: calibrate_suite.run_calibrate_case(case, card, device, args.repeats),
             calibrate_suite.brief,
+            args.out,
         )
         rows.append(calibrate_suite.launch_row(device))
+        keep(args.out, rows[-1:])
     if is_alone:
         left_out = ["node: one rank sends nothing; start it with torchrun --nproc-per-node=8"]
         own = [] if device.type == "cuda" else ["compile=none"]
@@ -257,6 +267,7 @@ def _rates(
         left_out = ["host_us: it is measured by one process; start it with python -m graphmoe.bench"]
         with joined_ranks(device) as ranks:
             rows.append(calibrate_suite.exchange_row(ranks, card, args.repeats))
+    keep(args.out, rows[-1:])
     for line in left_out:
         log.info("left out: %s", line)
     method = {
@@ -274,12 +285,13 @@ def _projections(
     setting = projection_suite.FULL if full else projection_suite.TINY
     num_ranks = args.nproc or 1
     cases = projection_cases(setting, device.type, num_ranks, args.repeats, overrides=args.overrides or "")
-    cases = _chosen(cases, args.only)
+    cases = chosen(cases, args.only)
     card = card_of_device(device)
-    rows = _one_by_one(
+    rows = one_by_one(
         cases,
         lambda case: [run_projection_case(case, card, args.rates, num_ranks, args.repeats, args.limit_s)],
         lambda found: found[0].error or found[0].brief,
+        args.out,
     )
     method = {
         "card": card.name,
@@ -313,45 +325,6 @@ def render(document: dict[str, Any]) -> str:
     """The table as Markdown, with what a reader must know of it below."""
     table = RENDERERS[document["suite"]]
     return "\n".join([*table(document), *_footnotes(document)])
-
-
-def _is_first() -> bool:
-    """Whether this process says what was measured."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-AnyCase = TypeVar("AnyCase", bound=Named)
-
-
-AnyRow = TypeVar("AnyRow")
-
-
-def _one_by_one(
-    cases: Sequence[AnyCase], run: Callable[[AnyCase], list[AnyRow]], told: Callable[[list[AnyRow]], str]
-) -> list[AnyRow]:
-    """The rows of all cases, each logged as soon as it is there."""
-    rows: list[AnyRow] = []
-    for number, case in enumerate(cases, start=1):
-        started = time.monotonic()
-        found = run(case)
-        seconds = time.monotonic() - started
-        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, told(found), seconds)
-        rows += found
-    return rows
-
-
-def _chosen(cases: list[AnyCase], prefixes: Sequence[str]) -> list[AnyCase]:
-    """Cases whose name starts with one of the prefixes. *Raises* ConfigError for a prefix of none."""
-    unknown = [prefix for prefix in prefixes if not any(case.name.startswith(prefix) for case in cases)]
-    if unknown:
-        names = ", ".join(case.name for case in cases)
-        raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases are {names}")
-    return [case for case in cases if not prefixes or case.name.startswith(tuple(prefixes))]
 
 
 def _environment(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,11 @@ from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
 from graphmoe.pipeline_plan import layout_and_plan
 
-PACKAGES = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors")
+PACKAGES = (
+    *("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors"),
+    *("deep_ep", "primus_turbo", "transformer_engine"),
+)
+"""Distributions on which what a run computes, or how fast, depends."""
 
 
 def open_device(choice: DeviceChoice) -> torch.device:

@@ -96,10 +96,11 @@ def test_json_on_stdout_is_what_the_file_holds(tmp_path, capsys, caplog, monkeyp
     caplog.set_level("INFO")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a new process
     out = tmp_path / "ops.json"
+    (tmp_path / "ops.rows.jsonl").write_text("what an earlier suite left")
     bench.main(["device=cpu", "only=permute,swiglu/f", "repeats=2", "format=json", f"out={out}"])
     streams = capsys.readouterr()
     document = json.loads(streams.out)
-    assert json.loads(out.read_text()) == document
+    assert json.loads(out.read_text()) == document and [*tmp_path.iterdir()] == [out]
     assert [row["case"] for row in document["rows"]] == ["permute", "swiglu/forward"]
     assert "[2/2] swiglu/forward: graphmoe" in streams.err and "left out: peers" in streams.err
     assert any("need a GPU" in line for line in document["left_out"])

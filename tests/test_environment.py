@@ -1,6 +1,7 @@
-"""What is refused before a run starts."""
+"""What is refused before a run starts, and what is written down of where it runs."""
 
 import dataclasses
+import importlib.metadata
 from types import SimpleNamespace
 
 import psutil
@@ -9,7 +10,7 @@ import torch
 
 from graphmoe import pipeline_plan
 from graphmoe.config import ComputeDtype, ConfigError, ModelConfig, RunConfig
-from graphmoe.environment import check_memory
+from graphmoe.environment import check_memory, describe
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
 from graphmoe.pipeline_plan import layout_and_plan
@@ -62,3 +63,14 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
     monkeypatch.setattr(pipeline_plan, "make_table", counted)
     check_memory(run, torch.device("cpu"), num_ranks=4)
     assert len(tables) == 1
+
+
+def test_the_versions_of_what_moves_and_computes_rows_are_named_where_it_is_installed(monkeypatch):
+    def version(name):
+        if name == "deep_ep":
+            return "1.2.1"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    packages = describe(torch.device("cpu"))["packages"]
+    assert packages["deep_ep"] == "1.2.1" and packages["primus_turbo"] is packages["torch"] is None

@@ -69,7 +69,8 @@ class BenchArgs:
     blocks: str = BLOCKS
     """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None
-    """File that ends in .json for the document, written at the end, with the ladder's chart beside it."""
+    """File that ends in .json for the document, written at the end, with the ladder's chart beside it.
+    Until then a file that ends in .rows.jsonl has the rows that are there."""
     format: OutputFormat = OutputFormat.text
     """text, or json: one document on stdout and nothing else there."""
 

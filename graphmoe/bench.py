@@ -103,7 +103,10 @@ def main(argv: list[str]) -> None:
 
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the suite and return the JSON document; progress goes to the log. *Raises* ConfigError."""
+    """Run the suite and return the JSON document; progress goes to the log, and rows beside ``out``.
+
+    *Raises* ConfigError.
+    """
     device, full = check(args)
     started = time.monotonic()
     if args.out is not None and is_first():

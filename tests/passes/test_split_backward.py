@@ -106,7 +106,7 @@ def test_i_sums_the_gradients_of_norms_and_hands_over_rows(layer):
     cut, tensors = graphs_of(layer, SPLIT)
     assert cut.backward is not None
     results = next(n for n in reversed(cut.backward.weights.graph.nodes) if n.op == "output").args[0]
-    norms = [n for i, n in zip(cut.weight_gradients, results, strict=True) if tensors[i].dim() == 1]  # type: ignore[arg-type]
+    norms = [n for i, n in zip(cut.weight_gradients, results, strict=True) if tensors[i].dim() == 1]
     assert len(norms) == 3  # before attention, of the latents, before the MLP
     assert {origin(node).op for node in norms} == {"placeholder"}
     assert not [node for node in cut.backward.weights.graph.nodes if node.target in SUMS]

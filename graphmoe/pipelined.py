@@ -22,7 +22,6 @@ from graphmoe.segments import Executor
 from runtime.mesh import Mesh
 from runtime.overlap.runner import Overlap
 from runtime.pipeline.channels import Channels, Spec
-from runtime.pipeline.engine import Pipeline
 from runtime.pipeline.lanes import lanes_of
 from runtime.pipeline.overlapped import OverlappedStage
 from runtime.pipeline.schedules import SCHEDULES
@@ -113,6 +112,8 @@ class Pipelined:
             for number in self.stages
         }
         self.channels = open_channels(channels_of(plan.table), mesh.layout.groups("pp"), self.device)
+        from runtime.pipeline.engine import Pipeline  # what it takes of torch imports torch's compilers
+
         self.pipeline = Pipeline(plan.table, place, runs, self.channels, copies=self._lane is not None)
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:

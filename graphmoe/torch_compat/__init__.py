@@ -1,6 +1,7 @@
 """Every private torch interface that the project uses, checked with torch 2.11 to 2.13.
 
-Each function says what it stands on; nothing else in the project imports a private name of torch.
+Each function says what it stands on; nothing else in the project imports a private name of torch. What is
+torch's compilers is imported where it is called: a process that compiles nothing starts in half the time.
 """
 
 from __future__ import annotations
@@ -13,18 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.utils import counters
-from torch._functorch import partitioners
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.autotune_cache import AutotuneCache
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.numa import binding as numa_binding
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -56,7 +47,6 @@ __all__ = [
     "symmetric_memory",
     "tensors_of",
     "tree_map_only",
-    "tune_each_kernel_once",
     "without_modes",
 ]
 
@@ -67,6 +57,8 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 def fake_mode() -> FakeTensorMode:
     """A mode for tensors without data; torch's compile caches refuse one that has no ShapeEnv."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
@@ -77,6 +69,9 @@ def joint_graph(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> fx.GraphMod
     a gradient; outputs are those of the forward, then a gradient or None for each input. Node metadata
     of the forward survives. (torch/_functorch/aot_autograd.py, used by torch's own higher order ops.)
     """
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._inductor.decomposition import select_decomp_table
+
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
 
     def run(*tensors: Tensor) -> Any:
@@ -98,6 +93,8 @@ def partition(
     What is cheap to compute again is, and what `mark_recomputed` marked (torch/_functorch/partitioners.py,
     the cut of torch.compile). ``static_inputs`` stay in memory anyway: parameters.
     """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     with _without_generator_states():
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(static_inputs)
@@ -111,6 +108,8 @@ def _without_generator_states() -> Iterator[None]:
     It would for every attention, whose operation is tagged as random whatever its dropout is, and no graph
     could be captured that reads and sets the generator. What does draw is refused: `draws_random_numbers`.
     """
+    from torch._functorch import partitioners
+
     name = "has_recomputable_rng_ops"
     saved = getattr(partitioners, name)
     setattr(partitioners, name, lambda graph: False)
@@ -161,6 +160,8 @@ def compile_inference(
     ``torch._inductor.compile`` calls; copy_args_to_cpu_if_needed in
     torch/_inductor/runtime/triton_heuristics.py.)
     """
+    from torch._inductor.compile_fx import compile_fx
+
     changes = any(
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for node in graph.graph.nodes
@@ -198,6 +199,8 @@ def custom_function_of(node: Any) -> type | None:
 @contextmanager
 def cache_counts() -> Iterator[dict[str, int]]:
     """Counts what torch's compile caches did inside the block; filled in at its end."""
+    from torch._dynamo.utils import counters
+
     names = {
         "fx_hits": ("inductor", "fxgraph_cache_hit"),
         "fx_misses": ("inductor", "fxgraph_cache_miss"),
@@ -223,68 +226,6 @@ def set_key_tag(tag: str) -> None:
     """
     own = os.environ.get(_KEY_TAG, "").partition(_OURS)[0]
     torch.compiler.config.cache_key_tag = os.environ[_KEY_TAG] = f"{own}{_OURS}{tag}"
-
-
-def tune_each_kernel_once() -> None:
-    """Let all instances of a generated Triton kernel run as the first one was tuned, in this job or before.
-
-    Each graph loads its kernels when it is compiled and tunes them when it runs first, so a kernel of
-    several graphs is tuned as often, and not always alike. One that comes with a cached graph looks for the
-    result only where the job that compiled it had its files. Otherwise tuned, a reduction groups its sums
-    otherwise. (torch/_inductor/runtime/triton_heuristics.py: CachingAutotuner, whose file is named by its
-    content; autotune_cache.py; codecache.py: StaticAutotunerFuture.)
-    """
-    recheck, tune = CachingAutotuner.recheck_autotune_cache, CachingAutotuner.autotune_to_one_config
-    if getattr(tune, "once", False):
-        return
-    chosen: dict[str, str] = {}
-
-    @functools.wraps(recheck)
-    def recheck_here(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
-        if self.filename is not None:
-            self.filename = os.path.join(cache_dir(), *self.filename.split(os.sep)[-2:])
-            if self.save_cache_hook is not None:
-                of_compiler: AutotuneCache = self.save_cache_hook.__self__
-                here = AutotuneCache.create(self.inductor_meta, self.filename, of_compiler.configs_hash)
-                self.save_cache_hook = here and here.save
-        recheck(self, *args, **kwargs)
-
-    @functools.wraps(tune)
-    def tune_once(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
-        if self.filename is None:
-            tune(self, *args, **kwargs)
-            return
-        name = os.path.basename(self.filename)
-        tuned = [one for one in self.launchers if str(one.config) == chosen.get(name)]
-        tuned = tuned or _stored(self, self.filename)
-        if len(tuned) == 1:
-            self.launchers = tuned
-            getattr(self, "_release_static_launchers_except", lambda launcher: None)(tuned[0])  # torch 2.13
-        else:
-            tune(self, *args, **kwargs)
-        chosen[name] = str(self.launchers[0].config)
-
-    tune_once.once = True  # type: ignore[attr-defined]
-    CachingAutotuner.recheck_autotune_cache = recheck_here  # type: ignore[method-assign]
-    CachingAutotuner.autotune_to_one_config = tune_once  # type: ignore[method-assign]
-
-
-def _stored(kernel: CachingAutotuner, file: str) -> list[Any]:
-    """The launcher of a kernel with the configuration that an earlier job has stored, if there is one.
-
-    Also one that is not among those that the kernel was compiled with, but was derived from the registers
-    that they take: torch 2.11 does not look for these.
-    """
-    cache = AutotuneCache.create(kernel.inductor_meta, file, "")
-    best = cache._read() if cache else None
-    if not best:
-        return []
-
-    def is_best(config: Any) -> bool:
-        numbers = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-        return all(best.get(name) == value for name, value in numbers.items())
-
-    return [launcher for launcher in kernel.launchers if is_best(launcher.config)]
 
 
 def bind_threads(cpus: set[int]) -> None:

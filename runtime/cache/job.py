@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphmoe.torch_compat import set_key_tag, tune_each_kernel_once
+from graphmoe.torch_compat import set_key_tag
 from graphmoe.world import World
 from runtime.cache.folders import is_users
 from runtime.cache.key import EXTRA_PASS, base_of, key_of
@@ -42,6 +42,8 @@ class JobCache:
 
     def __init__(self, cache: CompileCache, facts: Mapping[str, Any], world: World) -> None:
         """A collective of all ranks. ``facts`` are those of ``key.facts_of``."""
+        from graphmoe.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
+
         # An operation's gradient may change while the graph that calls it does not: other sources, other keys
         set_key_tag(base_of(facts) + _extra_passes(facts))
         tune_each_kernel_once()

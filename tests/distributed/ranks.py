@@ -34,7 +34,16 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["graphmoe.train", "graphmoe.trainer", "torch.distributed.checkpoint"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "graphmoe.train",
+        "graphmoe.trainer",
+        "graphmoe.torch_compat.pipelining",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.compile_fx",
+        "torch.distributed.checkpoint",
+    ]
+)
 
 
 class Job:

@@ -1,0 +1,73 @@
+"""How Inductor tunes the Triton kernels that it generates, checked with torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+
+def tune_each_kernel_once() -> None:
+    """Let all instances of a generated Triton kernel run as the first one was tuned, in this job or before.
+
+    Each graph loads its kernels when it is compiled and tunes them when it runs first, so a kernel of
+    several graphs is tuned as often, and not always alike. One that comes with a cached graph looks for the
+    result only where the job that compiled it had its files. Otherwise tuned, a reduction groups its sums
+    otherwise. (torch/_inductor/runtime/triton_heuristics.py: CachingAutotuner, whose file is named by its
+    content; autotune_cache.py; codecache.py: StaticAutotunerFuture.)
+    """
+    recheck, tune = CachingAutotuner.recheck_autotune_cache, CachingAutotuner.autotune_to_one_config
+    if getattr(tune, "once", False):
+        return
+    chosen: dict[str, str] = {}
+
+    @functools.wraps(recheck)
+    def recheck_here(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        if self.filename is not None:
+            self.filename = os.path.join(cache_dir(), *self.filename.split(os.sep)[-2:])
+            if self.save_cache_hook is not None:
+                of_compiler: AutotuneCache = self.save_cache_hook.__self__
+                here = AutotuneCache.create(self.inductor_meta, self.filename, of_compiler.configs_hash)
+                self.save_cache_hook = here and here.save
+        recheck(self, *args, **kwargs)
+
+    @functools.wraps(tune)
+    def tune_once(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
+        if self.filename is None:
+            tune(self, *args, **kwargs)
+            return
+        name = os.path.basename(self.filename)
+        tuned = [one for one in self.launchers if str(one.config) == chosen.get(name)]
+        tuned = tuned or _stored(self, self.filename)
+        if len(tuned) == 1:
+            self.launchers = tuned
+            getattr(self, "_release_static_launchers_except", lambda launcher: None)(tuned[0])  # torch 2.13
+        else:
+            tune(self, *args, **kwargs)
+        chosen[name] = str(self.launchers[0].config)
+
+    tune_once.once = True  # type: ignore[attr-defined]
+    CachingAutotuner.recheck_autotune_cache = recheck_here  # type: ignore[method-assign]
+    CachingAutotuner.autotune_to_one_config = tune_once  # type: ignore[method-assign]
+
+
+def _stored(kernel: CachingAutotuner, file: str) -> list[Any]:
+    """The launcher of a kernel with the configuration that an earlier job has stored, if there is one.
+
+    Also one that is not among those that the kernel was compiled with, but was derived from the registers
+    that they take: torch 2.11 does not look for these.
+    """
+    cache = AutotuneCache.create(kernel.inductor_meta, file, "")
+    best = cache._read() if cache else None
+    if not best:
+        return []
+
+    def is_best(config: Any) -> bool:
+        numbers = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+        return all(best.get(name) == value for name, value in numbers.items())
+
+    return [launcher for launcher in kernel.launchers if is_best(launcher.config)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from unittest import mock
 
+from graphmoe.torch_compat import tuned_kernels
 from graphmoe.world import World
 from runtime.cache import job
 from runtime.cache.job import JobCache
@@ -12,8 +13,8 @@ from tests.runtime.cache.cache_contents import FACTS, write
 
 
 def opened(cache, monkeypatch, world: World) -> JobCache:
-    for name in ("set_key_tag", "tune_each_kernel_once"):
-        monkeypatch.setattr(job, name, lambda *arguments: None)
+    for module, name in ((job, "set_key_tag"), (tuned_kernels, "tune_each_kernel_once")):
+        monkeypatch.setattr(module, name, lambda *arguments: None)
     return JobCache(cache, FACTS, world)
 
 

@@ -12,7 +12,7 @@ import torch
 from graphmoe.trainer import Trainer
 from graphmoe.world import World
 from runtime.unit_code import Postponing
-from tests.distributed.ranks import Job
+from tests.distributed.ranks import Job, selected
 from tests.distributed.skewed import ONE_LAYER, TWO_RANKS, WORDS
 from tests.distributed.training import Outcome, Training
 from tests.distributed.turns import Order, num_changes, watched
@@ -33,9 +33,9 @@ CASES = {
     "three micro-batches": (*BASE, *MTP),
     "full_iteration": (*BASE, *MTP, "graph.scope=full_iteration", "graph.warmup_steps=1"),
     "recompute": (*BASE, *MTP, "recompute.ops=[layernorm,shared_experts]", "recompute.segments=[moe_router]"),
-    "compiled": COMPILED,
 }
-"""But in the last, units run as they were traced."""
+"""Units run as they were traced."""
+BY_INDUCTOR = {"compiled": COMPILED}
 SAME = {"full_iteration": "three micro-batches"}
 """One by one what is captured computes what is not, bit by bit."""
 
@@ -75,18 +75,20 @@ class InTurns:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     cases: dict[str, Training | InTurns] = {}
-    for name, words in CASES.items():
-        traced = name != "compiled"
-        words = (*words, f"compile.cache={not traced}")
+    for name in CASES | dict.fromkeys(selected(request, "case")):
+        traced = name in CASES
+        words = (*(CASES | BY_INDUCTOR)[name], f"compile.cache={not traced}")
         cases[f"{name} in turns"] = InTurns(words, traced)
         if name not in SAME:
             cases[name] = Training(words, traced=traced)
     return Job(tmp_path_factory.mktemp("overlap"), cases, num_ranks=2).results(seconds=600)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in BY_INDUCTOR)]
+)
 def test_overlap_changes_no_bit(outcomes, case):
     one_by_one: list[Outcome] = outcomes[SAME.get(case, case)]
     in_turns: list[Outcome] = [outcome for outcome, _, _ in outcomes[f"{case} in turns"]]

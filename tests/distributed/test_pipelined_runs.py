@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,14 @@ from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, Training
 from tests.runs import COMPILED_MODEL
 
+ON_LANES = Case(
+    2,
+    2,
+    "zbv",
+    (COMPILED, "graph.scope=partial", "graph.warmup_steps=1", "train.micro_batch_size=2"),
+    COMPILED_MODEL,
+    traced=True,
+)
 CASES = {
     "gpipe": Case(2, 2, "gpipe"),
     "1f1b": Case(2, 2, "1f1b"),
@@ -48,13 +58,7 @@ CASES = {
     "zb1p on lanes": Case(
         2, 2, "zb1p", (COMPILED, "graph.scope=layer", "graph.warmup_steps=1"), (MTP,), traced=True
     ),
-    "zbv on lanes": Case(
-        2,
-        2,
-        "zbv",
-        (COMPILED, "graph.scope=partial", "graph.warmup_steps=1", "train.micro_batch_size=2"),
-        COMPILED_MODEL,
-    ),
+    "zbv on lanes": ON_LANES,
     "interleaved on lanes": Case(
         2,
         2,
@@ -72,9 +76,11 @@ CASES = {
     "zbv on four beside dp and ep": Case(8, 4, "zbv", ("parallel.ep=2",), (MTP,)),
     "interleaved beside copies of ep": Case(8, 2, "interleaved", ("parallel.ep=2",), (MTP, TIED)),
 }
-"""Inductor's code is run by "zbv on lanes" alone, of the model of which it has compiled much elsewhere."""
-OTHERS = {"zbv, compiled": Case(2, 2, "zbv", (COMPILED,), traced=True)}
-"""It is compiled on lanes above."""
+OTHERS = {
+    "zbv, compiled": Case(2, 2, "zbv", (COMPILED,), traced=True),
+    "zbv on lanes, by Inductor": replace(ON_LANES, traced=False),
+}
+"""The first is on lanes above. Of the second's model Inductor has compiled much elsewhere."""
 ALL = CASES | OTHERS
 
 

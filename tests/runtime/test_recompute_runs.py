@@ -110,7 +110,10 @@ MTP = ("model.mtp_depth=1", "train.val_batches=1", "train.val_interval=4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
-    ["recompute.all=true", "recompute.ops=[layernorm,core_attn,mla_up_proj,shared_experts,mlp,moe_act]"],
+    [
+        pytest.param("recompute.all=true", marks=pytest.mark.exhaustive),
+        "recompute.ops=[layernorm,core_attn,mla_up_proj,shared_experts,mlp,moe_act]",
+    ],
 )
 def test_compiled_training_is_bitwise_that_of_kept_values(tmp_path, caplog, asked):
     assert_bitwise_that_of_kept_values(tmp_path, caplog, asked)

@@ -31,6 +31,7 @@ from graphmoe.segments import (
     segments_of,
 )
 from graphmoe.step_optimizer import StepOptimizer
+from graphmoe.torch_compat import import_compilers
 from graphmoe.world import World
 from passes import PassRunner, select_passes
 from runtime.cache.job import JobCache
@@ -97,6 +98,7 @@ class Execution:
             self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
             self.experts = experts  # for a later start that compiles
             return RecomputedSegments(self._recompute) if self._recompute else run_segments
+        import_compilers()
         if self.device.type == "cpu":
             _need_compiler()
         self._dump = folder / "graphs" if self.config.passes.dump and self.world.is_first else None

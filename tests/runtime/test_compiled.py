@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from graphmoe import torch_compat
 from graphmoe.gradients import Gradient
 from graphmoe.model import build_model
 from graphmoe.segments import Segment, run_segments
@@ -250,7 +249,7 @@ def test_only_graphs_that_change_their_inputs_are_not_timed(monkeypatch):
         patches.append(config_patches)
         return graph
 
-    monkeypatch.setattr(torch_compat, "compile_fx", compiler)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiler)
     made = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: Gradient(torch.zeros(4)))
     x = torch.randn(3, 5, 4, requires_grad=True)
     (y,) = made([Segment("attn", Scale(), ("x",), ("x",))], {"x": x}, ("x",))

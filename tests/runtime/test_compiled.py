@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 from torch import nn
 
 from graphmoe.gradients import Gradient

@@ -112,7 +112,7 @@ class Pipelined:
             for number in self.stages
         }
         self.channels = open_channels(channels_of(plan.table), mesh.layout.groups("pp"), self.device)
-        from runtime.pipeline.engine import Pipeline  # what it takes of torch imports torch's compilers
+        from runtime.pipeline.engine import Pipeline  # imports Dynamo, by torch's own schedules
 
         self.pipeline = Pipeline(plan.table, place, runs, self.channels, copies=self._lane is not None)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 COMPILERS = {
     "torch._functorch.aot_autograd",
@@ -15,7 +18,8 @@ COMPILERS = {
 def imported_by(code: str) -> set[str]:
     """Names of the modules of a new process that has run some code."""
     script = f"import sys\n{code}\nprint(*sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    line = [sys.executable, "-c", script]
+    ran = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True)
     return set(ran.stdout.split())
 
 

@@ -1,0 +1,70 @@
+"""Files that anybody may have written: a wrong one is one line with path and field, and none runs code."""
+
+import math
+import os
+from typing import Any, NotRequired, TypedDict
+
+import pytest
+
+from graphmoe.untrusted import FileError, read_json, read_yaml
+
+
+class Index(TypedDict):
+    weight_map: dict[str, str]
+    total: NotRequired[int | None]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "expected object, found array"),
+        ("{}", "missing required field weight_map"),
+        ('{"weight_map": {"a": 1}}', "weight_map[...]: expected str, found int"),
+        ('{"weight_map": {}, "total": 1.5}', "total: expected int | null, found float"),
+        ("{", "is no JSON"),
+        ("", "is no JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"weight_map": {}, "total": ' + "9" * 5000 + "}", "4300 digits"),
+    ],
+)
+def test_a_wrong_json_file_is_one_line_with_its_path_and_field(tmp_path, text, said):
+    path = tmp_path / "index.json"
+    path.write_text(text)
+    with pytest.raises(FileError) as caught:
+        read_json(path, Index)
+    assert str(path) in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_right_file_is_read_and_fields_without_a_type_are_let_by(tmp_path):
+    path = tmp_path / "index.json"
+    path.write_text('{"weight_map": {"a": "b"}, "other": NaN}')
+    assert read_json(path, Index)["weight_map"] == {"a": "b"}
+    assert math.isnan(read_json(path, dict[str, Any])["other"])
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, tmp_path / "absent", tmp_path / "null\0"):
+        with pytest.raises(FileError, match="cannot be read|no regular file"):
+            read_json(path, Index)
+
+
+def test_bytes_that_are_no_text_and_files_that_are_too_large_are_refused(tmp_path):
+    path = tmp_path / "index.json"
+    path.write_bytes(b'{"\xff": 1}')
+    with pytest.raises(FileError, match="no UTF-8 text"):
+        read_json(path, Index)
+    with pytest.raises(FileError, match="at most 4 are read"):
+        read_json(path, Index, largest_bytes=4)
+
+
+def test_yaml_makes_no_objects_and_takes_no_aliases(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("a: !!python/object/apply:os.mkdir ['ran']\n")
+    with pytest.raises(FileError, match="is no YAML"):
+        read_yaml(path, dict[str, Any])
+    path.write_text("a: &list [1, 2]\nb: [*list, *list]\n")
+    with pytest.raises(FileError, match="aliases are not taken"):
+        read_yaml(path, dict[str, Any])
+    path.write_text("a: '*.py'\nb: x * y\n")
+    assert read_yaml(path, dict[str, Any]) == {"a": "*.py", "b": "x * y"}

@@ -33,6 +33,8 @@ class Made:
     """Cross-entropy, multi-token-prediction loss, and ``ROUTER_STATS``, of those the mean of all layers."""
     counts_LE: Tensor
     """Slots routed to each expert, int32; 0 for layers of other ranks."""
+    counted_LE: Tensor
+    """Those that balance losses count: ``counts_LE`` itself, but where `Router.counts_apart`."""
     load_2: Tensor | None = None
     """The most that arrived at once, a `graphmoe.receive_budget.Load`; None where no room is planned."""
 
@@ -41,7 +43,9 @@ class Made:
         """Zeros."""
         shape = model.num_moe_layers, model.config.num_experts
         losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
-        return cls(losses, torch.zeros(shape, dtype=torch.int32, device=device))
+        counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
+        apart = any(router.counts_apart for router in model.routers())
+        return cls(losses, counts_LE, torch.zeros_like(counts_LE) if apart else counts_LE)
 
     def add(self, model: Transformer, pieces: StagePieces, output: LossOutput) -> None:
         """One more micro-batch of a stage."""
@@ -49,6 +53,8 @@ class Made:
         stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
         self.losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
         self.counts_LE[layers.start : layers.stop] += output.counts_LE
+        if output.counted_LE is not None:
+            self.counted_LE[layers.start : layers.stop] += output.counted_LE
         if output.load_2 is not None:
             load_2 = self.load_2
             self.load_2 = output.load_2 if load_2 is None else torch.maximum(load_2, output.load_2)
@@ -111,7 +117,7 @@ class TrainStep:
 
         def add(pieces: StagePieces, output: LossOutput) -> None:
             made.add(self.model, pieces, output)
-            self._tell_routers(made.counts_LE, self.model.moe_layers(pieces))
+            self._tell_routers(made.counted_LE, self.model.moe_layers(pieces))
 
         self.optimizer.start_gather()
         self.micro_batches.train(batches, add)

@@ -19,7 +19,7 @@ from passes.base import Rewrites
 from passes.matching import aten, calls, dtype, escape, is_cast, name_of, operand, shape
 from passes.replacing import cast, first_of, put, put_parts, restore_order, viewed
 from passes.router_choice import SCORES, Choice, Weights, choices, weights_of
-from passes.router_sums import Sum, sums_of
+from passes.router_sums import Sum, counts_of, sums_of
 
 ops = torch.ops.graphmoe
 
@@ -27,8 +27,13 @@ ops = torch.ops.graphmoe
 def fuse_router(graph: fx.Graph) -> Rewrites:
     """Put `router` in place of what it does."""
     matches, left = 0, []
-    for choice in list(choices(graph)):
-        reason = choice if isinstance(choice, str) else _replace(graph, choice)
+    found = list(choices(graph))
+    choosing = [each for each in found if isinstance(each, Choice)]
+    routers = [each for each in choosing if weights_of(graph, each) is not None]
+    for choice in found:
+        if choice not in routers and choice in _counted_by(routers, choosing):
+            continue  # a part of that router
+        reason = choice if isinstance(choice, str) else _replace(graph, choice, choosing)
         matches += reason is None
         if reason:
             left.append(reason)
@@ -38,7 +43,12 @@ def fuse_router(graph: fx.Graph) -> Rewrites:
     return Rewrites(matches, tuple(left), absent)
 
 
-def _replace(graph: fx.Graph, choice: Choice) -> str | None:
+def _counted_by(routers: Sequence[Choice], choosing: Sequence[Choice]) -> list[Choice]:
+    """Choices by the scores alone, which the balance loss of a router with a bias counts."""
+    return [each for each in choosing if any(each.is_best_of(router) for router in routers)]
+
+
+def _replace(graph: fx.Graph, choice: Choice, choosing: Sequence[Choice]) -> str | None:
     """Replace one router; "" where it is none after all, a reason where it cannot be replaced."""
     weights, scores = weights_of(graph, choice), choice.scores
     if weights is None:
@@ -53,14 +63,15 @@ def _replace(graph: fx.Graph, choice: Choice) -> str | None:
     for node in (scores if choice.score else weights.node, weights.node):
         if dtype(node) != torch.float32:
             return f"{name_of(node)} is {dtype(node)}, not torch.float32"
-    sums = list(sums_of(graph, choice))
+    counted = next((each for each in _counted_by([choice], choosing) if any(counts_of(graph, each))), choice)
+    sums = list(sums_of(graph, choice, counted))
     num_sequences = max([s.sequences for s in sums if s.sequences is not None], default=1)
     sums = [s for s in sums if s.sequences in (None, num_sequences)]
     roots = [weights.node, *(s.node for s in sums), *([choice.expert] if choice.ranking else [])]
     reader = _other_reader(choice, roots)
     if reader is not None:
         return f"{name_of(scores)}: scores are also read by {name_of(reader)}"
-    _emit(choice, weights, sums, num_sequences, roots)
+    _emit(choice, weights, sums, num_sequences, roots, count_scores=counted is not choice)
     return None
 
 
@@ -73,7 +84,13 @@ def _other_reader(choice: Choice, roots: Sequence[Node]) -> Node | None:
 
 
 def _emit(
-    choice: Choice, weights: Weights, sums: Sequence[Sum], num_sequences: int, roots: Sequence[Node]
+    choice: Choice,
+    weights: Weights,
+    sums: Sequence[Sum],
+    num_sequences: int,
+    roots: Sequence[Node],
+    *,
+    count_scores: bool,
 ) -> None:
     first, like = first_of(roots), weights.node
     f32 = torch.float32
@@ -84,7 +101,7 @@ def _emit(
     chosen = None if choice.ranking else cast(first, choice.expert, torch.int32)
     options = (
         *(num_sequences, shape(choice.expert)[1], choice.score or "softmax", *choice.groups),
-        *(weights.renormalise, weights.softmax_after_topk, weights.scale),
+        *(weights.renormalise, weights.softmax_after_topk, weights.scale, count_scores),
     )
     results = put_parts(first, ops.router.default, logits, bias, chosen, *options, like=like)
     weight, expert, *totals = results

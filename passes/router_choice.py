@@ -71,6 +71,11 @@ class Choice:
     def logits(self) -> Node:
         return self.scores if self.score is None else operand(self.scores)
 
+    def is_best_of(self, other: Choice) -> bool:
+        """Whether these are as many experts as another choice has, by the same scores and nothing else."""
+        plain = self.ranking is not None and self.bias is None and self.groups == (1, 1, 1)
+        return plain and self.scores is other.scores and shape(self.expert) == shape(other.expert)
+
     def is_expert(self, index: Any) -> bool:
         return origin(index) is origin(self.expert)
 

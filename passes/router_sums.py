@@ -65,15 +65,20 @@ class Sum(NamedTuple):
     """B where the sum is one for each sequence."""
 
 
-def sums_of(graph: fx.Graph, choice: Choice) -> Iterator[Sum]:
-    """The sums over this router's tokens."""
-    for node in calls(graph, aten.scatter_add):
-        if (sequences := _counted_sequences(node, choice)) is not None:
-            yield Sum(node, "counts", 1.0, sequences)
+def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
+    """The sums over this router's tokens; slots are those of the experts that are ``counted``."""
+    yield from counts_of(graph, counted)
     for node in calls(graph, aten.sum, aten.mean):
         found = _share(node, choice) or _squares(node, choice) or _entropy(node, choice)
         if found is not None:
             yield found
+
+
+def counts_of(graph: fx.Graph, choice: Choice) -> Iterator[Sum]:
+    """The slots of these experts in each sequence."""
+    for node in calls(graph, aten.scatter_add):
+        if (sequences := _counted_sequences(node, choice)) is not None:
+            yield Sum(node, "counts", 1.0, sequences)
 
 
 def _counted_sequences(node: Node, choice: Choice) -> int | None:

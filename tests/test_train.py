@@ -80,6 +80,25 @@ def test_routers_are_told_of_earlier_micro_batches_where_they_read_them(tmp_path
     trainer.loader.close()
 
 
+def test_routers_are_told_of_the_slots_that_the_loss_counts_where_a_bias_moves_the_choice(
+    tmp_path, monkeypatch
+):
+    words = ("model.aux_loss=global_batch", "model.aux_loss_coef=0.1", "train.micro_batch_size=1")
+    trainer, told = trainer_in(tmp_path, *QUIET, *words), []
+    for router in trainer.model.routers():
+        router.selection_bias.copy_(10.0 * torch.arange(len(router.selection_bias)))
+    monkeypatch.setattr(
+        trainer.train_step, "_tell_routers", lambda counts_LE, layers: told.append(counts_LE.clone())
+    )
+    batches = [next(trainer.loader) for _ in range(4)]
+    _, counts_LE, _ = trainer.train_step.accumulate(batches)
+    trainer.loader.close()
+    assert bool((counts_LE[:, :-2] == 0).all()), "the bias chooses the last two experts"
+    for done, counted_LE in enumerate(told[:-1], start=1):
+        assert counted_LE.sum(dim=1).tolist() == [done * 16 * 2] * len(counted_LE)
+        assert bool((counted_LE[:, :-2].sum(dim=1) > 0).all()), "the best scores are others"
+
+
 @pytest.mark.parametrize("words", [(), ("model.aux_loss=global_batch", "model.aux_loss_coef=0.1")])
 def test_a_void_step_leaves_all_that_a_checkpoint_holds_and_the_routers_counts(tmp_path, words):
     trainer = trainer_in(tmp_path, *QUIET, *words)

@@ -212,7 +212,7 @@ def _router_alternatives(shape: RouterShape, direction: str, device: torch.devic
     how = (grouped, False, scale)  # renormalise, softmax_after_topk, scale
 
     def forward() -> Results:
-        return ops.router(logits_TE, bias_E, None, shape.B, shape.K, score, *groups, *how)
+        return ops.router(logits_TE, bias_E, None, shape.B, shape.K, score, *groups, *how, grouped)
 
     if direction == "forward":
         return _own(forward)

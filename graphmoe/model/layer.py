@@ -6,7 +6,7 @@ Suffixes: B batch, S sequence, D hidden, P rotation pairs, E experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from graphmoe.model.moe import (
 from graphmoe.model.travel import Arrival, Return
 from graphmoe.segments import Executor, Segment, run_segments
 
+OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load")
+"""Names of the tensors of a `MoEOutput`, in its order."""
 PLAN = ("experts", "counts", "ends", "row", "slot", "live_rows")
 
 
@@ -42,8 +44,16 @@ class MoEOutput(NamedTuple):
     """``graphmoe.model.moe.ROUTER_STATS``, fp32 [3], detached."""
     counts_E: Tensor
     """Slots routed to each expert, int32."""
+    counted_E: Tensor | None = None
+    """Those that the balance loss counts, int32; None where they are ``counts_E``, or nobody reads them."""
     load_2: Tensor | None = None
     """A `graphmoe.receive_budget.Load` of what was sent to this rank, int32; None where none is planned."""
+
+    @classmethod
+    def of(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:
+        """Results by the names that a layer writes."""
+        named = dict(zip(writes, results, strict=True))
+        return cls(*(named.get(name) for name in OUTPUTS))  # type: ignore[arg-type]
 
 
 class DenseLayer(nn.Module):
@@ -112,13 +122,15 @@ class MoELayer(nn.Module):
         """The tensors of a `MoEOutput`."""
         by = self.dispatcher
         has_load = by is not None and (by.capacity is not None or by.chunk is not None)
-        return ("x", "loss", "stats", "counts", *(["load"] if has_load else []))
+        absent = {"load": not has_load, "counted": not self.moe_router.counts_apart}
+        return tuple(name for name in OUTPUTS if not absent.get(name))
 
     def segments(self, index: int | None = None) -> list[Segment]:
         """The segments of the layer at a place of the model."""
         piece = functools.partial(Segment, layer=index)
         read = ("x", "earlier") if self.moe_router.reads_earlier else ("x",)
-        routed = ("h", "weight", "experts", "loss", "stats")
+        apart = ["counted"] if self.moe_router.counts_apart else []
+        routed = ("h", "weight", "experts", "loss", "stats", *apart)
         pieces = [
             piece("attn", self.attn, ("x", "cos", "sin"), ("x",)),
             piece("moe_router", self.moe_router, read, routed),
@@ -197,4 +209,4 @@ class MoELayer(nn.Module):
         index: int | None = None,
     ) -> MoEOutput:
         tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP, **self.earlier()}
-        return MoEOutput(*execute(self.segments(index), tensors, self.writes))
+        return MoEOutput.of(self.writes, execute(self.segments(index), tensors, self.writes))

@@ -50,15 +50,23 @@ class Router(nn.Module):
         self.register_buffer("earlier_counts", zeros_E.clone(), persistent=False)
 
     @property
+    def has_balance(self) -> bool:
+        return self.config.aux_loss is not AuxLoss.none and self.config.aux_loss_coef > 0
+
+    @property
     def reads_earlier(self) -> bool:
         """Whether the balance loss is over the global batch, so that it counts earlier micro-batches too."""
-        return self.config.aux_loss is AuxLoss.global_batch and self.config.aux_loss_coef > 0
+        return self.config.aux_loss is AuxLoss.global_batch and self.has_balance
 
-    def forward(
-        self, x_BSD: Tensor, earlier_E: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    @property
+    def counts_apart(self) -> bool:
+        """Whether the slots that later micro-batches read as ``earlier`` are others than those routed."""
+        return self.reads_earlier and self.config.selection_bias
+
+    def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
         """-> h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
+        Where `counts_apart` also the slots of each expert that the balance loss counts, int32 [E].
         ``earlier_E``, fp32, is given where `reads_earlier`: a copy of ``earlier_counts`` that belongs to this
         micro-batch, since a backward may route it again when later ones have been counted.
         """
@@ -69,8 +77,13 @@ class Router(nn.Module):
         scores_TE = ops.scores_of(logits_TE, self.config.score_function)
         expert_TK = self._choose(scores_TE.detach())
         weight_TK = ops.slot_weights(self.config, logits_TE, scores_TE, expert_TK)
-        loss, stats = self._losses(logits_TE, scores_TE, expert_TK, earlier_E, len(x_BSD))
-        return h_TD, weight_TK, expert_TK, loss, stats
+        counts_BE, counted = None, list[Tensor]()
+        if self.has_balance:
+            counted_TK = self._counted(scores_TE.detach(), expert_TK)
+            counts_BE = ops.count_per_sequence(counted_TK, len(x_BSD), self.config.num_experts)
+            counted = [counts_BE.sum(dim=0).int()] if self.counts_apart else []
+        loss, stats = self._losses(logits_TE, scores_TE, counts_BE, earlier_E)
+        return h_TD, weight_TK, expert_TK, loss, stats, *counted
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         config = self.config
@@ -80,26 +93,30 @@ class Router(nn.Module):
             scores_TE = scores_TE + self.selection_bias
         return ops.select_experts(config, scores_TE)
 
+    def _counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """Experts [T, K] that the balance loss counts: where a bias moves the choice the best scores alone.
+
+        DeepSeek-V3, arXiv 2412.19437, equation 18; Megatron-Core too leaves bias and groups out. A bias that
+        balances the load would otherwise take the loss its gradient.
+        """
+        if not self.config.selection_bias or self.execution.force_balance:
+            return expert_TK
+        return ops.top_indices(scores_TE, self.config.top_k).int()
+
     def _losses(
-        self,
-        logits_TE: Tensor,
-        scores_TE: Tensor,
-        expert_TK: Tensor,
-        earlier_E: Tensor | None,
-        num_sequences: int,
+        self, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor | None, earlier_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """The weighted sum and ``ROUTER_STATS``; without ``counts_BE`` there is no balance loss."""
         config = self.config
         balance = z = loss = logits_TE.new_zeros(())
-        has_balance = config.aux_loss is not AuxLoss.none and config.aux_loss_coef > 0
         terms: Sequence[Tensor] = ()
-        if has_balance:
-            counts_BE = ops.count_per_sequence(expert_TK, num_sequences, config.num_experts)
+        if counts_BE is not None:
             mean_BE, counts_BE = ops.balance_terms(config, scores_TE, counts_BE, earlier_E)
             terms = mean_BE, self._of_global_batch(counts_BE, earlier_E)
         if config.z_loss_coef > 0:
             z = ops.z_loss(logits_TE)
         entropy, z, *terms = self._of_all_tokens(ops.entropy(scores_TE), z, *terms)
-        if has_balance:
+        if counts_BE is not None:
             balance = ops.balance_loss(*terms)
             loss = loss + config.aux_loss_coef * balance
         if config.z_loss_coef > 0:

@@ -57,7 +57,8 @@ class MtpLayer(nn.Module):
         """The layer's output, which ``norm`` prepares for the head and for the next depth."""
         tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
         tensors |= self.layer.earlier()
-        return MoEOutput(*execute(self.segments(index), tensors, self.layer.writes))
+        writes = self.layer.writes
+        return MoEOutput.of(writes, execute(self.segments(index), tensors, writes))
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:

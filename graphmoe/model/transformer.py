@@ -47,6 +47,8 @@ class LossOutput(NamedTuple):
     """``ROUTER_STATS`` of each MoE layer, MTP layers last; detached."""
     counts_LE: Tensor
     """Slots routed to each expert of each MoE layer, int32."""
+    counted_LE: Tensor | None = None
+    """Those that the balance loss counts, int32; None where they are ``counts_LE``, or nobody reads them."""
     load_2: Tensor | None = None
     """The most of ``MoEOutput.load_2`` of all MoE layers, 0 without one; None where nothing is measured."""
     carried: tuple[Tensor, ...] = ()
@@ -196,10 +198,13 @@ class Transformer(nn.Module):
         for output in outputs:
             total = total + output.loss
         stats_L3, counts_LE = self._stack(outputs, tokens_BS.device)
+        counted = [output.counted_E for output in outputs if output.counted_E is not None]
+        counted_LE = torch.stack(counted) if counted else None
         loads = [output.load_2 for output in outputs if output.load_2 is not None]
         load_2 = torch.stack(loads).amax(dim=0) if loads else self._no_load(tokens_BS.device)
         handed = () if pieces.loss else carried
-        return LossOutput(total, cross_entropy.detach(), mtp.detach(), stats_L3, counts_LE, load_2, handed)
+        detached = cross_entropy.detach(), mtp.detach()
+        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, load_2, handed)
 
     def _predict(
         self,

@@ -42,6 +42,7 @@ def forward(
     renormalise: bool,
     softmax_after_topk: bool,
     scale: float,
+    count_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What ``graphmoe::router`` returns."""
     (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
@@ -72,6 +73,7 @@ def forward(
         SIGMOID=score == "sigmoid",
         RENORMALISE=renormalise,
         AFTER_TOPK=softmax_after_topk,
+        COUNT_SCORES=count_scores,
         GROUPS=num_groups,
         PADDED_GROUPS=padded_groups,
         PADDED_SIZE=padded_size,
@@ -210,6 +212,15 @@ def _pick(
 
 
 @triton.jit
+def _times_best(key, id_1E, K: tl.constexpr):
+    """1 at each of the K best keys, 0 elsewhere."""
+    left = key
+    for _ in range(K):
+        left = tl.where(id_1E == _first_best(left, id_1E, 1)[:, None], TAKEN, left)
+    return (left != key).to(tl.int32)
+
+
+@triton.jit
 def _weights(value, AFTER_TOPK: tl.constexpr, RENORMALISE: tl.constexpr):
     """Weights from the logits (``AFTER_TOPK``) or scores of the slots, before the scale."""
     if AFTER_TOPK:
@@ -238,6 +249,7 @@ def _forward_kernel(
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
     AFTER_TOPK: tl.constexpr,
+    COUNT_SCORES: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
@@ -272,6 +284,8 @@ def _forward_kernel(
         source, FILL = (x, float("-inf")) if AFTER_TOPK else (score, 0.0)
         row = token * K if chosen is None else chosen + token * K
         ids, value, times = _pick(key, source, id_E[None, :], row, live, K, SLOTS, FILL, chosen is not None)
+        if COUNT_SCORES:
+            times = _times_best(tl.where(real_1E, _key(score), TAKEN), id_E[None, :], K)
         count += tl.where(live_T1, times, 0)
         at = token[:, None] * K + slot
         tl.store(weight + at, _weights(value, AFTER_TOPK, RENORMALISE) * scale, mask=live_T1 & (slot < K))

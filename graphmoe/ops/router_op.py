@@ -33,6 +33,7 @@ def _forward(
     renormalise: bool,
     softmax_after_topk: bool,
     scale: float,
+    count_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> weight_TK f32, expert_TK i32, counts_BE f32, share_sum_BE f32, z_sum f32 [], entropy_sum f32 [].
 
@@ -42,7 +43,8 @@ def _forward(
     lower id. A NaN is the worst choice, so ids are in range and differ whatever the logits; weights and
     sums show the NaN.
 
-    ``counts_BE``: slots per sequence and expert. ``share_sum_BE``: the tokens' normalised scores, summed
+    ``counts_BE``: slots per sequence and expert; with ``count_scores`` those that the scores alone would
+    fill, without bias and groups. ``share_sum_BE``: the tokens' normalised scores, summed
     over each sequence. ``z_sum``: squared logsumexp, ``entropy_sum``: entropy in nats of the normalised
     scores, both summed over all tokens. Differentiable in the logits, but for experts and counts.
     """
@@ -52,7 +54,7 @@ def _forward(
         from graphmoe.ops import router_kernels
 
         sizes = (num_sequences, top_k, score, num_groups, topk_groups, group_top)
-        return router_kernels.forward(logits_TE, bias_E, chosen_TK, *sizes, *weighting)
+        return router_kernels.forward(logits_TE, bias_E, chosen_TK, *sizes, *weighting, count_scores)
     scores_TE = plain.scores_of(logits_TE, ScoreFunction(score))
     if chosen_TK is None:
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -60,7 +62,8 @@ def _forward(
     else:
         expert_TK = chosen_TK.to(torch.int32, copy=True).contiguous()
     weight_TK = plain.weights_of(logits_TE, scores_TE, expert_TK, *weighting)
-    counts_BE = plain.count_per_sequence(expert_TK, num_sequences, logits_TE.shape[1])
+    counted_TK = choose(scores_TE, top_k, 1, 1, 1) if count_scores else expert_TK
+    counts_BE = plain.count_per_sequence(counted_TK, num_sequences, logits_TE.shape[1])
     return weight_TK, expert_TK, counts_BE, *_sums(logits_TE, scores_TE, num_sequences)
 
 
@@ -131,7 +134,7 @@ def _(*arguments: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits_TE, _, _, num_sequences, _, score, _, _, _, renormalise, softmax_after_topk, scale = inputs
+    logits_TE, _, _, num_sequences, _, score, _, _, _, renormalise, softmax_after_topk, scale, _ = inputs
     ctx.save_for_backward(logits_TE, output[1])
     ctx.arguments = num_sequences, score, renormalise, softmax_after_topk, scale
     ctx.mark_non_differentiable(output[1], output[2])
@@ -144,7 +147,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits_TE = torch.ops.graphmoe.router_backward(
         dweight_TK, dshare_sum_BE, dz_sum, dentropy_sum, logits_TE, expert_TK, *ctx.arguments
     )
-    return dlogits_TE, *[None] * 11
+    return dlogits_TE, *[None] * 12
 
 
 _forward.register_autograd(_backward, setup_context=_save)

@@ -188,7 +188,8 @@ def _seeded(seed: int) -> torch.Generator:
 
 def _count(model: Transformer, output: LossOutput) -> None:
     """Tell the routers of this rank's slots so far, as a training step does."""
-    for router, counts_E in zip(model.routers(), output.counts_LE, strict=True):
+    counted_LE = output.counts_LE if output.counted_LE is None else output.counted_LE
+    for router, counts_E in zip(model.routers(), counted_LE, strict=True):
         if router.reads_earlier:
             router.earlier_counts += counts_E
 

@@ -25,7 +25,7 @@ from tests.tolerances import assert_forward_close, assert_gradient_close
 
 REAL = {
     "DeepSeek-V2-Lite": Case(4, 4096, 64, 6),
-    "DeepSeek-V3": Case(2, 4096, 256, 8, groups=(8, 4, 2), scale=2.5, **SIGMOID),
+    "DeepSeek-V3": Case(2, 4096, 256, 8, groups=(8, 4, 2), scale=2.5, count_scores=True, **SIGMOID),
     "DeepSeek-V2": Case(3, 3001, 160, 6, groups=(8, 3, 1), scale=16.0),
     "Qwen": Case(4, 4096, 128, 8, renormalise=True),
     "largest": Case(1, 16384, 512, 16, **SIGMOID),

@@ -54,7 +54,9 @@ def expected_outputs(router, x, experts):
         weights = weights / weights.sum(1, keepdim=True)
     share = scores / scores.sum(1, keepdim=True)
     balance = 0.0
-    for shares, slots in zip(share.chunk(len(x)), experts.long().chunk(len(x)), strict=True):
+    # DeepSeek-V3, equation 18: the best scores count, without bias and groups.
+    counted = scores.topk(config.top_k).indices if config.selection_bias else experts.long()
+    for shares, slots in zip(share.chunk(len(x)), counted.chunk(len(x)), strict=True):
         load = torch.bincount(slots.flatten(), minlength=config.num_experts) / slots.numel()
         balance += config.num_experts * float((load.double() * shares.mean(0)).sum()) / len(x)
     z = float(logits.logsumexp(-1).square().mean())
@@ -145,6 +147,43 @@ def test_the_global_balance_loss_sees_earlier_micro_batches_that_it_is_given():
         assert_forward_close(loss, expected)
         gradients = (torch.autograd.grad(t, x, retain_graph=True)[0] for t in (loss, expected))
         assert_gradient_close(*gradients)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kind", [AuxLoss.sequence, AuxLoss.micro_batch, AuxLoss.global_batch])
+def test_the_balance_loss_counts_the_best_scores_whatever_the_bias_chooses(kind, groups):
+    router = make_router(
+        score_function=ScoreFunction.sigmoid, selection_bias=True, aux_loss=kind, aux_loss_coef=1.0,
+        num_groups=groups, topk_groups=min(groups, 2),
+    )  # fmt: skip
+    with torch.no_grad():
+        router.selection_bias.copy_(torch.arange(16.0))
+    seen, scores_before = torch.zeros(16), []
+    for step in range(2):
+        x = make_input(seed=step)
+        h, _, experts, loss, *_ = router(x, *[seen.clone()] * router.reads_earlier)
+        exact = (h.double() @ router.gate.weight.double().T).sigmoid()
+        scores_before.append(exact.detach())
+        expected = equation_18(exact, torch.cat(scores_before), kind)
+        assert_forward_close(loss, expected)
+        gradient, wanted = (torch.autograd.grad(t, x, retain_graph=True)[0] for t in (loss, expected))
+        assert_gradient_close(gradient, wanted)
+        if kind is AuxLoss.global_batch:
+            seen += router(x, seen.clone())[5]
+            best = torch.cat(scores_before).topk(4).indices
+            assert seen.tolist() == torch.bincount(best.flatten(), minlength=16).tolist()
+        assert set(experts.flatten().tolist()) == {12, 13, 14, 15}
+
+
+def equation_18(scores, scores_so_far, kind):
+    """The balance loss of DeepSeek-V3 (equations 17 to 20, coefficient 1) in fp64, over what it says."""
+    losses = []
+    for part in scores.chunk(B) if kind is AuxLoss.sequence else [scores]:
+        counted = scores_so_far if kind is AuxLoss.global_batch else part
+        chosen = counted.topk(4).indices.flatten()
+        f = torch.bincount(chosen, minlength=16) * 16 / (4 * len(counted))
+        losses.append((f * (part / part.sum(1, keepdim=True)).mean(0)).sum())
+    return torch.stack(losses).mean()
 
 
 def test_a_sequence_loss_of_one_sequence_is_the_micro_batch_loss():

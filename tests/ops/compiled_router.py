@@ -31,6 +31,7 @@ def forward_cases():
         sizes = (triton.next_power_of_2(groups), triton.next_power_of_2(E // groups))
         experts = {"E": E, "K": K, "SLOTS": triton.next_power_of_2(K)}
         switches = {"SIGMOID": sigmoid, "RENORMALISE": sigmoid, "AFTER_TOPK": False, "chosen": None}
+        switches["COUNT_SCORES"] = sigmoid
         limits = {"GROUPS": groups, "TOPK_GROUPS": limit, "GROUP_TOP": best}
         padded = {"PADDED_GROUPS": sizes[0], "PADDED_SIZE": sizes[1]}
         tokens = router.tokens_of_block(sizes[0] * sizes[1], 4096)

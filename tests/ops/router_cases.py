@@ -6,7 +6,7 @@ Suffixes as in graphmoe/ops/router_op.py. What is expected is computed in fp64, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,10 +29,20 @@ class Case:
     scale: float = 1.0
     biased: bool = False
     chosen: str = ""
+    count_scores: bool = False
 
     def settings(self):
         """The operation's arguments behind logits, bias and chosen experts."""
-        return (self.B, self.K, self.score, *self.groups, self.renormalise, self.after, self.scale)
+        return (
+            self.B,
+            self.K,
+            self.score,
+            *self.groups,
+            self.renormalise,
+            self.after,
+            self.scale,
+            self.count_scores,
+        )
 
     def backward_settings(self):
         """The backward operation's arguments behind gradients, logits and experts."""
@@ -43,7 +53,8 @@ SIGMOID = {"score": "sigmoid", "renormalise": True, "biased": True}
 CASES = {
     "DeepSeek-V2-Lite": Case(2, 33, 64, 6),
     "DeepSeek-V2": Case(1, 9, 160, 6, groups=(8, 3, 1), scale=16.0),
-    "DeepSeek-V3": Case(2, 5, 256, 8, groups=(8, 4, 2), scale=2.5, **SIGMOID),
+    "DeepSeek-V3": Case(2, 5, 256, 8, groups=(8, 4, 2), scale=2.5, count_scores=True, **SIGMOID),
+    "counted with its bias": Case(2, 5, 256, 8, groups=(8, 4, 2), scale=2.5, **SIGMOID),
     "Qwen": Case(1, 11, 128, 8, renormalise=True),
     "softmax over the chosen": Case(2, 19, 32, 4, after=True, scale=0.5),
     "softmax over the one chosen": Case(2, 7, 8, 1, after=True),
@@ -51,11 +62,11 @@ CASES = {
     "smallest": Case(1, 7, 2, 1, renormalise=True),
     "largest": Case(1, 3, 512, 16, **SIGMOID),
     "all experts": Case(2, 6, 5, 5, renormalise=True),
-    "groups of 10": Case(2, 9, 30, 6, groups=(3, 2, 3), **SIGMOID),
+    "groups of 10": Case(2, 9, 30, 6, groups=(3, 2, 3), count_scores=True, **SIGMOID),
     "3 groups of 16": Case(1, 8, 48, 4, groups=(3, 2, 2), biased=True),
     "groups of 1": Case(1, 8, 6, 2, groups=(6, 3, 2)),
     "all groups kept": Case(1, 8, 12, 4, groups=(4, 4, 2)),
-    "one token in a sequence": Case(5, 1, 9, 2, **SIGMOID),
+    "one token in a sequence": Case(5, 1, 9, 2, count_scores=True, **SIGMOID),
     "given": Case(2, 10, 12, 4, chosen="round robin", **SIGMOID),
     "given in groups": Case(2, 10, 12, 4, groups=(4, 2, 2), chosen="round robin"),
     "given twice": Case(1, 10, 6, 3, chosen="twice", renormalise=True),
@@ -157,6 +168,8 @@ def assert_matches_fp64(run, case, device="cpu"):
     wanted_TK = brute_force_choice(case, logits, bias) if chosen is None else chosen.cpu()
     assert (expert_TK.dtype, expert_TK.is_contiguous()) == (torch.int32, True)
     assert torch.equal(expert_TK.cpu(), wanted_TK)
+    if case.count_scores:
+        wanted_TK = brute_force_choice(replace(case, groups=(1, 1, 1)), logits, None)
     for b, rows in enumerate(wanted_TK.view(case.B, -1).tolist()):
         assert counts_BE[b].tolist() == [rows.count(e) for e in range(case.E)]
     exact = logits.double().requires_grad_()

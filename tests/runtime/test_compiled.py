@@ -73,6 +73,27 @@ def test_losses_and_every_gradient_are_those_of_the_plain_model(compiled):
         assert_gradient_close(gradient, of_plain[name])
 
 
+@pytest.mark.slow  # two compilations
+@pytest.mark.parametrize("words", [(), ("passes.disabled=[fuse_router]",)], ids=["fused", "plain"])
+def test_a_balance_loss_beside_a_large_bias_has_the_gradient_of_the_plain_router(words):
+    model, made = model_of("model.aux_loss=sequence", "model.aux_loss_coef=1"), executor(*words)
+    layer = model.layers[-1]
+    layer.moe_router.selection_bias.copy_(torch.arange(len(layer.moe_router.selection_bias)))
+    (router,) = [segment for segment in layer.segments() if segment.name == "moe_router"]
+    x, found = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(2)), []
+    for execute in (run_segments, made):
+        model.zero_grad()
+        _, _, loss, stats = execute([router], {"x": x}, ("weight", "experts", "loss", "stats"))
+        loss.backward()
+        found.append((loss.detach(), stats, layer.moe_router.gate.weight.grad.clone()))
+    (_, of_plain, expected), (_, of_compiled, gradient) = found
+    assert_forward_close(of_compiled, of_plain)
+    assert_gradient_close(gradient, expected)
+    (report,) = made.reports
+    matches = {row.name: row.matches for row in report.passes}
+    assert matches.get("fuse_router", 0) == (not words)
+
+
 def test_validation_runs_graphs_of_its_own_that_keep_nothing(compiled):
     model = model_of("model.num_layers=4")
     with torch.no_grad():

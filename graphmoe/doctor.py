@@ -32,14 +32,14 @@ from rich.text import Text
 
 import graphmoe
 from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import OutputFormat
+from graphmoe.config import DispatcherChoice, OutputFormat
 from graphmoe.doctor_host import environment, host, node_of_gpu
 from graphmoe.flops import peak_tflops
 from graphmoe.ops.vendors import INSTALL
+from graphmoe.vendor_dispatch import BUFFERED
 
 VERSIONED = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "rich")
 PROBE_TIMEOUT_S = 60
-NOT_USED = "nothing in this version"
 
 
 @dataclass
@@ -89,11 +89,17 @@ LIBRARIES = (
     Library(
         "primus_turbo",
         "primus-turbo",
-        "model.attention_backend=turbo, moe.experts=turbo",
+        "model.attention_backend=turbo, moe.experts=turbo, moe.dispatcher=turbo",
         INSTALL["turbo"],
         is_native=True,
     ),
-    Library("deep_ep", "deep_ep", NOT_USED, "build https://github.com/deepseek-ai/DeepEP", is_native=True),
+    Library(
+        "deep_ep",
+        "deep_ep",
+        "moe.dispatcher=deepep",
+        BUFFERED[DispatcherChoice.deepep].install,
+        is_native=True,
+    ),
     Library("datasets", "datasets", "data=hf", "pip install 'graphmoe[hf]'"),
     Library("pyarrow", "pyarrow", "data=files with .parquet files", "pip install 'graphmoe[hf]'"),
     Library("wandb", "wandb", "log.wandb=true", "pip install 'graphmoe[wandb]'"),

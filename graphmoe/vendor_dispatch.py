@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graphmoe.config import ComputeDtype, DispatcherChoice, ModelConfig, MoEConfig, ParallelConfig
 from graphmoe.ops.vendors import INSTALL, PACKAGES
 
-INSTEAD = "moe.dispatcher=symm or alltoall"
+INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
 """Dispatchers that need no package."""
 BUFFER_RANKS = (2, 4, 8)
 """Ranks that share a buffer: the kernels are compiled for these (launch.cuh)."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from rich.console import Console
 from graphmoe import doctor
 from graphmoe.cli import run_tool
 from graphmoe.config import AttentionBackend, ExpertsBackend
+from graphmoe.vendor_dispatch import BUFFERED
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,7 +128,16 @@ def test_every_backend_that_is_not_our_own_stands_beside_its_package():
     own = ("auto", "sdpa", "padded_flash", "torch")
     keys = {"model.attention_backend": AttentionBackend, "moe.experts": ExpertsBackend}
     wanted = {f"{key}={choice.name}" for key, cls in keys.items() for choice in cls if choice.name not in own}
+    wanted |= {f"moe.dispatcher={choice.value}" for choice in BUFFERED}
     assert wanted <= {word for library in doctor.LIBRARIES for word in library.enables.split(", ")}
+
+
+@pytest.mark.parametrize("library", doctor.LIBRARIES, ids=lambda library: library.module)
+def test_each_library_is_installed_by_a_command_that_can_be_typed(library):
+    assert library.install.startswith("pip install ")
+    checked = subprocess.run(["bash", "-n", "-c", library.install], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    assert not re.search(r"[<>]|\.\.\.", library.install), "a placeholder"
 
 
 def test_extras_that_the_report_names_exist():

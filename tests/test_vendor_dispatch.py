@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 
@@ -37,14 +38,18 @@ RULES = [
     (
         "deepep",
         "parallel.ep=16 launch.nproc=16",
-        "parallel.ep=16; use parallel.ep of these, or moe.dispatcher=symm or alltoall",
+        "parallel.ep=16; use parallel.ep of these, or moe.dispatcher=alltoall, or symm within a node",
     ),
     (
         "deepep",
         "parallel.ep=2 model.num_experts=512",
         "up to 128 experts of a rank, and model.num_experts=512 over parallel.ep=2 are 256; use more ranks",
     ),
-    ("deepep", "parallel.ep=2 precision.compute=fp32", "use precision.compute=bf16, or moe.dispatcher=symm"),
+    (
+        "deepep",
+        "parallel.ep=2 precision.compute=fp32",
+        "use precision.compute=bf16, or moe.dispatcher=alltoall",
+    ),
     (
         "deepep",
         "parallel.ep=2 model.hidden_size=2880",
@@ -56,7 +61,7 @@ RULES = [
     (
         "nvshmem",
         "parallel.ep=2 parallel.etp=3 model.expert_ffn_size=48 launch.nproc=6",
-        "parallel.ep=2 * parallel.etp=3 = 6; use such a product, or moe.dispatcher=symm or alltoall",
+        "parallel.ep=2 * parallel.etp=3 = 6; use such a product, or moe.dispatcher=alltoall, or",
     ),
     ("nvshmem", "", "parallel.ep=1 * parallel.etp=1 = 1; use such a product, or moe.dispatcher=auto"),
 ]
@@ -79,6 +84,14 @@ def broken(dispatcher, words):
 def test_what_it_cannot_carry_is_the_one_violation_and_says_what_would_do(dispatcher, words, message):
     found = broken(dispatcher, words)
     assert len(found) == 1 and message in found[0] and found[0].startswith(f"moe.dispatcher={dispatcher} ")
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "turbo"])
+def test_the_advice_leads_no_group_of_several_nodes_into_another_refusal(dispatcher):
+    on_two_nodes = "parallel.ep=16 launch.nproc=8 launch.nodes=2 launch.endpoint=node0:29500"
+    (message,) = broken(dispatcher, on_two_nodes)
+    advised = re.findall(r"moe\.dispatcher=(\w+)", message.partition("; use ")[2])
+    assert advised and [found for choice in advised if (found := broken(choice, on_two_nodes))] == []
 
 
 @pytest.mark.parametrize("dispatcher, words", FINE)
@@ -110,7 +123,7 @@ def test_a_missing_package_is_named_with_its_command_and_what_needs_none(choice,
     assert asked == [package]
     assert message.startswith(f"moe.dispatcher={choice} needs the package {package}, which is not installed")
     assert "pip install --no-build-isolation" in message and command in message
-    assert message.endswith("or use moe.dispatcher=symm or alltoall")
+    assert message.endswith("or use moe.dispatcher=alltoall, or symm within a node")
 
 
 @pytest.mark.parametrize("choice", ["deepep", "turbo", "nvshmem"])
@@ -131,7 +144,7 @@ def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
 @pytest.mark.parametrize("hip, wrong, right", [(None, "turbo", "deepep"), ("7.0", "deepep", "turbo")])
 def test_each_package_wants_the_gpus_of_its_vendor(monkeypatch, hip, wrong, right):
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert "and these have not; use moe.dispatcher=symm or alltoall" in refused(wrong)
+    assert "and these have not; use moe.dispatcher=alltoall, or symm within a node" in refused(wrong)
     arguments = torch.device("cuda"), Layout(dp=4, ep=4), Ranks(), lambda package: True
     check_dispatcher(DispatcherChoice(right), *arguments)
 

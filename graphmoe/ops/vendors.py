@@ -12,7 +12,8 @@ from graphmoe.config import ConfigError
 PACKAGES = {"turbo": "primus_turbo", "te": "transformer_engine"}
 """Import name of the package behind a backend."""
 INSTALL = {
-    "turbo": "pip install --no-build-isolation 'primus-turbo[pytorch]' (from AMD's index)",
+    "turbo": "pip install --no-build-isolation 'primus-turbo[pytorch]' "
+    "--extra-index-url https://amd-agi.github.io/Primus-Turbo/simple/",
     "te": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
 }
 HALF_DTYPES = (torch.bfloat16, torch.float16)

@@ -165,6 +165,26 @@ def test_missing_and_mistyped_keys_are_named_at_once():
     assert [part for part in named if part not in str(caught.value)] == []
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_key_that_is_absent_is_refused_by_name_or_means_what_transformers_takes(name):
+    published = PUBLISHED[name]
+    family = to_hf_config(preset(name))[0].name
+    kind = type(transformers.AutoConfig.for_model(family))
+    ignored = {"architectures", "model_type", "num_nextn_predict_layers"}  # it runs no layers of the last
+    if "kv_lora_rank" in published:
+        ignored.add("num_key_value_heads")  # with latents there are as many as heads
+    for key in published.keys() - ignored:
+        raw = {other: value for other, value in published.items() if other != key}
+        try:
+            found = read(raw)
+        except ConfigError as error:
+            assert f"{key} is missing" in str(error), key
+            continue
+        with_defaults = kind.from_dict(raw | {"model_type": family}).to_dict()
+        taken = read(with_defaults | {"architectures": published["architectures"]})
+        assert same_function(found, replace(taken, mtp_depth=found.mtp_depth)) == [], key
+
+
 def test_numbers_that_no_model_can_have_are_refused():
     with pytest.raises(ConfigError, match="num_kv_heads=5"):
         read(PUBLISHED["mixtral_8x7b"] | {"num_key_value_heads": 5})

@@ -43,7 +43,7 @@ def read_v3(keys: Keys) -> dict[str, Any]:
     keys.only("topk_method", "noaux_tc")
     keys.only("rope_interleave", True)
     fields = _read_common(keys)
-    groups, kept = keys.int("n_group", default=1), keys.int("topk_group", default=1)
+    groups, kept = keys.int("n_group"), keys.int("topk_group")
     if groups > 1:
         as_in_paper = kept > 0 and fields["top_k"] // kept == BEST_IN_GROUP
         fields["group_score"] = GroupScore.topk_sum if as_in_paper else GroupScore.top2_sum
@@ -72,8 +72,8 @@ def _read_common(keys: Keys) -> dict[str, Any]:
     keys.only("moe_layer_freq", 1)
     heads, context = keys.int("num_attention_heads"), keys.int("max_position_embeddings")
     keys.only("num_key_value_heads", heads)
-    if "q_lora_rank" not in keys.raw:
-        keys.problems.append("q_lora_rank is missing; it must be a whole number, or null for none")
+    keys.require("q_lora_rank", null="none")
+    keys.require("n_shared_experts", null="none")
     expert = keys.int("moe_intermediate_size")
     return {
         "attention": AttentionKind.mla,

@@ -63,6 +63,7 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 def _read_common(keys: Keys, *, default_theta: float, default_eps: float) -> dict[str, Any]:
     heads, width = keys.int("num_attention_heads"), keys.int("hidden_size")
     context = keys.int("max_position_embeddings")
+    keys.require("num_key_value_heads", null="num_attention_heads")
     with_loss = keys.bool("output_router_logits", False)  # transformers adds its balance loss with it only
     return {
         "attention": AttentionKind.gqa,

@@ -46,6 +46,11 @@ class Keys:
             return default
         return value
 
+    def require(self, name: str, null: str) -> None:
+        """Refuse a whole number that is absent, for which transformers has a default; null means ``null``."""
+        if name not in self.raw:
+            self.problems.append(f"{name} is missing; it must be a whole number, or null for {null}")
+
     def only(self, name: str, *supported: Any) -> None:
         """Refuse a value other than these; an absent key or null is fine."""
         value = self.raw.get(name)

@@ -83,9 +83,8 @@ class Overlap:
     def run_backward(self, backward: Backward) -> None:
         """The backward of a micro-batch, beside nothing."""
         self._beside = backward
-        for turn in backward.turns:
-            self._queue.extend(("backward", number) for number in turn)
-            self._run_backward()
+        self._queue.extend(interleaved((), backward.turns))
+        self._run_backward()
         self._beside = None
 
     def finish(self) -> None:
@@ -117,15 +116,18 @@ class Overlap:
         return self._transfers.run((tape, "forward", number), run, read) if transfers else run()
 
     def _run_backward(self) -> None:
-        """The pieces of the backward up to the next of the forward, then the weight gradients of them."""
+        """The turns of the backward up to the next piece of the forward: of each its pieces, then their W."""
         left: list[Later] = []
         while self._queue and self._queue[0][0] == "backward":
             _, number = self._queue.popleft()
             assert self._beside is not None
             left.append(self._back(self._beside, number))
-        for weights in left:
-            while weights:  # a unit that holds what its W reads would be a cycle, which nobody collects
-                weights.pop(0)()
+            if number not in self._beside.ends:
+                continue
+            for weights in left:
+                while weights:  # a unit that holds what its W reads would be a cycle, which nobody collects
+                    weights.pop(0)()
+            left.clear()
 
     def _back(self, backward: Backward, number: int) -> Later:
         tape, piece = backward.tape, backward.pieces[number]
@@ -144,3 +146,5 @@ class Backward:
     def __init__(self, tape: Tape) -> None:
         self.tape, self.pieces = tape, backward_of(tape.pieces)
         self.turns = turns(self.pieces, transfers_first(self.pieces))
+        self.ends = {turn[-1] for turn in self.turns}
+        """The last piece of each turn: then its transfers are under way, and W runs beside them."""

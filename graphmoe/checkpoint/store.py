@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from graphmoe.checkpoint import folders
-from graphmoe.checkpoint.contents import read_entries, read_metadata, value_names, write_entries
+from graphmoe.checkpoint.contents import read_entries, value_names, write_entries
 from graphmoe.checkpoint.entries import Entries, differences, flatten, merge
 from graphmoe.checkpoint.errors import CheckpointError, MismatchError
-from graphmoe.checkpoint.manifest import FileSum, damage, write_manifest
+from graphmoe.checkpoint.manifest import FileSum, damage, require_named, write_manifest
+from graphmoe.checkpoint.metadata_file import file_names, read_metadata
 from graphmoe.checkpoint.shares import own_share
 from graphmoe.checkpoint.snapshot import HostCopies
 from graphmoe.config import CheckpointConfig
@@ -155,6 +156,7 @@ class CheckpointStore:
         started = time.perf_counter()
         path = self._path(step)
         wanted, saved = flatten(state), read_metadata(path)
+        require_named(path, file_names(saved))
         all_names = set().union(*self._world.gather(wanted.names))
         own = differences(wanted, saved, all_names, partial=partial)
         lines = list(dict.fromkeys(line for lines in self._world.gather(own) for line in lines))

@@ -59,6 +59,15 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
+def checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoints that a run's folder, its ``checkpoints`` or one of these names, newest first."""
+    if step_of(path) is not None and path.is_dir():
+        return [path]
+    inside = path / CHECKPOINTS
+    folder = inside if inside.is_dir() else path
+    return [folder_of(folder, step) for step in saved_steps(folder)]
+
+
 def make_temporary(folder: Path, step: int) -> Path:
     """A new empty folder that the checkpoint of ``step`` is written into."""
     final = folder_of(folder, step)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from graphmoe.checkpoint.errors import CheckpointError
-from graphmoe.untrusted import FileError, read_bytes
+from graphmoe.untrusted import FileError, is_file_name, read_bytes
 
 METADATA = ".metadata"
 Stored = BytesStorageMetadata | TensorStorageMetadata
@@ -92,11 +92,6 @@ def read_metadata(folder: Path) -> Metadata:
 def file_names(saved: Metadata) -> set[str]:
     """Return the names of the files in which the entries lie."""
     return {part.relative_path for part in saved.storage_data.values()}
-
-
-def is_file_name(name: str) -> bool:
-    """Whether the name is that of a file in its folder, and leads to no other place."""
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 class _Record:

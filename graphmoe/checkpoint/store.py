@@ -161,8 +161,7 @@ class CheckpointStore:
         own = differences(wanted, saved, all_names, partial=partial)
         lines = list(dict.fromkeys(line for lines in self._world.gather(own) for line in lines))
         if lines:
-            report = "\n  ".join(lines)
-            raise MismatchError(f"{path} does not fit the state in {len(lines)} entries:\n  {report}")
+            raise MismatchError.of(path, lines)
         values = value_names(saved)
         merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._world))
         log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)

@@ -106,6 +106,11 @@ def _typed(text: str, load: Callable[[str], Any], name: str, kind: type[T], sour
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise FileError(f"{source} is no {name}: {why}") from error
+    return typed(found, kind, source)
+
+
+def typed(found: Any, kind: type[T], source: str) -> T:
+    """Return plain values as a ``kind``; ``source`` is what errors call them. *Raises* FileError."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:

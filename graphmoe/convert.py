@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,7 +30,7 @@ from graphmoe.model.hf.families import to_hf_config
 from graphmoe.model.hf.folder import TOKEN_IDS, HfFolder, hf_entries, open_hf, shapes_of, write_hf
 from graphmoe.model.hf.names import Index
 from graphmoe.model.hf.shards import DEFAULT_SHARD, Entry, parse_size
-from graphmoe.run_folder import CONFIG_FILE
+from graphmoe.stored_run import read_stored_run
 from graphmoe.weights import (
     FolderKind,
     kind_of,
@@ -216,7 +215,7 @@ def _open(args: ConvertArgs, kind: FolderKind) -> Source:
         shapes = shapes_of(weights.config)
         weights.files.check(own_pieces(shapes), shapes)
         dtypes = {name: weights.files.dtype([name]) for name in shapes}
-        ids = weights.meta.get("token_ids") or {}
+        ids = weights.meta.token_ids or {}
         return Source(kind, weights.config, dtypes, weights.files.read, ids, folder / TOKENIZER)
     config, state, step = read_run(folder, args.step)
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
@@ -268,13 +267,13 @@ def _dtype_of(name: str, found: torch.dtype, asked: WeightDtype) -> torch.dtype:
 
 def _run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
     """The tokenizer.json that a run names, or its own, and id and name of what ends a document."""
-    place = next(p for p in (folder, folder.parent, folder.parent.parent) if (p / CONFIG_FILE).is_file())
-    data = yaml.safe_load((place / CONFIG_FILE).read_text(encoding="utf-8")).get("data") or {}
-    named = tokenizer_file(data.get("tokenizer") or place)
+    config, run = read_stored_run(folder)
+    place, data = config.parent, run.data
+    named = tokenizer_file(data.tokenizer or place)
     path = named if named.is_file() else place / TOKENIZER
     if not path.is_file():
         return path, None, None
-    tokenizer, name = load_tokenizer(path), data.get("eod_token")
+    tokenizer, name = load_tokenizer(path), data.eod_token
     end = usual_end(tokenizer, path) if name is None else end_of_document(tokenizer, path, name)
     return path, end, None if end is None else tokenizer.id_to_token(end)
 

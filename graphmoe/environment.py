@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, PrecisionConfig, RunConfig
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
@@ -89,11 +90,16 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put the generators back to a state of ``random_state``."""
-    random.setstate(ast.literal_eval(state["python"]))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    """Put the generators back to a state of ``random_state``. *Raises* CheckpointError for any other."""
+    try:
+        random.setstate(ast.literal_eval(state["python"]))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (ValueError, TypeError, SyntaxError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's random numbers are no state of a generator: {error}"
+        ) from error
 
 
 def describe(device: torch.device) -> dict[str, Any]:

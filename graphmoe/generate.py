@@ -10,19 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
 from torch import Tensor
-from yaml import YAMLError
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import ConfigError, DataSource, DeviceChoice, MoEConfig, OutputFormat, RunConfig
+from graphmoe.config import ConfigError, DataSource, DeviceChoice, ModelConfig, MoEConfig, OutputFormat
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.environment import open_device
 from graphmoe.model import Transformer, build_model
-from graphmoe.run_folder import CONFIG_FILE
+from graphmoe.stored_run import model_of, read_stored_run
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -54,9 +51,10 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"tokens={args.tokens} must be greater than 0")
     if not 0 <= args.temperature < math.inf:
         raise ConfigError(f"temperature={args.temperature} must be 0 or greater")
-    config = load_config(args.run)
+    file, run = read_stored_run(args.run)
+    config = model_of(file, run)
     if not (args.run / TOKENIZER_FILE).is_file():
-        raise ConfigError(_no_tokenizer(args.run, config))
+        raise ConfigError(_no_tokenizer(args.run, run.data.source))
     tokenizer = load_tokenizer(args.run / TOKENIZER_FILE)
     try:
         model, step = load_model(args.run, config, open_device(args.device), args.step)
@@ -66,12 +64,11 @@ def main(argv: list[str]) -> None:
     emit({"run": str(args.run), "step": step, "prompt": args.prompt, "text": text}, text, args.format)
 
 
-def _no_tokenizer(folder: Path, config: RunConfig) -> str:
-    source = config.data.source
-    message = f"run={folder} has no {TOKENIZER_FILE}: it was trained on data.source={source.name}"
-    if source is DataSource.synthetic:
+def _no_tokenizer(folder: Path, source: str | None) -> str:
+    message = f"run={folder} has no {TOKENIZER_FILE}: it was trained on data.source={source}"
+    if source == DataSource.synthetic.name:
         return f"{message}, random tokens that stand for no text; train on text, such as data=stdlib"
-    if source is DataSource.memmap:
+    if source == DataSource.memmap.name:
         return (
             f"{message} without data.tokenizer; copy the {TOKENIZER_FILE} that made the token files into the "
             "run's folder, or train with data.tokenizer=..."
@@ -79,25 +76,11 @@ def _no_tokenizer(folder: Path, config: RunConfig) -> str:
     return f"{message}; copy the {TOKENIZER_FILE} of its data into the run's folder"
 
 
-def load_config(folder: Path) -> RunConfig:
-    """The resolved configuration of a run's folder."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE}")
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
-    except (YAMLError, OmegaConfBaseException) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path} is no configuration of this version: {reason}") from error
-    assert isinstance(config, RunConfig)
-    return config
-
-
 def load_model(
-    folder: Path, config: RunConfig, device: torch.device, step: int | None = None
+    folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
     """The weights of a run's newest checkpoint, or of that of ``step``, in fp32."""
-    model = build_model(config.model, device=device, seed=None)
+    model = build_model(config, device=device, seed=None)
     state = {"model": model.state_dict()}
     loaded = CheckpointStore.open_any(folder).load(state, step, partial=True)
     assert loaded is not None

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-METRICS_FILE = "metrics.jsonl"
+from graphmoe.run_records import MetricsRow
+from graphmoe.untrusted import FileError, from_json, read_bytes
 
+METRICS_FILE = "metrics.jsonl"
 Row = dict[str, Any]
+
+log = logging.getLogger(__name__)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The objects of a file of JSON lines, none where there is no file.
+    """Return the rows of a metrics.jsonl, none where there is no file.
 
-    Others are left out: a run that was killed may have torn the last one.
+    Lines that are none are left out, with a warning: but for the last, which a kill may have torn.
+    *Raises* FileError for what is no file of lines.
     """
+    return read_lines(path, MetricsRow)
+
+
+def read_lines(path: Path, kind: type[Any]) -> list[Row]:
+    """Return the lines of a file that are of a ``TypedDict``, as `read_rows` does."""
+    if not path.exists():
+        return []
     rows: list[Row] = []
-    if not path.is_file():
-        return rows
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    wrong: list[FileError] = []
+    lines = read_bytes(path).decode("utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
+            rows.append(from_json(line, kind, f"{path} line {number}"))
+        except FileError as error:
+            if number < len(lines) or line.endswith("}"):
+                wrong.append(error)
+    if wrong:
+        log.warning("%d of %d lines are left out: %s", len(wrong), len(lines), wrong[0])
     return rows
 
 
@@ -54,9 +67,9 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "first_val_loss": validations[0]["val_loss"] if validations else None,
         "final_val_loss": last["val_loss"] if last else None,
         "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
-        "skipped_steps": steps[-1]["skipped_total"] if steps else 0,
+        "skipped_steps": steps[-1].get("skipped_total", 0) if steps else 0,
     }
     for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
-        values = [row[name] for row in timed if row[name] is not None]
+        values = [row[name] for row in timed if row.get(name) is not None]
         summary[f"median_{name}"] = statistics.median(values) if values else None
     return summary

@@ -83,6 +83,11 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
     return next(folder for path in paths if (folder := _enter(path, base, config, usable)) is not None)
 
 
+def is_free(path: Path) -> bool:
+    """Whether a folder holds nothing of a run."""
+    return not any((path / name).exists() for name in _TRACES)
+
+
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write ``resolved.yaml``, which workers read."""
     write_durably(folder / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
@@ -184,7 +189,7 @@ class _State(enum.Enum):
 def _state(path: Path, config: dict[str, Any]) -> _State:
     if path.exists() and not path.is_dir():
         return _State.taken
-    if not any((path / name).exists() for name in _TRACES):
+    if is_free(path):
         return _State.free
     if _is_finished(path / SUMMARY_FILE) or not (path / CONFIG_FILE).is_file():
         return _State.taken

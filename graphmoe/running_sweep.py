@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from graphmoe.cli import emit
 from graphmoe.config import OutputFormat
 from graphmoe.file_lock import FileLock
+from graphmoe.run_records import SweepRecord
 from graphmoe.signals import SIGNALS
 from graphmoe.summary import shown, write_json
 from graphmoe.sweep_folder import (
@@ -118,7 +119,7 @@ class RunningSweep:
         words = varying_words(jobs)
         command = _command(resume=self.folder)
         documents = [_document(job, words[job.number]) for job in jobs]
-        begun = read_object(self.folder / SWEEP_FILE) or {}
+        begun = read_object(self.folder / SWEEP_FILE, SweepRecord) or {}
         whole = {"command": begun.get("command"), "resume": command, "jobs": documents}
         write_json(self.folder / SWEEP_FILE, whole)
         emit(documents, sweep_table(ranked(jobs), words), self.format)
@@ -173,7 +174,7 @@ def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[s
         return
     if Path(resume).expanduser().absolute() != folder:
         raise SweepError(f"sweep.resume={resume} is not hydra.sweep.dir={folder}; leave hydra.sweep.dir out")
-    if read_object(folder / SWEEP_FILE) is None:
+    if read_object(folder / SWEEP_FILE, SweepRecord) is None:
         raise SweepError(
             f"sweep.resume={resume} is no sweep's folder: it has no {SWEEP_FILE}; name one that a command "
             f"with -m has made, multirun/<run.name>/<time> by default"

@@ -16,7 +16,8 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def value_of(summary: dict[str, Any]) -> float | None:
     """The final validation loss, or without validation the final loss."""
-    return summary["final_val_loss"] if summary["final_val_loss"] is not None else summary["final_loss"]
+    final = summary.get("final_val_loss")
+    return summary.get("final_loss") if final is None else final
 
 
 def render(summary: dict[str, Any]) -> str:

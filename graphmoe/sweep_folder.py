@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import math
 import os
 import socket
@@ -15,6 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from graphmoe.run_records import JobRecord, Summary
+from graphmoe.untrusted import FileError, read_json
+
+log = logging.getLogger(__name__)
 
 JOB_FILE = "job.json"
 SWEEP_FILE = "sweep.json"
@@ -59,7 +65,7 @@ class Job:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The summary.json of its run, if there is one."""
-        return read_object(self.folder / SUMMARY_FILE) if self.folder else None
+        return read_object(self.folder / SUMMARY_FILE, Summary) if self.folder else None
 
     @property
     def brief_error(self) -> str:
@@ -80,8 +86,14 @@ class Job:
 
 def read_job(path: Path) -> Job | None:
     """The job that a folder belongs to, or None."""
-    found = read_object(path / JOB_FILE)
-    return Job(**{**found, "path": path, "status": JobStatus(found["status"])}) if found else None
+    record = read_object(path / JOB_FILE, JobRecord)
+    if record is None:
+        return None
+    try:
+        return Job(**{**record, "path": path, "status": JobStatus(record["status"])})
+    except ValueError as error:
+        log.warning("%s: %s; it counts as no job", path / JOB_FILE, error)
+        return None
 
 
 def jobs_of(sweep: Path) -> list[Job]:
@@ -113,10 +125,10 @@ def ranked(jobs: Sequence[Job]) -> list[Job]:
     return sorted(jobs, key=place)
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None where there is none."""
+def read_object(path: Path, kind: type[Any]) -> dict[str, Any] | None:
+    """The object of a ``TypedDict`` in a JSON file; None without the file, and with a warning for another."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path, kind) if path.exists() else None
+    except FileError as error:
+        log.warning("%s", error)
         return None
-    return found if isinstance(found, dict) else None

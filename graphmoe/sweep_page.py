@@ -96,7 +96,7 @@ def read_curves(job: Job, words: Sequence[str]) -> JobCurves | None:
     time_s, tokens = 0.0, 0
     for row in rows:
         if "loss" in row:
-            time_s, tokens = time_s + (row["step_s"] or 0.0), row["tokens"]
+            time_s, tokens = time_s + (row.get("step_s") or 0.0), row.get("tokens", tokens)
             reached[row["step"]] = tokens, time_s
         elif "val_loss" in row:
             reached.setdefault(row["step"], (tokens, time_s))

@@ -71,6 +71,8 @@ def train(config: RunConfig) -> float | None:
     In a sweep the summary is not printed, and a signal ends the whole sweep.
     """
     from graphmoe.config_rules import check
+    from graphmoe.run_folder import is_free
+    from graphmoe.start_state import check_start
     from graphmoe.sweep import in_sweep
     from runtime.launch.nodes import find_nodes
 
@@ -87,6 +89,8 @@ def train(config: RunConfig) -> float | None:
         return None
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
+    if nodes.is_first and is_free(Path(HydraConfig.get().runtime.output_dir)):
+        check_start(config)
     alone = nodes.count == config.launch.nproc == 1 and not config.launch.max_restarts
     summary = _train_here(config) if alone and not sweeps else _train_in_workers(config, nodes)
     if summary is None:

@@ -45,6 +45,7 @@ from graphmoe.profiles import profiles_of
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
 from graphmoe.signals import StopSignal
+from graphmoe.start_state import named_source
 from graphmoe.step_rows import StepRow, StepRows
 from graphmoe.torch_compat import tensors_of
 from graphmoe.train_step import TrainStep
@@ -334,11 +335,12 @@ class Trainer:
         Returns the backends of the experts that the checkpoint's run used, or nothing.
         """
         store, state = self.store, self._state()
-        if not store.latest() and self.config.checkpoint.resume_from:
-            store = CheckpointStore.open_any(self.config.checkpoint.resume_from)
+        source = None if store.latest() else self.config.checkpoint.resume_from
         del state["experts"]  # absent before a checkpoint kept it; what only the checkpoint has is added
-        with explained_mismatch(store.folder, self.config.model):
-            found = store.load(state)
+        with named_source("resume_from", source):
+            store = CheckpointStore.open_any(source) if source else store
+            with explained_mismatch(store.folder, self.config.model):
+                found = store.load(state)
         if found is None:
             self._cut_metrics(-1)
             self._import_weights()
@@ -371,10 +373,10 @@ class Trainer:
 
     def _import_weights(self) -> None:
         """Start from the weights of checkpoint.init_from, if it names any."""
-        folder = self.config.checkpoint.init_from
-        if folder:
+        if folder := self.config.checkpoint.init_from:
             weights = self.optimizer.weights_to_fill()
-            kind = load_weights(self.model, folder, weights, self.layout, self.world.rank)
+            with named_source("init_from", folder):
+                kind = load_weights(self.model, folder, weights, self.layout, self.world.rank)
             self.optimizer.adopt(weights)
             log.info("weights taken from %s (%s)", folder, kind.value)
 

@@ -40,6 +40,7 @@ from graphmoe.reports.page import write_report
 from graphmoe.reports.work import MAX_TRACE_BYTES
 from graphmoe.run_folder import ENVIRONMENT_FILE, SUMMARY_FILE
 from graphmoe.signals import StopSignal
+from graphmoe.start_state import check_start
 from graphmoe.summary import shown, write_json
 from graphmoe.trainer import Trainer, TrainingStopped
 from graphmoe.worker import LAUNCHED_AT
@@ -92,6 +93,7 @@ def run_worker(
     log_host(host_lines)
     warn_of_unused(config, world)
     wanted = config.log.progress and world.is_first
+    world.on_first(lambda: check_start(config, folder))
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
         trainer = Trainer(config, folder, progress, world)
         trainer.start()

@@ -49,6 +49,16 @@ def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
         raise FileError(f"{path} cannot be read ({why})") from error
 
 
+def require_regular(path: Path) -> None:
+    """Raise FileError for a path that is no regular file, such as a FIFO, which a reader waits for."""
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            return
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    raise FileError(f"{path} is no regular file; give a file")
+
+
 def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
     """Return the content of a regular file of UTF-8. *Raises* FileError."""
     try:
@@ -65,6 +75,11 @@ def read_json(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> 
 def read_yaml(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> T:
     """Return a YAML file of plain values as a ``kind``. *Raises* FileError."""
     return _typed(read_text(path, largest_bytes), _load_yaml, "YAML", kind, str(path))
+
+
+def is_file_name(name: str) -> bool:
+    """Whether the name is that of a file in its folder, and leads to no other place."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def from_json(text: str, kind: type[T], source: str) -> T:
@@ -91,6 +106,11 @@ def _typed(text: str, load: Callable[[str], Any], name: str, kind: type[T], sour
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise FileError(f"{source} is no {name}: {why}") from error
+    return typed(found, kind, source)
+
+
+def typed(found: Any, kind: type[T], source: str) -> T:
+    """Return plain values as a ``kind``; ``source`` is what errors call them. *Raises* FileError."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:

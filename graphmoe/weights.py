@@ -17,29 +17,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.errors import MismatchError
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of, whole_shape
-from graphmoe.config import ComputeDtype, ConfigError, ModelConfig
+from graphmoe.checkpoint.look import check_fit
+from graphmoe.config import ConfigError, ModelConfig
 from graphmoe.layout import ALONE, Layout
 from graphmoe.model.hf.families import different_keys, same_function
 from graphmoe.model.hf.folder import fill, open_hf, shapes_of
 from graphmoe.model.hf.names import Piece
 from graphmoe.model.hf.shards import Entry, write_shards
-from graphmoe.model.hf.tensor_files import TensorFiles, read_json
+from graphmoe.model.hf.tensor_files import TensorFiles
 from graphmoe.run_folder import CONFIG_FILE
+from graphmoe.stored_run import computes_in_bf16, config_file, model_from, model_of, read_stored_run
+from graphmoe.untrusted import is_file_name, read_json, read_yaml
 
 log = logging.getLogger(__name__)
 
 FORMAT = "graphmoe-weights-1"
 META_FILE = "weights.json"
 STEM = "weights"
+OPTIONS = "model"
+"""The folder with the model's keys, as an option of that configuration group."""
 
 
 class FolderKind(enum.Enum):
@@ -51,12 +56,16 @@ class FolderKind(enum.Enum):
 
 
 def kind_of(folder: Path) -> FolderKind:
-    """What the folder is, by the files in it. *Raises* ConfigError for anything else."""
+    """What the folder is, by the files in it. *Raises* ConfigError for anything else.
+
+    A folder of weights is taken as that, whatever else lies in it; a run is one that the path names: by its
+    folder, its ``checkpoints`` or one of these.
+    """
     if (folder / META_FILE).is_file():
         return FolderKind.graphmoe
     if (folder / "config.json").is_file():
         return FolderKind.hf
-    if any((place / CONFIG_FILE).is_file() for place in _run_places(folder)):
+    if config_file(folder):
         return FolderKind.run
     raise ConfigError(
         f"{folder} holds no weights; give a Hugging Face folder (config.json), a folder that "
@@ -89,21 +98,42 @@ def load_weights(
     if kind is FolderKind.run:
         theirs = run_config(folder)
         _refuse_other_tie(folder, theirs, config)
+        places = _places_in_run(folder, state)
         with explained_mismatch(folder, config):
-            CheckpointStore.open_any(folder).load(_places_in_run(folder, state), partial=True)
+            CheckpointStore.open_any(folder).load(places, partial=True)
     else:
-        if kind is FolderKind.hf:
-            source = open_hf(folder, shaped_as=config)
-            theirs, files, found = source.config, source.files, source.pieces
-        else:
-            weights = open_weights(folder)
-            theirs, files, found = weights.config, weights.files, own_pieces(shapes)
-        _refuse_other_tie(folder, theirs, config)
-        files.check(found, shapes, hints=same_function(config, theirs))
+        theirs, files, found = _open_files(folder, kind, config, shapes)
         fill(state, files, [piece for piece in found if piece.ours in state])
     for line in same_function(config, theirs):
         log.warning("%s in %s; the weights are used with the former", line, folder)
     return kind
+
+
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raise what ``load_weights`` into a model of this configuration would; headers are read, no weights."""
+    kind, shapes = kind_of(folder), shapes_of(config)
+    if kind is not FolderKind.run:
+        _open_files(folder, kind, config, shapes)
+        return
+    _refuse_other_tie(folder, run_config(folder), config)
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with explained_mismatch(folder, config):
+        check_fit(folder, _places_in_run(folder, state), partial=True)
+
+
+def _open_files(
+    folder: Path, kind: FolderKind, config: ModelConfig, shapes: dict[str, torch.Size]
+) -> tuple[ModelConfig, TensorFiles, list[Piece]]:
+    """The model of a folder of safetensors, its files, and where our tensors lie in them, all checked."""
+    if kind is FolderKind.hf:
+        source = open_hf(folder, shaped_as=config)
+        theirs, files, found = source.config, source.files, source.pieces
+    else:
+        weights = open_weights(folder)
+        theirs, files, found = weights.config, weights.files, own_pieces(shapes)
+    _refuse_other_tie(folder, theirs, config)
+    files.check(found, shapes, hints=same_function(config, theirs))
+    return theirs, files, found
 
 
 def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -126,7 +156,7 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
     try:
         yield
     except MismatchError as error:
-        if not any((place / CONFIG_FILE).is_file() for place in _run_places(folder)):
+        if config_file(folder) is None:
             raise
         raise MismatchError(f"{_why_unfit(folder, run_config(folder), ours)}\n{error}") from error
 
@@ -151,16 +181,31 @@ class WeightsFolder:
 
     config: ModelConfig
     files: TensorFiles
-    meta: dict[str, Any]
+    meta: WeightsMeta
+
+
+class WeightsMeta(msgspec.Struct):
+    """The fields of weights.json that are read."""
+
+    format: str
+    model: str
+    token_ids: dict[str, int | list[int] | None] | None = None
 
 
 def open_weights(folder: Path) -> WeightsFolder:
     """Read the headers of a folder of our own format. *Raises* ConfigError."""
-    meta = read_json(folder / META_FILE)
-    if meta.get("format") != FORMAT:
-        raise ConfigError(f"{folder / META_FILE}: format={meta.get('format')}; this version reads {FORMAT}")
-    config = model_from_yaml(folder / str(meta.get("model")))
-    return WeightsFolder(config, TensorFiles(folder, STEM), meta)
+    meta = read_json(folder / META_FILE, WeightsMeta)
+    if meta.format != FORMAT:
+        raise ConfigError(f"{folder / META_FILE}: format={meta.format}; this version reads {FORMAT}")
+    place, _, name = meta.model.partition("/")
+    if place != OPTIONS or not is_file_name(name):
+        raise ConfigError(
+            f"{folder / META_FILE}: model={meta.model} must be a file in {OPTIONS}/ of its folder"
+        )
+    path = folder / OPTIONS / name
+    config, files = model_from(read_yaml(path, dict[str, Any]), f"{path}: "), TensorFiles(folder, STEM)
+    files.require_parts(config, str(path))
+    return WeightsFolder(config, files, meta)
 
 
 def write_weights(
@@ -174,11 +219,11 @@ def write_weights(
 ) -> list[Path]:
     """Write a folder of our own format; the files written."""
     written = write_shards(folder, STEM, entries, max_bytes, on_bytes)
-    option = folder / "model" / f"{option_name(config.name)}.yaml"
+    option = folder / OPTIONS / f"{option_name(config.name)}.yaml"
     option.parent.mkdir(exist_ok=True)
     option.write_text(f"# {train_command(folder, config)}\n{model_to_yaml(config)}", encoding="utf-8")
     path = folder / META_FILE
-    document = {"format": FORMAT, "model": f"model/{option.name}", **meta}
+    document = {"format": FORMAT, "model": f"{OPTIONS}/{option.name}", **meta}
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return [path, option, *written]
 
@@ -213,50 +258,26 @@ def model_to_yaml(config: ModelConfig) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
-def model_from_yaml(path: Path, section: str | None = None) -> ModelConfig:
-    """The model that a YAML file, or one section of it, describes. *Raises* ConfigError."""
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist")
-    try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-        plain = plain[section] if section else plain
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), plain))
-    except (yaml.YAMLError, OmegaConfBaseException, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path} describes no model of this version: {reason}") from error
-    assert isinstance(config, ModelConfig)
-    return config
-
-
 def run_config(folder: Path) -> ModelConfig:
     """The model of a run, from its folder, its ``checkpoints`` or one checkpoint."""
-    return model_from_yaml(_config_file(folder), "model")
+    return model_of(*read_stored_run(folder))
 
 
 def read_run(folder: Path, step: int | None) -> tuple[ModelConfig, dict[str, Tensor], int]:
     """Model, main weights (fp32) and step of a run's checkpoint, the newest by default."""
     config = run_config(folder)
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes_of(config).items()}
-    found = CheckpointStore.open_any(folder).load(_places_in_run(folder, state), step, partial=True)
+    places = _places_in_run(folder, state)
+    found = CheckpointStore.open_any(folder).load(places, step, partial=True)
     assert found is not None
     return config, state, found
 
 
 def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dict[str, Any]:
     """The tensors of ``state`` under the names that a run's checkpoint has its fp32 weights by."""
-    precision = yaml.safe_load(_config_file(folder).read_text(encoding="utf-8")).get("precision") or {}
-    if precision.get("compute") != ComputeDtype.bf16.name:
+    if not computes_in_bf16(*read_stored_run(folder)):
         return {"model": state}
     # The weights under "model" are rounded to bf16; the optimizer has what they are rounded from.
     buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
     main = {name: tensor for name, tensor in state.items() if name not in buffers}
     return {"model": buffers, "optimizer": {"main": main}}
-
-
-def _config_file(folder: Path) -> Path:
-    return next(place / CONFIG_FILE for place in _run_places(folder) if (place / CONFIG_FILE).is_file())
-
-
-def _run_places(folder: Path) -> list[Path]:
-    folder = folder.absolute()
-    return [folder, folder.parent, folder.parent.parent]

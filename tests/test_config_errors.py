@@ -127,9 +127,9 @@ def test_violations_and_errors_of_a_run_have_their_exit_status(tmp_path):
     assert run.wait() == 2 and len(run.err.read_text().splitlines()) == 3
     assert not [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     missing = command(tmp_path, *TINY, "checkpoint.resume_from=nowhere", "hydra.run.dir=run")
-    assert missing.wait() == 1
+    assert missing.wait() == 2
     last = missing.err.read_text().splitlines()[-1]
-    assert last.startswith("error: nowhere holds no checkpoint")
+    assert last.startswith("error: checkpoint.resume_from=nowhere: nowhere holds no checkpoint")
 
 
 def test_every_key_is_its_own_nearest_and_a_typo_in_it_leads_back():

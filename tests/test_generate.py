@@ -12,10 +12,11 @@ import torch
 from graphmoe.cli import run_tool
 from graphmoe.config import ConfigError
 from graphmoe.data.tokenizer import load_tokenizer
-from graphmoe.generate import generate, load_config, load_model, main, model_of_one_rank
+from graphmoe.generate import generate, load_model, main, model_of_one_rank
 from graphmoe.layout import Layout
 from graphmoe.model import build_model
 from graphmoe.receive_budget import Load
+from graphmoe.weights import run_config
 from runtime.dispatch.symm import Symm
 from tests.runs import TINY, assert_same_state, command, config, train_in
 
@@ -45,7 +46,7 @@ def test_the_prompt_is_continued_the_same_way_for_the_same_seed(run_folder, caps
 def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_folder, capsys):
     words = (f"run={run_folder}", "prompt=the loss", "tokens=5", "temperature=0")
     assert shown(capsys, *words) == shown(capsys, *words, "seed=1")
-    tokenizer, trained = load_tokenizer(run_folder / "tokenizer.json"), load_config(run_folder)
+    tokenizer, trained = load_tokenizer(run_folder / "tokenizer.json"), run_config(run_folder)
     model, _ = load_model(run_folder, trained, torch.device("cpu"))
     ids = tokenizer.encode("the loss").ids
     with torch.no_grad():
@@ -96,7 +97,7 @@ def test_a_model_larger_than_the_vocabulary_gives_only_known_tokens(tmp_path, ru
 
 def test_the_weights_are_those_of_the_run(tmp_path, text_words):
     trainer = train_in(tmp_path, *text_words)
-    model, step = load_model(tmp_path, config(*text_words), torch.device("cpu"))
+    model, step = load_model(tmp_path, config(*text_words).model, torch.device("cpu"))
     assert step == 6
     assert_same_state(model.state_dict(), trainer.model.state_dict())
 

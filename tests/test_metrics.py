@@ -15,8 +15,9 @@ from graphmoe.config import ConfigError, LogConfig
 from graphmoe.expert_loads import EXPERT_LOADS_FILE, MAX_LINES, ExpertLoads
 from graphmoe.flops import flops_per_token
 from graphmoe.metrics import MetricsWriter, Throughput, log_line, to_json
-from graphmoe.metrics_file import read_rows, summarise
+from graphmoe.metrics_file import read_lines, read_rows, summarise
 from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.run_records import ExpertLoad
 from graphmoe.step_rows import OF_STEP, RECEIVED, SCALARS, StepClock, StepRow, StepRows, device_row, seconds
 from tests.runs import config, metrics, train_in
 
@@ -217,11 +218,11 @@ def test_loads_of_experts_are_means_of_as_many_steps_as_keep_the_file_short(tmp_
     loads = ExpertLoads(tmp_path, 0, total)
     for steps in ((1,), (2, 3), (4, 5), (6,), (total,)):
         loads.write(rows(*steps))
-    found = read_rows(tmp_path / EXPERT_LOADS_FILE)
+    found = read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)
     assert [(row["step"], row["steps"]) for row in found] == [(3, 3), (5, 2), (total, 2)]
     assert found[0]["load"] == [[2.0, 2.0], [1.0, 0.0]]
     ExpertLoads(tmp_path, 4, total).write(rows(5, 6))
-    assert [row["step"] for row in read_rows(tmp_path / EXPERT_LOADS_FILE)] == [3, 6]
+    assert [row["step"] for row in read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)] == [3, 6]
 
 
 def test_a_model_without_experts_has_no_file_of_loads(tmp_path):
@@ -232,7 +233,7 @@ def test_a_model_without_experts_has_no_file_of_loads(tmp_path):
 def test_the_mean_load_of_a_run_is_one_and_its_largest_is_that_of_metrics(tmp_path):
     train_in(tmp_path, "model.num_layers=3")
     steps = {row["step"]: row for row in metrics(tmp_path) if "loss" in row}
-    found = read_rows(tmp_path / EXPERT_LOADS_FILE)
+    found = read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)
     assert [row["step"] for row in found][-1] == 6 and sum(row["steps"] for row in found) == 6
     for row in found:
         load_LE = torch.tensor(row["load"])

@@ -270,6 +270,7 @@ def test_resuming_from_another_model_names_the_keys_that_differ_before_the_tenso
     with pytest.raises(CheckpointError) as error:
         trainer_in(tmp_path / "second", source, f"model.expert_ffn_size={wider}")
     head, *tensors = str(error.value).splitlines()
+    assert head.startswith(f"{source}: {tmp_path}/first")
     assert f"model.expert_ffn_size: {wider - 8} -> {wider}" in head
     assert any("moe_experts.w_down" in line for line in tensors)
 

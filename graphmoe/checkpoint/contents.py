@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from graphmoe.checkpoint.entries import Entries
+from graphmoe.checkpoint.errors import CheckpointError
 from graphmoe.checkpoint.manifest import FileSum
+from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.checkpoint.planners import CopiesPlanner, FillPlanner
 from graphmoe.world import World
 
@@ -51,11 +53,6 @@ def write_entries(
     return files.sums
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Names, shapes and dtypes of the entries in a checkpoint folder."""
-    return FileSystemReader(folder).read_metadata()
-
-
 def value_names(saved: Metadata) -> set[str]:
     """Names of the entries that are plain values."""
     entries = saved.state_dict_metadata.items()
@@ -63,17 +60,31 @@ def value_names(saved: Metadata) -> set[str]:
 
 
 def read_entries(folder: Path, wanted: Entries, values: set[str], world: World) -> dict[str, Any]:
-    """Fill the tensors and shards of ``wanted`` in place; the plain values of these names."""
+    """Fill the tensors and shards of ``wanted`` in place; the plain values of these names.
+
+    Nothing in the files runs. *Raises* CheckpointError for contents that are none of a checkpoint's.
+    """
     flat: dict[str, Any] = {**wanted.torch_tensors, **dict.fromkeys(sorted(values))}
     with _dcp_errors():
         dcp.load(
             flat,
-            storage_reader=FileSystemReader(folder),
+            storage_reader=_Reader(folder),
             planner=FillPlanner(wanted.shards),
             process_group=world.group,
             no_dist=world.group is None,
         )
     return {name: flat[name] for name in values}
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader but for ``.metadata``, which it would unpickle whatever that names."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _ReadFileSystem()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(Path(self.path))
 
 
 @contextmanager
@@ -86,6 +97,22 @@ def _dcp_errors() -> Iterator[None]:
     except CheckpointException as error:
         _, (cause, _) = min(error.failures.items())
         raise cause from error
+
+
+class _ReadFileSystem(FileSystem):
+    """The local file system; what goes wrong with a file's content names the file."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except (CheckpointError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # torch words each kind of wrong content by another class
+            raise CheckpointError(
+                f"{path} holds other than what graphmoe wrote ({type(error).__name__}); nothing in it was run"
+            ) from error
 
 
 class _HashingFileSystem(FileSystem):

@@ -108,8 +108,12 @@ def _require_plain(name: str, value: Any) -> None:
 
 
 def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], Any]]) -> None:
-    """Put the values into ``state`` at their paths; dicts on the way are made where missing."""
-    for name, (path, value) in values.items():
+    """Put the values into ``state`` at their paths; dicts on the way are made where missing.
+
+    *Raises* CheckpointError for a value of another type than stands there, or that is no plain one.
+    """
+    for name, entry in values.items():
+        path, value = _placed(name, entry)
         node: Any = state
         for key in path[:-1]:
             if isinstance(node, dict):
@@ -118,9 +122,32 @@ def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], 
                 node = node[key] if _has_item(node, key) else None
         if not (isinstance(node, dict) or _has_item(node, path[-1])):
             raise CheckpointError(f"the checkpoint's entry {name} has no place in the state")
-        if value == {} and isinstance(node, dict) and isinstance(node.get(path[-1]), dict):
+        there = node.get(path[-1]) if isinstance(node, dict) else node[path[-1]]
+        if value == {} and isinstance(there, dict):
             continue  # of a rank that held no part of the tensors there
+        if not _alike(there, value):
+            theirs, ours = type(value).__name__, type(there).__name__
+            raise CheckpointError(f"the checkpoint's entry {name} is a {theirs}, but here a {ours}")
         node[path[-1]] = value
+
+
+def _placed(name: str, entry: Any) -> tuple[tuple[str | int, ...], Any]:
+    """Path and value, as they were read, of a plain entry."""
+    try:
+        path, value = entry
+        if type(path) is tuple and ".".join(map(str, path)) == name:
+            _require_plain(name, value)
+            return path, value
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise CheckpointError(f"the checkpoint's entry {name} is not what graphmoe writes there")
+
+
+def _alike(there: Any, value: Any) -> bool:
+    """Whether a value may stand where another does; anything may for a list, a tuple, bytes and None."""
+    if type(there) in (int, float):
+        return type(value) in (int, float)
+    return type(there) not in (bool, str, dict) or type(value) is type(there)
 
 
 def _has_item(node: Any, key: str | int) -> bool:

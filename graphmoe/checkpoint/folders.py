@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 RUN_CONFIG = "resolved.yaml"
 """What tells a run's folder from others; graphmoe.run_folder writes it."""
-_STEP = re.compile(r"step_(\d{8,})")
-_TEMPORARY = re.compile(r"step_.+\.tmp-(\d+)")
+_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
+_TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -57,6 +57,15 @@ def saved_steps(folder: Path) -> list[int]:
         return []
     steps = [step_of(path) for path in folder.iterdir() if path.is_dir()]
     return sorted((step for step in steps if step is not None), reverse=True)
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoints that a run's folder, its ``checkpoints`` or one of these names, newest first."""
+    if step_of(path) is not None and path.is_dir():
+        return [path]
+    inside = path / CHECKPOINTS
+    folder = inside if inside.is_dir() else path
+    return [folder_of(folder, step) for step in saved_steps(folder)]
 
 
 def make_temporary(folder: Path, step: int) -> Path:
@@ -107,15 +116,24 @@ def clean_leftovers(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         match = _TEMPORARY.fullmatch(path.name)
         # our own pid: a container may give each run the same one
-        if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
+        if match and _is_own(path) and (int(match[1]) == os.getpid() or not _lives(int(match[1]))):
             log.info("removing %s, left by a process that died", path)
             shutil.rmtree(path)
-    for path in sorted(folder.glob("step_*.replaced")):
+    for path in filter(_is_own, sorted(folder.glob("step_*.replaced"))):
         final = path.with_name(path.name.removesuffix(".replaced"))
         if final.exists():
             shutil.rmtree(path)
         else:  # died between the two renames of publish
             path.rename(final)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it can be a folder that a store made: no file, no link."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _lives(pid: int) -> bool:
+    return pid < 2**31 and psutil.pid_exists(pid)
 
 
 def _remove(path: Path) -> None:

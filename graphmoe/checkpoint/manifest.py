@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from graphmoe.checkpoint.durable import write_durably
+from graphmoe.checkpoint.errors import CheckpointError
+from graphmoe.checkpoint.metadata_file import METADATA
+from graphmoe.untrusted import FileError, is_file_name, read_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -23,6 +28,14 @@ class FileSum:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class _Manifest:
+    """The fields that are read."""
+
+    format: int
+    files: dict[str, FileSum]
+
+
 def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
     """Write manifest.json, the last file of a checkpoint, durably."""
     document = {
@@ -34,28 +47,40 @@ def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
     write_durably(folder / MANIFEST, json.dumps(document, indent=1) + "\n")
 
 
-def damage(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
+def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:
     """What differs from the manifest, one line per file; empty for a whole checkpoint.
 
     Reads each file; with ``shares``, each shares-th file only, so that ranks can split the work.
+    Without ``contents`` only sizes are compared.
     """
     try:
-        document = json.loads((folder / MANIFEST).read_bytes())
-        sums = {name: FileSum(**entry) for name, entry in document["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{MANIFEST}: cannot be read ({error!r})"]
-    if document.get("format") != _FORMAT:
-        return [f"{MANIFEST}: format {document.get('format')!r}, this version reads {_FORMAT}"]
-    lines = [_file_damage(folder / name, sums[name]) for name in sorted(sums)[share::shares]]
-    return [line for line in lines if line]
+        manifest = read_json(folder / MANIFEST, _Manifest)
+    except FileError as error:
+        return [f"{MANIFEST}: cannot be read ({error})"]
+    if manifest.format != _FORMAT:
+        return [f"{MANIFEST}: format {manifest.format}, this version reads {_FORMAT}"]
+    if METADATA not in manifest.files or not all(map(is_file_name, manifest.files)):
+        return [f"{MANIFEST}: it must name {METADATA}, and files of its own folder only"]
+    names = sorted(manifest.files)[share::shares]
+    return [line for name in names if (line := _file_damage(folder / name, manifest.files[name], contents))]
 
 
-def _file_damage(path: Path, expected: FileSum) -> str | None:
+def require_named(folder: Path, names: set[str]) -> None:
+    """Raise CheckpointError where the manifest of a checkpoint names not all of these files."""
+    if unnamed := sorted(names - read_json(folder / MANIFEST, _Manifest).files.keys()):
+        raise CheckpointError(f"{folder / unnamed[0]} is to be read, but {MANIFEST} does not name it")
+
+
+def _file_damage(path: Path, expected: FileSum, contents: bool) -> str | None:
     try:
-        size = path.stat().st_size
-        if size != expected.num_bytes:
-            return f"{path.name}: {size} bytes, the manifest says {expected.num_bytes}"
-        with path.open("rb") as stream:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # waits for no FIFO
+            found = os.fstat(stream.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                return f"{path.name}: no regular file"
+            if found.st_size != expected.num_bytes:
+                return f"{path.name}: {found.st_size} bytes, the manifest says {expected.num_bytes}"
+            if not contents:
+                return None
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         return f"{path.name}: cannot be read ({error})"

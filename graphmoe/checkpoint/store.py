@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from graphmoe.checkpoint import folders
-from graphmoe.checkpoint.contents import read_entries, read_metadata, value_names, write_entries
+from graphmoe.checkpoint.contents import read_entries, value_names, write_entries
 from graphmoe.checkpoint.entries import Entries, differences, flatten, merge
 from graphmoe.checkpoint.errors import CheckpointError, MismatchError
-from graphmoe.checkpoint.manifest import FileSum, damage, write_manifest
+from graphmoe.checkpoint.manifest import FileSum, damage, require_named, write_manifest
+from graphmoe.checkpoint.metadata_file import file_names, read_metadata
 from graphmoe.checkpoint.shares import own_share
 from graphmoe.checkpoint.snapshot import HostCopies
 from graphmoe.config import CheckpointConfig
@@ -155,12 +156,12 @@ class CheckpointStore:
         started = time.perf_counter()
         path = self._path(step)
         wanted, saved = flatten(state), read_metadata(path)
+        require_named(path, file_names(saved))
         all_names = set().union(*self._world.gather(wanted.names))
         own = differences(wanted, saved, all_names, partial=partial)
         lines = list(dict.fromkeys(line for lines in self._world.gather(own) for line in lines))
         if lines:
-            report = "\n  ".join(lines)
-            raise MismatchError(f"{path} does not fit the state in {len(lines)} entries:\n  {report}")
+            raise MismatchError.of(path, lines)
         values = value_names(saved)
         merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._world))
         log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,6 +11,7 @@ from typing import Any
 from graphmoe.cli import nearest
 from graphmoe.config import ConfigError
 from graphmoe.projection.hardware import H200, Card
+from graphmoe.untrusted import FileError, read_json
 
 Point = tuple[float, float, float]
 """The two sizes of `CLASSES` that a product has, and the share of the peak that it reached."""
@@ -59,6 +59,7 @@ class Rates:
     """What the host takes to start a segment, or a graph of segments, forward; as much again backward."""
 
 
+LARGEST = 1e300
 CLASSES = {
     "dense": ("square root of the weight's elements", "rows"),
     "dense_weights": ("square root of the weight's elements", "rows"),
@@ -228,17 +229,13 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
     rates = default_rates(card)
     if path is None:
         return rates
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"rates={path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"rates={path} is no JSON: {error}") from error
-    if isinstance(given, dict) and isinstance(given.get("rates"), dict):
-        given = given["rates"]
     names = [field.name for field in fields(Rates)]
-    if not isinstance(given, dict):
-        raise ConfigError(f"rates={path} must hold an object with some of {', '.join(names)}")
+    try:
+        given = read_json(path, dict[str, Any])
+    except FileError as error:
+        raise ConfigError(f"rates={error}; it must hold an object with some of {', '.join(names)}") from error
+    if isinstance(given.get("rates"), dict):
+        given = given["rates"]
     unknown = [f"'{name}' is no rate{nearest(name, names)}" for name in given if name not in names]
     wrong = [_wrong(name, value) for name, value in given.items() if name in names]
     if problems := [*unknown, *(problem for problem in wrong if problem)]:
@@ -274,4 +271,4 @@ def _is_point(point: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < LARGEST

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from graphmoe.config import ConfigError
-from graphmoe.metrics_file import METRICS_FILE, Row, read_rows, steps_of, summarise, validations_of
+from graphmoe.metrics_file import METRICS_FILE, Row, read_lines, steps_of, summarise, validations_of
+from graphmoe.run_records import (
+    Captured,
+    Compiled,
+    Config,
+    Environment,
+    ExpertLoad,
+    MetricsRow,
+    Projection,
+    Summary,
+)
+from graphmoe.untrusted import FileError, read_json, read_yaml
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE = "resolved.yaml", "env.json", "summary.json"
 EXPERT_LOADS_FILE, PROJECTION_FILE = "expert_load.jsonl", "projection.json"
@@ -36,7 +47,7 @@ class RunData:
     summary: dict[str, Any]
     """summary.json, or what metrics say of a run that did not come so far, or that went on after it."""
     unreadable: list[str]
-    """Files that are there and say nothing."""
+    """What is wrong with files that are there and say nothing."""
 
     @property
     def name(self) -> str:
@@ -96,34 +107,40 @@ def read_run(folder: Path) -> RunData:
         raise ConfigError(f"{folder} has no {CONFIG_FILE} or {METRICS_FILE}; name the folder of a run")
     unreadable: list[str] = []
 
-    def document(name: str) -> dict[str, Any]:
+    def read(reader: Callable[[Path, type[Any]], Any], name: str, kind: type[Any], otherwise: Any) -> Any:
         path = folder / name
         try:
-            text = path.read_text(encoding="utf-8")
-            found = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, yaml.YAMLError):
-            found = None
-        if isinstance(found, dict):
-            return found
-        unreadable.append(name)
-        return {}
+            return reader(path, kind) if path.exists() else otherwise
+        except FileError as error:
+            log.warning("%s", error)
+            unreadable.append(str(error))
+            return otherwise
 
-    rows = read_rows(folder / METRICS_FILE)
+    rows = read(read_lines, METRICS_FILE, MetricsRow, [])
     return RunData(
         folder=folder,
-        config=document(CONFIG_FILE),
-        environment=document(ENVIRONMENT_FILE),
+        config=read(_whole_yaml, CONFIG_FILE, Config, {}),
+        environment=read(_whole_json, ENVIRONMENT_FILE, Environment, {}),
         steps=steps_of(rows),
         validations=validations_of(rows),
-        expert_loads=[row for row in read_rows(folder / EXPERT_LOADS_FILE) if row.get("load")],
-        projection=document(PROJECTION_FILE),
-        compiled=document(COMPILE_FILE),
-        captured=document(CAPTURE_FILE),
-        summary=_newest(document(SUMMARY_FILE), _of_metrics(rows)),
+        expert_loads=read(read_lines, EXPERT_LOADS_FILE, ExpertLoad, []),
+        projection=read(read_json, PROJECTION_FILE, Projection, {}),
+        compiled=read(read_json, COMPILE_FILE, Compiled, {}),
+        captured=read(read_json, CAPTURE_FILE, Captured, {}),
+        summary=_newest(read(read_json, SUMMARY_FILE, Summary, {}), _of_metrics(rows)),
         unreadable=unreadable,
     )
+
+
+def _whole_yaml(path: Path, kind: type[Any]) -> dict[str, Any]:
+    """All of a file, for tables, after a look at the fields that are more than a line of these."""
+    read_yaml(path, kind)
+    return read_yaml(path, dict[str, Any])
+
+
+def _whole_json(path: Path, kind: type[Any]) -> dict[str, Any]:
+    read_json(path, kind)
+    return read_json(path, dict[str, Any])
 
 
 def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:

@@ -7,20 +7,26 @@ copy or memset that it launched; all of a graph have that of the graph's launch.
 from __future__ import annotations
 
 import gzip
-import json
+import io
+import math
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from graphmoe.config import ConfigError
+import msgspec
+
+from graphmoe.untrusted import FileError, from_json, read_bytes, typed
 
 FACTS = "graphmoe"
 """Key of what a run with profile.steps says of itself."""
 STEP = "ProfilerStep#"
 PROFILE_FOLDER = "profile"
 """Of the traces, in a run's folder."""
+LARGEST_TRACE = 4 << 30
+"""Bytes of a trace that is read, unpacked."""
 Thread = tuple[Any, Any]
+HOST, RUNTIME = ("cpu_op", "user_annotation"), ("_runtime", "_driver")
 DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
     "kernel": "kernel",
     "gpu_memcpy": "memcpy",
@@ -93,49 +99,103 @@ def rank_of(name: str) -> int | None:
     return rank if rank is not None and name == trace_file(rank) else None
 
 
+class _Device(msgspec.Struct):
+    name: str | None = None
+
+
+class Facts(TypedDict, total=False):
+    """The fields that are read of what a run says of itself."""
+
+    rank: int
+    num_ranks: int
+    steps: list[int]
+    device: str | None
+    peak_tflops: float | None
+
+
+_Args = TypedDict(
+    "_Args",
+    {
+        "correlation": int | None,
+        "bytes": int | None,
+        "device": int | str,
+        "stream": int | str,
+        "Sequence number": int,
+        "Input Dims": list[list[Any]],
+        "Input type": list[str],
+    },
+    total=False,
+)
+"""The fields that are read of an event's own."""
+
+
+class _Event(msgspec.Struct):
+    ph: str = ""
+    ts: float | None = None
+    dur: float | None = None
+    cat: str | None = None
+    name: str | int | float | None = None
+    pid: int | str | None = None
+    tid: int | str | None = None
+    args: dict[str, Any] | None = None
+
+
+class _Document(msgspec.Struct):
+    """The part of a Chrome trace that is read."""
+
+    traceEvents: list[_Event]  # noqa: N815 (its name there)
+    deviceProperties: list[_Device] | None = None  # noqa: N815
+    graphmoe: Facts | None = None
+
+
 def read_trace(path: Path) -> Trace:
     """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for what is no trace."""
-    document = _document(path)
-    trace = Trace(path, facts=document.get(FACTS) or {})
-    devices = document.get("deviceProperties") or []
-    names = [device["name"] for device in devices if device.get("name")]
+    document = from_json(_text(path), _Document, str(path))
+    trace = Trace(path, facts={**(document.graphmoe or {})})
+    names = [device.name for device in document.deviceProperties or [] if device.name]
     trace.device = trace.facts.get("device") or (names[0] if names else None)
-    for event in document["traceEvents"]:
-        if event.get("ph") == "X" and "ts" in event:
-            _add(trace, event)
+    for number, event in enumerate(document.traceEvents):
+        if event.ph == "X" and event.ts is not None:
+            _add(trace, event, f"{path}: traceEvents[{number}]")
     for events in (trace.host, trace.calls, trace.activities, trace.steps):
         events.sort(key=lambda event: (event.start, -event.end))
     return trace
 
 
-def _document(path: Path) -> dict[str, Any]:
-    opened = gzip.open if path.suffix == ".gz" else open
+def _text(path: Path) -> str:
+    content = read_bytes(path)
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
-            document = json.load(file)
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no {path}") from error
+        if path.suffix == ".gz":
+            with gzip.open(io.BytesIO(content)) as file:
+                content = file.read(LARGEST_TRACE + 1)
+        if len(content) > LARGEST_TRACE:
+            raise FileError(f"{path} has more than {LARGEST_TRACE:,} bytes; record fewer steps")
+        return content.decode("utf-8")
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigError(f"{path} is no whole trace: {error}") from error
-    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise ConfigError(f"{path} is no Chrome trace: it has no list traceEvents")
-    return document
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{path} is no whole trace: {error}") from error
 
 
-def _add(trace: Trace, event: dict[str, Any]) -> None:
+def _add(trace: Trace, event: _Event, where: str) -> None:
     """Put one event where it belongs; most categories are of no use here."""
-    category, args = event.get("cat", ""), event.get("args") or {}
-    start = float(event["ts"])
-    end = start + float(event.get("dur", 0.0))
-    thread, name = (event.get("pid"), event.get("tid")), str(event.get("name", ""))
-    if category in ("cpu_op", "user_annotation"):
+    category, args = event.cat or "", event.args or {}
+    if category not in HOST and category not in DEVICE and not category.endswith(RUNTIME):
+        return
+    known = typed(args, _Args, f"{where}.args")
+    assert event.ts is not None
+    start, end = event.ts, event.ts + (event.dur or 0.0)
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise FileError(f"{where}: ts={event.ts} and dur={event.dur} are no times")
+    thread, name = (event.pid, event.tid), str(event.name or "")
+    if category in HOST:
         host = HostEvent(name, thread, start, end, category == "user_annotation", args)
         trace.host.append(host)
         if host.is_range and name.startswith(STEP):
             trace.steps.append(host)
-    elif category.endswith(("_runtime", "_driver")):
-        trace.calls.append(Call(name, thread, start, end, args.get("correlation")))
     elif category in DEVICE:
-        stream = f"{args.get('device', event.get('pid'))}.{args.get('stream', event.get('tid'))}"
-        kind, size = DEVICE[category], args.get("bytes")
-        trace.activities.append(Activity(name, kind, start, end, stream, args.get("correlation"), size))
+        stream = f"{known.get('device', event.pid)}.{known.get('stream', event.tid)}"
+        kind, correlation = DEVICE[category], known.get("correlation")
+        trace.activities.append(Activity(name, kind, start, end, stream, correlation, known.get("bytes")))
+    else:
+        trace.calls.append(Call(name, thread, start, end, known.get("correlation")))

@@ -8,11 +8,14 @@ import json
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from graphmoe.untrusted import require_regular
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +114,8 @@ class Blobs:
 def read_or_damaged(path: Path) -> bytes:
     """The file's content. *Raises* DamagedBlob where the disk cannot read it, OSError otherwise."""
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):
+            raise DamagedBlob(path.name)  # it would be waited for
         return path.read_bytes()
     except OSError as error:
         if error.errno == errno.EIO:
@@ -142,6 +147,8 @@ def set_aside(path: Path, folder: Path) -> None:
 def read_document(path: Path, read: Callable[[Any], T], damaged: Path) -> T | None:
     """What ``read`` makes of a JSON file; None where it is gone, or damaged and therefore set aside."""
     try:
+        if path.exists():
+            require_regular(path)  # a FIFO would be waited for
         return read(json.loads(path.read_bytes()))
     except OSError:
         return None

@@ -11,18 +11,38 @@ A span is rank, track, action (``0F3+0B1`` where two take turns), start and end 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
+
+import msgspec
 
 from graphmoe.config import ConfigError
+from graphmoe.untrusted import read_json
 from runtime.pipeline.actions import Action, Placement, Step, Table, Together
 from runtime.pipeline.timeline import Span, Timeline, Track
 from runtime.pipeline.validate import peak_activations
 
 FILE_NAME = "pipeline.json"
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_Row = tuple[int, str, str, float, float]
+
+
+class _Step(msgspec.Struct):
+    step: int
+    spans: list[_Row]
+    peak_bytes: list[float] | None = None
+
+
+class _Recording(msgspec.Struct):
+    """The file."""
+
+    schedule: str
+    rank_of: list[int]
+    num_micro_batches: int
+    steps: list[_Step]
 
 
 def write(path: Path, timelines: Mapping[int, Timeline]) -> None:
@@ -51,24 +71,23 @@ def write(path: Path, timelines: Mapping[int, Timeline]) -> None:
 
 def read(path: Path) -> dict[int, Timeline]:
     """The timelines by step. *Raises* ConfigError for a file that is not there, or is none of `write`."""
+    if not path.exists():
+        raise ConfigError(f"there is no {path}; a run with profile.pipeline=true writes it")
+    found = read_json(path, _Recording)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        rank_of = tuple(int(rank) for rank in document["rank_of"])
-        placement = Placement(rank_of, max(rank_of) + 1)
-        schedule, num_micro_batches = str(document["schedule"]), int(document["num_micro_batches"])
+        ranks = set(found.rank_of)
+        if ranks != set(range(len(ranks))):
+            raise ValueError(f"rank_of={found.rank_of[:20]} must name each rank from 0 on")
+        placement = Placement(tuple(found.rank_of), len(ranks))
         timelines = {}
-        for step in document["steps"]:
-            number = int(step["step"])
-            spans = [_span(row, placement) for row in step["spans"]]
-            timelines[number] = timeline_of(
-                schedule, placement, num_micro_batches, spans, step.get("peak_bytes")
+        for step in found.steps:
+            spans = [_span(row, placement, found.num_micro_batches) for row in step.spans]
+            timelines[step.step] = timeline_of(
+                found.schedule, placement, found.num_micro_batches, spans, step.peak_bytes
             )
         return timelines
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no {path}; a run with profile.pipeline=true writes it") from error
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ConfigError(f"{path} is no recording of a pipeline: {what}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no recording of a pipeline: {error}") from error
 
 
 def timeline_of(
@@ -111,20 +130,21 @@ def table_of(schedule: str, placement: Placement, num_micro_batches: int, spans:
     return Table(schedule, placement, num_micro_batches, tuple(map(tuple, ranks)))
 
 
-def _span(row: list[Any], placement: Placement) -> Span:
+def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
     """*Raises* ValueError for what is no row of a span."""
     rank, track, text, start, end = row
     if track not in get_args(Track):
         raise ValueError(f"'{track}' is no track, which are {', '.join(get_args(Track))}")
     if not 0 <= rank < placement.num_ranks:
         raise ValueError(f"a span of rank {rank} of a pipeline of {placement.num_ranks} ranks")
-    actions = [_action(part, placement) for part in text.split("+", 1)]
-    return Span(
-        rank, track, Together(*actions) if len(actions) == 2 else actions[0], float(start), float(end)
-    )
+    if not 0 <= end - start < math.inf:
+        raise ValueError(f"a span from {start} to {end}")
+    actions = [_action(part, placement, num_micro_batches) for part in text.split("+", 1)]
+    step = Together(*actions) if len(actions) == 2 else actions[0]
+    return Span(rank, track, step, start, end)  # type: ignore[arg-type]  # a Track, as was just seen
 
 
-def _action(text: str, placement: Placement) -> Action:
+def _action(text: str, placement: Placement, num_micro_batches: int) -> Action:
     """*Raises* ValueError for what is no action of any stage."""
     match = _ACTION.fullmatch(text)
     if match is None:
@@ -132,4 +152,6 @@ def _action(text: str, placement: Placement) -> Action:
     stage = int(match[1])
     if stage >= placement.num_stages:
         raise ValueError(f"'{text}' is of stage {stage} of {placement.num_stages} stages")
+    if int(match[3]) >= num_micro_batches:
+        raise ValueError(f"'{text}' is of micro-batch {match[3]} of {num_micro_batches}")
     return Action(match[2], stage, int(match[3]))  # type: ignore[arg-type]

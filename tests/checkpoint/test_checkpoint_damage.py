@@ -132,6 +132,28 @@ def test_saving_an_earlier_step_keeps_it_beside_later_ones(tmp_path):
     assert store.latest() == [6, 5, 2]
 
 
+@pytest.mark.parametrize("name", [f"step_00000001.tmp-{10**30}", "step_00000001.replaced"])
+def test_files_and_links_named_as_leftovers_and_huge_process_numbers_are_passed_over(tmp_path, name):
+    save_steps(make_store(tmp_path), 1)
+    (tmp_path / name).write_text("no folder")
+    make_store(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(tmp_path)
+    assert load_step(make_store(tmp_path)) == 1
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    assert load_step(make_store(tmp_path)) == 1 and not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["step_000000002", "step_\u0661" + "\u0660" * 7, "step_2", "step_00000002.old"]
+)
+def test_other_spellings_of_a_step_are_no_checkpoints(tmp_path, name):
+    save_steps(make_store(tmp_path), 1)
+    (tmp_path / name).mkdir()
+    assert load_step(make_store(tmp_path)) == 1
+
+
 def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.checkpoint.contents import read_metadata
+from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.world import World
 from tests.distributed.ranks import Job, run_ranks
 from tests.distributed.training import (

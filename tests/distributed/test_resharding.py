@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
-from graphmoe.checkpoint.contents import read_metadata
 from graphmoe.checkpoint.errors import MismatchError
 from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config import CheckpointConfig
 from graphmoe.layout import ALONE, REPLICATED, Layout
 from graphmoe.world import World

@@ -68,6 +68,8 @@ GQA_KEYS = {"num_kv_heads", "head_dim", "qk_norm"}
 def family_of(raw: dict[str, Any], where: str) -> Family:
     """The family that a config.json names. *Raises* ConfigError for any other."""
     wanted, architectures = raw.get("model_type"), raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ConfigError(f"{where}: architectures={architectures} must be a list")
     for family in FAMILIES:
         known = wanted in (family.name, *family.aliases)
         if known and all(name == family.architecture for name in architectures):

@@ -18,7 +18,8 @@ from graphmoe.model import Transformer, build_model
 from graphmoe.model.hf.families import Family, to_hf_config, to_model_config
 from graphmoe.model.hf.names import Index, Piece, pieces
 from graphmoe.model.hf.shards import DEFAULT_SHARD, Entry, parse_size, write_shards
-from graphmoe.model.hf.tensor_files import TensorFiles, read_json
+from graphmoe.model.hf.tensor_files import TensorFiles
+from graphmoe.untrusted import read_json
 
 STEM = "model"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -93,9 +94,10 @@ def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> HfFolder:
     configuration than the folder's own to lay out the pieces by.
     """
     path = folder / "config.json"
-    raw = read_json(path)
+    raw = read_json(path, dict[str, Any])
     family, config = to_model_config(raw, str(path), folder_name(folder))
     files = TensorFiles(folder, STEM)
+    files.require_parts(config, str(path), "num_experts")
     if config.mtp_depth and not _has_layer(files, config.num_layers):
         config = replace(config, mtp_depth=0)  # transformers writes the depth, but no such layer
     return HfFolder(raw, family, config, files, pieces(family, shaped_as or config))
@@ -162,8 +164,17 @@ def write_hf(
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
-    """Shape of each weight of the model by our name, without allocating it."""
-    return {name: tensor.shape for name, tensor in build_model(config, device="meta").state_dict().items()}
+    """Shape of each weight of the model by our name, without allocating it. *Raises* ConfigError."""
+    try:
+        model = build_model(config, device="meta")
+    except (
+        RuntimeError,
+        OverflowError,
+        TypeError,
+    ) as error:  # a tensor of more elements than there are numbers
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.name={config.name}: no model has such sizes ({reason})") from error
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def folder_name(folder: Path) -> str:

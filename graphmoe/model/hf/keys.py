@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+LARGEST = 1e300
+
 
 class Keys:
     """The keys of a config.json; a read that fails adds a line to ``problems`` and goes on."""
@@ -21,8 +23,8 @@ class Keys:
         name, value = self._first(names)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            self._expected(name, value, "a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:
+            self._expected(name, value, "a whole number of less than 2^31")
             return 1
         return value
 
@@ -31,7 +33,7 @@ class Keys:
         value = self.raw.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
             self._expected(name, value, "a number")
             return default
         return float(value)
@@ -59,7 +61,7 @@ class Keys:
 
     def refuse(self, name: str, value: Any, supported: str) -> None:
         """Note a value that graphmoe has no counterpart for, and what it has one for."""
-        self.problems.append(f"{name}={json.dumps(value)}; supported is {supported}")
+        self.problems.append(f"{name}={json.dumps(value)[:80]}; supported is {supported}")
 
     def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
         for name in names:
@@ -69,6 +71,6 @@ class Keys:
 
     def _expected(self, name: str, value: Any, kind: str) -> None:
         if name in self.raw:
-            self.problems.append(f"{name}={json.dumps(value)} must be {kind}")
+            self.problems.append(f"{name}={json.dumps(value)[:80]} must be {kind}")
         else:
             self.problems.append(f"{name} is missing; it must be {kind}")

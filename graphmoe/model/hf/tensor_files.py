@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from graphmoe.config import ConfigError
+from graphmoe.config import ConfigError, ModelConfig
 from graphmoe.model.hf.names import WHOLE, Index, Piece
+from graphmoe.untrusted import FileError, is_file_name, read_json, require_regular
 
 DTYPES = {
     "F64": torch.float64,
@@ -23,6 +24,12 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+class _Index(msgspec.Struct):
+    """The field of an index that is read."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,9 @@ class TensorFiles:
         problems = []
         for path in _paths(folder, stem):
             try:
+                require_regular(path)
                 self._open[path] = safe_open(path, framework="pt")
-            except (FileNotFoundError, SafetensorError) as error:
+            except (OSError, FileError, SafetensorError) as error:
                 problems.append(f"{path.name}: {error}")
                 continue
             for name in self._open[path].keys():  # noqa: SIM118 (not a dict)
@@ -69,6 +77,17 @@ class TensorFiles:
         for dtype in common:
             widest = torch.promote_types(widest, dtype)
         return widest
+
+    def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
+        """Raise ConfigError where a model has more layers, or of these keys, than there are tensors.
+
+        Its shapes alone would take for ever to make.
+        """
+        for key in ("num_layers", "mtp_depth", *keys):
+            if (asked := getattr(config, key)) > len(self.headers):
+                raise ConfigError(
+                    f"{where}: model.{key}={asked}, but the weights have {len(self.headers)} tensors"
+                )
 
     def check(self, pieces: list[Piece], shapes: dict[str, torch.Size], *, hints: Iterable[str] = ()) -> None:
         """Raise one ConfigError listing what is missing, extra, mis-shaped or no float.
@@ -122,25 +141,12 @@ class TensorFiles:
 def _paths(folder: Path, stem: str) -> list[Path]:
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise ConfigError(f"{index} has no weight_map")
-        return [folder / name for name in sorted(set(names.values()))]
+        names = sorted(set(read_json(index, _Index).weight_map.values()))
+        if not names or not all(map(is_file_name, names)):
+            raise ConfigError(f"{index}: weight_map must name files of its folder, and names {names[:3]}")
+        return [folder / name for name in names]
     if single.is_file():
         return [single]
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = f"; it has {', '.join(others)}, which are not read: save them as safetensors" if others else ""
     raise ConfigError(f"{folder} has neither {single.name} nor {index.name}{found}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. *Raises* ConfigError where there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist")
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON file: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return document

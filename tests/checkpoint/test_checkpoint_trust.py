@@ -1,0 +1,274 @@
+"""Checkpoints that somebody else wrote: nothing in them runs, and nothing unchecked is read."""
+
+import builtins
+import functools
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+
+from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.checkpoint.metadata_file import read_metadata
+from graphmoe.config import CheckpointConfig
+
+TENSOR = torch.arange(6.0).view(2, 3)
+VALUE = "a value of the state"
+PROTO, STOP = b"\x80\x04", b"."
+
+
+def saved_in(folder: Path) -> Path:
+    """A checkpoint of a tensor and a plain value."""
+    store = CheckpointStore(folder, CheckpointConfig())
+    store.save(1, {"x": TENSOR, "step": 1, "value": VALUE}, wait=True)
+    return folder / "step_00000001"
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put other content into a file of a checkpoint, and its sum into the manifest."""
+    path.write_bytes(content)
+    manifest = path.parent / "manifest.json"
+    document = json.loads(manifest.read_text())
+    sums = {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
+    manifest.write_text(json.dumps({**document, "files": {**document["files"], path.name: sums}}))
+
+
+def load(folder: Path) -> dict:
+    state = {"x": torch.zeros(2, 3), "step": 0, "value": ""}
+    CheckpointStore.open_any(folder).load(state)
+    return state
+
+
+class Calls:
+    """What is pickled as a call."""
+
+    def __init__(self, function, *args, state=None) -> None:
+        self.call = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self):
+        return self.call
+
+
+def text(word: str) -> bytes:
+    return b"\x8c" + bytes([len(word)]) + word.encode()
+
+
+def stack_global(module: str, name: str, argument: str) -> bytes:
+    """A pickle that calls what STACK_GLOBAL resolves, which goes through dots, with one argument."""
+    return PROTO + text(module) + text(name) + b"\x93" + text(argument) + b"\x85R" + STOP
+
+
+def payloads(mark: str) -> dict[str, bytes]:
+    """Pickles each of which makes a folder of that name where it is read by pickle.load."""
+    command, code = f"mkdir {mark}", f"__import__('os').mkdir({mark!r})"
+    pickled = {
+        "os.system": Calls(os.system, command),
+        "eval": Calls(builtins.eval, code),
+        "exec": Calls(builtins.exec, code),
+        "mkdir": Calls(os.mkdir, mark),
+        "partial": Calls(functools.partial(os.system, command)),
+        "inside our own class": Metadata({}, planner_data=Calls(os.mkdir, mark)),
+        "as the state of our own class": {"state": Calls(os.mkdir, mark), "x": TensorProperties()},
+    }
+    documents = {name: pickle.dumps(payload) for name, payload in pickled.items()}
+    return documents | {
+        "a path of names": stack_global("torch", "os.mkdir", mark),
+        "a path of names from our module": stack_global(
+            "torch.distributed.checkpoint.metadata", "os.mkdir", mark
+        ),
+        "a path of names from our class": stack_global(
+            "torch.distributed.checkpoint.filesystem", "_StorageInfo.__init__.__globals__", mark
+        ),
+        "the old opcode": f"cposix\nmkdir\n(V{mark}\ntR.".encode(),
+        "the instance opcode": f"(V{mark}\niposix\nmkdir\n.".encode(),
+        "numpy's helper": stack_global("numpy.testing._private.utils", "runstring", code),
+        "a loader in a loader": stack_global("torch.storage", "_load_from_bytes", code),
+        "torch's rebuilder": stack_global("torch._utils", "_rebuild_tensor_v2", code),
+    }
+
+
+NAMES = sorted(payloads("mark"))
+
+
+def test_our_own_metadata_are_read_as_torch_reads_them(tmp_path):
+    folder = saved_in(tmp_path)
+    ours, theirs = read_metadata(folder), FileSystemReader(folder).read_metadata()
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    places = {
+        index: (part.relative_path, part.offset, part.length) for index, part in ours.storage_data.items()
+    }
+    assert places == {i: (p.relative_path, p.offset, p.length) for i, p in theirs.storage_data.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_metadata_name_runs_and_the_error_names_the_file(tmp_path, monkeypatch, name):
+    folder = saved_in(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    replace_file(folder / ".metadata", payloads("mark")[name])
+    with pytest.raises(CheckpointError, match=r"step_00000001/\.metadata is not what a checkpoint"):
+        load(folder)
+    assert not (tmp_path / "mark").exists()
+
+
+def as_entry(folder: Path, name: str, content: bytes) -> None:
+    """Put other content where an entry of a checkpoint lies, at the end of its file."""
+    path, saved = folder / "__0_0.distcp", FileSystemReader(folder).read_metadata()
+    before = path.read_bytes()
+    for index, part in saved.storage_data.items():
+        if index.fqn == name:
+            part.offset, part.length = len(before), len(content)
+    replace_file(path, before + content)
+    replace_file(folder / ".metadata", pickle.dumps(saved))
+
+
+@pytest.mark.parametrize("entry", ["value", "x"])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_an_entry_names_runs_and_the_error_names_the_file(tmp_path, monkeypatch, name, entry):
+    folder = saved_in(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    as_entry(folder, entry, payloads("mark")[name])
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds other than what graphmoe wrote"):
+        load(folder)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("payload", [Calls(os.mkdir, "mark"), (("value",), Calls(os.mkdir, "mark"))])
+def test_a_plain_value_in_torchs_own_format_runs_nothing(tmp_path, monkeypatch, payload):
+    folder, content = saved_in(tmp_path / "run"), io.BytesIO()
+    monkeypatch.chdir(tmp_path)
+    torch.save(payload, content)
+    as_entry(folder, "value", content.getvalue())
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds other than what graphmoe wrote"):
+        load(folder)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (VALUE, "value is not what graphmoe writes there"),
+        ((("step",), VALUE), "value is not what graphmoe writes there"),
+        ((("value",), TENSOR), "holds a Tensor"),
+        ((("value",), {1, 2}), "holds a set"),
+        ((("value",), 7), "value is a int, but here a str"),
+    ],
+)
+def test_a_value_of_another_type_or_place_is_refused(tmp_path, payload, words):
+    folder, content = saved_in(tmp_path), io.BytesIO()
+    torch.save(payload, content)
+    as_entry(folder, "value", content.getvalue())
+    with pytest.raises(CheckpointError, match=words):
+        load(folder)
+
+
+def rewrite_metadata(folder: Path, change) -> None:
+    saved = FileSystemReader(folder).read_metadata()
+    change(saved)
+    replace_file(folder / ".metadata", pickle.dumps(saved))
+
+
+@pytest.mark.parametrize("place", ["/etc/hostname", "../secret", "a/b", "..", ""])
+def test_entries_lie_in_files_of_their_folder_only(tmp_path, place):
+    folder = saved_in(tmp_path)
+
+    def move(saved):
+        for part in saved.storage_data.values():
+            part.relative_path = place
+
+    rewrite_metadata(folder, move)
+    with pytest.raises(CheckpointError, match=f"lies in '{place}', which is no file of its folder"):
+        load(folder)
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path):
+    folder = saved_in(tmp_path)
+    (folder / "other").write_bytes((folder / "__0_0.distcp").read_bytes())
+
+    def move(saved):
+        for part in saved.storage_data.values():
+            part.relative_path = "other"
+
+    rewrite_metadata(folder, move)
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001/other is to be read, but manifest\.json does not"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("files", [{}, {"__0_0.distcp": {}}, {"../x": {}, ".metadata": {}}])
+def test_a_manifest_that_does_not_name_what_is_read_is_damage(tmp_path, caplog, files):
+    folder = saved_in(tmp_path)
+    document = json.loads((folder / "manifest.json").read_text())
+    named = dict.fromkeys(files, document["files"][".metadata"])
+    (folder / "manifest.json").write_text(json.dumps({**document, "files": named}))
+    with pytest.raises(CheckpointError, match="damaged are the checkpoints"):
+        load(folder)
+    assert "manifest.json: it must name .metadata, and files of its own folder only" in caplog.text
+
+
+def test_a_fifo_in_place_of_a_file_is_damage_and_not_waited_for(tmp_path, caplog):
+    folder = saved_in(tmp_path)
+    for name in ("__0_0.distcp", ".metadata"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(CheckpointError, match="damaged are the checkpoints"):
+            load(folder)
+        assert f"{name}: no regular file" in caplog.text
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+    assert load(folder)["value"] == VALUE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: saved.state_dict_metadata["x"].chunks.clear(),
+        lambda saved: setattr(saved.state_dict_metadata["x"], "size", torch.Size((2, -3))),
+        lambda saved: setattr(saved.state_dict_metadata["x"].chunks[0], "offsets", torch.Size((1, 0))),
+        lambda saved: setattr(saved.state_dict_metadata["x"], "properties", "float32"),
+        lambda saved: saved.storage_data.clear(),
+        lambda saved: setattr(saved, "storage_data", None),
+        lambda saved: setattr(saved, "state_dict_metadata", [1]),
+    ],
+)
+def test_metadata_that_do_not_fit_together_are_refused(tmp_path, change):
+    folder = saved_in(tmp_path)
+    rewrite_metadata(folder, change)
+    with pytest.raises(CheckpointError, match=r"\.metadata is not what a checkpoint of graphmoe has"):
+        load(folder)
+
+
+def test_a_pickle_that_sets_attributes_of_a_class_leaves_the_next_read_as_it_was(tmp_path):
+    folder = saved_in(tmp_path)
+    good = (folder / ".metadata").read_bytes()
+    known = text("torch.distributed.checkpoint.metadata") + text("Metadata") + b"\x93"
+    replace_file(folder / ".metadata", PROTO + known + b"N}" + text("state") + b"Ns\x86b" + STOP)
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        load(folder)
+    replace_file(folder / ".metadata", good)
+    assert load(folder)["step"] == 1 and not hasattr(Metadata, "state")
+
+
+def test_flipped_bytes_of_files_whose_sums_fit_are_refused_or_harmless(tmp_path):
+    folder, rng = saved_in(tmp_path), random.Random(0)
+    refused = 0
+    for name in (".metadata", "__0_0.distcp"):
+        whole = (folder / name).read_bytes()
+        for _ in range(60):
+            content = bytearray(whole)
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            replace_file(folder / name, bytes(content))
+            try:
+                load(folder)
+            except CheckpointError:
+                refused += 1
+        replace_file(folder / name, whole)
+    assert refused > 40

@@ -1,0 +1,135 @@
+"""Damages of files, by a seed: of their bytes, of what they are, and of the values in JSON and YAML."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 2**31, 10**9, 10**400, 1.5, float("nan"), float("inf"), "", "x", "../../x",
+    "\x00\x1b[2J", "${oc.env:HOME}", "y" * 5000, [], [[]], [None], {}, {"a": 1}, [1, "2"],
+)  # fmt: skip
+"""Put in place of one that a file has."""
+KINDS = (
+    "cut",
+    "empty",
+    "flip",
+    "noise",
+    "gone",
+    "folder",
+    "fifo",
+    "link",
+    "value",
+    "value",
+    "value",
+    "value",
+)
+
+
+def damage(folder: Path, rng: random.Random) -> str:
+    """Damage one file of a folder; says which and how."""
+    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    kind = rng.choice(KINDS)
+    told = kind
+    if kind == "value" and (told := _other_value(path, rng)) == "":
+        kind = told = "flip"
+    content = path.read_bytes()
+    if kind == "cut":
+        path.write_bytes(content[: rng.randrange(max(len(content), 1))])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "flip" and content:
+        flipped = bytearray(content)
+        for _ in range(rng.randrange(1, 9)):
+            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+    elif kind == "noise":
+        path.write_bytes(rng.randbytes(200))
+    elif kind in ("gone", "folder", "fifo", "link"):
+        path.unlink()
+        {"gone": lambda p: None, "folder": Path.mkdir, "fifo": os.mkfifo, "link": _broken_link}[kind](path)
+    if rng.random() < 0.7:  # by who made the folder, and not by a disk
+        _fit_sums(folder)
+    return f"{path.relative_to(folder)}: {told}"
+
+
+def fresh_copy(source: Path, to: Path) -> Path:
+    """A copy of a folder in place of what is there."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(source, to, symlinks=True)
+    return to
+
+
+def _broken_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _other_value(path: Path, rng: random.Random) -> str:
+    """Replace or drop one value of a document; nothing for a file of another kind."""
+    try:
+        read, write = _FORMATS["".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix]
+        document = read(path.read_bytes())
+        places = list(_places(document))
+        owner, key = rng.choice(places)
+    except (KeyError, ValueError, IndexError, yaml.YAMLError):
+        return ""
+    value = rng.choice(VALUES)
+    if rng.random() < 0.15:
+        del owner[key]
+        told = f"{key} dropped"
+    else:
+        owner[key] = value
+        told = f"{key}={str(value)[:40]!r}"
+    path.write_bytes(write(document))
+    return told
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What holds each value of a document, and under which key."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield node, key
+        yield from _places(value)
+
+
+def _lines(content: bytes) -> list[Any]:
+    return [json.loads(line) for line in content.splitlines()]
+
+
+_FORMATS: dict[str, Any] = {
+    ".json": (json.loads, lambda document: json.dumps(document).encode()),
+    ".jsonl": (_lines, lambda rows: "".join(f"{json.dumps(row)}\n" for row in rows).encode()),
+    ".yaml": (yaml.safe_load, lambda document: yaml.safe_dump(document).encode()),
+    ".json.gz": (
+        lambda content: json.loads(gzip.decompress(content)),
+        lambda document: gzip.compress(json.dumps(document).encode()),
+    ),
+}
+
+
+def _fit_sums(folder: Path) -> None:
+    """Give the manifests of checkpoints the sums of the files as they are now."""
+    for path in filter(Path.is_file, folder.rglob("manifest.json")):
+        try:
+            document = json.loads(path.read_text())
+            files = {name: path.with_name(name) for name in document["files"]}
+            sums = {
+                name: {
+                    "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+                    "num_bytes": file.stat().st_size,
+                }
+                for name, file in files.items()
+                if file.is_file()
+            }
+            path.write_text(json.dumps({**document, "files": document["files"] | sums}))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # this one is what was damaged

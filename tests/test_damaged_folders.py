@@ -1,0 +1,218 @@
+"""Folders with one damaged file: no command gives a traceback, hangs, or says nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import signal
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from graphmoe import cache, convert, generate, pipeline_view, report, trace, training
+from graphmoe.config import ConfigError
+from graphmoe.entry import to_plain
+from graphmoe.world import World
+from runtime.launch.failures import RunFailed
+from runtime.pipeline import recording_file
+from tests.damage import damage, fresh_copy
+from tests.kineto import FACTS, two_steps
+from tests.pipeline_timelines import two_ranks
+from tests.runs import config
+from tests.runtime.cache.cache_contents import empty_cache
+from tests.test_cache_tool import keep
+
+pytestmark = pytest.mark.slow
+
+CASES = 40
+"""Damages of each command's folder."""
+MOST_S = 10
+KNOWN = (ConfigError, RunFailed, FileNotFoundError, PermissionError)
+"""What ends a command with one line."""
+COMPILED = {
+    "graphs": 3, "seconds": 1.5, "recompiled": 0, "cache": {"fx_hits": 1, "aot_hits": 0},
+    "passes": {"fuse_loss": {"matches": 1, "nodes_before": 9, "nodes_after": 5, "ms": 0.4,
+                             "saved_bytes_before": 10, "saved_bytes_after": 5}},
+    "units": [{"unit": "attn", "for": "training", "used": 2, "graphs": 3, "seconds": 1.5,
+               "source": "compiled", "why_compiled": "new"}],
+}  # fmt: skip
+CAPTURED = {
+    "on": "device", "scope": "layer", "graphs": 2, "seconds": 0.5, "pool_bytes": 100, "warmup_steps": 3,
+    "spans": [{"unit": "attn", "places": 2, "graphs": 2, "nodes": 10, "seconds": 0.5}],
+    "not_captured": {"moe": "waits for the host"},
+}  # fmt: skip
+PLACE = {"total": 1.0, "params": 0.5, "grads": 0.25, "activations": 0.25, "communication": 0.1}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text_words) -> Path:
+    """The folder of a run with one checkpoint and a file of each kind that a run can leave."""
+    folder = tmp_path_factory.mktemp("damaged") / "run"
+    folder.mkdir()
+    asked = config(*WORDS, *text_words)
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(to_plain(asked)))
+    training.run_worker(asked, folder, World())
+    two_steps().write(folder / "profile" / "rank0.trace.json.gz", FACTS)
+    recording_file.write(folder / "pipeline.json", {4: two_ranks()})
+    documents = {"compile_report": COMPILED, "capture_report": CAPTURED, "projection": {"places": [PLACE]}}
+    for name, document in documents.items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    return folder
+
+
+WORDS = (
+    "model.selection_bias=false",
+    "train.steps=2",
+    "train.val_batches=1",
+    "log.sample_tokens=0",
+    "checkpoint.interval=0",
+)
+
+
+@pytest.fixture(scope="module")
+def weights(run) -> dict[str, Path]:
+    """Folders of weights, each in two files."""
+    made = {target: run.parent / target for target in ("hf", "graphmoe")}
+    for target, folder in made.items():
+        convert.main([f"from={run}", f"to={folder}", f"target={target}", "max_shard_size=20KB"])
+    return made
+
+
+class TooLong(BaseException):
+    """Not caught on the way."""
+
+
+@contextmanager
+def limited():
+    """Ends what takes too long."""
+
+    def end(number, frame):
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(MOST_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def failure(call: Callable[[], object], capsys, caplog) -> str | None:
+    """What is wrong with how a command took a damaged folder, or None."""
+    caplog.clear()
+    try:
+        with limited():
+            call()
+    except KNOWN as error:
+        return None if str(error).strip() else f"an empty {type(error).__name__}"
+    except SystemExit as error:
+        shown = capsys.readouterr()
+        return None if shown.out + shown.err else f"exit status {error.code} without a word"
+    except TooLong:
+        return f"more than {MOST_S} s: {traceback.format_exc().splitlines()[-4:]}"
+    except Exception:
+        return traceback.format_exc()[-1500:]
+    shown = capsys.readouterr()
+    said = shown.out + shown.err + "".join(record.getMessage() for record in caplog.records)
+    return None if said.strip() else "nothing is said"
+
+
+def failures(name: str, source: Path, to: Path, call, capsys, caplog) -> list[str]:
+    """All that goes wrong over a seeded list of damages."""
+    caplog.set_level(logging.INFO)
+    found = []
+    for number in range(CASES):
+        folder = fresh_copy(source, to / "x")
+        told = damage(folder, random.Random(f"{name} {number}"))
+        if wrong := failure(lambda folder=folder, number=number: call(folder, number), capsys, caplog):
+            found.append(f"{number}: {told}: {wrong}")
+    return found
+
+
+def test_pages_of_damaged_runs(run, tmp_path, capsys, caplog):
+    def call(folder: Path, number: int) -> None:
+        report.main([f"run={folder}", f"out={tmp_path}/a.html"])
+        report.main([f"runs={folder},{run}", f"out={tmp_path}/b.html"])
+
+    assert failures("report", run, tmp_path, call, capsys, caplog) == []
+
+
+def test_traces_of_damaged_runs(run, tmp_path, capsys, caplog):
+    def call(folder: Path, number: int) -> None:
+        trace.main([f"trace={folder}/rank0.trace.json.gz", "tracelens=false"])
+
+    assert failures("trace", run / "profile", tmp_path, call, capsys, caplog) == []
+
+
+def test_pictures_of_damaged_recordings(run, tmp_path, capsys, caplog):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "pipeline.json").write_bytes((run / "pipeline.json").read_bytes())
+
+    def call(folder: Path, number: int) -> None:
+        pipeline_view.main([f"run={folder}", f"html={tmp_path}/a.html"])
+
+    assert failures("pipeline_view", source, tmp_path, call, capsys, caplog) == []
+
+
+@pytest.mark.parametrize("part", ["run", "checkpoints"])
+def test_text_from_damaged_runs(run, tmp_path, capsys, caplog, part):
+    def call(folder: Path, number: int) -> None:
+        generate.main([f"run={with_rest(run, folder, part)}", "prompt=the loss", "tokens=1"])
+
+    assert failures(f"generate {part}", part_of(run, part), tmp_path, call, capsys, caplog) == []
+
+
+def part_of(run: Path, part: str) -> Path:
+    return run if part == "run" else run / part
+
+
+def with_rest(run: Path, folder: Path, part: str) -> Path:
+    """The damaged part of a run with the rest of it, whole."""
+    if part == "run":
+        return folder
+    whole = fresh_copy(run, folder.parent / "whole")
+    shutil.rmtree(whole / part)
+    folder.rename(whole / part)
+    return whole
+
+
+@pytest.mark.parametrize("kind", ["run", "hf", "graphmoe"])
+def test_weights_of_damaged_folders_are_converted_or_refused(run, weights, tmp_path, capsys, caplog, kind):
+    source = run if kind == "run" else weights[kind]
+
+    def call(folder: Path, number: int) -> None:
+        target = "graphmoe" if kind == "hf" else "hf"
+        convert.main([f"from={folder}", f"to={tmp_path}/to", f"target={target}", "overwrite=true"])
+
+    assert failures(f"convert {kind}", source, tmp_path, call, capsys, caplog) == []
+
+
+@pytest.mark.parametrize("key", ["resume_from", "init_from", "resume"])
+def test_runs_start_from_damaged_checkpoints_or_refuse_them(run, text_words, tmp_path, capsys, caplog, key):
+    def call(folder: Path, number: int) -> None:
+        own = tmp_path / f"own-{number}"
+        place = with_rest(run, folder, "checkpoints")
+        words = () if key == "resume" else (f"checkpoint.{key}={place}",)
+        training.run_worker(config(*WORDS, *text_words, *words), place if key == "resume" else own, World())
+
+    assert failures(key, run / "checkpoints", tmp_path, call, capsys, caplog) == []
+
+
+def test_damaged_compile_caches(tmp_path, monkeypatch, capsys, caplog):
+    store = empty_cache(tmp_path, monkeypatch)
+    for number, content in enumerate("ab", start=1):
+        keep(store, number, "both", content * 30)
+
+    def call(folder: Path, number: int) -> None:
+        action = ("list", "verify", "prune")[number % 3]
+        cache.main([f"action={action}", f"cache_dir={folder}"])
+
+    assert failures("cache", store.folder, tmp_path / "copy", call, capsys, caplog) == []

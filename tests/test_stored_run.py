@@ -1,0 +1,148 @@
+"""Runs and weights of somebody else: their files are typed, and nothing in them is looked up here."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from graphmoe import convert, generate
+from graphmoe.config import ConfigError
+from graphmoe.entry import to_plain
+from graphmoe.stored_run import config_file, read_stored_run
+from graphmoe.weights import FolderKind, kind_of, open_weights, run_config
+from tests.runs import config
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run's folder as graphmoe leaves it, without a checkpoint."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    write(folder, to_plain(config()))
+    return folder
+
+
+def write(folder: Path, document: dict) -> None:
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(document))
+
+
+@pytest.mark.parametrize("key", ["name", "num_layers"])
+def test_what_a_strangers_file_would_look_up_here_is_refused_where_it_is_needed(
+    run, tmp_path, monkeypatch, key
+):
+    monkeypatch.setenv("A_SECRET", "42")
+    document = to_plain(config())
+    document["model"][key] = "${oc.env:A_SECRET}"
+    write(run, document)
+    for call in (
+        lambda: generate.main([f"run={run}"]),
+        lambda: convert.main([f"from={run}", f"to={tmp_path / 'to'}"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        message = str(caught.value)
+        assert f"model.{key}=${{oc.env:A_SECRET}} would be looked up" in message and "42" not in message
+        assert str(run / "resolved.yaml") in message
+
+
+def test_what_it_would_look_up_elsewhere_does_not_matter(run, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "42")
+    document = to_plain(config())
+    document["host"]["env"] = {"TOKEN": "${oc.env:A_SECRET}"}
+    document["data"]["cache_dir"] = "${oc.env:A_SECRET}"
+    write(run, document)
+    assert run_config(run) == config().model
+    assert "42" not in repr(read_stored_run(run))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": 3}, "model: expected object, found int"),
+        ({"model": {"num_layers": [1]}}, "model.num_layers is of no model"),
+        ({"model": {"num_layers": -1}}, "model.num_layers=-1"),
+        ({"model": {"colour": "red"}}, "model.colour is of no model"),
+        ({"precision": {"compute": "fp8"}}, "precision.compute=fp8 must be one of"),
+        ({"precision": {"compute": 8}}, "precision.compute: expected str"),
+        ({"data": [1]}, "data: expected object, found array"),
+    ],
+)
+def test_wrong_types_are_one_line_that_names_file_and_field(run, tmp_path, change, words):
+    document = to_plain(config())
+    model = change.get("model")
+    document |= {"model": document["model"] | model} if isinstance(model, dict) else change
+    write(run, document)
+    with pytest.raises(ConfigError) as caught:
+        convert.main([f"from={run}", f"to={tmp_path / 'to'}"])
+    message = str(caught.value)
+    assert words in message and str(run / "resolved.yaml") in message and "\n" not in message
+
+
+def test_a_run_is_one_that_the_path_names(run, tmp_path):
+    step = run / "checkpoints" / "step_00000003"
+    (step / "inside").mkdir(parents=True)
+    (run / "weights").mkdir()
+    for named in (run, run / "checkpoints", step):
+        assert kind_of(named) is FolderKind.run and config_file(named) == run / "resolved.yaml"
+    for other in (run / "weights", step / "inside"):
+        with pytest.raises(ConfigError, match="holds no weights"):
+            kind_of(other)
+    (run / "config.json").write_text("{}")
+    assert kind_of(run) is FolderKind.hf
+
+
+def own_folder(folder: Path, **meta) -> Path:
+    """A folder as graphmoe.convert writes it, with one tensor."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "m.yaml").write_text(yaml.safe_dump(to_plain(config())["model"]))
+    save_file({"embed.weight": torch.zeros(2)}, folder / "weights.safetensors")
+    document = {"format": "graphmoe-weights-1", "model": "model/m.yaml", **meta}
+    (folder / "weights.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({"model": "../m.yaml"}, "model=../m.yaml must be a file in model/"),
+        ({"model": "model/../../m.yaml"}, "must be a file in model/"),
+        ({"model": "/etc/passwd"}, "model=/etc/passwd must be a file in model/"),
+        ({"model": 3}, "model: expected str, found int"),
+        ({"token_ids": {"eos_token_id": "x"}}, "token_ids"),
+        ({"token_ids": [1]}, "token_ids: expected"),
+    ],
+)
+def test_fields_of_our_weights_have_types_and_stay_in_their_folder(tmp_path, meta, words):
+    with pytest.raises(ConfigError) as caught:
+        open_weights(own_folder(tmp_path / "own", **meta))
+    assert words in str(caught.value) and "weights.json" in str(caught.value)
+
+
+def test_a_model_of_more_layers_than_tensors_is_refused_before_it_is_made(tmp_path):
+    folder = own_folder(tmp_path / "own")
+    with pytest.raises(ConfigError, match=r"m\.yaml: model\.num_layers=2, but the weights have 1 tensors"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize("names", [{}, {"a": "../b"}, {"a": "/etc/passwd"}, {"a": 3}, [1], "a"])
+def test_an_index_names_files_of_its_folder(tmp_path, names):
+    folder = own_folder(tmp_path / "own")
+    (folder / "weights.safetensors").rename(folder / "b")
+    (folder / "weights.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ConfigError, match=r"index\.json: weight_map"):
+        open_weights(folder)
+
+
+def test_a_fifo_among_the_weights_is_not_waited_for(tmp_path):
+    folder = own_folder(tmp_path / "own")
+    (folder / "weights.safetensors").unlink()
+    (folder / "weights.safetensors.index.json").write_text('{"weight_map": {"a": "fifo"}}')
+    os.mkfifo(folder / "fifo")
+    with pytest.raises(ConfigError, match="fifo is no regular file"):
+        open_weights(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from graphmoe.config import ConfigError
 from graphmoe.file_lock import FileLock
 from runtime.cache.blobs import age_s, write_whole
 from runtime.cache.entries import INDUCTOR, TRITON, process_name
@@ -131,7 +132,7 @@ def _is_locked(folder: Path) -> bool:
         return False
     try:
         lock = FileLock.take(folder / ALIVE)
-    except OSError:
+    except (OSError, ConfigError):  # no locks, and no process of this host: its age must do
         return False
     if lock is not None:
         lock.release()

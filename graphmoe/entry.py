@@ -5,7 +5,6 @@ Nothing here imports torch before the configuration is composed: a misspelt key 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -16,7 +15,6 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +25,7 @@ from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_errors import explain
 from graphmoe.running_sweep import SweepError
 from graphmoe.signals import Interrupted
-from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, run_job
+from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, restore_run_folder, run_job
 from runtime.cache.bytecode import keep_bytecode
 
 Task = Callable[[RunConfig], Any]
@@ -49,8 +47,8 @@ def hydra_app(
 
     A ConfigError is printed without a traceback and ends the process with status 2, one of
     ``known_errors`` likewise with status 1. ``makes_folder`` says whether the tool writes into Hydra's
-    run folder; where it does not, none is made. ``prepare`` is called between check and resolve, before
-    anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
+    run folder, and makes it itself once all is checked. ``prepare`` is called between check and resolve,
+    before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
     """
     if completion.is_install(sys.argv):
         print(completion.BASH, end="")
@@ -68,15 +66,13 @@ def hydra_app(
 
     @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
     def run(cfg: DictConfig) -> Any:
+        restore_run_folder()
         try:
             if makes_folder and in_sweep():
                 return run_job(lambda: task(to_config(cfg, prepare, complete)), known)
             check_single(cfg.sweep.resume)
             return task(to_config(cfg, prepare, complete))
         except known as error:
-            if makes_folder:
-                with contextlib.suppress(OSError):  # what is in it stays
-                    Path(HydraConfig.get().runtime.output_dir).rmdir()
             errors.append(error)  # Hydra would print a second line about the job
             return None
 

@@ -24,7 +24,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.running_sweep import STOP_FILE, RunningSweep, SweepError
@@ -39,18 +40,41 @@ _SIDE_BY_SIDE = {"JoblibLauncher": "joblib", "LocalLauncher": "submitit_local"}
 _PR_SET_PDEATHSIG = 1
 
 _begun: RunningSweep | None = None
+_run_folder: str | None = None
 
 
 class SweepReport(Callback):
-    """Tells this module where Hydra begins a sweep of ``graphmoe.train``; other tools have no report."""
+    """Tells this module where Hydra begins a run or a sweep of ``graphmoe.train``, and of no other tool."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Take over Hydra's run folder: Hydra would make it before anything is checked.
+
+        Not where Hydra itself is asked to write there, or to work there.
+        """
+        global _run_folder
+        hydra, _run_folder = config.hydra, None
+        uses_folder = hydra.output_subdir is not None or hydra.job.chdir or hydra.job_logging.get("root")
+        if self.tool != "graphmoe.train" or uses_folder:
+            return
+        with contextlib.suppress(OmegaConfBaseException), flag_override(hydra, ["readonly", "struct"], False):
+            _run_folder = os.path.abspath(str(hydra.run.dir))  # what does not resolve Hydra will say
+            hydra.run.dir = "."
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         global _begun
         if self.tool == "graphmoe.train" and _is_first_node():
             _begun = RunningSweep.begin(config)
+
+
+def restore_run_folder() -> None:
+    """Let HydraConfig name the folder that `SweepReport` took over, for interpolations too."""
+    if _run_folder is not None and not in_sweep():
+        hydra: Any = HydraConfig.get()
+        with flag_override(hydra, ["readonly", "struct"], False):
+            hydra.run.dir = hydra.runtime.output_dir = _run_folder
 
 
 def end_sweep() -> int:

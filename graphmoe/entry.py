@@ -23,6 +23,7 @@ from graphmoe import completion
 from graphmoe.cache_folders import compiled_folder
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_errors import explain
+from graphmoe.masking import masked, note_interpolations
 from graphmoe.running_sweep import SweepError
 from graphmoe.signals import Interrupted
 from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, restore_run_folder, run_job
@@ -114,6 +115,7 @@ def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complet
     The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
     """
     try:
+        note_interpolations(cfg)
         config = _typed(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
@@ -137,6 +139,9 @@ def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} holds no keys of a configuration; give the resolved.yaml of a run")
     try:
+        merged = OmegaConf.merge(schema(), plain)
+        assert isinstance(merged, DictConfig)
+        note_interpolations(merged)
         config = _typed(plain)
     except OmegaConfBaseException as error:
         in_file = HydraException(f"In '{path.with_suffix('')}':")  # as Hydra names the file of an error
@@ -169,7 +174,7 @@ def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain values, enums by name: what ``resolved.yaml`` holds."""
+    """The configuration as plain values, enums by name and `masked`: what ``resolved.yaml`` holds."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return masked({str(key): value for key, value in plain.items()})

@@ -23,6 +23,7 @@ from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.checkpoint.durable import write_durably
 from graphmoe.config import ConfigError
 from graphmoe.file_lock import FileLock
+from graphmoe.masking import aligned, prints
 from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.summary import shown
 from graphmoe.untrusted import FileError, read_text
@@ -35,6 +36,8 @@ ENVIRONMENT_FILE = "env.json"
 """Written when training begins."""
 _LOCK_FILE = "run.lock"
 _TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
+_PRINTS = "# values from the environment: "
+"""Begins the comment in resolved.yaml that tells runs apart whose values it does not have."""
 _MOST_LISTED = 3
 """Unfinished runs that are named at start."""
 _FREE_SECTIONS = ("format", "sweep")
@@ -93,7 +96,8 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write ``resolved.yaml``, which workers read."""
-    write_durably(folder / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
+    text, found = yaml.safe_dump(config, sort_keys=False), prints()
+    write_durably(folder / CONFIG_FILE, text + (f"{_PRINTS}{json.dumps(found)}\n" if found else ""))
 
 
 def announce(folder: RunFolder, config: dict[str, Any]) -> None:
@@ -123,7 +127,7 @@ def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[
     found = []
     for path in unfinished[:_MOST_LISTED]:
         try:
-            theirs = _read_config(path / CONFIG_FILE)
+            theirs = _read_config(path / CONFIG_FILE, ours)
         except FileError:
             continue
         keys = [f"{key}={old}, here {new}" for key, old, new in _differences(theirs, ours)]
@@ -146,15 +150,16 @@ def _load(text: str) -> Any:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C takes a seventh of the time
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """A run's resolved.yaml. *Raises* FileError."""
+def _read_config(path: Path, ours: Any) -> dict[str, Any]:
+    """A run's resolved.yaml, with ours where it comes to the same values. *Raises* FileError."""
+    text = read_text(path)
     try:
-        found = _load(read_text(path))
+        found = _load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise FileError(f"{path} holds no keys of a configuration")
-    return found
+    return aligned(found, ours, _row(text.rpartition(_PRINTS)[2]) or {})
 
 
 def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -260,7 +265,7 @@ def _readable_state(path: Path, ours: Any) -> _State:
             raise FileError(f"{file} cannot be read")
     if _is_finished(path / SUMMARY_FILE) or not (path / CONFIG_FILE).exists():
         return _State.taken
-    is_other = any(_differences(_read_config(path / CONFIG_FILE), ours))
+    is_other = any(_differences(_read_config(path / CONFIG_FILE, ours), ours))
     return _State.taken if is_other else _State.unfinished
 
 

@@ -28,6 +28,7 @@ from graphmoe.running_sweep import SweepError
 from graphmoe.signals import Interrupted
 from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, restore_run_folder, run_job
 from runtime.cache.bytecode import keep_bytecode
+from runtime.cache.folders import check_trusted
 
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
@@ -164,7 +165,9 @@ def schema() -> DictConfig:
 
 def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
     if config.compile.cache:
-        keep_bytecode(compiled_folder(config.compile.cache_dir))
+        folder = compiled_folder(config.compile.cache_dir)
+        check_trusted(folder, shared=config.compile.cache_shared)
+        keep_bytecode(folder, shared=config.compile.cache_shared)
     from graphmoe.config_rules import check, resolve  # imports torch
 
     check(config)

@@ -44,6 +44,7 @@ _FREE_SECTIONS = ("format", "sweep")
 _FREE_KEYS = (
     "compile.cache",
     "compile.cache_dir",
+    "compile.cache_shared",
     "host.env",
     "host.gc_interval",
     "host.kernarg_pool_mb",

@@ -179,6 +179,8 @@ class CompileConfig:
     """Take compiled code from compile.cache_dir and keep it there for later runs."""
     cache_dir: str | None = None
     """Folder of compiled code; default: compiled in $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
+    cache_shared: bool = False
+    """Let compile.cache_dir belong to others and be written by their groups, whose code is then run."""
 
 
 @dataclass

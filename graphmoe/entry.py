@@ -5,7 +5,6 @@ Nothing here imports torch before the configuration is composed: a misspelt key 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -16,7 +15,6 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,10 +23,12 @@ from graphmoe import completion
 from graphmoe.cache_folders import compiled_folder
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_errors import explain
+from graphmoe.masking import masked, note_interpolations
 from graphmoe.running_sweep import SweepError
 from graphmoe.signals import Interrupted
-from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, run_job
+from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, restore_run_folder, run_job
 from runtime.cache.bytecode import keep_bytecode
+from runtime.cache.folders import check_trusted
 
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
@@ -49,8 +49,8 @@ def hydra_app(
 
     A ConfigError is printed without a traceback and ends the process with status 2, one of
     ``known_errors`` likewise with status 1. ``makes_folder`` says whether the tool writes into Hydra's
-    run folder; where it does not, none is made. ``prepare`` is called between check and resolve, before
-    anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
+    run folder, and makes it itself once all is checked. ``prepare`` is called between check and resolve,
+    before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
     """
     if completion.is_install(sys.argv):
         print(completion.BASH, end="")
@@ -68,15 +68,13 @@ def hydra_app(
 
     @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
     def run(cfg: DictConfig) -> Any:
+        restore_run_folder()
         try:
             if makes_folder and in_sweep():
                 return run_job(lambda: task(to_config(cfg, prepare, complete)), known)
             check_single(cfg.sweep.resume)
             return task(to_config(cfg, prepare, complete))
         except known as error:
-            if makes_folder:
-                with contextlib.suppress(OSError):  # what is in it stays
-                    Path(HydraConfig.get().runtime.output_dir).rmdir()
             errors.append(error)  # Hydra would print a second line about the job
             return None
 
@@ -118,6 +116,7 @@ def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complet
     The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
     """
     try:
+        note_interpolations(cfg)
         config = _typed(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
@@ -141,6 +140,9 @@ def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} holds no keys of a configuration; give the resolved.yaml of a run")
     try:
+        merged = OmegaConf.merge(schema(), plain)
+        assert isinstance(merged, DictConfig)
+        note_interpolations(merged)
         config = _typed(plain)
     except OmegaConfBaseException as error:
         in_file = HydraException(f"In '{path.with_suffix('')}':")  # as Hydra names the file of an error
@@ -163,7 +165,9 @@ def schema() -> DictConfig:
 
 def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
     if config.compile.cache:
-        keep_bytecode(compiled_folder(config.compile.cache_dir))
+        folder = compiled_folder(config.compile.cache_dir)
+        check_trusted(folder, shared=config.compile.cache_shared)
+        keep_bytecode(folder, shared=config.compile.cache_shared)
     from graphmoe.config_rules import check, resolve  # imports torch
 
     check(config)
@@ -173,7 +177,7 @@ def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain values, enums by name: what ``resolved.yaml`` holds."""
+    """The configuration as plain values, enums by name and `masked`: what ``resolved.yaml`` holds."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return masked({str(key): value for key, value in plain.items()})

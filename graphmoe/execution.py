@@ -73,7 +73,8 @@ class Execution:
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
         """What runs two micro-batches in turns; None where one follows the other."""
         assert config.compile.cache_dir is not None
-        self._store = CompileCache(Path(config.compile.cache_dir) if config.compile.cache else None)
+        folder = Path(config.compile.cache_dir) if config.compile.cache else None
+        self._store = CompileCache(folder, shared=config.compile.cache_shared)
         self._compiled: CompiledSegments | None = None
         if config.compile.enabled:
             self._compiled = CompiledSegments(

@@ -10,6 +10,9 @@ import enum
 import itertools
 import json
 import logging
+import os
+import reprlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,12 @@ import yaml
 
 from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.checkpoint.durable import write_durably
+from graphmoe.config import ConfigError
 from graphmoe.file_lock import FileLock
+from graphmoe.masking import aligned, prints
+from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.summary import shown
+from graphmoe.untrusted import FileError, read_text
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +35,16 @@ SUMMARY_FILE = "summary.json"
 ENVIRONMENT_FILE = "env.json"
 """Written when training begins."""
 _LOCK_FILE = "run.lock"
-_TRACES = (CONFIG_FILE, SUMMARY_FILE, "metrics.jsonl", "checkpoints")
+_TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
+_PRINTS = "# values from the environment: "
+"""Begins the comment in resolved.yaml that tells runs apart whose values it does not have."""
+_MOST_LISTED = 3
+"""Unfinished runs that are named at start."""
 _FREE_SECTIONS = ("format", "sweep")
 _FREE_KEYS = (
     "compile.cache",
     "compile.cache_dir",
+    "compile.cache_shared",
     "host.env",
     "host.gc_interval",
     "host.kernarg_pool_mb",
@@ -78,9 +90,9 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
     code and the like make no difference to the configuration.
     """
     usable = (_State.free, _State.unfinished) if resume else (_State.free,)
-    numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
-    paths = itertools.chain([base], numbered)
-    return next(folder for path in paths if (folder := _enter(path, base, config, usable)) is not None)
+    ours = _as_read(config)
+    found = (_enter(path, base, config, ours, usable) for path in _numbered(base))
+    return next(folder for folder in found if folder is not None)
 
 
 def is_free(path: Path) -> bool:
@@ -90,7 +102,8 @@ def is_free(path: Path) -> bool:
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write ``resolved.yaml``, which workers read."""
-    write_durably(folder / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
+    text, found = yaml.safe_dump(config, sort_keys=False), prints()
+    write_durably(folder / CONFIG_FILE, text + (f"{_PRINTS}{json.dumps(found)}\n" if found else ""))
 
 
 def announce(folder: RunFolder, config: dict[str, Any]) -> None:
@@ -99,42 +112,76 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
     saved = saved_steps(folder.path / CHECKPOINTS)
     how = " (continued)" if saved else " (again: it saved nothing)" if has_run else ""
     log.info("run folder: %s%s", shown(folder.path), how)
-    for path, keys in passed_over(folder.base, folder.path, config):
+    others, num_more = passed_over(folder.base, folder.path, config)
+    for path, keys in others:
         saved = saved_steps(path / CHECKPOINTS)
         how = f"checkpoint.resume_from={shown(path)} continues it" if saved else "it saved nothing"
         differences = ", ".join(keys)
         log.info("%s is an unfinished run of another configuration (%s); %s", shown(path), differences, how)
+    if num_more:
+        log.info("%d older unfinished runs of this name are not listed", num_more)
 
 
-def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> list[tuple[Path, list[str]]]:
-    """Unfinished runs of other configurations that ``claim`` passed over, and how they differ.
+def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
+    """The newest unfinished runs of other configurations that ``claim`` passed over; how many more there are.
 
-    Each difference reads 'key=theirs, here ours'.
+    Each has how it differs: 'key=theirs, here ours'.
     """
-    found: list[tuple[Path, list[str]]] = []
-    ours = _identity(yaml.safe_load(yaml.safe_dump(config)))
-    for number in itertools.count(1):
-        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        if path == chosen:
-            return found
-        if not (path / CONFIG_FILE).is_file() or _is_finished(path / SUMMARY_FILE):
+    ours = _as_read(config)
+    before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))
+    unfinished = [path for path in reversed(before) if _is_unfinished(path)]
+    found = []
+    for path in unfinished[:_MOST_LISTED]:
+        try:
+            theirs = _read_config(path / CONFIG_FILE, ours)
+        except FileError:
             continue
-        theirs = _identity(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
-        keys = [key for key in ours if theirs.get(key) != ours[key]]
+        keys = [f"{key}={old}, here {new}" for key, old, new in _differences(theirs, ours)]
         if keys:  # none differ where the run is going on in another process
-            found.append((path, [f"{key}={theirs.get(key)}, here {ours[key]}" for key in keys]))
-    raise AssertionError("count has no end")
+            found.append((path, keys))
+    return found[::-1], len(unfinished[_MOST_LISTED:])
 
 
-def _identity(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values that tell one run from another."""
-    if not isinstance(config, dict):
-        return {prefix.removesuffix("."): config}
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if f"{prefix}{key}" not in (*_FREE_SECTIONS, *_FREE_KEYS):
-            flat |= _identity(value, f"{prefix}{key}.")
-    return flat
+def _numbered(base: Path) -> Iterator[Path]:
+    """``base``, ``base-2``, ``base-3``, ..."""
+    return itertools.chain([base], (base.with_name(f"{base.name}-{n}") for n in itertools.count(2)))
+
+
+def _as_read(config: dict[str, Any]) -> Any:
+    """The configuration as it looks after the way through a file."""
+    return _load(yaml.safe_dump(config))
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C takes a seventh of the time
+
+
+def _read_config(path: Path, ours: Any) -> dict[str, Any]:
+    """A run's resolved.yaml, with ours where it comes to the same values. *Raises* FileError."""
+    text = read_text(path)
+    try:
+        found = _load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise FileError(f"{path} holds no keys of a configuration")
+    return aligned(found, ours, _row(text.rpartition(_PRINTS)[2]) or {})
+
+
+def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, theirs, ours) of what tells one run from another, None for what one of them lacks."""
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        if theirs != ours:
+            yield key, _brief(theirs), _brief(ours)
+        return
+    for name in dict.fromkeys([*ours, *theirs]):
+        inner = f"{key}.{name}" if key else str(name)
+        if inner not in (*_FREE_SECTIONS, *_FREE_KEYS):
+            yield from _differences(theirs.get(name), ours.get(name), inner)
+
+
+def _brief(value: Any) -> Any:
+    return reprlib.repr(value) if isinstance(value, (dict, list)) else value
 
 
 def cut_metrics(path: Path, step: int) -> int:
@@ -161,20 +208,38 @@ def cut_metrics(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _enter(path: Path, base: Path, config: dict[str, Any], usable: tuple[_State, ...]) -> RunFolder | None:
-    """Lock a folder that is in a usable state and make it a run's; None for any other."""
-    if _state(path, config) not in usable:
+def _enter(
+    path: Path, base: Path, config: dict[str, Any], ours: Any, usable: tuple[_State, ...]
+) -> RunFolder | None:
+    """Lock a folder that is in a usable state and make it a run's; None for any other.
+
+    *Raises* ConfigError where a new folder cannot be made, or its configuration not be written.
+    """
+    if _state(path, ours) not in usable:
         return None
-    path.mkdir(parents=True, exist_ok=True)
-    lock = FileLock.take(path / _LOCK_FILE)
+    is_new = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock.take(path / _LOCK_FILE)
+    except OSError as error:
+        if is_new:
+            raise ConfigError(
+                f"the run's folder {path} cannot be made ({error.strerror or error})"
+            ) from error
+        log.warning("%s is passed over: %s", path, error)
+        return None
     if lock is None:
         log.info("%s belongs to a run that is going on", path)
         return None
-    state = _state(path, config)  # again: it may have changed until the lock was ours
+    state = _state(path, ours)  # again: it may have changed until the lock was ours
     if state not in usable:
         lock.release()
         return None
-    write_config(path, config)  # of a resumed run too: what tells no run from another may have changed
+    try:
+        write_config(path, config)  # of a resumed run too: what tells no run from another may have changed
+    except OSError as error:
+        lock.release()
+        raise ConfigError(f"{path / CONFIG_FILE} cannot be written ({error.strerror or error})") from error
     return RunFolder(path, base, state is _State.unfinished, lock)
 
 
@@ -186,34 +251,46 @@ class _State(enum.Enum):
     taken = "holds anything else"
 
 
-def _state(path: Path, config: dict[str, Any]) -> _State:
+def _state(path: Path, ours: Any) -> _State:
+    """A folder with something in it that cannot be read is taken; one warning says so."""
+    try:
+        return _readable_state(path, ours)
+    except (FileError, OSError) as error:
+        log.warning("%s counts as a run of another configuration: %s", path, error)
+        return _State.taken
+
+
+def _readable_state(path: Path, ours: Any) -> _State:
     if path.exists() and not path.is_dir():
         return _State.taken
     if is_free(path):
         return _State.free
-    if _is_finished(path / SUMMARY_FILE) or not (path / CONFIG_FILE).is_file():
+    for name in (ENVIRONMENT_FILE, METRICS_FILE):
+        file = path / name
+        if file.exists() and not (file.is_file() and os.access(file, os.R_OK)):
+            raise FileError(f"{file} cannot be read")
+    if _is_finished(path / SUMMARY_FILE) or not (path / CONFIG_FILE).exists():
         return _State.taken
-    return _State.unfinished if _same(path / CONFIG_FILE, config) else _State.taken
+    is_other = any(_differences(_read_config(path / CONFIG_FILE, ours), ours))
+    return _State.taken if is_other else _State.unfinished
+
+
+def _is_unfinished(path: Path) -> bool:
+    try:
+        return (path / CONFIG_FILE).is_file() and not _is_finished(path / SUMMARY_FILE)
+    except (FileError, OSError):
+        return False
 
 
 def _is_finished(summary: Path) -> bool:
-    if not summary.is_file():
+    """*Raises* FileError for one that cannot be read."""
+    if not summary.exists():
         return False
-    document = _row(summary.read_text(encoding="utf-8"))
+    document = _row(read_text(summary))
     if document is None:
         log.warning("%s is no JSON object; its run counts as unfinished", summary)
         return False
     return document.get("finished") is True
-
-
-def _same(path: Path, config: dict[str, Any]) -> bool:
-    try:
-        theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        log.warning("%s is no YAML and counts as another configuration: %s", path, error)
-        return False
-    ours = yaml.safe_load(yaml.safe_dump(config))  # as it looks after the same way through a file
-    return isinstance(theirs, dict) and _identity(theirs) == _identity(ours)
 
 
 def _row(text: str) -> dict[str, Any] | None:

@@ -20,11 +20,12 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from graphmoe.cli import emit
 from graphmoe.config import OutputFormat
 from graphmoe.file_lock import FileLock
+from graphmoe.masking import masked_words
 from graphmoe.run_records import SweepRecord
 from graphmoe.signals import SIGNALS
 from graphmoe.summary import shown, write_json
@@ -191,15 +192,16 @@ def _planned_jobs(config: DictConfig) -> list[list[str]]:
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     try:
-        overrides = parser.parse_overrides([*params, *config.hydra.overrides.task])
-        return BasicSweeper.split_arguments(overrides, None)[0]
+        words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        overrides = parser.parse_overrides([*params, *words])
+        return [masked_words(job) for job in BasicSweeper.split_arguments(overrides, None)[0]]
     except HydraException:  # the sweeper will say it
         return []
 
 
 def _command(resume: Path | None = None) -> str:
     """This command line, or the one that goes on with its sweep."""
-    words = [word for word in sys.argv[1:] if not word.startswith("sweep.resume=")]
+    words = [word for word in masked_words(sys.argv[1:]) if not word.startswith("sweep.resume=")]
     words += [f"sweep.resume={_word(resume)}"] if resume else []
     return shlex.join(["python", "-m", "graphmoe.train", *words])
 

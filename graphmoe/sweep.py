@@ -24,9 +24,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
+from graphmoe.masking import MASK, masked_line, masked_words
 from graphmoe.running_sweep import STOP_FILE, RunningSweep, SweepError
 from graphmoe.summary import value_of
 from graphmoe.sweep_folder import Job, JobStatus, read_job
@@ -36,21 +38,52 @@ log = logging.getLogger(__name__)
 _SIDE_BY_SIDE = {"JoblibLauncher": "joblib", "LocalLauncher": "submitit_local"}
 """Launchers that start several jobs on this machine at once, and what Hydra calls them."""
 
+_LAUNCHER_LOGS = (
+    "hydra._internal.core_plugins.basic_launcher",
+    "hydra_plugins.hydra_joblib_launcher._core",
+    "hydra_plugins.hydra_submitit_launcher.submitit_launcher",
+)
+"""Loggers of Hydra's launchers, which list the words of each job."""
 _PR_SET_PDEATHSIG = 1
 
 _begun: RunningSweep | None = None
+_run_folder: str | None = None
 
 
 class SweepReport(Callback):
-    """Tells this module where Hydra begins a sweep of ``graphmoe.train``; other tools have no report."""
+    """Tells this module where Hydra begins a run or a sweep of ``graphmoe.train``, and of no other tool."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool
 
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Take over Hydra's run folder: Hydra would make it before anything is checked.
+
+        Not where Hydra itself is asked to write there, or to work there.
+        """
+        global _run_folder
+        hydra, _run_folder = config.hydra, None
+        uses_folder = hydra.output_subdir is not None or hydra.job.chdir or hydra.job_logging.get("root")
+        if self.tool != "graphmoe.train" or uses_folder:
+            return
+        with contextlib.suppress(OmegaConfBaseException), flag_override(hydra, ["readonly", "struct"], False):
+            _run_folder = os.path.abspath(str(hydra.run.dir))  # what does not resolve Hydra will say
+            hydra.run.dir = "."
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         global _begun
+        for name in _LAUNCHER_LOGS:
+            logging.getLogger(name).addFilter(_mask_record)
         if self.tool == "graphmoe.train" and _is_first_node():
             _begun = RunningSweep.begin(config)
+
+
+def restore_run_folder() -> None:
+    """Let HydraConfig name the folder that `SweepReport` took over, for interpolations too."""
+    if _run_folder is not None and not in_sweep():
+        hydra: Any = HydraConfig.get()
+        with flag_override(hydra, ["readonly", "struct"], False):
+            hydra.run.dir = hydra.runtime.output_dir = _run_folder
 
 
 def end_sweep() -> int:
@@ -90,7 +123,9 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
     KeyboardInterrupt to end the sweep after a signal, SweepError where the folder has another job.
     """
     hydra = HydraConfig.get()
-    record = Job(hydra.job.num, list(hydra.overrides.task), Path(hydra.runtime.output_dir))
+    words = masked_words(OmegaConf.to_container(hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
+    record = Job(hydra.job.num, words, Path(hydra.runtime.output_dir))
+    _mask_file(Path(hydra.sweep.dir) / "multirun.yaml")
     earlier = _earlier(record)
     if earlier is not None and _is_finished(earlier):
         log.info("job %d is finished already", record.number)
@@ -120,6 +155,28 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
         return None
     _end(record, None, value=value)
     return value
+
+
+def _mask_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = masked_line(record.getMessage()), None
+    return True
+
+
+def _mask_file(path: Path) -> None:
+    """Take the values of host.env out of what Hydra wrote of a sweep."""
+    if not path.is_file() or not _is_first_node():
+        return
+    config = OmegaConf.load(path)
+    environment, words = OmegaConf.select(config, "host.env"), config.hydra.overrides.task
+    shown = masked_words(OmegaConf.to_container(words, resolve=False))  # type: ignore[arg-type]
+    if shown == words and all(value == MASK for value in (environment or {}).values()):
+        return
+    config.hydra.overrides.task, config.hydra.job.override_dirname = shown, ",".join(shown)
+    for name in environment or {}:
+        environment[name] = MASK
+    from graphmoe.checkpoint.durable import write_durably  # imports torch
+
+    write_durably(path, OmegaConf.to_yaml(config))
 
 
 def record_folder(folder: Path) -> None:

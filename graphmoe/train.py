@@ -158,8 +158,12 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     from graphmoe.dispatch_rules import reads_peers
     from graphmoe.run_folder import CONFIG_FILE, SUMMARY_FILE, write_config
     from graphmoe.sweep import in_sweep, job_gpus
+    from runtime.dispatch.vendors import check_package
     from runtime.launch.elastic import launch
 
+    check_package(
+        config.moe.dispatcher, config.run.device.value
+    )  # the workers would, in a folder made for it
     gc.enable()
     launched_at = time.time() if in_sweep() else psutil.Process().create_time()
     environment = {LAUNCHER_PID: str(os.getpid()), LAUNCHED_AT: str(launched_at)}

@@ -158,3 +158,32 @@ def test_the_nearest_key_is_found_by_its_last_word_and_by_what_others_call_it(ty
 
 def test_every_usual_name_leads_to_a_key():
     assert set(USUAL_NAMES.values()) <= set(known_keys())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.name=../precious"],
+        ["run.name=a/b/c"],
+        ["hydra.run.dir=x/y"],
+        ["hydra.run.dir="],
+    ],
+)
+def test_a_refused_run_makes_no_folder_and_deletes_none(tmp_path, words):
+    here = tmp_path / "here"
+    for name in ("precious", "outputs"):
+        (here / name).mkdir(parents=True)
+    run = command(here, *words, "optim.lr=-1")
+    assert run.wait() == 2 and "optim.lr" in run.err.read_text()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_dir()) == [
+        "here",
+        "outputs",
+        "precious",
+    ]
+
+
+def test_a_dispatcher_without_its_package_is_refused_before_workers_have_a_folder(tmp_path):
+    words = ("moe.dispatcher=deepep", "launch.nproc=2", "parallel.ep=2", "model.hidden_size=256")
+    run = command(tmp_path, *TINY, *words, "precision.compute=bf16", "hydra.run.dir=run/inner")
+    assert run.wait() == 2 and "moe.dispatcher=deepep runs on GPUs" in run.err.read_text()
+    assert not (tmp_path / "run").exists()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from graphmoe.run_folder import claim, cut_metrics, passed_over
+from graphmoe.config import ConfigError
+from graphmoe.run_folder import announce, claim, cut_metrics, passed_over
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["graphmoe.run_folder"])
@@ -120,8 +121,80 @@ def test_unfinished_runs_that_are_passed_over_are_named_with_what_differs(tmp_pa
     claim_and_leave(base, OTHER)
     assert claim_and_leave(base, CONFIG) == ("tiny-3", False)
     found = passed_over(base, tmp_path / "tiny-3", CONFIG)
-    assert found == [(tmp_path / "tiny-2", ["optim.lr=0.001, here 0.0003"])]
-    assert passed_over(base, base, CONFIG) == []
+    assert found == ([(tmp_path / "tiny-2", ["optim.lr=0.001, here 0.0003"])], 0)
+    assert passed_over(base, base, CONFIG) == ([], 0)
+
+
+REPLACED = [("bytes", "env.json"), ("bytes", "metrics.jsonl"), ("bytes", "run.lock"), ("pipe", "run.lock")]
+UNREADABLE = [
+    *((kind, name) for kind in ("folder", "pipe", "bytes") for name in ("resolved.yaml", "summary.json")),
+    *((kind, name) for kind in ("folder", "pipe") for name in ("env.json", "metrics.jsonl")),
+    *(("forbidden", name) for name in ("resolved.yaml", "summary.json", "metrics.jsonl")),
+    ("folder", "run.lock"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*REPLACED, *UNREADABLE])
+def test_what_cannot_be_read_in_an_old_folder_stops_no_new_run(tmp_path, caplog, monkeypatch, kind, name):
+    claim_and_leave(tmp_path / "tiny", CONFIG)
+    file = tmp_path / "tiny" / name
+    file.unlink(missing_ok=True)
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.write_bytes(b"\xff\xfe\x00")
+    if kind == "forbidden":
+        real_open, real_access = os.open, os.access
+
+        def no_open(path, *args, **kwargs):
+            if str(path) == str(file):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real_open(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", no_open)
+        monkeypatch.setattr(os, "access", lambda p, m: str(p) != str(file) and real_access(p, m))
+    is_used = (kind, name) in REPLACED
+    assert claim_and_leave(tmp_path / "tiny", CONFIG)[0] == ("tiny" if is_used else "tiny-2")
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == (not is_used)
+
+
+def test_many_unfinished_runs_of_a_name_cost_little_and_few_are_listed(tmp_path, caplog):
+    from graphmoe.config import RunConfig
+    from graphmoe.entry import to_plain
+
+    config = to_plain(RunConfig())
+    text = yaml.safe_dump({**config, "run": {**config["run"], "seed": 99}}, sort_keys=False)
+    for number in range(1, 401):
+        folder = tmp_path / ("tiny" if number == 1 else f"tiny-{number}")
+        folder.mkdir()
+        (folder / "resolved.yaml").write_text(text)
+    caplog.set_level("INFO")
+    began = time.process_time()
+    folder = claim(tmp_path / "tiny", config, resume=True)
+    announce(folder, config)
+    assert time.process_time() - began < 4  # 35 s when each was read by Python's own loader, twice
+    folder.release()
+    assert folder.path.name == "tiny-401"
+    assert caplog.text.count("is an unfinished run of another configuration") == 3
+    assert "tiny-400 is" in caplog.text and "397 older unfinished runs" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_and_no_endless_search(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="tiny cannot be made"):
+        claim(tmp_path / "file" / "tiny", CONFIG, resume=True)
+
+
+def test_aliases_of_aliases_in_an_old_configuration_do_not_grow(tmp_path):
+    claim_and_leave(tmp_path / "tiny", CONFIG)
+    lines = ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 60))]
+    (tmp_path / "tiny" / "resolved.yaml").write_text("\n".join(lines))
+    folder = claim(tmp_path / "tiny", CONFIG, resume=True)
+    announce(folder, CONFIG)
+    folder.release()
+    assert folder.path.name == "tiny-2"
 
 
 def test_a_live_run_is_never_joined(tmp_path):

@@ -30,7 +30,7 @@ def cache_folder(configured: str | None) -> Path:
     """The folder for tokenised corpora: data.cache_dir, $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     folder = cache_root(configured)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the cache {folder}: {error}; {_OTHER}") from error
     if not os.access(folder, os.W_OK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -125,20 +126,32 @@ def read_or_damaged(path: Path) -> bytes:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write the file so that nobody sees a part of it. *Raises* OSError, and then leaves nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{DRAFT}")
     try:
         draft.write_bytes(content)
+        if path.parent.stat().st_mode & stat.S_IWGRP:  # compile.cache_shared, whatever the umask
+            draft.chmod(0o660)
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder of the cache if it is not there, with the mode of that which it lies in."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+        folder.chmod(stat.S_IMODE(folder.parent.stat().st_mode))
+
+
 def set_aside(path: Path, folder: Path) -> None:
     """Move a file into a folder, under a name of its own, if that can be done."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path.rename(folder / f"{path.name}.{secrets.token_hex(4)}")
     except OSError:
         pass

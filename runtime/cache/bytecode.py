@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from runtime.cache.blobs import make_folder
 from runtime.cache.folders import make_cache
 
 BYTECODE = "bytecode"
@@ -24,7 +25,7 @@ SAMPLES = ("torch", "sympy")
 OWN = ("graphmoe", "passes", "runtime")
 
 
-def keep_bytecode(cache: Path) -> None:
+def keep_bytecode(cache: Path, *, shared: bool = False) -> None:
     """Let this process and its children keep bytecode in the compile cache, if torch came without.
 
     Call it before torch is imported. Where Python can read bytecode beside the sources, or may write it
@@ -37,8 +38,8 @@ def keep_bytecode(cache: Path) -> None:
     if sys.pycache_prefix not in (None, str(folder)):
         return
     try:
-        make_cache(cache)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_cache(cache, shared=shared)
+        make_folder(folder)
         os.utime(folder)  # used now
     except OSError:
         return

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import grp
 import logging
 import os
+import pwd
 import shutil
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
 import psutil
 
+from graphmoe.config import ConfigError
 from graphmoe.file_lock import FileLock
-from runtime.cache.blobs import age_s, write_whole
+from runtime.cache.blobs import age_s, make_folder, write_whole
 from runtime.cache.entries import INDUCTOR, TRITON, process_name
 
 log = logging.getLogger(__name__)
@@ -37,9 +42,61 @@ FOREIGN_AGE_S = 7 * 24 * 3600.0
 """Age at which one of another host is dead, if its file is not locked."""
 
 
-def make_cache(folder: Path) -> None:
-    """Make the cache's folder if it is not there. *Raises* OSError, also for a disk that is nearly full."""
-    folder.mkdir(parents=True, exist_ok=True)
+def check_trusted(folder: Path, *, shared: bool) -> None:
+    """Refuse a cache that others may write to, for what lies there is run; as sshd does with its files.
+
+    The folder, two levels in it and all above it are this user's or root's, and no group and nobody else may
+    write there; ``shared`` allows groups, and other owners. Above it, a folder in which nobody may remove
+    what is another's (/tmp) is fine. *Raises* ConfigError.
+    """
+    place = folder.resolve()
+    inside = [path for depth in ("*", "*/*") for path in place.glob(depth) if path.is_dir()]
+    for path in (*reversed(place.parents), place, *inside):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue
+        mode = stat.S_IMODE(status.st_mode)
+        is_sticky = path in place.parents and bool(mode & stat.S_ISVTX)
+        by_group = mode & stat.S_IWGRP and not shared and not _is_own_group(status.st_gid)
+        is_open = (by_group or mode & stat.S_IWOTH) and not is_sticky
+        if is_open or not (shared or status.st_uid in (0, os.getuid())):
+            shared_too = (
+                "" if mode & stat.S_IWOTH else ", or, if you trust its group, compile.cache_shared=true"
+            )
+            raise ConfigError(
+                f"compile.cache_dir={folder} holds code that is run, and {path} belongs to {_owner(status)} "
+                f"with mode {mode:04o}, so that others may write there; use chmod -R go-w {path}, another "
+                f"compile.cache_dir{shared_too}"
+            )
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is the user's private one, of which nobody else is (Debian, Fedora)."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and not {*group.gr_mem} - {user.pw_name}
+
+
+def _owner(status: os.stat_result) -> str:
+    try:
+        return pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        return f"user {status.st_uid}"
+
+
+def make_cache(folder: Path, *, shared: bool = False) -> None:
+    """Make the cache's folder, for this user or his group, if it is not there.
+
+    *Raises* OSError, also for a disk that is nearly full.
+    """
+    if not folder.is_dir():
+        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o2770 if shared else 0o700)
     free = shutil.disk_usage(folder).free
     if free < MIN_FREE_BYTES:
         raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free")
@@ -49,7 +106,7 @@ def make_cache(folder: Path) -> None:
 
 def make_work_folder(parent: Path, prefix: str = "") -> tuple[Path, FileLock | None]:
     """A new folder of this process, and the lock that says so. *Raises* OSError."""
-    parent.mkdir(parents=True, exist_ok=True)
+    make_folder(parent)
     folder = parent / f"{prefix}{process_name()}"
     folder.mkdir(mode=0o700)  # what lies here is run, so nobody else may write here
     return folder, _lock(folder)
@@ -131,7 +188,7 @@ def _is_locked(folder: Path) -> bool:
         return False
     try:
         lock = FileLock.take(folder / ALIVE)
-    except OSError:
+    except (OSError, ConfigError):  # no locks, and no process of this host: its age must do
         return False
     if lock is not None:
         lock.release()

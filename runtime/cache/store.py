@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 class CompileCache:
     """The store in one folder. Making one touches nothing; any number of processes may use it at once."""
 
-    def __init__(self, folder: Path | None) -> None:
-        """Without ``folder`` nothing is kept and nothing is found."""
+    def __init__(self, folder: Path | None, *, shared: bool = False) -> None:
+        """A new folder is the group's too with ``shared``; without one nothing is kept or found."""
+        self._shared = shared
         self.folder = folder.absolute() if folder is not None else None
         nowhere = self.folder or Path(os.devnull)  # below which there are no files
         self.blobs, self.entries, self._choices = Blobs(nowhere), Entries(nowhere), Choices(nowhere)
@@ -84,7 +85,7 @@ class CompileCache:
     def _filled_in(
         self, folder: Path, facts: dict[str, Any], source: Entry | None, *, found: bool
     ) -> WorkFolder:
-        make_cache(folder)
+        make_cache(folder, shared=self._shared)
         remove_dead(folder / "work")
         place = make_work_folder(folder / "work")
         work = WorkFolder(self.blobs, self.entries, facts, *place, keeps=True)

@@ -75,13 +75,20 @@ def check_dispatcher(
     installed: Callable[[str], bool] = is_installed,
 ) -> None:
     """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
+    check_package(choice, device.type, installed)
+    if choice is DispatcherChoice.symm or choice in BUFFERED:
+        _check_node(f"moe.dispatcher={choice.value}", layout, world)
+
+
+def check_package(
+    choice: DispatcherChoice, device_type: str, installed: Callable[[str], bool] = is_installed
+) -> None:
+    """Refuse a dispatcher that this machine cannot run, whatever the ranks. *Raises* ConfigError."""
     key, takes = f"moe.dispatcher={choice.value}", BUFFERED.get(choice)
-    if choice is DispatcherChoice.symm:
-        _check_node(key, layout, world)
     if takes is None and choice is not DispatcherChoice.nvshmem:
         return
-    if device.type != "cuda":
-        raise ConfigError(f"{key} runs on GPUs, and this run is on a {device.type}; use moe.dispatcher=auto")
+    if device_type != "cuda":
+        raise ConfigError(f"{key} runs on GPUs, and this run is on a {device_type}; use moe.dispatcher=auto")
     if takes is None:
         _check_nvshmem(key)
         return
@@ -94,7 +101,6 @@ def check_dispatcher(
     if is_rocm != (choice is DispatcherChoice.turbo):
         other = "ROCm" if choice is DispatcherChoice.turbo else "CUDA"
         raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")
-    _check_node(key, layout, world)
 
 
 def _check_node(key: str, layout: Layout, world: World) -> None:

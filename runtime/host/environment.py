@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from graphmoe.config import ConfigError, DeviceChoice, HostConfig
+from graphmoe.masking import MASK
 
 MARKER = "GRAPHMOE_ENVIRONMENT"
 """Holds, as JSON, what `set_environment` has set, for its next call here or in a child process."""
@@ -56,19 +57,28 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
     wanted = variables(host, device)
     ours = _set_earlier()
     before = dict(os.environ)
+    for index, variable in enumerate(wanted):
+        if variable.value == MASK and variable.name in ours:  # set by the process that started this one
+            wanted[index] = Variable(variable.name, ours[variable.name], variable.key)
     for name in ours:
         del os.environ[name]
     lines = [HostLine(text, warns=True) for text in _without_effect(host, device)]
     taken: dict[str, list[Variable]] = {}
     for variable in wanted:
         present = os.environ.get(variable.name)
-        if present is None:
+        if present is None and variable.value == MASK:
+            name = variable.name
+            lines.append(
+                HostLine(f"host.env.{name}={MASK} stands for a value: set {name} yourself", warns=True)
+            )
+        elif present is None:
             os.environ[variable.name] = variable.value
             taken.setdefault(variable.key, []).append(variable)
         else:
             lines.append(HostLine(_kept(variable, present)))
     for key, group in taken.items():
-        lines.append(HostLine(f"{', '.join(f'{v.name}={v.value}' for v in group)} ({key})"))
+        shown = ", ".join(v.name if key == "host.env" else f"{v.name}={v.value}" for v in group)
+        lines.append(HostLine(f"{shown} ({key})"))
     done = {variable.name: variable.value for group in taken.values() for variable in group}
     if done.items() - before.items() and _gpu_runtime_started():
         lines.append(
@@ -128,6 +138,11 @@ def _without_effect(host: HostConfig, device: DeviceChoice) -> Iterator[str]:
 
 
 def _kept(variable: Variable, present: str) -> str:
+    if variable.key == "host.env":
+        same = variable.value in (present, MASK)
+        return (
+            f"{variable.name} is set already{'' if same else ' and stays: host.env would set another value'}"
+        )
     if present == variable.value:
         return f"{variable.name}={present} is set already ({variable.key} would do the same)"
     return f"{variable.name}={present} is set already and stays ({variable.key} would set {variable.value})"

@@ -49,7 +49,7 @@ NO_FACTS = """
     optim.weight_decay optim.bucket_mb parallel.dp parallel.pp
     train.steps train.global_batch_size train.seed train.clip_grad_norm
     train.val_interval train.val_batches train.max_nonfinite train.log_interval moe.sync_free_stage
-    compile.enabled compile.cache compile.cache_dir passes.dump graph.warmup_steps
+    compile.enabled compile.cache compile.cache_dir compile.cache_shared passes.dump graph.warmup_steps
     checkpoint.enabled checkpoint.interval checkpoint.keep_last checkpoint.keep_every checkpoint.async_save
     checkpoint.resume checkpoint.resume_from checkpoint.init_from
     host.manual_gc host.gc_interval host.numa host.kernarg_pool_mb host.max_hw_queues host.nvlink_multicast

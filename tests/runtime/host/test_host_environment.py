@@ -92,7 +92,7 @@ def test_an_empty_variable_counts_as_set(environment, build):
     build("cuda")
     environment["NCCL_DEBUG"] = ""
     assert any(
-        line.startswith("NCCL_DEBUG= is set already") for line in texts(HostConfig(env={"NCCL_DEBUG": "W"}))
+        line.startswith("NCCL_DEBUG is set already") for line in texts(HostConfig(env={"NCCL_DEBUG": "W"}))
     )
 
 
@@ -136,7 +136,7 @@ def test_multicast_cannot_be_had_against_variables_that_are_set(environment, bui
 def test_env_goes_before_the_other_keys(environment, build):
     build("cuda")
     lines = texts(HostConfig(env={"NCCL_NVLS_ENABLE": "2", "NCCL_DEBUG": "INFO"}))
-    assert lines[0] == "NCCL_NVLS_ENABLE=2, NCCL_DEBUG=INFO (host.env)"
+    assert lines[0] == "NCCL_NVLS_ENABLE, NCCL_DEBUG (host.env)"
     assert environment["NCCL_NVLS_ENABLE"] == "2" and environment["NVSHMEM_DISABLE_NVLS"] == "1"
 
 
@@ -155,11 +155,24 @@ def test_a_worker_says_the_same_as_the_process_that_started_it(environment, buil
     assert texts(host, GPU) == first and environment == before
 
 
+def test_a_masked_value_is_that_of_the_environment_and_never_set(environment, build):
+    build("cuda")
+    texts(HostConfig(env={"TOKEN": "hunter2"}), CPU)
+    masked = HostConfig(env={"TOKEN": "***"})
+    assert texts(masked, CPU) == ["TOKEN (host.env)"] and environment["TOKEN"] == "hunter2"
+    del environment["TOKEN"], environment[MARKER]
+    (line,) = set_environment(masked, CPU)
+    assert line.warns and "set TOKEN yourself" in line.text and "TOKEN" not in environment
+    environment["TOKEN"] = "theirs"
+    assert texts(masked, CPU) == ["TOKEN is set already"]
+    assert "hunter2" not in str(texts(HostConfig(env={"TOKEN": "hunter2"}), CPU))
+
+
 def test_a_worker_on_a_cpu_takes_the_variables_of_gpus_back(environment, build):
     build("cuda")
     host = HostConfig(env={"A": "1"})
     texts(host)
-    assert texts(host, CPU) == ["A=1 (host.env)"] and added(environment) == {"A": "1"}
+    assert texts(host, CPU) == ["A (host.env)"] and added(environment) == {"A": "1"}
 
 
 def test_the_next_job_of_a_sweep_has_values_of_its_own(environment, build):

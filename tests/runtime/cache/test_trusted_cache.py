@@ -1,0 +1,87 @@
+"""Folders whose code is run: whom they belong to, and who may write there."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from graphmoe.config import ConfigError, RunConfig
+from graphmoe.entry import schema, to_config
+from runtime.cache import folders
+from runtime.cache.blobs import write_whole
+from runtime.cache.folders import check_trusted, make_cache
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    tmp_path.chmod(0o755)
+    make_cache(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_a_new_cache_is_its_users_alone_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        make_cache(tmp_path / "cache")
+        make_cache(tmp_path / "shared", shared=True)
+        for name in ("cache", "shared"):
+            write_whole(tmp_path / name / "blobs" / "3f" / "3fa9", b"code")
+    finally:
+        os.umask(before)
+    modes = {
+        str(p.relative_to(tmp_path)): p.stat().st_mode & 0o7777 for p in tmp_path.rglob("*") if p.is_dir()
+    }
+    for name, mode in (("cache", 0o700), ("shared", 0o2770)):
+        assert {modes[f"{name}{inner}"] for inner in ("", "/blobs", "/blobs/3f")} == {mode}
+    assert (tmp_path / "shared" / "blobs" / "3f" / "3fa9").stat().st_mode & 0o777 == 0o660
+
+
+@pytest.mark.parametrize("place", ["", "blobs", "blobs/3f", ".."])
+@pytest.mark.parametrize(("mode", "shared_helps"), [(0o775, True), (0o757, False), (0o777, False)])
+def test_a_folder_that_others_may_write_to_is_refused(cache, monkeypatch, place, mode, shared_helps):
+    monkeypatch.setattr(folders, "_is_own_group", lambda gid: False)
+    write_whole(cache / "blobs" / "3f" / "3fa9", b"code")
+    check_trusted(cache, shared=False)
+    path = (cache / place).resolve()
+    path.chmod(mode)
+    with pytest.raises(
+        ConfigError, match=rf"{path} belongs to \w+ with mode {mode:04o}.*chmod -R go-w {path}"
+    ):
+        check_trusted(cache, shared=False)
+    if shared_helps:
+        check_trusted(cache, shared=True)
+    else:
+        with pytest.raises(ConfigError, match="others may write there"):
+            check_trusted(cache, shared=True)
+
+
+def test_a_private_group_and_a_sticky_folder_above_are_fine(cache, monkeypatch):
+    cache.parent.chmod(0o1777)
+    check_trusted(cache, shared=False)
+    cache.chmod(0o1777)
+    with pytest.raises(ConfigError, match="1777"):
+        check_trusted(cache, shared=False)
+    cache.chmod(0o775)
+    monkeypatch.setattr(folders, "_is_own_group", lambda gid: True)
+    check_trusted(cache, shared=False)
+
+
+def test_another_users_folder_is_refused_unless_it_is_shared(cache, monkeypatch):
+    if os.getuid() == 0:
+        os.chown(cache, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="belongs to"):
+        check_trusted(cache, shared=False)
+    check_trusted(cache, shared=True)
+
+
+def test_a_configuration_with_an_open_cache_is_refused(cache):
+    from omegaconf import OmegaConf
+
+    cache.chmod(0o777)
+    keys = {"run": {"device": "cpu"}, "data": {"source": "synthetic"}, "compile": {"cache_dir": str(cache)}}
+    with pytest.raises(ConfigError, match="mode 0777"):
+        to_config(OmegaConf.merge(schema(), keys))
+    keys["compile"]["cache"] = False
+    assert isinstance(to_config(OmegaConf.merge(schema(), keys)), RunConfig)

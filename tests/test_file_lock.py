@@ -1,0 +1,94 @@
+"""Locks where the file system has flock, and where it has none."""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from graphmoe import file_lock
+from graphmoe.checkpoint.durable import write_durably
+from graphmoe.config import ConfigError
+from graphmoe.file_lock import FileLock
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS])
+def no_flock(monkeypatch, request):
+    def refuse(descriptor, operation):
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    file_lock._say_once.cache_clear()
+
+
+def test_a_lock_without_flock_excludes_others_until_it_is_released(tmp_path, no_flock, caplog):
+    first = FileLock.take(tmp_path / "run.lock")
+    assert first is not None and FileLock.take(tmp_path / "run.lock") is None
+    first.release()
+    again = FileLock.take(tmp_path / "run.lock")
+    assert again is not None
+    again.release()
+    assert caplog.text.count("has no file locks") == 1
+    assert not list(tmp_path.glob("*.held*"))
+
+
+def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for pid, started in ((dead.pid, "1 of x"), (os.getpid(), "another start")):
+        holder = {**file_lock._holder(pid), "started": started}
+        (tmp_path / "run.lock.held").write_text(json.dumps(holder))
+        lock = FileLock.take(tmp_path / "run.lock")
+        assert lock is not None
+        assert json.loads((tmp_path / "run.lock.held").read_text())["pid"] == os.getpid()
+        lock.release()
+
+
+@pytest.mark.parametrize("change", [{"host": "node7"}, {"processes": "pid:[1]"}])
+def test_the_file_of_another_host_or_container_stays_and_is_named(tmp_path, no_flock, change):
+    held = tmp_path / "run.lock.held"
+    held.write_text(json.dumps({**file_lock._holder(os.getpid()), **change, "pid": 99}))
+    with pytest.raises(ConfigError, match=rf"process 99 on .*remove the file: rm {held}"):
+        FileLock.take(tmp_path / "run.lock")
+    assert held.exists()
+
+
+def test_a_forked_child_leaves_its_parents_file(tmp_path, no_flock):
+    lock = FileLock.take(tmp_path / "run.lock")
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run.lock.held").exists()
+    lock.release()
+
+
+def test_another_error_of_flock_is_not_passed_over(tmp_path, monkeypatch):
+    def fail(descriptor, operation):
+        raise OSError(errno.EIO, "bad disk")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="bad disk"):
+        FileLock.take(tmp_path / "run.lock")
+
+
+@pytest.mark.parametrize(("number", "passes"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number, passes):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if not passes:
+        with pytest.raises(OSError, match="I/O|Input"):
+            write_durably(tmp_path / "a", "text")
+    else:
+        write_durably(tmp_path / "a", "text")
+        assert (tmp_path / "a").read_text() == "text"

@@ -1,0 +1,81 @@
+"""What files of a run have in place of values of host.env and of the environment."""
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from graphmoe.entry import load_config, schema, to_config, to_plain
+from graphmoe.masking import masked_words
+from graphmoe.run_folder import claim
+from tests.runs import TINY, command
+
+
+@pytest.fixture
+def composed(monkeypatch):
+    """A function that gives the configuration of some keys, with variables of the environment."""
+
+    def compose(keys: dict, **variables: str):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        cfg = OmegaConf.merge(schema(), {"run": {"device": "cpu"}, "data": {"source": "synthetic"}})
+        for key, value in keys.items():
+            OmegaConf.update(cfg, key, value, force_add=True)
+        return to_plain(to_config(cfg))
+
+    yield compose
+    to_config(OmegaConf.merge(schema(), {"run": {"device": "cpu"}, "data": {"source": "synthetic"}}))
+
+
+KEYS = {"host.env": {"TOKEN": "hunter2", "OTHER": "x${oc.env:SECRET}"}, "train.seed": "${oc.env:SEED}"}
+
+
+def test_a_run_folder_has_names_and_interpolations_but_no_value(tmp_path, composed):
+    plain = composed({**KEYS, "run.name": "${oc.env:SECRET}"}, SEED="5", SECRET="sesame")
+    assert plain["host"]["env"] == {"TOKEN": "***", "OTHER": "***"}
+    assert (plain["run"]["name"], plain["train"]["seed"]) == ("${oc.env:SECRET}", "${oc.env:SEED}")
+    claim(tmp_path / "run", plain, resume=True).release()
+    text = (tmp_path / "run" / "resolved.yaml").read_text()
+    assert "hunter2" not in text and "sesame" not in text and yaml.safe_load(text) == plain
+    read = load_config(tmp_path / "run" / "resolved.yaml")
+    assert (read.run.name, read.train.seed) == ("sesame", 5)
+    assert to_plain(read) == plain
+
+
+def test_a_run_is_continued_with_the_same_value_of_the_environment_and_no_other(tmp_path, composed):
+    def folder_of(keys: dict, **variables: str) -> str:
+        folder = claim(tmp_path / "run", composed(keys, **variables), resume=True)
+        folder.release()
+        return folder.path.name
+
+    assert folder_of({"train.seed": "${oc.env:SEED}"}, SEED="5") == "run"
+    assert folder_of({"train.seed": "${oc.env:SEED}"}, SEED="6") == "run-2"
+    assert folder_of({"train.seed": 5}) == "run"
+    assert folder_of({"train.seed": "${oc.env:OTHER}"}, OTHER="6") == "run-2"
+    assert folder_of({"train.seed": "${oc.env:OTHER}"}, OTHER="5") == "run"
+    assert folder_of({"train.seed": 7}) == "run-3"
+
+
+def test_words_of_a_command_lose_the_values_of_host_env():
+    words = ["+host.env.TOKEN=hunter2", "host.env={A:b\nc}", "++host.env.X=a,b", "optim.lr=1"]
+    assert masked_words(words) == ["+host.env.TOKEN=***", "host.env=***", "++host.env.X=***", "optim.lr=1"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_file_of_a_run_or_a_sweep_has_a_secret(tmp_path, workers):
+    sweep = ["optim.lr=1e-3", "hydra.sweep.dir=run", "-m"] if workers == 1 else ["hydra.run.dir=run"]
+    words = ["+host.env.TOKEN=hunter2", "log.wandb=false", "+host.env.WORD='${oc.env:SECRET}'"]
+    run = command(
+        tmp_path,
+        *TINY,
+        "train.steps=2",
+        f"launch.nproc={workers}",
+        *words,
+        *sweep,
+        seconds=120,
+        environment={"SECRET": "sesame"},
+    )
+    assert run.wait() == 0, run.err.read_text()
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert b"hunter2" not in content and b"sesame" not in content, path

@@ -127,7 +127,7 @@ class TrainConfig:
     val_batches: int = 20
     """Micro-batches per validation; 0 switches validation off, >= 0."""
     max_nonfinite: int = 5
-    """Skipped non-finite steps in a row that end the run with a checkpoint, > 0."""
+    """Skipped non-finite steps in a row that end the run, with a checkpoint if weights are finite, > 0."""
     log_interval: int = 10
     """Steps between reads of the metrics by the host; each step is logged, > 0."""
 

@@ -34,6 +34,7 @@ from graphmoe.dispatch_rules import (
     stage_rules,
 )
 from graphmoe.dry_run_rules import dry_run_rules, with_dry_batch
+from graphmoe.fp32_rules import fp32_rules
 from graphmoe.layout import Layout
 from graphmoe.parallel_rules import (
     context_method,
@@ -69,6 +70,7 @@ def violations(config: RunConfig) -> list[str]:
     config = with_dry_batch(config)
     return [
         *_ranges(config),
+        *fp32_rules(config),
         *_model_rules(config.model),
         *_router_rules(config.model),
         *_data_rules(config.data, config.model),

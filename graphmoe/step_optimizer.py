@@ -77,6 +77,8 @@ class StepOptimizer(ABC):
     def step(self, loss: Tensor) -> StepResult:
         """Apply the gradients since the last step; where loss or norm is not finite, count a skip only.
 
+        So it does where the square of the norm, once clipped, is not finite in fp32.
+
         A collective. The loss must be that of all ranks. Nothing is counted either while ``void`` is 1.0.
         """
 
@@ -120,12 +122,14 @@ class StepOptimizer(ABC):
         self, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor
     ) -> StepScalars:
         """What an update reads on the device, by the fp32 norm of all gradients."""
-        ok = torch.isfinite(norm) & torch.isfinite(loss) & (void == 0.0)
         *each, clip = numbers.unbind()
         of_lr, of_adamw = LrNumbers(*each[: len(LrNumbers._fields)]), each[len(LrNumbers._fields) :]
         lr = learning_rate(self.config.schedule, of_lr, applied)
         clips = self.train.clip_grad_norm > 0
         shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clips else torch.ones_like(norm)
+        # Above 1.8e19 the square, which the second moment takes up, is infinite in fp32, and would stay so.
+        ok = torch.isfinite((norm / shrink).square()) & torch.isfinite(shrink)
+        ok = ok & torch.isfinite(loss) & (void == 0.0)
         return StepScalars(lr, shrink, applied, ok, AdamWNumbers(*of_adamw))
 
     def _over_ranks(self, own: Tensor) -> Tensor:

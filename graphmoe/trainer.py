@@ -44,6 +44,7 @@ from graphmoe.pipelined import micro_batches_of
 from graphmoe.profiles import profiles_of
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
+from graphmoe.saves import Saves
 from graphmoe.signals import StopSignal
 from graphmoe.start_state import named_source
 from graphmoe.step_rows import StepRow, StepRows
@@ -59,10 +60,6 @@ from runtime.mesh import Mesh
 from runtime.receive_ladder import ReceiveLadder, Rung, rungs_of
 
 log = logging.getLogger(__name__)
-
-
-class TrainingStopped(RuntimeError):
-    """Training cannot go on; a checkpoint of the state before was saved."""
 
 
 class Trainer:
@@ -99,6 +96,7 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
         )
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
+        self.saves = Saves(self.store, config, self.world)
         self.rows = StepRows(
             min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
             (self.model.num_moe_layers, config.model.num_experts),
@@ -278,19 +276,8 @@ class Trainer:
             self.launches.settle()
             if len(self.rows):
                 self._write(self.step, self.loader.epochs)
-            self._save(wait=True)
-            raise self._diverged(int(read[-1].values["longest_skip"]))
-
-    def _diverged(self, skipped: int) -> TrainingStopped:
-        config = self.config
-        saved = f"the weights before them are saved at step {self.step} in {self.store.folder}"
-        return TrainingStopped(
-            f"{skipped} steps in a row had a loss or gradient that is not finite "
-            f"(train.max_nonfinite={config.train.max_nonfinite}); "
-            f"{saved if config.checkpoint.enabled else 'nothing is saved (checkpoint.enabled=false)'}. "
-            f"Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look "
-            f"at the data around this step"
-        )
+            self.pace.slow(f"the checkpoint of step {self.step}")
+            raise self.saves.after_skips(self.step, self._state(), int(read[-1].values["longest_skip"]))
 
     def _write(self, step: int, epoch: float) -> list[StepRow]:
         """Write the metrics up to a step and log them; returns them as read."""
@@ -325,9 +312,8 @@ class Trainer:
         }
 
     def _save(self, *, wait: bool = False) -> None:
-        if self.config.checkpoint.enabled:
-            self.pace.slow(f"the checkpoint of step {self.step}")
-            self.store.save(self.step, self._state(), wait=wait)
+        self.pace.slow(f"the checkpoint of step {self.step}")
+        self.saves.save(self.step, self._state(), wait=wait)
 
     def _restore(self) -> str:
         """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from.
@@ -345,6 +331,7 @@ class Trainer:
             self._cut_metrics(-1)
             self._import_weights()
             return ""
+        self.saves.taken(store, found, state)
         self.step = state["step"]
         if self.step > self.config.train.steps:
             raise ConfigError(
@@ -353,7 +340,7 @@ class Trainer:
             )
         skipped = int(self.optimizer.skipped_in_row.item())
         if self.step == self.config.train.steps and skipped >= self.config.train.max_nonfinite:
-            raise self._diverged(skipped)  # no step is left that could show it again
+            raise self.saves.diverged(self.step, skipped)  # no step is left that could show it again
         self.optimizer.restored()
         self.loader.load_state_dict(state["loader"])
         restore_random_state(state["random"])
@@ -378,6 +365,8 @@ class Trainer:
             with named_source("init_from", folder):
                 kind = load_weights(self.model, folder, weights, self.layout, self.world.rank)
             self.optimizer.adopt(weights)
+            if name := self.saves.not_finite(self._state()):
+                raise ConfigError(f"checkpoint.init_from={folder}: {name} is not finite with its weights")
             log.info("weights taken from %s (%s)", folder, kind.value)
 
     def _throughput(self) -> Throughput:

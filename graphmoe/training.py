@@ -39,10 +39,11 @@ from graphmoe.report import PROG
 from graphmoe.reports.page import write_report
 from graphmoe.reports.work import MAX_TRACE_BYTES
 from graphmoe.run_folder import ENVIRONMENT_FILE, SUMMARY_FILE
+from graphmoe.saves import TrainingStopped
 from graphmoe.signals import StopSignal
 from graphmoe.start_state import check_start
 from graphmoe.summary import shown, write_json
-from graphmoe.trainer import Trainer, TrainingStopped
+from graphmoe.trainer import Trainer
 from graphmoe.worker import LAUNCHED_AT
 from graphmoe.world import World
 from passes import select_passes

@@ -22,6 +22,8 @@ from graphmoe.config_rules import (
     check,
     violations,
 )
+from graphmoe.fp32_rules import BELOW_ONE as FP32_BELOW_ONE
+from graphmoe.fp32_rules import FP32
 
 
 def changed(**sections: dict) -> RunConfig:
@@ -45,6 +47,27 @@ RANGES = [
 def test_a_value_out_of_its_range_is_named_with_the_range(key, bad, wanted):
     section, name = key.split(".")
     assert f"{key}={bad} must be {wanted}" in violations(changed(**{section: {name: bad}}))
+
+
+UNHELD = [
+    *((key, bad, why) for key in FP32.split() for bad, why in ((1e-46, "too small"), (1e300, "infinite"))),
+    *((key, 0.99999999, "1 in fp32; use at most 0.99999994") for key in FP32_BELOW_ONE.split()),
+]
+
+
+@pytest.mark.parametrize("key, bad, why", UNHELD, ids=str)
+def test_a_number_that_fp32_cannot_hold_is_refused(key, bad, why):
+    section, name = key.split(".")
+    found = [
+        line for line in violations(changed(**{section: {name: bad}})) if line.startswith(f"{key}={bad} ")
+    ]
+    in_range = key not in f"{SHARES} {BELOW_ONE}".split() or bad < 1
+    assert any(f"{key}={bad} is {why}" in line for line in found) and (len(found) == 1 or not in_range)
+
+
+def test_numbers_at_the_ends_of_fp32_are_taken():
+    optim = {"lr": 3.4e38, "eps": 1.2e-38, "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.99999994}
+    assert violations(changed(optim=optim)) == []
 
 
 def test_every_number_of_the_schema_has_a_range_or_a_rule():

@@ -211,6 +211,24 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_counters(dtype, bad, 
     assert not any(moved)
 
 
+@pytest.mark.parametrize("size", [2e19, 1e25, 3e38])
+@pytest.mark.parametrize("clip", [0.0, 1.0, 1e24])
+def test_a_gradient_whose_square_is_infinite_in_fp32_is_skipped_unless_it_is_clipped_to_less(clip, size):
+    net = Net()
+    optimizer = optimizer_of(net, clip, lr=1e-2)
+    grads = gradients(net, 0)
+    grads[0][0, 0] = size
+    backward(net, grads)
+    assert optimizer.step(LOSS).finite.item() == (clip == 1.0)
+    backward(net, gradients(net, 1))
+    assert optimizer.step(LOSS).finite.item() == 1.0
+    assert all(t.isfinite().all() for t in tensors_of(optimizer.state_dict()))
+    before = snapshot(optimizer)["weights"]
+    backward(net, gradients(net, 2))
+    optimizer.step(LOSS)
+    assert all((new != old).all() for new, old in zip(optimizer.weights, before, strict=True))
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss", [1.0, math.nan])

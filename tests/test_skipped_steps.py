@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.model import Transformer
-from graphmoe.trainer import TrainingStopped
+from graphmoe.saves import TrainingStopped
 from tests.runs import QUIET, TINY, command, metrics, train_in, trainer_in
 
 
@@ -115,13 +115,14 @@ def test_a_run_whose_last_steps_were_all_skipped_is_not_finished_by_starting_it_
     assert train_in(tmp_path / "run", *overrides[1:], "train.steps=6").step == 6
 
 
-def test_a_hopeless_learning_rate_ends_the_command_with_status_1_and_a_checkpoint(tmp_path):
+def test_a_hopeless_learning_rate_ends_the_command_with_status_1_and_saves_no_weights_of_it(tmp_path):
     hopeless = ("optim.lr=1e38", "train.steps=30", "train.max_nonfinite=4", "train.log_interval=50")
     rest = ("checkpoint.interval=0", "train.val_interval=10", "hydra.run.dir=run")
     run = command(tmp_path, *TINY, *hopeless, *rest)
     assert run.wait() == 1
     last = run.err.read_text().splitlines()[-1]
     assert last.startswith("error: ") and "steps in a row had a loss or gradient that is not finite" in last
-    assert "saved at step 10" in last and "Traceback" not in run.err.read_text()
-    assert (tmp_path / "run/checkpoints/step_00000010/manifest.json").exists()
+    assert "is not finite after step 10, which is not saved; no step before it is saved" in last
+    assert "Traceback" not in run.err.read_text()
+    assert not (tmp_path / "run/checkpoints").exists()
     assert run.out.read_text() == ""

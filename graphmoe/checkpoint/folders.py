@@ -94,15 +94,20 @@ def publish(temporary: Path, step: int) -> None:
         _remove(replaced)
 
 
-def prune(folder: Path, newest: int, keep_last: int, keep_every: int, damaged: set[int]) -> list[int]:
+def prune(
+    folder: Path, newest: int, keep_last: int, keep_every: int, damaged: set[int], skipped: int = 0
+) -> list[int]:
     """Delete what need not be kept once the step ``newest`` is whole; the steps deleted.
 
     Steps after ``newest`` were left behind by a run that went further: they are neither counted
-    nor deleted. Damaged ones are not counted.
+    nor deleted. Damaged ones are not counted. While steps are skipped, the last ``skipped`` so far, those
+    from before them stay: a run that never recovers is to be started from one of them.
     """
     steps = [step for step in saved_steps(folder) if step <= newest]
     good = [step for step in steps if step not in damaged]
     kept = set(good[:keep_last]) | {step for step in good if keep_every and step % keep_every == 0}
+    if skipped:
+        kept |= {step for step in steps if step <= newest - skipped}
     gone = [step for step in steps if step not in kept]
     for step in gone:
         _remove(folder_of(folder, step))

@@ -79,11 +79,12 @@ class CheckpointStore:
             return [step]
         return self._world.on_first(lambda: folders.saved_steps(self.folder))
 
-    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> None:
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
         """Save nested dicts and lists of tensors, FlatShards and plain values as the checkpoint of ``step``.
 
         With ``async_save`` it returns as soon as each tensor is copied to the host (one sync of the
         device), else or with ``wait`` when the checkpoint is on the disk. Waits for the save before.
+        Where the last ``skipped`` steps changed no weight, none from before them is deleted.
 
         *Raises* CheckpointError if this save, or the one before in the background, failed. No
         earlier checkpoint is touched then.
@@ -92,11 +93,14 @@ class CheckpointStore:
         self.wait()
         entries = own_share(flatten(state), self._world)
         if not self._config.async_save or wait:
-            self._write(step, entries, {})
+            self._write(step, entries, {}, skipped)
             return
         copies = self._copies.take(entries.tensors)
         self._writer = threading.Thread(
-            target=self._write_in_background, args=(step, entries, copies), name="checkpoint", daemon=True
+            target=self._write_in_background,
+            args=(step, entries, copies, skipped),
+            name="checkpoint",
+            daemon=True,
         )
         self._writer.start()
 
@@ -166,7 +170,7 @@ class CheckpointStore:
         merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._world))
         log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)
 
-    def _write(self, step: int, entries: Entries, copies: dict[str, torch.Tensor]) -> None:
+    def _write(self, step: int, entries: Entries, copies: dict[str, torch.Tensor], skipped: int) -> None:
         assert self._config is not None
         started = time.perf_counter()
         temporary: Path | None = None
@@ -181,7 +185,7 @@ class CheckpointStore:
             if isinstance(error, Exception):
                 raise CheckpointError(self._explain(step, entries, error)) from error
             raise
-        gone = self._world.on_first(lambda: self._prune(step))
+        gone = self._world.on_first(lambda: self._prune(step, skipped))
         seconds = time.perf_counter() - started
         size = _size(sum(each.num_bytes for each in merged.values()))
         log.info("saved %s: %s in %.2f s, deleted steps: %s", self._path(step), size, seconds, gone or "none")
@@ -191,11 +195,11 @@ class CheckpointStore:
         folders.publish(temporary, step)
         self._damaged.discard(step)
 
-    def _prune(self, step: int) -> list[int]:
+    def _prune(self, step: int, skipped: int) -> list[int]:
         assert self._config is not None
         keep_last, keep_every = self._config.keep_last, self._config.keep_every
         try:
-            return folders.prune(self.folder, step, keep_last, keep_every, self._damaged)
+            return folders.prune(self.folder, step, keep_last, keep_every, self._damaged, skipped)
         except OSError as error:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint stays: {error}") from error
 
@@ -210,9 +214,9 @@ class CheckpointStore:
             f"earlier checkpoints are intact: {intact or 'there were none'}"
         )
 
-    def _write_in_background(self, step: int, entries: Entries, copies: dict[str, torch.Tensor]) -> None:
+    def _write_in_background(self, *what: Any) -> None:
         try:
-            self._write(step, entries, copies)
+            self._write(*what)
         except BaseException as error:  # raised by the next wait()
             self._error = error
 

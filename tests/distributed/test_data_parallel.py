@@ -18,6 +18,7 @@ from tests.distributed.ranks import Job, run_ranks
 from tests.distributed.training import (
     Outcome,
     Training,
+    infinite_moment_in_step_3,
     nan_gradient_in_step_2,
     nan_gradients_from_step_2,
     never_publish_step_4,
@@ -63,6 +64,7 @@ SAVED = {
     "bad gradients": Training((*BASE, "train.steps=20", "train.max_nonfinite=2"), nan_gradients_from_step_2),
     "a signal": Training((*BASE, "train.steps=20"), signal_in_step_3),
     "undisturbed": Training(LONG),
+    "a bad moment": Training((*LONG, "checkpoint.keep_last=1"), infinite_moment_in_step_3),
 }
 
 
@@ -176,6 +178,15 @@ def test_too_many_bad_steps_on_one_rank_stop_all(saved):
     first, second = saved["bad gradients"]
     assert "3 steps in a row had a loss or gradient that is not finite" in first.error
     assert first.error == second.error and first.step == second.step == 4
+
+
+def test_a_moment_that_is_not_finite_on_one_rank_is_saved_by_none(saved, folder):
+    first, second = saved["a bad moment"]
+    assert "optimizer.exp_avg_sq." in first.error and "is not finite after step 4" in first.error
+    assert (
+        first.error == second.error and str(folder / "a bad moment/checkpoints/step_00000002") in first.error
+    )
+    assert CheckpointStore.open_any(folder / "a bad moment").latest() == [2]
 
 
 def test_a_signal_at_one_rank_stops_all_after_the_same_step_and_saves(saved, folder):

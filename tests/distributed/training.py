@@ -27,8 +27,9 @@ from graphmoe.config import RunConfig
 from graphmoe.metrics import MetricsWriter, NoMetrics
 from graphmoe.optim import Optimizer
 from graphmoe.progress import Progress
+from graphmoe.saves import TrainingStopped
 from graphmoe.step_rows import SCALARS, StepRow
-from graphmoe.trainer import Trainer, TrainingStopped
+from graphmoe.trainer import Trainer
 from graphmoe.world import World
 from passes import PassRunner
 from passes.base import Stage
@@ -235,6 +236,21 @@ def nan_gradient_in_step_2(trainer: Trainer) -> None:
 def nan_gradients_from_step_2(trainer: Trainer) -> None:
     """On rank 1 only."""
     _spoil(trainer, lambda step: step >= 2)
+
+
+def infinite_moment_in_step_3(trainer: Trainer) -> None:
+    """In the part of rank 1 only, whose weights it moves no more: loss, gradients and weights are finite."""
+    step = trainer._run_step
+
+    def run(batches):
+        if trainer.step + 1 == 3:
+            for family in trainer.optimizer.families:
+                for _, own in family.owned(family.exp_avg_sq).values():
+                    own.fill_(math.inf)
+        return step(batches)
+
+    if on_rank(trainer, 1):
+        trainer._run_step = run
 
 
 def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from graphmoe.config import ConfigError
+from graphmoe.run_files import replace_text
 from runtime.pipeline.actions import Action, Placement, Step, Table, Together
 from runtime.pipeline.timeline import Span, Timeline, Track
 from runtime.pipeline.validate import peak_activations
@@ -44,9 +45,7 @@ def write(path: Path, timelines: Mapping[int, Timeline]) -> None:
             for step, timeline in timelines.items()
         ],
     }
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(document, separators=(",", ":")))
 
 
 def read(path: Path) -> dict[int, Timeline]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from graphmoe.config import GraphConfig
+from graphmoe.run_files import dispensable
 from graphmoe.segments import FULL_ITERATION
-from runtime.capture import Capture, Place
+from runtime.capture import REPORT_FILE, Capture, Place
 from runtime.captured_step import CapturedStep, Step
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class CapturedRun:
         """Write capture_report.json, and log what was captured by now."""
         capture.report.pool_bytes = capture.maker.pool_bytes()
         if self._folder is not None:
-            capture.report.write(self._folder)
+            with dispensable(self._folder / REPORT_FILE):
+                capture.report.write(self._folder)
         log.info(capture.report.line())
         if isinstance(self._config.scope, str):
             return  # a word stands for segments that a model may lack; the report has them

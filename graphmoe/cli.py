@@ -115,7 +115,10 @@ def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
         elif isinstance(text, str):  # rich would take brackets in generated text for its own markup
             print(text, flush=True)
         else:
-            Console().print(text, crop=False)  # a command to copy is a line, however long
+            console = Console()
+            with console.capture() as captured:  # rich itself would end the process at a closed pipe
+                console.print(text, crop=False)  # a command to copy is a line, however long
+            print(captured.get(), end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 

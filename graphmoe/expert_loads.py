@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from graphmoe.run_files import LineFile
 from graphmoe.run_folder import cut_metrics
 from graphmoe.step_rows import StepRow
 
@@ -21,8 +22,8 @@ class ExpertLoads:
 
     def __init__(self, folder: Path, done: int, total_steps: int) -> None:
         """Go on after step ``done`` of a run of ``total_steps``; what is there of later ones is dropped."""
-        self._path = folder / EXPERT_LOADS_FILE
-        cut_metrics(self._path, done)
+        self._file = LineFile(folder / EXPERT_LOADS_FILE)
+        cut_metrics(folder / EXPERT_LOADS_FILE, done)
         self._last, self._every = total_steps, -(-total_steps // MAX_LINES)
         self._sum_LE: Tensor | None = None
         self._steps = 0
@@ -41,7 +42,8 @@ class ExpertLoads:
         if self._sum_LE is None or (self._steps < self._every and rows[-1].step < self._last):
             return
         load = [[round(x, 3) for x in layer] for layer in (self._sum_LE / self._steps).tolist()]
-        line = json.dumps({"step": rows[-1].step, "steps": self._steps, "load": load})
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        self._file.append([json.dumps({"step": rows[-1].step, "steps": self._steps, "load": load})])
         self._sum_LE, self._steps = None, 0
+
+    def close(self) -> None:
+        self._file.close()

@@ -14,6 +14,7 @@ from graphmoe.config import ConfigError, LogConfig
 from graphmoe.expert_loads import ExpertLoads
 from graphmoe.flops import peak_tflops
 from graphmoe.metrics_file import METRICS_FILE
+from graphmoe.run_files import LineFile, dispensable
 from graphmoe.step_rows import StepRow
 
 log = logging.getLogger(__name__)
@@ -66,34 +67,43 @@ class MetricsWriter:
     ) -> None:
         self._wandb = _wandb(folder, config, run_name, run_config) if config.wandb else None
         self._board = _tensorboard(folder, done) if config.tensorboard else None
-        self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._file = LineFile(folder / METRICS_FILE)
         self._loads = ExpertLoads(folder, done, total_steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
         """Append rows and hand them to the operating system, so that a kill loses none of them.
 
-        ``read`` are the steps that they are of, where they are steps.
+        ``read`` are the steps that they are of, where they are steps. What no disk takes is lost.
         """
         if read:
             self._loads.write(read)
+        lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
+        self._file.append(lines)
         for row in rows:
-            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
             for index, value in enumerate(row.get("load_max_over_mean", [])):
                 scalars[f"load_max_over_mean/moe_layer_{index}"] = value
-            if self._board:
-                for name, value in scalars.items():
-                    self._board.add_scalar(name, value, row["step"])
-            if self._wandb:
-                self._wandb.log(scalars, step=row["step"])
-        self._file.flush()
+            self._draw(scalars, row["step"])
 
     def close(self) -> None:
         self._file.close()
-        if self._board:
-            self._board.close()
+        self._loads.close()
+        with dispensable("TensorBoard's last rows"):
+            if self._board:
+                self._board.close()
         if self._wandb:
             self._wandb.finish()
+
+    def _draw(self, scalars: dict[str, float], step: int) -> None:
+        if self._board:
+            try:
+                for name, value in scalars.items():
+                    self._board.add_scalar(name, value, step)
+            except OSError as error:  # its thread has ended and takes no more
+                self._board = None
+                log.warning("TensorBoard gets no more rows (%s); the run goes on", error.strerror or error)
+        if self._wandb:
+            self._wandb.log(scalars, step=step)
 
 
 class NoMetrics(MetricsWriter):

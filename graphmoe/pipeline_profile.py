@@ -16,6 +16,7 @@ from graphmoe.config import ConfigError, RunConfig
 from graphmoe.environment import memory_gib
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.pipelined import Pipelined
+from graphmoe.run_files import dispensable
 from graphmoe.step_rows import StepClock
 from graphmoe.world import PATIENCE
 from runtime.mesh import Mesh
@@ -92,7 +93,8 @@ class PipelineProfile:
         self._timelines[number] = self._timeline(parts)
         for step in [*self._timelines][:-KEPT_STEPS]:
             del self._timelines[step]
-        write(self._folder / FILE_NAME, self._timelines)
+        with dispensable(self._folder / FILE_NAME):
+            write(self._folder / FILE_NAME, self._timelines)
 
     def _timeline(self, parts: Sequence[_Part]) -> Timeline:
         table = self._table

@@ -28,11 +28,9 @@ def write_projected_memory(
 ) -> None:
     """Write the file; no error of a projection ends a run."""
     try:
-        document = projected_memory(config, layout, plan)
+        write_json(folder / PROJECTION_FILE, projected_memory(config, layout, plan))
     except Exception as error:
         log.warning("no projected memory in the report: %s: %s", type(error).__name__, error)
-        return
-    write_json(folder / PROJECTION_FILE, document)
 
 
 def projected_memory(config: RunConfig, layout: Layout, plan: PipelinePlan | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from graphmoe.config import OutputFormat
 from graphmoe.file_lock import FileLock
 from graphmoe.masking import masked_words
 from graphmoe.run_records import SweepRecord
-from graphmoe.signals import SIGNALS
+from graphmoe.signals import SIGNALS, say
 from graphmoe.summary import shown, write_json
 from graphmoe.sweep_folder import (
     SWEEP_FILE,
@@ -151,8 +151,7 @@ class RunningSweep:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.terminate()
         name = signal.Signals(number).name
-        # straight to stderr: Python's streams may be in the middle of a write
-        os.write(2, f"{name}: ending when the running jobs have saved; again ends them at once\n".encode())
+        say(f"{name}: ending when the running jobs have saved; again ends them at once")
 
 
 def _settle(job: Job) -> None:

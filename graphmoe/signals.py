@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -57,7 +57,7 @@ class StopSignal:
             os._exit(128 + number)
         self.received = signal.Signals(number).name
         if LAUNCHER_PID not in os.environ:
-            _say(f"{self.received} received: the run stops after this step; a second signal ends it at once")
+            say(f"{self.received} received: the run stops after this step; a second signal ends it at once")
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def ends_at_signals() -> Iterator[None]:
             os._exit(128 + number)
         interrupted = True
         if LAUNCHER_PID not in os.environ:
-            _say(f"{signal.Signals(number).name} received before the first step: ending")
+            say(f"{signal.Signals(number).name} received before the first step: ending")
         raise Interrupted(number)
 
     previous = {number: signal.signal(number, handle) for number in SIGNALS}
@@ -122,6 +122,7 @@ class _Heard:
 _heard = _Heard()
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """One line on stderr; a handler must not use Python's streams, which may be in the middle of a write."""
-    os.write(2, f"{line}\n".encode())
+    with suppress(OSError):  # the reader of stderr may be gone
+        os.write(2, f"{line}\n".encode())

@@ -19,6 +19,7 @@ from graphmoe.environment import device_name
 from graphmoe.flops import peak_tflops
 from graphmoe.pace import Pace
 from graphmoe.ranges import ranges_wanted
+from graphmoe.run_files import dispensable
 from graphmoe.step_rows import StepClock
 from graphmoe.summary import shown
 from graphmoe.torch_compat.memory import start_memory_history, stop_memory_history, write_memory_history
@@ -127,14 +128,17 @@ class StepTrace:
     def _write(self, profiler: profile) -> list[str]:
         """Write this rank's files; returns their names."""
         profiler.stop()
-        self._folder.mkdir(exist_ok=True)
-        written = [self._folder / trace_file(self._world.rank)]
-        profiler.export_chrome_trace(str(written[0]))
+        written: list[str] = []
+        with dispensable(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / trace_file(self._world.rank)))
+            written.append(trace_file(self._world.rank))
+            if self._on_gpu:
+                write_memory_history(self._folder / memory_file(self._world.rank))
+                written.append(memory_file(self._world.rank))
         if self._on_gpu:
-            written.append(self._folder / memory_file(self._world.rank))
-            write_memory_history(written[1])
             stop_memory_history()
-        return [path.name for path in written]
+        return written
 
     def _facts(self) -> dict[str, Any]:
         """What graphmoe.trace wants to know of the run."""

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from graphmoe.run_files import replace_text
+
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Replace a file by the document, whole at any moment."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, json.dumps(document, indent=2) + "\n")
 
 
 def value_of(summary: dict[str, Any]) -> float | None:

@@ -29,7 +29,7 @@ from hydra.core.hydra_config import HydraConfig
 from graphmoe.cli import emit
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import hydra_app, to_plain
-from graphmoe.logs import start_logging
+from graphmoe.logs import FILE_ONLY, start_logging
 from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals
 from graphmoe.summary import render, shown, value_of
 from graphmoe.worker import FOLDER_HELD, LAUNCHED_AT, LOGS
@@ -233,7 +233,9 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
         announce(run_folder, plain)
         record_folder(run_folder.path)
         yield run_folder
-    except BaseException:
+    except BaseException as error:
+        known = isinstance(error, (ConfigError, RunFailed, KeyboardInterrupt))
+        log.error("%s", error, exc_info=not known, extra=FILE_ONLY)  # nobody may read the console
         run_folder.abandon()
         raise
     run_folder.release()

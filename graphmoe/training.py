@@ -184,7 +184,13 @@ def _summarise(
         "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
     }
     summary["sample"] = _sample(trainer) if finished else None
-    write_json(folder / SUMMARY_FILE, summary)
+    try:
+        write_json(folder / SUMMARY_FILE, summary)
+    except OSError as error:
+        raise RunFailed(
+            f"{folder / SUMMARY_FILE} cannot be written after step {trainer.step}: {error.strerror}; make "
+            f"room and start the same command again"
+        ) from error
     return summary
 
 

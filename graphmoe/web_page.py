@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from graphmoe.run_files import replace_text
 from graphmoe.web_page_parts import SCRIPT, STYLE
 
 COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4fb3c9", "#d65f5f")
@@ -145,10 +146,7 @@ def write_page(path: Path, title: str, header: str, sections: Sequence[tuple[str
         body.append(f'<section id="{anchor}">{head}{content}</section>' if name else content)
     whole = "\n".join(body)
     script = f"<script>{_plotly()}</script>\n<script>{SCRIPT}</script>" if 'class="plot"' in whole else ""
-    page = _PAGE.format(title=_text(title), style=STYLE, body=whole, script=script)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, _PAGE.format(title=_text(title), style=STYLE, body=whole, script=script))
 
 
 def _plotly() -> str:

@@ -262,11 +262,16 @@ def test_a_tool_reads_the_words_of_the_command_line(monkeypatch):
     assert seen == [["a=1"], ["b=2"]]
 
 
-@pytest.mark.parametrize("output", ["text", "json"])
-def test_a_reader_that_leaves_early_is_no_error(output):
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [("text", "'a\\n' * 100_000"), ("text", "Group(*['a'] * 20_000)"), ("json", "''")],
+    ids=["string", "drawn", "json"],
+)
+def test_a_reader_that_leaves_early_is_no_error(output, text):
     code = f"""
+from rich.console import Group
 from graphmoe.cli import OutputFormat, emit
-emit(["a"] * 100_000, "a\\n" * 100_000, OutputFormat.{output})
+emit(["a"] * 100_000, {text}, OutputFormat.{output})
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
+import time
 import types
 
 import pytest
@@ -19,6 +21,7 @@ from graphmoe.metrics_file import read_lines, read_rows, summarise
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.run_records import ExpertLoad
 from graphmoe.step_rows import OF_STEP, RECEIVED, SCALARS, StepClock, StepRow, StepRows, device_row, seconds
+from tests.faulty_disk import no_file_beyond
 from tests.runs import config, metrics, train_in
 
 VALUES = {
@@ -150,6 +153,27 @@ def test_tensorboard_has_each_step_once_also_after_a_resume(tmp_path):
     assert found == [(0, 0), (1, 1), (2, 2), (3, 23), (4, 24), (5, 25)]
     assert {"val_loss", "mfu"} & set(events.Tags()["scalars"]) == {"mfu"}
     assert events.Scalars("load_max_over_mean/moe_layer_1")[0].value == 2.25
+
+
+def test_a_full_disk_costs_rows_and_is_named_once_for_each_file(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)  # TensorBoard's thread ends
+    sink, end = writer(tmp_path, 0), time.monotonic() + 20
+    read = StepRow(1, 0.5, VALUES, torch.tensor(LOADS))
+    sink.write([row_of(1)], [read])
+    with no_file_beyond(40):
+        sink.write([row_of(2)], [read._replace(step=2)])
+        while "TensorBoard" not in caplog.text:  # whose thread is late
+            sink.write([row_of(3)])
+            assert time.monotonic() < end
+    sink.write([row_of(4)], [read._replace(step=4)])
+    sink.close()
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 4]
+    assert [row["step"] for row in read_rows(tmp_path / EXPERT_LOADS_FILE)] == [1, 4]
+    for name in ("metrics.jsonl", EXPERT_LOADS_FILE):
+        assert (
+            caplog.text.count(f"{name} takes no more lines") == 1 == caplog.text.count(f"{name} takes lines")
+        )
+    assert caplog.text.count("TensorBoard gets no more rows (File too large)") == 1
 
 
 def test_weights_and_biases_without_its_package_names_the_extra(tmp_path, monkeypatch):

@@ -19,8 +19,10 @@ from graphmoe.data import first_batches
 from graphmoe.data.indexed import write_token_file
 from graphmoe.entry import to_plain
 from graphmoe.layout import Layout
-from graphmoe.training import _sample, warn_of_unused
+from graphmoe.training import _sample, _summarise, warn_of_unused
 from graphmoe.world import World
+from runtime.launch.failures import RunFailed
+from tests.faulty_disk import no_file_beyond
 from tests.runs import (
     QUIET,
     TINY,
@@ -322,3 +324,11 @@ def test_seeds_change_weights_and_data_and_nothing_else_does(tmp_path):
     again = train_in(tmp_path / "b", "train.steps=2")
     for one, other in zip(first.optimizer.weights, again.optimizer.weights, strict=True):
         assert one.equal(other)
+
+
+def test_a_summary_that_the_disk_does_not_take_is_an_error_that_says_what_to_do(tmp_path):
+    trainer = train_in(tmp_path, "train.steps=1", "train.val_batches=0", "checkpoint.enabled=false")
+    said = "summary.json cannot be written after step 1: File too large; make room and start the same command"
+    with no_file_beyond(10), pytest.raises(RunFailed, match=said):
+        _summarise(trainer, tmp_path, True, [trainer.memory])
+    assert not (tmp_path / "summary.tmp").exists()

@@ -144,6 +144,7 @@ def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_f
     run.kill(signal.SIGTERM)
     assert run.wait(15) == 128 + signal.SIGTERM
     assert run.err.read_text().endswith("SIGTERM received before the first step: ending\n")
+    assert log.read_text().endswith("ERROR SIGTERM: ended before the first step\n")
     assert not (tmp_path / "run" / "resolved.yaml").exists()
 
 

@@ -28,6 +28,8 @@ from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
 from graphmoe.config import LaunchConfig
+from graphmoe.logs import LogFile
+from graphmoe.signals import say
 from runtime.launch.failures import (
     RunFailed,
     attempt_of,
@@ -234,11 +236,10 @@ class _Forwarding:
             for pid in _workers():
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # elastic gives each worker a group of its own
-            os.write(2, f"{name} again: all workers are killed\n".encode())
+            say(f"{name} again: all workers are killed")
             os._exit(128 + number)
         self.received = name
-        # straight to stderr: Python's streams may be in the middle of a write
-        os.write(2, f"{name} received: the workers stop after this step; a second kills them\n".encode())
+        say(f"{name} received: the workers stop after this step; a second kills them")
         self.to_new_workers()
 
 
@@ -256,8 +257,7 @@ def _workers() -> list[int]:
 def _elastic_log(log_dir: Path) -> Iterator[None]:
     """Send what elastic says to ``elastic.log``, which is made if it says anything; users get our words."""
     logger = logging.getLogger("torch.distributed.elastic")
-    handler = logging.FileHandler(log_dir / "elastic.log", encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler = LogFile(log_dir / "elastic.log")
     handler.addFilter(lambda record: "child thread" not in record.getMessage())  # where we want it to be
     propagated, logger.propagate = logger.propagate, False
     logger.addHandler(handler)

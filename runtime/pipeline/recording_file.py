@@ -20,6 +20,7 @@ from typing import get_args
 import msgspec
 
 from graphmoe.config import ConfigError
+from graphmoe.run_files import replace_text
 from graphmoe.untrusted import read_json
 from runtime.pipeline.actions import Action, Placement, Step, Table, Together
 from runtime.pipeline.timeline import Span, Timeline, Track
@@ -64,9 +65,7 @@ def write(path: Path, timelines: Mapping[int, Timeline]) -> None:
             for step, timeline in timelines.items()
         ],
     }
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(document, separators=(",", ":")))
 
 
 def read(path: Path) -> dict[int, Timeline]:

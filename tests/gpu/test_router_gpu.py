@@ -92,9 +92,11 @@ def test_real_sizes_match_fp64(name):
     *outputs, gradient = results_and_gradient(case, logits, bias, incoming)
     assert_choice_is_best_up_to_rounding(case, logits, bias, outputs[1])
     owner_T = torch.arange(case.B, device="cuda").repeat_interleave(case.S)
-    bins = (outputs[1] + owner_T[:, None] * case.E).flatten()
+    counted_TK = logits.double().sigmoid().topk(case.K).indices if case.count_scores else outputs[1]
+    bins = (counted_TK + owner_T[:, None] * case.E).flatten()
     counts = torch.bincount(bins, minlength=case.B * case.E).view(case.B, case.E)
-    assert torch.equal(outputs[2], counts.float())
+    # Two scores that are one in fp32 may change places.
+    assert (outputs[2] - counts).abs().sum() <= (8 if case.count_scores else 0)
     exact = logits.double().requires_grad_()
     expected = written_out(case, exact, outputs[1])
     for actual, wanted in zip(differentiable(outputs), expected, strict=True):

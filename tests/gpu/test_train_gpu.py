@@ -28,7 +28,7 @@ def test_five_steps_in_bf16_keep_fp32_main_weights(tmp_path):
     for weight, main in zip(trainer.optimizer.weights, trainer.optimizer.main, strict=True):
         assert weight.dtype == torch.bfloat16 and main.dtype == torch.float32
         assert torch.equal(weight, main.bfloat16())
-    model, step = load_model(tmp_path, config(*GPU), torch.device("cpu"))
+    model, step = load_model(tmp_path, config(*GPU).model, torch.device("cpu"))
     assert step == 5
     assert torch.equal(model.embed.weight.bfloat16(), trainer.model.embed.weight.cpu())
 

@@ -11,7 +11,7 @@ import torch
 
 from graphmoe.config import ConfigError
 from graphmoe.model.transformer import Transformer
-from graphmoe.trainer import TrainingStopped
+from graphmoe.saves import TrainingStopped
 from runtime.capture import REPORT_FILE, Capture
 from runtime.captured_step import CapturedStep
 from runtime.graphs import HostGraph

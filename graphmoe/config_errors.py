@@ -24,6 +24,8 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     unknown = [text for override in _overrides(argv) for text in _unknown(override, own_folder)]
     if unknown:
         return "; ".join(unknown)
+    if unreadable := _unreadable(argv):
+        return unreadable
     plugin = re.search(r"Could not (?:find|load) 'hydra/(\w+/\w+)'", str(error))
     if plugin and plugin[1] in PLUGINS:
         asked = plugin[1].replace("/", "=")
@@ -139,6 +141,24 @@ def _overrides(argv: Sequence[str]) -> list[Override]:
         except HydraException:
             continue  # Hydra's own message about the syntax is shown
     return found
+
+
+def _unreadable(argv: Sequence[str]) -> str | None:
+    """The first word whose value Hydra's grammar cannot read, with the quotes that it wants."""
+    parser = OverridesParser.create()
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if not equals or word.startswith("-"):
+            continue
+        try:
+            parser.parse_override(word)
+        except HydraException:
+            quoted = value.strip("'\"").replace("'", "\\'")
+            return (
+                f"{key}={value} on the command line cannot be read: its value needs quotes of its own inside "
+                f"those of the shell, as in \"{key}='{quoted}'\""
+            )
+    return None
 
 
 def _conf_folder() -> Path:

@@ -34,8 +34,8 @@ from graphmoe.dispatch_rules import (
     stage_rules,
 )
 from graphmoe.dry_run_rules import dry_run_rules, with_dry_batch
-from graphmoe.fp32_rules import fp32_rules
 from graphmoe.layout import Layout
+from graphmoe.number_rules import fp32_rules, integer_rules
 from graphmoe.parallel_rules import (
     context_method,
     context_parallel_rules,
@@ -46,6 +46,7 @@ from graphmoe.parallel_rules import (
 from graphmoe.pipeline_plan import plan_problems
 from graphmoe.profile_rules import profile_rules, rank_rules
 from graphmoe.recompute_rules import recompute_rules
+from graphmoe.schedule import schedule_rules
 from graphmoe.segments import (
     CAPTURABLE,
     FULL_ITERATION,
@@ -67,10 +68,13 @@ def check(config: RunConfig) -> None:
 
 def violations(config: RunConfig) -> list[str]:
     """Every violated rule of a configuration, each with what would be valid. Pure."""
+    if too_large := [*integer_rules(config)]:
+        return too_large  # which other rules cannot compute with
     config = with_dry_batch(config)
     return [
         *_ranges(config),
         *fp32_rules(config),
+        *schedule_rules(config.optim, config.train.steps),
         *_model_rules(config.model),
         *_router_rules(config.model),
         *_data_rules(config.data, config.model),
@@ -154,6 +158,8 @@ NOT_NEGATIVE = """
     launch.max_restarts
 """
 BELOW_ONE = "data.val_fraction optim.beta1 optim.beta2"
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and numbers and endings are added."""
 SHARES = "optim.min_lr_ratio optim.wsd_decay_fraction"
 
 
@@ -178,10 +184,11 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must be greater than 0"
     if config.log.peak_tflops is not None and not config.log.peak_tflops > 0:
         yield f"log.peak_tflops={config.log.peak_tflops} must be greater than 0; null looks it up"
-    if config.optim.wsd_decay_fraction == 0:
-        yield "optim.wsd_decay_fraction=0 never decays; use a share above 0, or optim.schedule=constant"
     if config.run.name in ("", ".", "..") or set("/\\\0") & set(config.run.name):
         yield f"run.name='{config.run.name}' names a folder: use a name without slashes, e.g. run.name=my-run"
+    elif not config.run.name.isprintable() or len(config.run.name.encode()) > LONGEST_NAME:
+        shown = ascii(config.run.name[:40])
+        yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
 
 
 def _model_rules(model: ModelConfig) -> Iterator[str]:

@@ -90,6 +90,9 @@ def hydra_app(
 
 def _run(run: Callable[[], Any], errors: list[Exception]) -> int:
     """Let Hydra compose and run; 0, or the status that a signal asks for. Adds to ``errors``."""
+    if nameless := next((word for word in sys.argv[1:] if word.startswith("=")), None):
+        errors.append(ConfigError(f"'{nameless}' on the command line names no key; type key=value"))
+        return 0
     try:
         run()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

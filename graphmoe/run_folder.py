@@ -45,6 +45,7 @@ _FREE_KEYS = (
     "compile.cache",
     "compile.cache_dir",
     "compile.cache_shared",
+    "data.cache_dir",
     "host.env",
     "host.gc_interval",
     "host.kernarg_pool_mb",

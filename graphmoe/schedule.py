@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -54,3 +55,19 @@ def learning_rate(schedule: LrSchedule, numbers: LrNumbers, done: Tensor) -> Ten
 
 def _between(floor: Tensor, share: Tensor) -> Tensor:
     return floor + (1 - floor) * share
+
+
+def schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
+    """Name what a wsd schedule cannot do: a decay of no steps, or one that begins inside the warm-up."""
+    fraction, warmup = config.wsd_decay_fraction, config.warmup_steps
+    if fraction == 0:
+        yield "optim.wsd_decay_fraction=0 never decays; use a share above 0, or optim.schedule=constant"
+    if config.schedule is not LrSchedule.wsd or not 0 < fraction <= 1:
+        return
+    start = int(LrNumbers.of(config, total_steps).start)
+    if start < warmup <= total_steps:
+        yield (
+            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule=wsd begins: of "
+            f"train.steps={total_steps} those from {start} on decay (optim.wsd_decay_fraction={fraction}); "
+            f"use at most optim.warmup_steps={start}, or optim.schedule=cosine"
+        )

@@ -72,7 +72,6 @@ def train(config: RunConfig) -> float | None:
     """
     from graphmoe.config_rules import check
     from graphmoe.run_folder import is_free
-    from graphmoe.start_state import check_start
     from graphmoe.sweep import in_sweep
     from runtime.launch.nodes import find_nodes
 
@@ -89,7 +88,10 @@ def train(config: RunConfig) -> float | None:
         return None
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
-    if nodes.is_first and is_free(Path(HydraConfig.get().runtime.output_dir)):
+    starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from
+    if starts_elsewhere and nodes.is_first and is_free(Path(HydraConfig.get().runtime.output_dir)):
+        from graphmoe.start_state import check_start  # imports the model, which a launcher does without
+
         check_start(config)
     alone = nodes.count == config.launch.nproc == 1 and not config.launch.max_restarts
     summary = _train_here(config) if alone and not sweeps else _train_in_workers(config, nodes)
@@ -161,9 +163,8 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     from runtime.dispatch.vendors import check_package
     from runtime.launch.elastic import launch
 
-    check_package(
-        config.moe.dispatcher, config.run.device.value
-    )  # the workers would, in a folder made for it
+    # The workers would say it too, in a folder made for them.
+    check_package(config.moe.dispatcher, config.run.device.value)
     gc.enable()
     launched_at = time.time() if in_sweep() else psutil.Process().create_time()
     environment = {LAUNCHER_PID: str(os.getpid()), LAUNCHED_AT: str(launched_at)}

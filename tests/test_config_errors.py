@@ -8,6 +8,7 @@ import sys
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from graphmoe.config import RunConfig
 from graphmoe.config_errors import USUAL_NAMES, explain, known_keys, nearest_key
@@ -78,6 +79,21 @@ CASES = [
 def test_the_message_names_the_word_and_what_to_type(message_of, word, part):
     found = message_of(word)
     assert part in found and "Traceback" not in found
+
+
+@pytest.mark.parametrize(
+    ("word", "typed"),
+    [
+        ("pipeline.layout=Et|(tt|)*6L", "pipeline.layout='Et|(tt|)*6L'"),
+        ("run.name==5", "run.name='=5'"),
+        ("train.steps=[1", "train.steps='[1'"),
+        ("run.name=it's(", "run.name='it\\'s('"),
+    ],
+)
+def test_a_value_that_needs_quotes_of_its_own_is_named_with_them(message_of, word, typed):
+    said = message_of(word)
+    assert said.startswith(f"{word} on the command line") and f'"{typed}"' in said and "\n" not in said
+    OverridesParser.create().parse_override(typed)
 
 
 def test_all_unknown_words_are_reported_at_once(message_of):

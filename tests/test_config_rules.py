@@ -22,8 +22,8 @@ from graphmoe.config_rules import (
     check,
     violations,
 )
-from graphmoe.fp32_rules import BELOW_ONE as FP32_BELOW_ONE
-from graphmoe.fp32_rules import FP32
+from graphmoe.number_rules import BELOW_ONE as FP32_BELOW_ONE
+from graphmoe.number_rules import FP32
 
 
 def changed(**sections: dict) -> RunConfig:
@@ -175,6 +175,15 @@ RULES = [
     ("data.seq_len=2 model.mtp_depth=2", "leaves no label for model.mtp_depth=2; use at least 3"),
     ("log.peak_tflops=0", "log.peak_tflops=0.0 must be greater than 0; null looks it up"),
     ("optim.wsd_decay_fraction=0", "never decays; use a share above 0, or optim.schedule=constant"),
+    (
+        "optim.schedule=wsd optim.wsd_decay_fraction=0.5 train.steps=100 optim.warmup_steps=51",
+        "train.steps=100 those from 50 on decay (optim.wsd_decay_fraction=0.5); use at most "
+        "optim.warmup_steps=50",
+    ),
+    ("train.seed=9223372036854775808", "train.seed=9223372036854775808 needs more than 64 bits"),
+    (f"model.hidden_size={'7' * 400}", "model.hidden_size=7777777777...(400 digits) needs more than 64 bits"),
+    (f"run.name={'a' * 201}", "use at most 200 bytes, all of them printable"),
+    ("run.name=a\u200bb", "use at most 200 bytes, all of them printable"),
     ("run.name=a/b", "run.name='a/b' names a folder: use a name without slashes"),
     ("run.name=..", "run.name='..' names a folder"),
     ("run.name=''", "run.name='' names a folder"),

@@ -47,6 +47,12 @@ def test_an_unfinished_run_of_the_same_configuration_is_continued(tmp_path):
     assert claim_and_leave(tmp_path / "tiny", reordered) == ("tiny", True)
 
 
+def test_another_folder_for_tokenised_data_continues_the_run(tmp_path):
+    here, there = ({**CONFIG, "data": {"seed": 0, "cache_dir": f"/scratch{i}/data"}} for i in range(2))
+    claim_and_leave(tmp_path / "tiny", here)
+    assert claim_and_leave(tmp_path / "tiny", there) == ("tiny", True)
+
+
 def test_where_nodes_meet_and_what_tunes_the_host_tell_no_run_from_another(tmp_path):
     one, other = (
         {

@@ -1,8 +1,9 @@
-"""Numbers of the configuration that the device has in fp32: there, too, they must be in their range."""
+"""Numbers of the configuration as the device has them, in fp32 or 64 bits: in range there too."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -34,3 +35,16 @@ def fp32_rules(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} is {rounded} fp32; use a number from {least:.2g} to {most:.2g}"
         elif key in BELOW_ONE.split() and value < 1 <= held:
             yield f"{key}={value} is 1 in fp32; use at most {LARGEST_BELOW_ONE:.8f}"
+
+
+def integer_rules(config: RunConfig) -> Iterator[str]:
+    """Integers of more than 64 bits."""
+    for section in dataclasses.fields(config):
+        if not dataclasses.is_dataclass(values := getattr(config, section.name)):
+            continue
+        for field in dataclasses.fields(values):
+            value = getattr(values, field.name)
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                key, digits = f"{section.name}.{field.name}", str(value)
+                shown = digits if len(digits) < 30 else f"{digits[:10]}...({len(digits)} digits)"
+                yield f"{key}={shown} needs more than 64 bits; use at most {2**63 - 1}"

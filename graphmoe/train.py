@@ -9,6 +9,11 @@ What imports torch is imported by the functions, so that a misspelt key is answe
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before imports that take a third of a second
+    from graphmoe.signals import exit_at_signals
+
+    exit_at_signals()
+
 import gc
 import json
 import logging
@@ -30,7 +35,7 @@ from graphmoe.cli import emit
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import hydra_app, to_plain
 from graphmoe.logs import FILE_ONLY, start_logging
-from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals
+from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals, exit_at_signals
 from graphmoe.summary import render, shown, value_of
 from graphmoe.worker import FOLDER_HELD, LAUNCHED_AT, LOGS
 from runtime.launch.failures import RunFailed
@@ -50,17 +55,17 @@ EXAMPLES = (
 
 def main() -> None:
     """Run the command line."""
+    exit_at_signals()
     gc.disable()  # until training begins
     try:
-        with ends_at_signals():
-            hydra_app(
-                train,
-                prog="graphmoe.train",
-                examples=EXAMPLES,
-                makes_folder=True,
-                known_errors=(RunFailed,),
-                prepare=_prepare,
-            )
+        hydra_app(
+            train,
+            prog="graphmoe.train",
+            examples=EXAMPLES,
+            makes_folder=True,
+            known_errors=(RunFailed,),
+            prepare=_prepare,
+        )
     finally:
         gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
 
@@ -213,7 +218,7 @@ def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:
 def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
     """The run's folder, held inside the block, with the log of this process in it.
 
-    An error before training has begun leaves a new folder free.
+    An error or a signal before training has begun leaves a new folder free.
     """
     from graphmoe.run_folder import announce, claim
     from graphmoe.sweep import record_folder
@@ -224,7 +229,8 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
         start_logging(run_folder.path / LOGS, log_name, on_console=True)
         announce(run_folder, plain)
         record_folder(run_folder.path)
-        yield run_folder
+        with ends_at_signals():
+            yield run_folder
     except BaseException as error:
         known = isinstance(error, (ConfigError, RunFailed, KeyboardInterrupt))
         log.error("%s", error, exc_info=not known, extra=FILE_ONLY)  # nobody may read the console

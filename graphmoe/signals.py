@@ -157,6 +157,22 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def die_with_parent() -> None:
+    """Have this process of ``multiprocessing`` end as soon as the one that asked for it is gone.
+
+    A thread waits for that, and needs no system's help: the parent of a fork server's child is the server.
+    """
+    import multiprocessing
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 class _Heard:
     """Tells a signal of a worker from its echo."""
 

@@ -20,7 +20,6 @@ import logging
 import os
 import shlex
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -159,6 +158,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     from graphmoe.dispatch_rules import reads_peers
     from graphmoe.run_folder import CONFIG_FILE, SUMMARY_FILE, write_config
     from graphmoe.sweep import in_sweep, job_gpus
+    from runtime.cache.folders import temporary_folder
     from runtime.launch.elastic import launch
 
     gc.enable()
@@ -173,7 +173,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
             folder = stack.enter_context(_claimed(config, "launch")).path
             environment[FOLDER_HELD] = str(folder)
         else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphmoe-")))
+            folder = stack.enter_context(temporary_folder("graphmoe-node-"))
             write_config(folder, to_plain(config))
             start_logging(None, "launch", on_console=True)
         before = _written(folder / SUMMARY_FILE)

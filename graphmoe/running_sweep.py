@@ -27,7 +27,7 @@ from graphmoe.config import OutputFormat
 from graphmoe.file_lock import FileLock
 from graphmoe.masking import masked_words
 from graphmoe.run_records import SweepRecord
-from graphmoe.signals import SIGNALS, say
+from graphmoe.signals import NOTICES, ends_at_signals, heard, say
 from graphmoe.summary import shown, write_json
 from graphmoe.sweep_folder import (
     SWEEP_FILE,
@@ -72,7 +72,7 @@ class RunningSweep:
     side_by_side: bool
     _lock: FileLock
     _stopping: bool = False
-    _handlers: dict[int, Any] = field(default_factory=dict)
+    _signals: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
     def begin(cls, config: DictConfig) -> RunningSweep:
@@ -90,7 +90,10 @@ class RunningSweep:
         side_by_side = config.hydra.launcher._target_.endswith(".JoblibLauncher")
         sweep = cls(folder, config.format, planned, side_by_side, lock)
         if side_by_side:
-            sweep._handlers = {number: signal.signal(number, sweep._stop) for number in SIGNALS}
+            for number in heard():
+                sweep._signals.callback(signal.signal, number, signal.signal(number, sweep._stop))
+        else:
+            sweep._signals.enter_context(ends_at_signals())
         return sweep
 
     def jobs(self) -> list[Job]:
@@ -101,8 +104,7 @@ class RunningSweep:
 
     def end(self) -> int:
         """Print and write the results; the exit status of the command."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._signals.close()
         jobs = self.jobs()
         for job in jobs:
             _settle(job)
@@ -141,6 +143,8 @@ class RunningSweep:
 
         A job says that it runs before it looks for the file, so none slips through.
         """
+        if self._stopping and number in NOTICES:
+            return
         if self._stopping:
             raise KeyboardInterrupt
         self._stopping = True

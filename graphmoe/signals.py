@@ -1,7 +1,8 @@
-"""SIGTERM and SIGINT: the first asks a process to stop, the second ends it at once.
+"""Signals that ask a run to stop: docs/launch.md has which.
 
 While it trains, the first is remembered and the loop stops after its step. Before that there is nothing to
-finish, and the first ends the process. Workers of torch elastic hear one signal twice where their
+finish, and the first ends the process. A second SIGTERM or SIGINT ends it at once; a notice, which systems
+send ahead of time and several times, does not. Workers of torch elastic hear one signal twice where their
 launcher forwards what reached them too: within two seconds that counts once.
 """
 
@@ -18,6 +19,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Of a terminal that is gone, and of Slurm and others whose time limit is near."""
 ELASTIC = "TORCHELASTIC_RUN_ID"
 """Torch elastic, torchrun's or graphmoe's own, sets it in each worker."""
 LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"
@@ -39,9 +42,11 @@ class StopSignal:
     """Inside a ``with`` block, ``received`` names the first signal that asked to stop, if any."""
 
     received: str | None = None
+    _is_last_call = False
 
     def __enter__(self) -> StopSignal:
-        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self.received = raised()
+        self._previous = {number: signal.signal(number, self._handle) for number in heard()}
         return self
 
     def __exit__(
@@ -51,13 +56,15 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if _heard.is_echo():
+        if _heard.is_echo() or (number in NOTICES and self.received is not None):
             return
-        if self.received is not None:
+        if self._is_last_call:
             os._exit(128 + number)
-        self.received = signal.Signals(number).name
+        self._is_last_call = number in SIGNALS
+        name = signal.Signals(number).name
+        self.received = self.received or name
         if LAUNCHER_PID not in os.environ:
-            say(f"{self.received} received: the run stops after this step; a second signal ends it at once")
+            say(f"{name} received: the run stops after this step; a second signal ends it at once")
 
 
 @contextmanager
@@ -69,25 +76,69 @@ def ends_at_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
         if _heard.is_echo():
             return
-        if interrupted:
+        if _heard.raised is not None:
             os._exit(128 + number)
-        interrupted = True
+        _heard.raised = signal.Signals(number).name
         if LAUNCHER_PID not in os.environ:
-            say(f"{signal.Signals(number).name} received before the first step: ending")
+            say(f"{_heard.raised} received before the first step: ending")
         raise Interrupted(number)
 
-    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in heard() if not awaited(number)}
+    _heard.blocks += 1
     try:
         yield
     finally:
+        _heard.blocks -= 1
+        if not _heard.blocks:
+            _heard.raised = None
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def exit_at_signals() -> None:
+    """Have signals end this process with one line: while it starts and ends there is nothing to tidy up.
+
+    Notices do nothing to a worker whose launcher hears them.
+    """
+    for number in heard():
+        signal.signal(number, _exit)
+    if _is_launched():
+        for number in NOTICES:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def heard() -> list[signal.Signals]:
+    """What this process stops at: not at notices that it was started to ignore, as nohup does SIGHUP."""
+    notices = [] if _is_launched() else NOTICES
+    return [*SIGNALS, *(number for number in notices if signal.getsignal(number) is not signal.SIG_IGN)]
+
+
+def raised() -> str | None:
+    """The signal for which `ends_at_signals` has raised in vain: torch, and others, may drop an exception."""
+    return _heard.raised
+
+
+def awaited(number: int) -> bool:
+    """Whether something else in this process waits for a signal, as submitit does for SIGUSR2."""
+    handler = signal.getsignal(number)
+    ours = handler is signal.default_int_handler or getattr(handler, "__module__", None) == __name__
+    return callable(handler) and not ours
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    if _heard.is_echo():
+        return
+    if LAUNCHER_PID not in os.environ:
+        say(f"{signal.Signals(number).name} received: ending")
+    os._exit(128 + number)
+
+
+def _is_launched() -> bool:
+    return os.environ.get(LAUNCHER_PID, str(os.getpid())) != str(os.getpid())
 
 
 def die_with_launcher() -> None:
@@ -106,10 +157,29 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def die_with_parent() -> None:
+    """Have this process of ``multiprocessing`` end as soon as the one that asked for it is gone.
+
+    A thread waits for that, and needs no system's help: the parent of a fork server's child is the server.
+    """
+    import multiprocessing
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 class _Heard:
     """Tells a signal of a worker from its echo."""
 
     _at = -_ECHO_S
+    raised: str | None = None
+    blocks = 0
+    """Of `ends_at_signals`, one inside the other."""
 
     def is_echo(self) -> bool:
         now = time.monotonic()

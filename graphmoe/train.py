@@ -9,13 +9,17 @@ What imports torch is imported by the functions, so that a misspelt key is answe
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before imports that take a third of a second
+    from graphmoe.signals import exit_at_signals
+
+    exit_at_signals()
+
 import gc
 import json
 import logging
 import os
 import shlex
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,7 +34,7 @@ from graphmoe.cli import emit
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import hydra_app, to_plain
 from graphmoe.logs import FILE_ONLY, start_logging
-from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals
+from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals, exit_at_signals
 from graphmoe.summary import render, shown, value_of
 from graphmoe.worker import FOLDER_HELD, LAUNCHED_AT, LOGS
 from runtime.launch.failures import RunFailed
@@ -50,17 +54,17 @@ EXAMPLES = (
 
 def main() -> None:
     """Run the command line."""
+    exit_at_signals()
     gc.disable()  # until training begins
     try:
-        with ends_at_signals():
-            hydra_app(
-                train,
-                prog="graphmoe.train",
-                examples=EXAMPLES,
-                makes_folder=True,
-                known_errors=(RunFailed,),
-                prepare=_prepare,
-            )
+        hydra_app(
+            train,
+            prog="graphmoe.train",
+            examples=EXAMPLES,
+            makes_folder=True,
+            known_errors=(RunFailed,),
+            prepare=_prepare,
+        )
     finally:
         gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
 
@@ -160,6 +164,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     from graphmoe.dispatch_rules import reads_peers
     from graphmoe.run_folder import CONFIG_FILE, SUMMARY_FILE, write_config
     from graphmoe.sweep import in_sweep, job_gpus
+    from runtime.cache.folders import temporary_folder
     from runtime.dispatch.vendors import check_package
     from runtime.launch.elastic import launch
 
@@ -177,7 +182,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
             folder = stack.enter_context(_claimed(config, "launch")).path
             environment[FOLDER_HELD] = str(folder)
         else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphmoe-")))
+            folder = stack.enter_context(temporary_folder("graphmoe-node-"))
             write_config(folder, to_plain(config))
             start_logging(None, "launch", on_console=True)
         before = _written(folder / SUMMARY_FILE)
@@ -222,7 +227,7 @@ def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:
 def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
     """The run's folder, held inside the block, with the log of this process in it.
 
-    An error before training has begun leaves a new folder free.
+    An error or a signal before training has begun leaves a new folder free.
     """
     from graphmoe.run_folder import announce, claim
     from graphmoe.sweep import record_folder
@@ -233,7 +238,8 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
         start_logging(run_folder.path / LOGS, log_name, on_console=True)
         announce(run_folder, plain)
         record_folder(run_folder.path)
-        yield run_folder
+        with ends_at_signals():
+            yield run_folder
     except BaseException as error:
         known = isinstance(error, (ConfigError, RunFailed, KeyboardInterrupt))
         log.error("%s", error, exc_info=not known, extra=FILE_ONLY)  # nobody may read the console

@@ -10,13 +10,17 @@ What imports torch is imported by the functions: before it, a worker has to tie 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before imports that take a third of a second
+    from graphmoe.signals import exit_at_signals
+
+    exit_at_signals()
+
 import atexit
 import dataclasses
 import faulthandler
 import gc
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,7 +31,14 @@ from graphmoe.cli import emit
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import load_config, to_plain
 from graphmoe.logs import FILE_ONLY, start_logging
-from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, die_with_launcher, ends_at_signals
+from graphmoe.signals import (
+    ELASTIC,
+    LAUNCHER_PID,
+    Interrupted,
+    die_with_launcher,
+    ends_at_signals,
+    exit_at_signals,
+)
 from graphmoe.summary import render
 from runtime.launch.failures import RunFailed, write_failure
 from runtime.launch.flight_recorder import set_flight_recorder
@@ -51,15 +62,15 @@ def main() -> None:
     """Run the command line."""
     gc.disable()  # imports and tracing make no garbage to speak of, and collecting takes a quarter of them
     die_with_launcher()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm may send it to all processes; the launcher hears it
+    exit_at_signals()
     faulthandler.enable()
     begin_stamps()
     log_dir: Path | None = None
     try:
         path = _path(sys.argv[1:])
+        config = load_config(path, _set_environment)
+        world = _join(config)
         with ends_at_signals():
-            config = load_config(path, _set_environment)
-            world = _join(config)
             config, folder, claimed = _agree(config, path, world)
             log_dir = folder / LOGS
             name_log_dir(log_dir)

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from graphmoe.config import ConfigError, LaunchConfig
-from runtime.launch.elastic import RankLogs, _added_to_environment
+from runtime.launch.elastic import RankLogs, _added_to_environment, _Forwarding
 from runtime.launch.failures import Failure, RunFailed, first_failure, write_failure
 from runtime.launch.nodes import find_nodes
 from tests.faults import HANG_AT, HOLD, RAISE_AT, SIGNAL_AT, STEP_S
@@ -361,6 +361,47 @@ def test_a_slurm_step_of_another_shape_is_refused(step, monkeypatch, launch, tas
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
     with pytest.raises(ConfigError, match=said):
         find_nodes(launch)
+
+
+def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(monkeypatch):
+    workers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+    monkeypatch.setattr("runtime.launch.elastic._workers", lambda: [worker.pid for worker in workers])
+    ended: list[int] = []
+    monkeypatch.setattr("runtime.launch.elastic.os._exit", ended.append)
+    with _Forwarding() as forwarding:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert forwarding.received == "SIGUSR1" and not ended
+        assert [worker.wait(5) for worker in workers] == [-signal.SIGTERM] * 2
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [128 + signal.SIGTERM]
+
+
+def test_a_notice_that_submitit_waits_for_reaches_it_when_the_workers_are_done(monkeypatch):
+    monkeypatch.setattr("runtime.launch.elastic._workers", list)
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+    try:
+        with _Forwarding() as forwarding:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert forwarding.received == "SIGUSR2" and not told
+        assert told == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.slow
+def test_a_notice_to_all_processes_makes_them_save_once(tmp_path):
+    words = (*TINY, *TWO, *FAULTY, "launch.hang_timeout_s=null")  # no worker writes its stacks at SIGUSR1
+    run, folder = Command(tmp_path, words, environment=SLOW), tmp_path / "run"
+    wait_for_rows(run, folder, 2)
+    for each in [psutil.Process(run.pid), *workers_of(run)]:
+        each.send_signal(signal.SIGUSR1)
+    run.kill(signal.SIGHUP)
+    assert run.wait() == 0, run.err.read_text()
+    step = summary(folder)["steps"]
+    assert summary(folder)["stopped_by"] == "SIGTERM" and step < 8
+    assert (folder / "checkpoints" / f"step_{step:08d}" / "manifest.json").exists()
 
 
 def test_nodes_without_a_place_to_meet_are_refused(monkeypatch):

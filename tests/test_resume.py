@@ -208,6 +208,21 @@ def test_a_signal_before_the_first_step_leaves_one_first_validation(tmp_path, mo
     assert row_keys(folder) == [(0, True), (1, False), (2, False), (2, True)]
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_notice_saves_as_a_demand_does(tmp_path, number):
+    trainer = trainer_in(tmp_path, "train.val_batches=0", "checkpoint.interval=0")
+    step = trainer.train_step.__class__.__call__
+
+    def notified(*arguments):
+        os.kill(os.getpid(), number)
+        return step(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.train_step.__class__, "__call__", notified)
+        assert not trainer.run()
+    assert (trainer.stopped_by, trainer.step, trainer.store.latest()) == (number.name, 1, [1])
+
+
 def test_a_finished_run_and_another_configuration_get_a_new_number(tmp_path):
     short = ("train.steps=2", "train.val_interval=0", "checkpoint.interval=0")
     for name, overrides in (("x", ()), ("x-2", ()), ("x-3", ("optim.lr=2e-2",)), ("x-4", ())):

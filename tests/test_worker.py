@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,16 @@ import yaml
 from graphmoe.config import ConfigError
 from graphmoe.entry import load_config, to_plain
 from graphmoe.run_folder import ENVIRONMENT_FILE, announce, claim
-from graphmoe.signals import ELASTIC, Interrupted, StopSignal, ends_at_signals
+from graphmoe.signals import (
+    ELASTIC,
+    LAUNCHER_PID,
+    NOTICES,
+    SIGNALS,
+    Interrupted,
+    StopSignal,
+    ends_at_signals,
+    heard,
+)
 from graphmoe.train import train
 from graphmoe.worker import _adapted
 from tests.runs import ROOT, TINY, Command, command, config, numbers
@@ -155,6 +165,91 @@ def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch):
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
     assert stop.received == "SIGTERM"
+
+
+@pytest.fixture
+def ended(monkeypatch) -> list[int]:
+    """The statuses with which a handler would have ended this process."""
+    statuses: list[int] = []
+    monkeypatch.setattr("graphmoe.signals.os._exit", statuses.append)
+    return statuses
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [*SIGNALS, *NOTICES])
+def test_each_signal_that_asks_to_stop_is_remembered(number, ended):
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        send(number)
+    assert stop.received == number.name and not ended and signal.getsignal(number) is before
+
+
+def test_notices_never_end_a_process_at_once_and_a_second_demand_does(ended):
+    with StopSignal() as stop:
+        send(signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)  # as Slurm does at the end
+        assert not ended
+        send(signal.SIGUSR2)
+        assert not ended
+        send(signal.SIGINT)
+    assert stop.received == "SIGUSR1" and ended == [130]
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ends_at_signals(), StopSignal() as stop:
+            send(signal.SIGHUP)
+        assert stop.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_workers_leave_notices_to_their_launcher(monkeypatch):
+    assert [*heard()] == [*SIGNALS, *NOTICES]
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
+    assert [*heard()] == [*SIGNALS]
+
+
+def test_a_signal_whose_exception_was_dropped_stops_the_run_at_its_first_step():
+    with ends_at_signals():
+        with contextlib.suppress(KeyboardInterrupt):
+            send(signal.SIGTERM)
+        with StopSignal() as stop:
+            assert stop.received == "SIGTERM"
+    with StopSignal() as stop:
+        assert stop.received is None
+
+
+@pytest.mark.parametrize("module", ["graphmoe.train", "graphmoe.worker"])
+def test_a_signal_while_modules_are_imported_is_answered_in_one_line(tmp_path, module):
+    slow = tmp_path / "hydra" / "__init__.py"  # in the place of Hydra's own
+    slow.parent.mkdir()
+    slow.write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    line, pipe = [sys.executable, "-m", module], subprocess.PIPE
+    with subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "SIGINT received: ending\n")
+    assert process.returncode == 130
+
+
+def test_a_signal_while_the_command_ends_gives_its_status():
+    script = """
+import os, signal, sys
+from graphmoe.train import main
+sys.argv = ["graphmoe.train", "model.num_layer=6"]
+try:
+    main()
+finally:
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.endswith("\nSIGINT received: ending\n")
 
 
 def test_outside_the_steps_a_signal_raises_and_handlers_are_put_back():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from graphmoe.benchmarks.cases import reason
 from graphmoe.config import ConfigError
+from graphmoe.signals import die_with_parent
 
 Result = TypeVar("Result")
 END_S = 10
@@ -53,7 +53,7 @@ def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: fl
 
 def _run(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """What the process does: send (result, None) or (None, reason)."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    die_with_parent()  # so that the device is free where nobody waits any more
     os.dup2(2, 1)  # stdout of the tool holds its document alone
     try:
         sender.send((function(*arguments), None))
@@ -62,14 +62,6 @@ def _run(sender: Connection, function: Callable[..., Any], arguments: tuple[Any,
     except Exception as error:
         traceback.print_exc()
         sender.send((None, reason(error)))
-
-
-def _die_with_parent() -> None:
-    """End at once where nobody waits any more, so that the device is free."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _ended(status: int | None) -> str:

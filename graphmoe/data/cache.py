@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Part of every key; raise it when the content of entries changes."""
 META = "meta.json"
+_TMP = ".tmp-"
+_OTHER_HOST_S = 24 * 3600.0
+"""Without a write for so long, what a process of another host began is left."""
 _OTHER = "set data.cache_dir=... or the variable GRAPHMOE_CACHE"
 
 
@@ -58,7 +62,8 @@ def cached(folder: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> 
     with _lock(folder / f"{name}.lock"):
         meta = _read_entry(entry)
         if meta is None:
-            _remove_left_overs(folder, name)
+            remove_left_overs(folder, name)
+            remove_left_overs(folder)
             try:
                 _build(entry, build)
             except OSError as error:
@@ -88,7 +93,7 @@ def _read_entry(entry: Path) -> dict[str, Any] | None:
 
 def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
     """Build in a folder beside the entry, then rename it."""
-    temporary = entry.with_name(f"{entry.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+    temporary = draft_of(entry)
     temporary.mkdir()
     try:
         meta = build(temporary)
@@ -130,11 +135,40 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _remove_left_overs(folder: Path, name: str) -> None:
-    """Remove the folders of killed builders of this host."""
-    prefix = f"{name}.tmp-{socket.gethostname()}-"
-    for left_over in folder.glob(f"{name}.tmp-*"):
-        pid = left_over.name.removeprefix(prefix)
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+def draft_of(path: Path) -> Path:
+    """The folder of this process beside a path, for what goes to that path when it is whole."""
+    return path.with_name(f"{path.name}{_TMP}{socket.gethostname()}-{os.getpid()}")
+
+
+def remove_left_overs(folder: Path, name: str | None = None) -> None:
+    """Remove the drafts of killed processes in a folder: of a name that we alone build, or of all names.
+
+    One of our own process id is of a process before us then, as in a container that was started again.
+    """
+    for left_over in folder.glob(f"{'*' if name is None else glob.escape(name)}{_TMP}*"):
+        of, _, maker = left_over.name.rpartition(_TMP)
+        host, _, pid = maker.rpartition("-")
+        if host == socket.gethostname():
+            ended = (of == name and pid == str(os.getpid())) or not Path(f"/proc/{pid}").exists()
+        else:
+            ended = time.time() - _last_write(left_over) > _OTHER_HOST_S
+        if ended and pid.isdigit() and (of == name or not _is_locked(folder / f"{of}.lock")):
             log.info("removing %s, left by a process that has ended", left_over)
             shutil.rmtree(left_over, ignore_errors=True)
+
+
+def _last_write(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    return time.time()  # it is being removed
+
+
+def _is_locked(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass  # no locks here
+    return False

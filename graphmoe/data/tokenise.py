@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from graphmoe.data.cache import draft_of, remove_left_overs
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import pair, smallest_dtype, write_index
 from graphmoe.data.text_files import Part, Place, parts_of, read_documents
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids
+from graphmoe.signals import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ def tokenise_files(
     total_bytes = sum(part.size_bytes for part in parts)
     dtype = smallest_dtype(num_ids(load_tokenizer(recipe.tokenizer_path)))
     bin_path, idx_path = pair(prefix)
-    folder = bin_path.with_name(f"{bin_path.name}.parts-{os.getpid()}")
+    remove_left_overs(bin_path.parent, bin_path.name)
+    folder = draft_of(bin_path)
     lengths: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
     done_bytes = 0
     folder.mkdir()
@@ -164,7 +167,7 @@ def _run_parts(
     # not fork: the parent may have threads and a device context; the server imports once for all workers
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_use_one_thread)
+    executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
     try:
         jobs = [
             executor.submit(_tokenise_part, part, recipe, out, dtype)
@@ -176,8 +179,9 @@ def _run_parts(
         executor.shutdown(cancel_futures=True)
 
 
-def _use_one_thread() -> None:
-    """Give the tokenizer of this worker process one thread: the other workers have the other cores."""
+def _begin_worker() -> None:
+    """Tie this process to its parent, and give it one thread: the other processes have the other cores."""
+    die_with_parent()
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 

@@ -12,6 +12,8 @@ import shutil
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -116,6 +118,20 @@ def make_temporary_folder() -> tuple[Path, FileLock | None]:
     """The same in the system's folder for temporary files. *Raises* OSError."""
     remove_dead(Path(tempfile.gettempdir()), TEMPORARY)
     return make_work_folder(Path(tempfile.gettempdir()), TEMPORARY)
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder for the block; where its process is killed, a later one removes it. *Raises* OSError."""
+    parent = Path(tempfile.gettempdir())
+    remove_dead(parent, prefix)
+    folder, lock = make_work_folder(parent, prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            lock.release()
 
 
 def remove_dead(parent: Path, prefix: str = "") -> list[Path]:

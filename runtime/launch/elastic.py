@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from graphmoe.config import LaunchConfig
 from graphmoe.logs import LogFile
-from graphmoe.signals import say
+from graphmoe.signals import NOTICES, SIGNALS, awaited, heard, raised, say
 from runtime.launch.failures import (
     RunFailed,
     attempt_of,
@@ -191,32 +191,33 @@ class _Agent(threading.Thread):
 
 
 class _Forwarding:
-    """Inside a ``with`` block, the first signal goes to every worker once; a second kills all at once.
+    """Inside a ``with`` block, the first signal makes every worker save and stop; a second kills all at once.
 
-    Workers that start later, as after a failure, get it when they are there. SIGUSR2, by which Slurm tells
-    submitit that time is up or that the job must make room, makes the workers save and stop too; at the end
-    of the block it goes back to submitit, which puts the job into the queue again and ends this process.
+    Workers that start later, as after a failure, get it when they are there. Where submitit waits for a
+    notice, by which Slurm says that time is up or that the job must make room, it has that at the end of the
+    block: it puts the job into the queue again and ends this process.
     """
 
-    received: str | None = None
-
     def __init__(self) -> None:
+        self.received = raised()
+        self._is_last_call = False
         self._told: set[int] = set()
         self._previous: dict[int, Any] = {}
+        self._awaited: list[int] = []
 
     def __enter__(self) -> _Forwarding:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            self._awaited = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if awaited(number)]
+            for number in heard():
                 self._previous[number] = signal.signal(number, self._handle)
-            if callable(signal.getsignal(signal.SIGUSR2)):  # submitit waits for it
-                self._previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self.received == "SIGUSR2":
-            self._previous[signal.SIGUSR2](signal.SIGUSR2, None)
+        for number in self._awaited:
+            if self.received == signal.Signals(number).name:
+                self._previous[number](number, None)
 
     def to_new_workers(self) -> int:
         """Send the signal to workers that have not had it; how many workers there are."""
@@ -230,15 +231,16 @@ class _Forwarding:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGUSR2 and self.received is not None:
+        if number in NOTICES and self.received is not None:
             return
-        if self.received is not None:
+        if self._is_last_call:
             for pid in _workers():
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # elastic gives each worker a group of its own
             say(f"{name} again: all workers are killed")
             os._exit(128 + number)
-        self.received = name
+        self._is_last_call = number in SIGNALS
+        self.received = self.received or name
         say(f"{name} received: the workers stop after this step; a second kills them")
         self.to_new_workers()
 

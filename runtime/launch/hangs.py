@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,10 +19,12 @@ from pathlib import Path
 
 import psutil
 
+from runtime.cache.folders import ALIVE, temporary_folder
 from runtime.launch.failures import Failure, leave_failure
 from runtime.launch.flight_recorder import ask_for_dumps
 from runtime.launch.stamps import LOG_DIR, STACK, STAMPS, SUFFIX, Stamp, ask_for_stacks, read_stamp
 
+_FOLDERS = "graphmoe-stamps-"
 _LONGEST_LOOK_S = 1.0
 """Between two looks counts so much at most: nobody is late because this process was suspended too."""
 _STACKS_S = 3.0
@@ -148,7 +149,8 @@ class HangWatch:
             with suppress(ProcessLookupError):
                 os.killpg(watched.stamp.pid, signal.SIGKILL)  # elastic gives each worker a group of its own
         for path in self._folder.iterdir():
-            path.unlink()
+            if path.name != ALIVE:
+                path.unlink()
         self._watched.clear()
 
     def _places(self, ranks: Sequence[_Watched]) -> list[_Place]:
@@ -174,8 +176,8 @@ def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[s
     if timeout_s is None:
         yield None, {}
         return
-    with tempfile.TemporaryDirectory(prefix="graphmoe-stamps-", ignore_cleanup_errors=True) as folder:
-        yield HangWatch(Path(folder), timeout_s), {STAMPS: folder}
+    with temporary_folder(_FOLDERS) as folder:
+        yield HangWatch(folder, timeout_s), {STAMPS: str(folder)}
 
 
 def _lines(others: Sequence[_Place]) -> list[str]:

@@ -1,7 +1,9 @@
 import errno
+import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -72,6 +74,29 @@ def test_a_killed_builder_leaves_no_entry_and_the_next_one_cleans_up(tmp_path):
     assert not (tmp_path / "thing").exists() and list(tmp_path.glob("thing.tmp-*"))
     assert cached(tmp_path, "thing", build)[1] == {"n": 1}
     assert not list(tmp_path.glob("thing.tmp-*"))
+
+
+def test_a_build_removes_what_killed_builders_of_other_entries_left_and_nothing_that_lives(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here, now = socket.gethostname(), time.time()
+    ages = {
+        f"one.tmp-{here}-{ended.pid}": 0,
+        f"two.tmp-{here}-{os.getppid()}": 0,
+        "three.tmp-elsewhere-7": 0,
+        "four.tmp-elsewhere-7": 2 * 24 * 3600,
+        "five.tmp-elsewhere-7": 2 * 24 * 3600,
+        f"thing.tmp-{here}-{os.getpid()}": 0,  # of the process before us in a container
+    }
+    for name, age in ages.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").touch()
+        for path in (tmp_path / name / "data", tmp_path / name):
+            os.utime(path, (now - age, now - age))
+    with open(tmp_path / "five.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cached(tmp_path, "thing", build)[1] == {"n": 1}
+    assert {path.name.partition(".")[0] for path in tmp_path.glob("*.tmp-*")} == {"two", "three", "five"}
 
 
 def test_without_locks_the_first_of_two_builders_wins(tmp_path, monkeypatch):

@@ -2,8 +2,12 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from graphmoe.config import ConfigError, DataConfig, DataSource
@@ -283,7 +287,34 @@ def test_processes_give_the_same_bytes_as_none(tmp_path, tokenizer_path, tokeniz
         assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
     total = sum(path.stat().st_size for path in files)
     assert done[-1] == (total, total) and len(read_token_file(tmp_path / "two").start_N) == 120
-    assert not list(tmp_path.glob("*.parts-*"))
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_killed_build_leaves_no_process_and_the_next_one_removes_its_folder(tmp_path, tokenizer_path):
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", sentences(40))
+    script = f"""
+import time
+from pathlib import Path
+from graphmoe.data.tokenise import Recipe, tokenise_files
+
+folder = Path({str(tmp_path)!r})
+recipe = Recipe(Path({str(tokenizer_path)!r}), 0, "text", 400, False)
+wait = lambda done, total: (print(flush=True), time.sleep(60))
+tokenise_files(sorted(folder.glob("*.jsonl")), recipe, folder / "out", workers=2, on_progress=wait)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
+    ) as build:
+        assert build.stdout is not None and build.stdout.readline() == b"\n"
+        started = psutil.Process(build.pid).children(recursive=True)
+        build.kill()
+    assert len(started) >= 3  # a server of processes, and two
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert len(list(tmp_path.glob("out.bin.tmp-*"))) == 1
+    recipe = Recipe(tokenizer_path, 0, "text", 400, False)
+    tokenise_files(sorted(tmp_path.glob("*.jsonl")), recipe, tmp_path / "out", workers=1)
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
 
 
 def test_the_first_error_in_file_order_is_raised_from_processes(tmp_path, tokenizer_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from graphmoe.pace import Pace
 from graphmoe.world import PATIENCE
 from runtime.launch.failures import error_file, first_failure
-from runtime.launch.hangs import HangWatch
+from runtime.launch.hangs import HangWatch, watching
 from runtime.launch.stamps import BEFORE_TRAINING_S, SLOW_S, STAMPS
 from tests.runs import ROOT
 
@@ -183,3 +184,20 @@ def test_stamps_are_not_left_where_nobody_watches(tmp_path):
     ]
     subprocess.run(line, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    script = (
+        "import os; from runtime.launch.hangs import watching\nwith watching(9.0): os.kill(os.getpid(), 9)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, check=False)
+    young, old = tmp_path.iterdir()
+    os.utime(old, (time.time() - 60,) * 2)
+    with watching(9.0) as (_, told):
+        os.utime(told[STAMPS], (time.time() - 60,) * 2)
+        with watching(9.0) as (_, other):
+            assert {*tmp_path.iterdir()} == {young, Path(told[STAMPS]), Path(other[STAMPS])}
+    assert [*tmp_path.iterdir()] == [young]

@@ -68,6 +68,7 @@ class MetricsWriter:
         self._wandb = _wandb(folder, config, run_name, run_config) if config.wandb else None
         self._board = _tensorboard(folder, done) if config.tensorboard else None
         self._file = LineFile(folder / METRICS_FILE)
+        self._file.append([])  # there from the start, for who follows it
         self._loads = ExpertLoads(folder, done, total_steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -110,3 +111,15 @@ def _portable(error: Exception) -> Exception:
 def backend_of(device: torch.device) -> str:
     """What ``init_process_group`` takes for tensors on a device."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    """Return the store at 127.0.0.1 and ``MASTER_PORT`` by which the ranks of one node find each other.
+
+    torch's own listens on all interfaces. It is unauthenticated: other users of this machine reach it.
+    """
+    port, is_first = int(os.environ["MASTER_PORT"]), rank == 0
+    listener = socket.create_server(("127.0.0.1", port), backlog=2048).detach() if is_first else None
+    return dist.TCPStore(
+        "127.0.0.1", port, size, is_first, timeout, wait_for_workers=False, master_listen_fd=listener
+    )

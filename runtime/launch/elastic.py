@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +29,8 @@ from torch.distributed.launcher.api import elastic_launch
 
 from graphmoe.config import LaunchConfig
 from graphmoe.logs import LogFile
-from graphmoe.signals import NOTICES, SIGNALS, awaited, heard, raised, say
+from graphmoe.signals import NOTICES, ON_LOOPBACK, SIGNALS, awaited, heard, raised, say
+from runtime.cache.folders import temporary_folder
 from runtime.launch.failures import (
     RunFailed,
     attempt_of,
@@ -52,7 +53,11 @@ _IDLE_S = 2.0
 _OTHERS_S = 2.0
 """How long the errors of other nodes are waited for, which may be the cause of those here."""
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Workers that start again would else find the addresses of those before (pytorch #135712)."""
+"""Workers that start again would else find the addresses of those before (pytorch #135712), and elastic
+listens on all interfaces for them."""
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Where ranks of one node meet, unless the user names an interface."""
+_MEETING = "graphmoe-meeting-"
 _SHOWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -76,10 +81,14 @@ def launch(
     began = time.time()
     log_dir.mkdir(parents=True, exist_ok=True)
     logs = RankLogs(log_dir, redirect=nodes.is_first)
-    agent = _Agent(_elastic_config(config, logs, nodes, one_gpu_each), resolved)
-    own_stores = _OWN_STORES if config.max_restarts else {}
-    with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir):
-        added = _added_to_environment({**environment, **own_stores, **told}, one_gpu_each)
+    alone = nodes.count == 1
+    own_stores = _OWN_STORES if alone or config.max_restarts else {}
+    on_loopback = {ON_LOOPBACK: "1", **(_LOOPBACK if sys.platform == "linux" else {})} if alone else {}
+    on_loopback = {name: os.environ.get(name, value) for name, value in on_loopback.items()}
+    meeting = temporary_folder(_MEETING) if alone else nullcontext()
+    with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir), meeting as meeting_folder:
+        agent = _Agent(_elastic_config(config, logs, nodes, meeting_folder, one_gpu_each), resolved)
+        added = _added_to_environment({**environment, **own_stores, **on_loopback, **told}, one_gpu_each)
         with added, _Forwarding() as forwarding:
             agent.start()
             idle_s = 0.0
@@ -103,7 +112,12 @@ def launch(
     return forwarding.received
 
 
-def _elastic_config(config: LaunchConfig, logs: RankLogs, nodes: Nodes, one_gpu_each: bool) -> ElasticConfig:
+def _elastic_config(
+    config: LaunchConfig, logs: RankLogs, nodes: Nodes, meeting: Path | None, one_gpu_each: bool
+) -> ElasticConfig:
+    """With a folder for it, nodes meet at a file there: nothing listens, and nobody else may write it."""
+    meets: dict[str, Any] = {"timeout": MEETING_S, "read_timeout": MEETING_S}
+    meets |= {"store_type": "file"} if meeting else {"is_host": str(nodes.is_first)}
     elastic = ElasticConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -111,8 +125,8 @@ def _elastic_config(config: LaunchConfig, logs: RankLogs, nodes: Nodes, one_gpu_
         logs_specs=logs,
         run_id=nodes.job,
         rdzv_backend="c10d",
-        rdzv_endpoint=nodes.endpoint,
-        rdzv_configs={"timeout": MEETING_S, "read_timeout": MEETING_S, "is_host": str(nodes.is_first)},
+        rdzv_endpoint=str(meeting / "nodes") if meeting else nodes.endpoint,
+        rdzv_configs=meets,
         local_addr="localhost" if nodes.count == 1 else None,
         max_restarts=config.max_restarts,
         virtual_local_rank=one_gpu_each,

@@ -159,7 +159,7 @@ def _hop(
 
 def _later(time: Array | float, period: float) -> Array:
     """The same moment of the first period from 0 on."""
-    return np.asarray(np.mod(time + NOTHING * period, period) - NOTHING * period)
+    return np.asarray(time - np.floor(time / period + NOTHING) * period)
 
 
 def _first_least(values: Array, axis: int) -> npt.NDArray[np.intp]:

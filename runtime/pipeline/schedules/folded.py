@@ -29,7 +29,7 @@ LONGER = 1.03
 """Factor by which periods grow until a block keeps no more than it may."""
 SLOWER_LEGS = ((0.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0))
 """Legs of a block that may take longer than they must, where memory allows."""
-SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)
 """Of the longest time that such a leg could take from rank to rank."""
 
 
@@ -132,7 +132,7 @@ class _Rank:
         if action.kind == "F":
             self.kept += 1
         else:
-            self.owed.append(action._replace(kind="W"))
+            self.owed.append(Action("W", action.stage, action.micro_batch))
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Rules:
             if work[0] == "F" and not self._fits(rank, place):
                 arrival = math.inf
             if arrival > now:
-                soon = min(soon, arrival)
+                soon = arrival if arrival < soon else soon
             elif not place or soon - now >= self.patience * self.seconds[work[0]][work[1]]:
                 return Action(*work, number), place, math.inf
             if not place and owed and soon - now >= self.patience * self.seconds["W"][owed.stage]:

@@ -35,6 +35,11 @@ class PartCost(NamedTuple):
     def total(self) -> float:
         return self.forward + self.inputs + self.weights
 
+    def taking(self, total: float) -> PartCost:
+        """The part with another total, of which all three have their shares."""
+        by = total / self.total if self.total else 0.0
+        return PartCost(self.letter, self.forward * by, self.inputs * by, self.weights * by)
+
 
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
     """Letter and milliseconds of each part, forward and backward together, from times that were measured.

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config import ConfigError, DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.dispatch_rules import dispatcher_of
 from graphmoe.layout import Layout
 from graphmoe.pipeline_balance import balanced_layout
-from graphmoe.pipeline_costs import measured_parts
+from graphmoe.pipeline_costs import measured_parts, stage_costs
 from graphmoe.pipeline_layout import StagePieces, needs_embedding, parse_layout, pieces_of, short_layout
-from graphmoe.projection.part_times import default_layout
+from graphmoe.projection.hardware import GPUS_PER_NODE
+from graphmoe.projection.part_times import default_layout, modelled_message, modelled_parts
 from runtime.pipeline.actions import Placement, Table
-from runtime.pipeline.schedules import SCHEDULES, make_table, schedule_rules
+from runtime.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
+from runtime.pipeline.simulate import Costs
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class PipelinePlan:
     """What each stage has, as `graphmoe.pipeline_layout` writes it."""
     stages: tuple[StagePieces, ...]
     table: Table
+    costs: Costs
+    """Modelled or given times of the stages, which the tables of some schedules follow."""
     embed_on: tuple[int, ...]
     """Places along pp that hold the embedding."""
 
@@ -70,19 +75,24 @@ def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
     if problems := [*_schedule_problems(config, layout)]:
         raise ConfigError("; ".join(problems))
     pipeline, model = config.pipeline, config.model
-    count = num_micro_batches(config, layout)
-    table = make_table(
-        pipeline.schedule, layout.pp, count, pipeline.virtual_stages, overlap=pipeline.ep_overlap
-    )
-    placement = table.placement
+    placement = placement_of(pipeline.schedule, layout.pp, pipeline.virtual_stages)
     text = pipeline.layout or _balanced(config, placement)
     stages = pieces_of(text, model.num_layers, model.mtp_depth, placement.num_stages)
+    costs = _costs(config, layout, text)
+    table = make_table(
+        pipeline.schedule,
+        layout.pp,
+        num_micro_batches(config, layout),
+        pipeline.virtual_stages,
+        overlap=pipeline.ep_overlap,
+        costs=costs,
+    )
     embeds = (
         placement.rank_of[number]
         for number, stage in enumerate(stages)
         if needs_embedding(stage, tied=model.tie_embeddings)
     )
-    return PipelinePlan(text, stages, table, tuple(sorted(set(embeds))))
+    return PipelinePlan(text, stages, table, costs, tuple(sorted(set(embeds))))
 
 
 def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:
@@ -93,16 +103,50 @@ def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:
 
 def _balanced(config: RunConfig, placement: Placement) -> str:
     """The layout of a run that names none. *Raises* ConfigError."""
-    costs, model, seq_len = config.pipeline.costs, config.model, config.data.seq_len or 1
-    if not costs:
-        return default_layout(model, seq_len, placement.rank_of)
+    if not config.pipeline.costs:
+        return default_layout(config.model, config.data.seq_len or 1, placement.rank_of)
     try:
-        given = dict(map(_cost, costs))
-        if len(given) < len(costs):
-            raise ConfigError("a part has several times; give it one")
-        return balanced_layout(measured_parts(model, given), placement.rank_of)
+        return balanced_layout(_given_parts(config), placement.rank_of)
     except ConfigError as error:
-        raise ConfigError(f"pipeline.costs={costs}: {error}") from error
+        raise ConfigError(f"pipeline.costs={config.pipeline.costs}: {error}") from error
+
+
+def expert_ranks(model: ModelConfig, layout: Layout) -> int:
+    """Ranks that share the experts, for the times of stages: some of a node, or some of several nodes."""
+    ranks = layout.size("ep_etp")
+    alike = ranks if ranks == 1 else GPUS_PER_NODE if ranks <= GPUS_PER_NODE else 2 * GPUS_PER_NODE
+    return min(alike, model.num_experts) or 1
+
+
+def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
+    """Times of the stages of a layout string, which follow from the configuration: all ranks have the same.
+
+    With pipeline.costs the parts take what was measured, and of that F, I and W the modelled shares.
+    """
+    model, seq_len, again = config.model, config.data.seq_len or 1, config.recompute
+    is_joint = dispatcher_of(config.moe, config.parallel) is DispatcherChoice.alltoall
+    ranks = expert_ranks(model, layout)
+    parts = modelled_parts(model, seq_len, again, expert_ranks=ranks, joint_experts=is_joint)
+    message = modelled_message(model, seq_len)
+    if config.pipeline.costs:
+        before = sum(part.total for part in parts)
+        parts = [part.taking(ms) for part, (_, ms) in zip(parts, _given_parts(config), strict=True)]
+        message *= sum(part.total for part in parts) / before
+    if not config.compile.enabled:
+        parts = [part._replace(inputs=part.inputs + part.weights, weights=0.0) for part in parts]
+    stages = stage_costs(parse_layout(text), parts)
+    forward, inputs, weights = (
+        tuple(getattr(stage, kind) for stage in stages) for kind in ("forward", "inputs", "weights")
+    )
+    return Costs(forward, inputs, weights, message)
+
+
+def _given_parts(config: RunConfig) -> list[tuple[str, float]]:
+    """Letters and milliseconds by pipeline.costs. *Raises* ConfigError."""
+    given = dict(map(_cost, config.pipeline.costs))
+    if len(given) < len(config.pipeline.costs):
+        raise ConfigError("a part has several times; give it one")
+    return measured_parts(config.model, given)
 
 
 def _cost(entry: str) -> tuple[str, float]:

@@ -58,11 +58,15 @@ def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:
     """One object for a schedule or a layout; for several timelines a list of such, ``schedules``."""
-    layouts = [layout_document(plan) for plan in plans] or [{} for _ in panels]
+    layouts = [_plan_document(plan) for plan in plans] or [{} for _ in panels]
     timelines = [timeline_document(panel) for panel in panels] or [{}]
     entries = [{**layout, **timeline} for layout, timeline in zip(layouts, timelines, strict=True)]
     shown = entries[0] if len(entries) == 1 else {"schedules": entries}
     return {**shown, "pictures": [str(path) for path in pictures]} if pictures else shown
+
+
+def _plan_document(plan: Plan) -> dict[str, Any]:
+    return {**layout_document(plan), **({"slower_than_1f1b": plan.slower} if plan.panel else {})}
 
 
 def makespan_in_words(args: ViewArgs) -> str:
@@ -80,6 +84,7 @@ def text(plans: list[Plan], panels: list[Panel], pictures: list[Path], makespan:
     layouts = {(plan.layout, plan.placement): plan for plan in plans if plan.layout is not None}
     shown: list[RenderableType] = [layout_table(plan) for plan in layouts.values()]
     shown += [timeline_table(panel) for panel in panels]
+    shown += [Text(plan.slower, "yellow") for plan in plans if plan.slower]
     if panels:
         shown.append(Text(makespan))
     shown += [Text(f"written: {path}") for path in pictures]

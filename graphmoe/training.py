@@ -33,6 +33,7 @@ from graphmoe.layout import Layout
 from graphmoe.logs import console
 from graphmoe.metrics_file import METRICS_FILE, read_rows, summarise
 from graphmoe.model.attention import check_backend
+from graphmoe.pipeline_comparison import run_slower_than_1f1b
 from graphmoe.progress import Progress
 from graphmoe.projected_memory import write_projected_memory
 from graphmoe.report import PROG
@@ -52,7 +53,6 @@ from runtime.dispatch.vendors import check_dispatcher
 from runtime.host.environment import HostLine, set_environment
 from runtime.host.tuning import log_host, start_host
 from runtime.launch.failures import RunFailed
-from runtime.pipeline.schedules import SCHEDULES
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +134,13 @@ def warn_of_unused(config: RunConfig, world: World) -> None:
         for key in ("schedule", "virtual_stages", "microbatches", "layout", "costs"):
             if (value := getattr(config.pipeline, key)) != getattr(PipelineConfig(), key):
                 log.warning("pipeline.%s=%s has no effect with parallel.pp=1", key, value)
-    elif SCHEDULES[config.pipeline.schedule].splits_backward and not config.compile.enabled:
+    elif config.pipeline.schedule == "zb1p" and not config.compile.enabled:
         log.warning(
-            "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: ranks wait as "
-            "with 1f1b or longer; use 1f1b, or compile.enabled=true",
-            config.pipeline.schedule,
+            "pipeline.schedule=zb1p splits the backward, which compile.enabled=false does not: ranks wait as "
+            "with 1f1b; use 1f1b, or compile.enabled=true"
         )
+    if world.is_first and (slower := run_slower_than_1f1b(config, world.size)):
+        log.warning("pipeline.schedule=%s", slower)
     dispatcher = dispatcher_of(config.moe, config.parallel)
     has_effect = {
         "receive_budget": reads_peers(config.moe, config.parallel),

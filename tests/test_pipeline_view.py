@@ -17,6 +17,7 @@ from graphmoe.config import ConfigError
 from graphmoe.pipeline_pictures.plans import load_preset
 from graphmoe.pipeline_pictures.sources import median_costs
 from graphmoe.projection.part_times import modelled_parts
+from runtime.pipeline.actions import Placement
 from runtime.pipeline.recording_file import FILE_NAME, write
 from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.simulate import Costs, simulate
@@ -79,6 +80,23 @@ def test_virtual_stages_share_the_cost_of_a_rank(name, capsys):
     assert found["virtual_stages"] == SCHEDULES[name].virtual_stages[0] and found["microbatches"] == 16
     for actions in found["actions"]:
         assert sum(action["end"] - action["start"] for action in actions) == pytest.approx(16 * (8 + 4 + 2))
+
+
+def test_a_schedule_that_is_slower_than_1f1b_is_said_to_be(capsys):
+    words = ["schedule=zbv,v_min", "stages=8", "cost.f=1000", "cost.b=2300", "cost.w=600"]
+    none, said = (found["slower_than_1f1b"] for found in document(capsys, *words)["schedules"])
+    assert none is None and said.startswith("v_min is slower than 1f1b by simulation: bubble ")
+    assert said in " ".join(shown(capsys, *words).split())
+    assert "slower_than_1f1b" not in document(capsys, "layout=Et|tL", "stages=2")
+
+
+@pytest.mark.parametrize("name", ["zbv", "v_half", "v_min"])
+def test_a_table_on_a_v_is_made_for_the_costs_that_are_given(name, capsys):
+    found = document(
+        capsys, f"schedule={name}", "stages=4", "cost.f=3", "cost.b=4", "cost.w=1", "cost.comm=0.1"
+    )
+    costs = Costs.of_rank(Placement.folded(4), 3, 4, 1, comm=0.1)
+    assert found["makespan"] == simulate(make_table(name, 4, 16, costs=costs), costs).makespan
 
 
 def test_several_schedules_are_a_list_in_the_order_that_was_asked(capsys):

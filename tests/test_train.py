@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 
 import numpy as np
@@ -137,15 +138,32 @@ def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
 
 def test_a_pipeline_that_is_none_and_backwards_that_are_not_split_are_named(caplog):
     warn_of_unused(config("pipeline.costs=[moe:1]", "pipeline.virtual_stages=2"), World())
-    for schedule in ("v_min", "1f1b"):
+    for schedule in ("zb1p", "1f1b"):
         words = ("parallel.pp=2", f"pipeline.schedule={schedule}", "launch.nproc=2")
-        warn_of_unused(config(*words), World())
+        warn_of_unused(config(*words), of_size(2))
     assert caplog.messages == [
         "pipeline.virtual_stages=2 has no effect with parallel.pp=1",
         "pipeline.costs=['moe:1'] has no effect with parallel.pp=1",
-        "pipeline.schedule=v_min splits the backward, which compile.enabled=false does not: ranks wait as "
-        "with 1f1b or longer; use 1f1b, or compile.enabled=true",
+        "pipeline.schedule=zb1p splits the backward, which compile.enabled=false does not: ranks wait as "
+        "with 1f1b; use 1f1b, or compile.enabled=true",
     ]
+
+
+def of_size(num_ranks: int) -> World:
+    world = World()
+    world.size = num_ranks
+    return world
+
+
+def test_a_schedule_that_loses_to_1f1b_is_named_with_its_bubble_and_the_best_one(caplog):
+    """Uncompiled W comes with I, and V-min has too little memory for that."""
+    words = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global_batch_size=64")
+    for schedule in ("zbv", "v_min", "1f1b"):
+        warn_of_unused(config(*words, f"pipeline.schedule={schedule}"), of_size(4))
+    (message,) = caplog.messages
+    bubbles = [float(number) for number in re.findall(r"bubble ([\d.]+)%", message)]
+    assert message.startswith("pipeline.schedule=v_min is slower than 1f1b by simulation: bubble ")
+    assert bubbles[0] > bubbles[1] > 0 and "with 2.5 activations, 1f1b bubble" in message
 
 
 def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):

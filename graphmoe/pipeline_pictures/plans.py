@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from graphmoe.cli import nearest
 from graphmoe.config import ConfigError, ModelConfig
+from graphmoe.pipeline_comparison import slower_than_1f1b
 from graphmoe.pipeline_costs import PartCost, stage_costs
 from graphmoe.pipeline_layout import StagePieces, parse_layout, pieces_of
 from graphmoe.pipeline_pictures.arguments import CostKeys, ViewArgs
@@ -23,8 +24,9 @@ from graphmoe.pipeline_pictures.bars import Panel
 from graphmoe.pipeline_pictures.sources import modelled_costs
 from graphmoe.projection.part_times import default_layout, modelled_parts
 from runtime.pipeline.actions import Placement
-from runtime.pipeline.schedules import SCHEDULES, make_table
+from runtime.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
 from runtime.pipeline.simulate import Costs, simulate
+from runtime.pipeline.timeline import Timeline
 
 DEFAULT_RANKS, DEFAULT_COST = 4, 1000.0
 _WORDS = {
@@ -49,12 +51,15 @@ class Plan:
     """Of the layout."""
     costs: tuple[PartCost, ...] = ()
     """Seconds of one sequence by stage, where a model is given."""
+    slower: str | None = None
+    """What to use in the place of a schedule that is slower than 1f1b."""
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:
     """The plan of the schedule in this place of the list. *Raises* ConfigError in the tool's words."""
     try:
-        return _make_plan(args, place)
+        plan = _make_plan(args, place)
+        return plan if plan.panel is None or args.overlap else replace(plan, slower=_slower(args, plan))
     except ConfigError as error:
         message = str(error)
         for key, word in _WORDS.items():
@@ -113,11 +118,13 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
     model = None if args.model is None else load_preset(args.model)
     layout = None if args.layout is None else _unquoted(args.layout)
     num_ranks, virtual = _sizes(args, place, name, layout)
-    table = None
-    if name is not None:
-        num_micro_batches = args.microbatches or 4 * num_ranks
-        table = make_table(name, num_ranks, num_micro_batches, virtual, overlap=args.overlap)
-    placement = Placement.loop(num_ranks, virtual) if table is None else table.placement
+    sizes = num_ranks, args.microbatches or 4 * num_ranks, virtual
+    if name is None:
+        placement = Placement.loop(num_ranks, virtual)
+    elif problems := [*schedule_rules(name, *sizes, overlap=args.overlap)]:
+        raise ConfigError("\n  ".join(problems))
+    else:
+        placement = placement_of(name, num_ranks, virtual)
     if layout is None and model is not None:
         layout = default_layout(model, args.seq_len, placement.rank_of)
     stages: tuple[StagePieces, ...] = ()
@@ -129,12 +136,33 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
         mtp_depth = letters.count("m") if model is None else model.mtp_depth
         stages = pieces_of(layout, num_layers, mtp_depth, num_ranks * virtual, key="layout")
         costs = [] if model is None else stage_costs(pieces, modelled_parts(model, args.seq_len))
-    if table is None:
+    if name is None:
         return Plan(placement, None, layout, stages, tuple(costs))
-    timeline = simulate(table, _costs(args.cost, placement, costs))
-    words = [table.schedule, *([f"{virtual} stages a rank"] if virtual > 1 else [])]
+    of_stages = _costs(args.cost, placement, costs)
+    timeline = simulate(make_table(name, *sizes, overlap=args.overlap, costs=of_stages), of_stages)
+    words = [name, *([f"{virtual} stages a rank"] if virtual > 1 else [])]
     panel = Panel(", ".join([*words, *(["overlap"] if args.overlap else [])]), timeline, "")
     return Plan(placement, panel, layout, stages, tuple(costs))
+
+
+def _slower(args: ViewArgs, plan: Plan) -> str | None:
+    """Whether 1f1b would be faster on as many ranks, and what to use."""
+    assert plan.panel is not None
+    shown = plan.panel.timeline
+
+    def timeline_of(name: str) -> Timeline | None:
+        if name == shown.schedule:
+            return shown
+        other = replace(
+            args, schedule=[name], virtual_stages=None, layout=None, stages=plan.placement.num_ranks
+        )
+        try:
+            panel = _make_plan(other, 0).panel
+        except ConfigError:
+            return None
+        return panel.timeline if panel else None
+
+    return slower_than_1f1b(shown.schedule, timeline_of)
 
 
 def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> tuple[int, int]:

@@ -7,11 +7,12 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from graphmoe.config import RunConfig
+from graphmoe.config import DispatcherChoice, RunConfig
 from graphmoe.layout import Axis, Layout
 from graphmoe.pipeline_layout import StagePieces, all_pieces
-from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches, plan_of
+from graphmoe.pipeline_plan import PipelinePlan, expert_ranks, num_micro_batches, plan_of
 from graphmoe.projection.activations import stage_activations
 from graphmoe.projection.buffers import communication_bytes, own_buffer_bytes
 from graphmoe.projection.candidates import Again, Shape
@@ -36,9 +37,23 @@ from runtime.pipeline.walk import Walk
 
 FILLING = 2
 """Micro-batches for each rank of a pipeline after which no schedule keeps more than before."""
-FASTER = 0.003
+FASTER, FASTER_ON_A_V = 0.003, 0.04
 """Share of a makespan by which a long table may be faster than its first micro-batches let expect; 0.001 was
-the most that was seen."""
+the most that was seen, 0.027 on a V."""
+
+
+class _Follows(NamedTuple):
+    """Of a candidate what costs of its stages depend on, beside model and length of sequences."""
+
+    dispatcher: DispatcherChoice
+    ranks: int
+    """That share the experts."""
+    number: int
+    """Of the kind of recompute."""
+
+
+_NO_COSTS = _Follows(DispatcherChoice.local, 1, 0)
+"""For tables that follow none."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ class Plan:
             table.num_micro_batches + len(self.places),
             virtual_stages,
             overlap=any(isinstance(step, Together) for step in table.ranks[-1]),
+            costs=self.pipeline.costs,
         )
         return [Walk(table), Walk(more)]
 
@@ -99,13 +115,14 @@ class Estimates:
             found += size * (both + (both * (ranks > 1) + main + 2 * FP32) / ranks)
         return found / layout.pp
 
-    def plan(self, shape: Shape, schedule: str, virtual_stages: int | None) -> Plan:
+    def plan(self, shape: Shape, schedule: str, virtual_stages: int | None, number: int) -> Plan:
         """The pipeline of a candidate. *Raises* ConfigError for one that there is not."""
-        count = num_micro_batches(shape.config, shape.layout)
-        most = FILLING * shape.layout.pp
-        return self._plan(
-            shape.layout.pp, schedule, virtual_stages, min(count, most + count % shape.layout.pp)
-        )
+        pp, count = shape.layout.pp, num_micro_batches(shape.config, shape.layout)
+        follows = _NO_COSTS
+        if schedule in SCHEDULES and SCHEDULES[schedule].is_folded:
+            ranks = expert_ranks(self.model, shape.layout)
+            follows = _Follows(shape.config.moe.dispatcher, ranks, number)
+        return self._plan(pp, schedule, virtual_stages, min(count, FILLING * pp + count % pp), follows)
 
     def memory(self, shape: Shape, plan: Plan, number: int) -> tuple[int, dict[str, float]]:
         """The place that needs most, and its bytes by kind."""
@@ -161,7 +178,8 @@ class Estimates:
         short, longer = (walk.makespan(costs) for walk in plan.walks)
         of_each = (longer - short) / len(plan.places)
         more = count - plan.walks[0].num_micro_batches
-        makespan = (short + more * of_each) * (1 - FASTER)
+        is_folded = SCHEDULES[plan.pipeline.table.schedule].is_folded
+        makespan = (short + more * of_each) * (1 - (FASTER_ON_A_V if is_folded else FASTER))
         return self._with_update(shape, plan, makespan)
 
     def _with_update(self, shape: Shape, plan: Plan, makespan: float) -> float:
@@ -191,13 +209,19 @@ class Estimates:
         if like not in self._sizes:
             self._sizes[like] = shape.config, Sizes.of(shape.config, shape.layout, on_nvidia=self.on_nvidia)
 
-    def _make_plan(self, pp: int, schedule: str, virtual_stages: int | None, count: int) -> Plan:
-        config = self.config
+    def _make_plan(
+        self, pp: int, schedule: str, virtual_stages: int | None, count: int, follows: _Follows
+    ) -> Plan:
+        config = replace(
+            self.config,
+            moe=replace(self.config.moe, dispatcher=follows.dispatcher),
+            recompute=self.again[follows.number].config,
+        )
         pipeline = replace(
             config.pipeline, schedule=schedule, virtual_stages=virtual_stages, microbatches=None
         )
         train = replace(config.train, global_batch_size=count * config.train.micro_batch_size)
-        found = plan_of(replace(config, train=train, pipeline=pipeline), Layout(pp=pp))
+        found = plan_of(replace(config, train=train, pipeline=pipeline), Layout(pp=pp, ep=follows.ranks))
         stages = found.stages if found else (self._all,)
         places = tuple(found.placement.stages_of(place) if found else (0,) for place in range(pp))
         return Plan(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from graphmoe.config import ComputeDtype, DispatcherChoice, ModelConfig, RecomputeConfig, RunConfig
-from graphmoe.layout import ALONE
+from graphmoe.layout import Layout
 from graphmoe.pipeline_balance import balanced_layout
 from graphmoe.pipeline_costs import PartCost
 from graphmoe.projection.hardware import H200
@@ -21,6 +22,8 @@ from graphmoe.projection.segment_times import (
 from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.speeds import Speeds
 
+NOTHING_AGAIN = RecomputeConfig()
+
 
 def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> str:
     """The layout whose busiest rank takes least, by `modelled_parts`. ``rank_of`` says where each stage is.
@@ -30,31 +33,53 @@ def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> 
     return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
 
 
-def modelled_parts(model: ModelConfig, seq_len: int) -> list[PartCost]:
+def modelled_parts(
+    model: ModelConfig,
+    seq_len: int,
+    recompute: RecomputeConfig = NOTHING_AGAIN,
+    *,
+    expert_ranks: int = 1,
+    joint_experts: bool = False,
+) -> list[PartCost]:
     """Seconds of one sequence in each part, in the order of the model: E, layers, MTP layers, L.
 
-    Those of an H200 that has the part whole, from a step's second micro-batch on, without recompute and
-    without exchange between ranks: a layout is the same on every card and for every way to share out layers.
-    Head and loss of all depths are in L, where a pipeline has them.
+    Those of an H200 that has the part whole, but for experts that ``expert_ranks`` share, from a step's
+    second micro-batch on: they are the same on every card. Head and loss of all depths are in L, where a
+    pipeline has them. With ``joint_experts`` the experts' weight gradients come with those of their inputs.
     """
+    sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
+    depths = model.mtp_depth
+
+    @functools.cache
+    def layer(is_dense: bool, is_named: bool) -> list[SegmentTime]:
+        like = RecomputeConfig() if recompute.layer_ids and not is_named else replace(recompute, layer_ids=[])
+        index = 0 if is_dense else model.num_dense_layers
+        return layer_times(sizes, speeds, like, index, host_counts=joint_experts, hidden=0.0)
+
+    layers = [
+        layer(index < model.num_dense_layers, index in recompute.layer_ids)
+        for index in range(model.num_layers + depths)
+    ]
+    return [
+        _part("E", [embed_time(sizes, speeds)]),
+        *(_part("t", times) for times in layers[: model.num_layers]),
+        *(_part("m", [*times, join_time(sizes, speeds)]) for times in layers[model.num_layers :]),
+        _part("L", [head_time(sizes, speeds, depths + 1)]),
+    ]
+
+
+def modelled_message(model: ModelConfig, seq_len: int) -> float:
+    """Seconds that the state of one sequence takes from such a card to one of another node."""
+    sizes, speeds = _on_a_card(model, seq_len)
+    return speeds.pass_on(sizes.state, in_node=False)
+
+
+def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple[Sizes, Speeds]:
     run = RunConfig(model=model)
     run.data.seq_len, run.train.micro_batch_size = seq_len, 1
     run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, DispatcherChoice.local
-    sizes = Sizes.of(run, ALONE, on_nvidia=True)
-    speeds = Speeds(H200, default_rates(H200), adding=1.0)
-
-    @functools.cache
-    def layer(is_dense: bool) -> list[SegmentTime]:
-        index = 0 if is_dense else model.num_dense_layers
-        return layer_times(sizes, speeds, RecomputeConfig(), index, host_counts=False, hidden=0.0)
-
-    depths = model.mtp_depth
-    return [
-        _part("E", [embed_time(sizes, speeds)]),
-        *(_part("t", layer(index < model.num_dense_layers)) for index in range(model.num_layers)),
-        *[_part("m", [*layer(False), join_time(sizes, speeds)]) for _ in range(depths)],
-        _part("L", [head_time(sizes, speeds, depths + 1)]),
-    ]
+    layout = Layout(ep=expert_ranks)
+    return Sizes.of(run, layout, on_nvidia=True), Speeds(H200, default_rates(H200), adding=1.0)
 
 
 def _part(letter: str, times: Sequence[SegmentTime]) -> PartCost:

@@ -169,8 +169,9 @@ class _Search:
         for name, virtual_stages in self.tried.schedules(shape.layout.pp):
             of_schedule = self.tried.schedule_words(shape.layout.pp, name, virtual_stages)
             words = " ".join(filter(None, (shape.words, of_schedule)))
+            plan = functools.partial(self.estimates.plan, shape, name, virtual_stages)
             try:
-                plan = self.estimates.plan(shape, name, virtual_stages)
+                plan(numbers[0])
             except ConfigError as error:
                 yield Rejected(words, without_advice(str(error)))
                 continue
@@ -178,7 +179,9 @@ class _Search:
             config = replace(shape.config, pipeline=pipeline)
             yield from self._of_plan(replace(shape, words=words, config=config), plan, numbers)
 
-    def _of_plan(self, shape: Shape, plan: Plan, numbers: list[int]) -> Iterator[Fitting | Rejected]:
+    def _of_plan(
+        self, shape: Shape, plan_of: Callable[[int], Plan], numbers: list[int]
+    ) -> Iterator[Fitting | Rejected]:
         least: Rejected | None = None
         is_found = False
         for number in numbers:
@@ -189,6 +192,7 @@ class _Search:
             if problems:
                 least = least or Rejected(words, "; ".join(map(without_advice, problems)))
                 continue
+            plan = plan_of(number)
             place, memory = self.estimates.memory(shape, plan, number)
             total = sum(memory.values()) / 1e9
             if total <= self.card.memory_gb:

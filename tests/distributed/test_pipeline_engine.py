@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime.pipeline.actions import Placement
 from runtime.pipeline.recording_file import timeline_of
 from runtime.pipeline.schedules import forward_only, make_table
+from runtime.pipeline.simulate import Costs
 from runtime.pipeline.validate import peak_activations
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy_pipeline import Case, Recorded, in_one_process
@@ -31,6 +33,10 @@ def cases_of(num_ranks):
         found[f"{name}, messages of two tensors"] = Case(table, defers=name in SPLIT, sums=True)
         found[f"{name}, W not put off"] = Case(table)
         found |= {f"{name}, evaluates {many}": Case(table, sums=True, evaluates=many) for many in (1, 6)}
+    short = Costs.of_rank(Placement.folded(num_ranks), 1, 2.3, 0.3, comm=0.02)
+    for name in ("zbv", "v_half", "v_min"):
+        table = make_table(name, num_ranks, 5, costs=short)
+        found[f"{name}, short weight gradients"] = Case(table, defers=True)
     if num_ranks == 4:
         two = ((0, 2), (3, 1))
         for name in ("1f1b", "zbv"):

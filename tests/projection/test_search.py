@@ -14,11 +14,12 @@ from graphmoe.config_rules import check, resolve
 from graphmoe.projection.arguments import ProjectArgs, completed, fixed_keys
 from graphmoe.projection.candidates import TRIED_SCHEDULES, Candidates
 from graphmoe.projection.document import MEMORY_ERROR, project
-from graphmoe.projection.estimates import FASTER
+from graphmoe.projection.estimates import FASTER, FASTER_ON_A_V
 from graphmoe.projection.hardware import CARDS
 from graphmoe.projection.page import write_search
 from graphmoe.projection.search import search
 from graphmoe.projection.search_table import render_search
+from runtime.pipeline.actions import Placement
 from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.simulate import Costs, simulate
 from runtime.pipeline.validate import in_flight
@@ -278,3 +279,14 @@ def test_micro_batches_that_a_table_has_not_are_no_faster_than_its_last(name, vi
         )
         short, longer, long = (Walk(table).makespan(costs) for table in tables)
         assert short + 5 * (longer - short) <= long * (1 + FASTER)
+
+
+@pytest.mark.parametrize("ratio", [(1, 1, 0.5), (1, 2.2, 0.3), (1, 1.3, 2.1), (1, 1.6, 0.9)])
+@pytest.mark.parametrize("name", [name for name, line in SCHEDULES.items() if line.is_folded])
+def test_short_tables_that_follow_costs_stand_for_long_ones(name, ratio):
+    for num_ranks in (3, 4, 6):
+        costs = Costs.of_rank(Placement.folded(num_ranks), *ratio, comm=0.02)
+        tables = [make_table(name, num_ranks, each * num_ranks, costs=costs) for each in (2, 3, 7)]
+        assert [*map(set, in_flight(tables[0]))] == [*map(set, in_flight(tables[2]))]
+        short, longer, long = (Walk(table).makespan(costs) for table in tables)
+        assert short + 5 * (longer - short) <= long * (1 + FASTER_ON_A_V)

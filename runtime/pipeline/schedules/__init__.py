@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from graphmoe.config import ConfigError
-from runtime.pipeline.actions import Table
+from runtime.pipeline.actions import Placement, Table
 from runtime.pipeline.schedules.alternating import interleaved, one_forward_one_backward
 from runtime.pipeline.schedules.folded import v_half, v_min, zbv
 from runtime.pipeline.schedules.forward_first import forward_only, gpipe
 from runtime.pipeline.schedules.zero_bubble import zb1p
+from runtime.pipeline.simulate import Costs
 
-Build = Callable[[int, int, int], Table]
-"""Of the number of ranks, of micro-batches, and of virtual stages of each rank."""
+Build = Callable[..., Table]
+"""Of the number of ranks, of micro-batches, and of virtual stages of each rank, on a V of ``costs`` too."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Schedule:
     """The fewest and the most on each rank; None: any number."""
     splits_backward: bool = False
     """Whether tables have I and W in the place of B."""
+    is_folded: bool = False
+    """Whether stages lie on a V, on which tables follow the costs of stages; others go round the ranks."""
     build_overlapped: Build | None = None
     """Makes the table whose forwards and backwards run together, where there is one."""
 
@@ -51,25 +54,28 @@ SCHEDULES = {
     ),
     "zbv": Schedule(
         zbv,
-        "two stages on each rank, there and back: hardly a bubble, with the activations of 1f1b",
+        "two stages on each rank, there and back: least bubble, with the activations of 1f1b",
         virtual_stages=(2, 2),
         splits_backward=True,
+        is_folded=True,
     ),
     "v_half": Schedule(
         v_half,
         "zbv with half of the activations and some bubble",
         virtual_stages=(2, 2),
         splits_backward=True,
+        is_folded=True,
     ),
     "v_min": Schedule(
         v_min,
         "zbv with a third of the activations and more bubble",
         virtual_stages=(2, 2),
         splits_backward=True,
+        is_folded=True,
     ),
 }
 
-__all__ = ["SCHEDULES", "Schedule", "forward_only", "make_table", "schedule_rules"]
+__all__ = ["SCHEDULES", "Schedule", "forward_only", "make_table", "placement_of", "schedule_rules"]
 
 
 def make_table(
@@ -79,9 +85,11 @@ def make_table(
     virtual_stages: int | None = None,
     *,
     overlap: bool = False,
+    costs: Costs | None = None,
 ) -> Table:
     """The table of a schedule; with None for the fewest virtual stages that it takes.
 
+    On a V it follows ``costs``, by default F, I and W that take equally long; other tables do not.
     With ``overlap`` a forward and a backward that a rank has to do in steady state become one `Together`, of
     two micro-batches: longer warm-ups make all pairs independent.
 
@@ -93,7 +101,16 @@ def make_table(
     schedule = SCHEDULES[name]
     build = schedule.build_overlapped if overlap else schedule.build
     assert build
-    return build(num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0])
+    sizes = num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0]
+    return build(*sizes, costs=costs) if schedule.is_folded else build(*sizes)
+
+
+def placement_of(name: str, num_ranks: int, virtual_stages: int | None = None) -> Placement:
+    """Where a schedule has its stages, as its tables say."""
+    schedule = SCHEDULES[name]
+    if schedule.is_folded:
+        return Placement.folded(num_ranks)
+    return Placement.loop(num_ranks, virtual_stages or schedule.virtual_stages[0])
 
 
 def schedule_rules(

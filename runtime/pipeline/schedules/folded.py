@@ -2,168 +2,220 @@
 
 Sources: "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 6, for ZB-V; "Pipeline Parallelism
 with Controllable Memory" (arXiv 2405.15362), sections 2 and 3, for V-half, V-min and the way in which all
-three are made: a building block says when each rank does what for one micro-batch, the next micro-batch
-follows as much later as one keeps a rank busy, and the gaps at both ends are squeezed out. The times of the
-blocks and the squeezing are derived here. Both count F, I and W as equally long: with other costs the tables
-run, with a larger bubble.
+three are made: a block says when each rank does what for one micro-batch (`blocks`), and each rank takes what
+is next in the blocks of all micro-batches as soon as it can. Blocks follow the costs of the stages, and so
+does what fills the time between.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import heapq
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from runtime.pipeline.actions import Action, Kind, Placement, Table
-from runtime.pipeline.dependencies import needs
+from runtime.pipeline.schedules.blocks import Block, Work, block_of, busy
+from runtime.pipeline.simulate import Costs
 
-PERIOD = 6
-"""F, I and W of two stages: how much later each micro-batch follows, in times of one of them."""
-
-
-class Block(NamedTuple):
-    """The times of one micro-batch, in legs: forward there and back, backward there and back."""
-
-    steps: tuple[int, int, int, int]
-    """From rank to rank, on each leg. A rank keeps less, the shorter their sum."""
-    waits: tuple[int, int, int]
-    """Between legs. They keep a rank's four actions apart, of whichever micro-batch; which ones do depends on
-    the length of legs."""
-
-
-FAST = Block((1, 1, 5, 1), (0, 1, 1))
+FILLING = 2
+"""Micro-batches for each rank with which blocks are compared: the same block is taken for more of them."""
+PATIENCE = (0.25, 0.75)
+"""What is compared too: a rank waits for what arrives within such a share of what its other work takes."""
+LONGER = 1.03
+"""Factor by which periods grow until a block keeps no more than it may."""
+SLOWER_LEGS = ((0.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0))
+"""Legs of a block that may take longer than they must, where memory allows."""
+SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)
+"""Of the longest time that such a leg could take from rank to rank."""
 
 
-def zbv(num_ranks: int, num_micro_batches: int, virtual_stages: int = 2) -> Table:
-    """ZB-V: ends when the last rank has waited for its first forward only, and keeps what 1F1B keeps.
+def zbv(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, costs: Costs | None = None
+) -> Table:
+    """ZB-V keeps what 1F1B keeps. With F = I = W the last rank waits for its first forward only.
 
     That holds for as many micro-batches as ranks, or more.
     """
     assert virtual_stages == 2
-    return _table("zbv", num_ranks, num_micro_batches, FAST, limit=2 * num_ranks)
+    return _table("zbv", num_ranks, num_micro_batches, 2 * num_ranks, costs)
 
 
-def v_half(num_ranks: int, num_micro_batches: int, virtual_stages: int = 2) -> Table:
+def v_half(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, costs: Costs | None = None
+) -> Table:
     """V-half: half of the activations of 1F1B, and one more."""
     assert virtual_stages == 2
-    block = Block((1, 2, 1, 2), (0, 0, 1) if num_ranks % 2 else (0, 3, 1))
-    return _table("v_half", num_ranks, num_micro_batches, block, limit=num_ranks + 2)
+    return _table("v_half", num_ranks, num_micro_batches, num_ranks + 2, costs)
 
 
-def v_min(num_ranks: int, num_micro_batches: int, virtual_stages: int = 2) -> Table:
-    """V-min: a third of the activations of 1F1B, and up to two more."""
+def v_min(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, costs: Costs | None = None
+) -> Table:
+    """V-min: (num_ranks + 4) / 3 activations, rounded to half of one."""
     assert virtual_stages == 2
-    if num_ranks % 3 == 1:
-        block, extra = Block((1, 1, 1, 1), (0, 0, 2)), 3
-    else:
-        block, extra = Block((1, 1, 1, 1), (2, 2, 2)), 4
-    limit = 2 * (num_ranks // 3) + extra
-    return _table("v_min", num_ranks, num_micro_batches, block, limit)
+    return _table("v_min", num_ranks, num_micro_batches, round(2 * (num_ranks + 4) / 3), costs)
 
 
-def _table(schedule: str, num_ranks: int, num_micro_batches: int, block: Block, limit: int) -> Table:
+def _table(schedule: str, num_ranks: int, num_micro_batches: int, limit: int, costs: Costs | None) -> Table:
     """``limit`` is the most activations of virtual stages that a rank may keep."""
-    if 2 * num_micro_batches <= limit:
-        block = FAST  # all activations fit at once
-    times = _times(num_ranks, block)
-    ranks = [_Rank(times[rank], num_micro_batches, min(limit, 2 * num_ranks)) for rank in range(num_ranks)]
-    done: set[Action] = set()
-    while any(rank.waiting or rank.owed for rank in ranks):
-        ticked = [action for rank in ranks if (action := rank.take(done, 2 * num_ranks))]
-        assert ticked, f"{schedule} of {num_ranks} ranks keeps more than {limit}"
-        done.update(ticked)
-    steps = tuple(tuple(rank.steps) for rank in ranks)
-    return Table(schedule, Placement.folded(num_ranks), num_micro_batches, steps)
+    placement = Placement.folded(num_ranks)
+    costs = costs or Costs.of_rank(placement, 1, 1, 1)
+    costs = Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.comm)
+    assert len(costs.forward) == placement.num_stages
+    if limit > 2 * num_ranks or limit >= 2 * num_micro_batches:
+        limit = 2 * num_ranks  # of few micro-batches no rank can keep more than it may
+    compared = min(num_micro_batches, FILLING * num_ranks)
+    block, patience = _best_block(costs, num_ranks, compared, limit)
+    steps, _ = _run(block, costs, num_micro_batches, limit, patience)
+    return Table(schedule, placement, num_micro_batches, steps)
 
 
-Work = tuple[Kind, int]
-"""F or I, and the stage."""
+@functools.lru_cache(maxsize=1024)
+def _best_block(costs: Costs, num_ranks: int, num_micro_batches: int, limit: int) -> tuple[Block, float]:
+    """The block, and the patience, with which so many micro-batches end first."""
+    tried = [(block, patience) for block in _blocks(costs, num_ranks, limit) for patience in PATIENCE]
+    ends = [_run(block, costs, num_micro_batches, limit, patience)[1] for block, patience in tried]
+    least = min(ends)
+    return next(way for way, end in zip(tried, ends, strict=True) if end <= least * (1 + 1e-9))
 
 
-def _times(num_ranks: int, block: Block) -> list[dict[Work, int]]:
-    """By rank: when it does F and I of its two stages for micro-batch 0."""
-    stages = range(2 * num_ranks)
-    way: list[Work] = [("F", stage) for stage in stages]
-    way += [("I", stage) for stage in reversed(stages)]
-    times: list[dict[Work, int]] = [{} for _ in range(num_ranks)]
-    time = 0
-    for number, (kind, stage) in enumerate(way):
-        leg, place = divmod(number, num_ranks)
-        if number:
-            time += block.steps[leg] if place else 1 + block.waits[leg - 1]
-        times[min(stage, 2 * num_ranks - 1 - stage)][kind, stage] = time
-    assert all(len({time % PERIOD for time in of_rank.values()}) == 4 for of_rank in times)
-    return times
+def _blocks(costs: Costs, num_ranks: int, limit: int) -> Iterator[Block]:
+    """The fastest way of a micro-batch in the shortest period that it fits, and slower ones in this period.
+
+    What it keeps falls as periods grow, down to both activations of one micro-batch.
+    """
+    period = busy(costs, num_ranks) or 1.0
+    while (fastest := block_of(costs, num_ranks, period)).kept(costs) > limit:
+        period *= LONGER
+    yield fastest
+    hop = sum(costs.forward + costs.backward_input) / (4 * num_ranks) + costs.comm
+    most = max(limit * period / (2 * num_ranks) - 2 * hop, 0.0)
+    for legs in SLOWER_LEGS:
+        slower = (
+            block_of(costs, num_ranks, period, tuple(share * most * leg for leg in legs)) for share in SHARES
+        )
+        yield from next(([block] for block in slower if block.kept(costs) <= limit), [])
+
+
+Turn = tuple[float, Work, int]
+"""When the block has work of a micro-batch."""
 
 
 @dataclass
 class _Rank:
-    """One rank while its steps are chosen, one in each unit of time."""
+    """One rank while its steps are chosen."""
 
-    times: dict[Work, int]
-    num_micro_batches: int
-    limit: int
-    waiting: dict[Work, int] = field(default_factory=dict)
-    """The micro-batch that comes next; work that is over is left out."""
+    turns: list[Turn]
+    """Of each F and I the next, in the order of time; what is over is left out."""
+    arrivals: dict[Work, list[float]]
+    """When micro-batches can begin, as far as that is known."""
     owed: deque[Action] = field(default_factory=deque)
     """Weight gradients whose turn has not come."""
     kept: int = 0
+    free_from: float = 0.0
     steps: list[Action] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.waiting = dict.fromkeys(self.times, 0)
-
-    def take(self, done: set[Action], num_stages: int) -> Action | None:
-        """Adds the step of this unit of time, if there is one that what is done allows.
-
-        That is the next one of the block, else a weight gradient, else one that comes later in the block.
-        """
-        action = next(self._possible(done, num_stages), None)
-        if action is None:
-            return None
+    def do(self, action: Action, place: int, period: float, num_micro_batches: int) -> None:
+        """Add a step; ``place`` is that of an F or I among the turns."""
         self.steps.append(action)
         if action.kind == "W":
             self.owed.popleft()
             self.kept -= 1
-            return action
-        work = action.kind, action.stage
-        self.waiting[work] += 1
-        if self.waiting[work] == self.num_micro_batches:
-            del self.waiting[work]
+            return
+        time, work, number = self.turns.pop(place)
+        if number + 1 < num_micro_batches:
+            bisect.insort(self.turns, (time + period, work, number + 1))
         if action.kind == "F":
             self.kept += 1
         else:
-            self.owed.append(action._replace(kind="W"))
-        return action
+            self.owed.append(Action("W", action.stage, action.micro_batch))
 
-    def _possible(self, done: set[Action], num_stages: int) -> Iterator[Action]:
-        by_time = sorted(self.waiting, key=self._time)
-        yield from self._ready(by_time[:1], done, num_stages, is_next=True)
-        yield from self.owed
-        yield from self._ready(by_time[1:], done, num_stages, is_next=False)
 
-    def _ready(
-        self, works: list[Work], done: set[Action], num_stages: int, *, is_next: bool
-    ) -> Iterator[Action]:
-        for kind, stage in works:
-            action = Action(kind, stage, self.waiting[kind, stage])
-            fits = kind == "I" or self._fits(action, is_next)
-            if fits and done.issuperset(needs(action, num_stages)):
-                yield action
+@dataclass(frozen=True)
+class _Rules:
+    """How ranks choose."""
 
-    def _time(self, work: Work) -> int:
-        return self.times[work] + PERIOD * self.waiting[work]
+    period: float
+    seconds: Mapping[Kind, tuple[float, ...]]
+    limit: int
+    patience: float
 
-    def _fits(self, forward: Action, is_next: bool) -> bool:
+    def choose(self, rank: _Rank, now: float) -> tuple[Action | None, int, float]:
+        """What a rank that is free does, with its place among the turns; else when something arrives.
+
+        The next of the block, else a weight gradient, else what comes later in the block.
+        """
+        soon = math.inf
+        owed = rank.owed[0] if rank.owed else None
+        for place, turn in enumerate(rank.turns):
+            _, work, number = turn
+            times = rank.arrivals[work]
+            arrival = times[number] if number < len(times) else math.inf
+            if work[0] == "F" and not self._fits(rank, place):
+                arrival = math.inf
+            if arrival > now:
+                soon = arrival if arrival < soon else soon
+            elif not place or soon - now >= self.patience * self.seconds[work[0]][work[1]]:
+                return Action(*work, number), place, math.inf
+            if not place and owed and soon - now >= self.patience * self.seconds["W"][owed.stage]:
+                return owed, 0, math.inf
+        if owed and soon - now >= self.patience * self.seconds["W"][owed.stage]:
+            return owed, 0, math.inf
+        return None, 0, soon
+
+    def _fits(self, rank: _Rank, place: int) -> bool:
         """Whether a forward may be kept now.
 
         One that is not next must leave room for all forwards before it: the block's own order stays possible,
         so the ranks never end up with no room for what the others wait for.
         """
-        before = 0
-        if not is_next:
-            time = self._time(("F", forward.stage))
-            earlier = (self._time(work) for work in self.waiting if work[0] == "F")
-            before = sum(max(0, -(-(time - first) // PERIOD)) for first in earlier)
-        return self.kept + before < self.limit
+        time, before = rank.turns[place][0], 0
+        for first, work, _ in rank.turns[:place]:
+            if work[0] == "F":
+                before += math.ceil((time - first) / self.period - 1e-9)
+        return rank.kept + before < self.limit
+
+
+def _run(
+    block: Block, costs: Costs, num_micro_batches: int, limit: int, patience: float
+) -> tuple[tuple[tuple[Action, ...], ...], float]:
+    """Steps of all ranks, each of which does what the rules say whenever it is free, and the makespan."""
+    last, period = 2 * len(block.times) - 1, block.period
+    seconds: dict[Kind, tuple[float, ...]] = {
+        "F": costs.forward,
+        "I": costs.backward_input,
+        "W": costs.backward_weight,
+    }
+    rules = _Rules(period, seconds, limit, patience)
+    ranks = [
+        _Rank(sorted((time, work, 0) for work, time in times.items()), {work: [] for work in times})
+        for times in block.times
+    ]
+    ranks[0].arrivals["F", 0] = [0.0] * num_micro_batches
+    events = [(0.0, number) for number in range(len(ranks))]
+    while events:
+        now, number = heapq.heappop(events)
+        rank = ranks[number]
+        if now < rank.free_from:
+            continue
+        action, place, wake = rules.choose(rank, now)
+        if action is not None:
+            kind, stage, _ = action
+            rank.free_from = wake = now + seconds[kind][stage]
+            rank.do(action, place, period, num_micro_batches)
+            reader = stage + (1 if kind == "F" else -1)
+            if kind == "F" and stage == last:
+                rank.arrivals["I", last].append(wake)
+            elif (kind == "F" or kind == "I") and reader >= 0:
+                other = min(reader, last - reader)
+                arrival = wake + (costs.comm if other != number else 0.0)
+                ranks[other].arrivals[kind, reader].append(arrival)
+                heapq.heappush(events, (arrival, other))
+        if wake < math.inf:
+            heapq.heappush(events, (wake, number))
+    assert all(len(rank.steps) == 6 * num_micro_batches for rank in ranks), "ranks wait for each other"
+    return tuple(tuple(rank.steps) for rank in ranks), max(rank.free_from for rank in ranks)

@@ -43,7 +43,7 @@ def promised(name, num_ranks, virtual):
         "zb1p": num_ranks,
         "zbv": num_ranks,
         "v_half": min(num_ranks, num_ranks / 2 + 1),
-        "v_min": min(num_ranks, num_ranks // 3 + 2),
+        "v_min": min(num_ranks, round(2 * (num_ranks + 4) / 3) / 2),
         "interleaved": (2 * (num_ranks - 1) + (virtual - 1) * num_ranks + 1) / virtual,
     }[name]
 

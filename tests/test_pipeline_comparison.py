@@ -1,0 +1,44 @@
+"""Schedules that are slower than 1f1b are named with what keeps no more and is faster."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphmoe.pipeline_comparison import slower_than_1f1b
+from runtime.pipeline.schedules import SCHEDULES, make_table, placement_of
+from runtime.pipeline.simulate import Costs, simulate
+
+
+def simulated(ratio, *, unaware=()):
+    """Eight ranks and 64 micro-batches; ``unaware`` schedules have tables for other costs."""
+
+    def timeline_of(name):
+        costs = Costs.of_rank(placement_of(name, 8), *ratio)
+        return simulate(make_table(name, 8, 64, costs=None if name in unaware else costs), costs)
+
+    return timeline_of
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_loses_where_all_costs_are_equal(name):
+    assert slower_than_1f1b(name, simulated((1, 1, 1))) is None
+
+
+def test_the_words_name_both_bubbles_and_the_fastest_that_keeps_no_more():
+    timeline_of = simulated((1, 1, 0.5), unaware=("zbv",))
+    assert slower_than_1f1b("zbv", timeline_of) == (
+        "zbv is slower than 1f1b by simulation: bubble 17.4% with 8 activations, 1f1b bubble 9.9% with 8 "
+        "activations; use zb1p, the fastest that keeps no more: bubble 6.2% with 8 activations"
+    )
+
+
+def test_where_nothing_that_keeps_so_few_is_faster_the_words_say_so():
+    words = slower_than_1f1b("v_min", simulated((1, 2.3, 0.6)))
+    assert words is not None and words.endswith("; no schedule that keeps so few is faster")
+
+
+def test_what_cannot_run_is_not_compared():
+    timeline_of = simulated((1, 1, 0.5), unaware=("zbv",))
+    both = slower_than_1f1b("zbv", lambda name: timeline_of(name) if name in ("zbv", "1f1b") else None)
+    assert both is not None and "; use 1f1b, the fastest that keeps no more: bubble 9.9%" in both
+    assert slower_than_1f1b("zbv", lambda name: timeline_of(name) if name == "zbv" else None) is None

@@ -1,0 +1,80 @@
+"""The table of a run follows times of its stages that its configuration gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphmoe.pipeline_plan import layout_and_plan
+from graphmoe.projection import step_time
+from graphmoe.projection.arguments import ProjectArgs, completed
+from graphmoe.projection.document import project
+from runtime.pipeline.schedules import make_table
+from runtime.pipeline.simulate import simulate
+from tests.runs import config
+
+WORDS = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global_batch_size=64")
+
+
+def plan_of(*words, num_ranks=4):
+    run = config(*WORDS, "pipeline.schedule=zbv", "compile.enabled=true", *words)
+    _, plan = layout_and_plan(run, num_ranks)
+    assert plan is not None
+    assert plan.table == make_table("zbv", 4, plan.table.num_micro_batches, costs=plan.costs)
+    return plan
+
+
+def totals(plan):
+    costs = plan.costs
+    return tuple(map(sum, (costs.forward, costs.backward_input, costs.backward_weight)))
+
+
+def test_without_compilation_weight_gradients_come_with_those_of_inputs():
+    (f, i, w), (plain_f, joint, none) = totals(plan_of()), totals(plan_of("compile.enabled=false"))
+    assert w > 0 == none
+    assert (plain_f, joint) == pytest.approx((f, i + w))
+
+
+def test_what_is_computed_again_is_part_of_a_backward():
+    (f, i, w), (same, more, weights) = totals(plan_of()), totals(plan_of("recompute.all=true"))
+    assert (same, weights) == (f, w) and i + 0.5 * f < more < i + f
+    attention = "recompute.segments=[attn]"
+    _, of_all, _ = totals(plan_of(attention))
+    _, of_one, _ = totals(plan_of(attention, "recompute.layer_ids=[3]"))
+    assert of_one - i == pytest.approx((of_all - i) / 14) and of_one > i
+
+
+def test_experts_that_travel_take_their_exchange_and_with_alltoall_their_weights_come_along():
+    words = ("parallel.ep=4", "launch.nproc=16", "model.num_experts=8")
+    alone = totals(plan_of())
+    symm, alltoall = (
+        totals(plan_of(*words, f"moe.dispatcher={name}", num_ranks=16)) for name in ("symm", "alltoall")
+    )
+    assert symm[0] > alone[0] and symm[1] > alone[1] and symm[2] == pytest.approx(alone[2], rel=0.2)
+    assert alltoall[2] < symm[2] and sum(alltoall[1:]) == pytest.approx(sum(symm[1:]))
+
+
+def test_times_that_are_given_are_shared_out_as_modelled_ones():
+    given = plan_of("pipeline.costs=[dense:2,moe:5,loss:3]", "model.num_dense_layers=1")
+    assert sum(totals(given)) == pytest.approx(2 + 13 * 5 + 3)
+    modelled = plan_of("model.num_dense_layers=1", f"pipeline.layout={given.layout}").costs
+    of_stage = [costs.backward_input[3] / costs.forward[3] for costs in (given.costs, modelled)]
+    assert of_stage[0] == pytest.approx(of_stage[1])  # of MoE layers alone
+    assert given.costs.comm / modelled.comm == pytest.approx(
+        sum(totals(given)) / sum(totals(plan_of("model.num_dense_layers=1")))
+    )
+
+
+def test_a_projection_simulates_the_table_of_the_run(monkeypatch):
+    tables = []
+
+    def simulated(table, costs):
+        tables.append(table)
+        return simulate(table, costs)
+
+    monkeypatch.setattr(step_time, "simulate", simulated)
+    args = ProjectArgs("mi355x", nodes=1)
+    words = ("parallel.pp=8", "model.num_layers=14", "pipeline.schedule=v_half", "precision.compute=bf16")
+    run = completed(config("launch.nproc=8", "compile.enabled=true", *words), args)
+    project(run, args)
+    _, plan = layout_and_plan(run, 8)
+    assert tables == [plan.table]

@@ -174,7 +174,9 @@ def log_line(row: dict[str, Any], total_steps: int) -> str:
     if row["mtp_loss"]:
         parts.append(f"mtp {row['mtp_loss']:.4f}")
     if row["skipped"]:
-        parts.append(f"SKIPPED: not finite ({row['skipped_total']} so far)")
+        is_large = math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+        cause = "the gradient's square overflows fp32" if is_large else "not finite"
+        parts.append(f"SKIPPED: {cause} ({row['skipped_total']} so far)")
     return "  ".join(parts)
 
 

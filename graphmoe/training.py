@@ -99,7 +99,8 @@ def run_worker(
         trainer = Trainer(config, folder, progress, world)
         trainer.start()
         if world.is_first:
-            write_json(folder / ENVIRONMENT_FILE, {**describe(trainer.device), "num_workers": world.size})
+            facts = {**describe(trainer.device), "num_workers": world.size}
+            _write(folder / ENVIRONMENT_FILE, facts, "before the first step")
             write_projected_memory(folder, config, trainer.layout, trainer.plan)
             if trainer.corpus.tokenizer is not None:
                 trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
@@ -185,14 +186,17 @@ def _summarise(
         "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
     }
     summary["sample"] = _sample(trainer) if finished else None
+    _write(folder / SUMMARY_FILE, summary, f"after step {trainer.step}")
+    return summary
+
+
+def _write(path: Path, document: dict[str, Any], moment: str) -> None:
     try:
-        write_json(folder / SUMMARY_FILE, summary)
+        write_json(path, document)
     except OSError as error:
         raise RunFailed(
-            f"{folder / SUMMARY_FILE} cannot be written after step {trainer.step}: {error.strerror}; make "
-            f"room and start the same command again"
+            f"{path} cannot be written {moment}: {error.strerror}; make room and start the same command again"
         ) from error
-    return summary
 
 
 def _seconds_after_launch() -> float:

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.cli import run_tool
 from graphmoe.config import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
-from graphmoe.convert import ConvertArgs, convert, main
+from graphmoe.convert import ConvertArgs, WeightDtype, convert, main
 from graphmoe.data.tokenizer import END_OF_TEXT, train_bpe
 from graphmoe.model import build_model
 from graphmoe.weights import (
@@ -316,6 +317,18 @@ def test_keys_that_change_what_the_weights_compute_are_logged(hf, caplog):
         "model.top_k=3, not 2",
     ]
     assert_same_weights(target.state_dict(), model.state_dict())
+
+
+def test_weights_that_their_dtype_cannot_hold_are_refused_by_name(hf, tmp_path):
+    folder, _ = hf
+    convert(ConvertArgs(from_=folder, to=tmp_path / "own", dtype=WeightDtype.fp32))
+    (file,) = (tmp_path / "own").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["embed.weight"][3, 1] = 7e4  # more than fp16 has
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"embed\S* has values that are not finite as torch.float16"):
+        convert(ConvertArgs(from_=tmp_path / "own", to=tmp_path / "half", dtype=WeightDtype.fp16))
+    assert not (tmp_path / "half").exists()
 
 
 def test_what_cannot_be_converted_is_an_error_on_one_line(hf, run, tmp_path, capsys):

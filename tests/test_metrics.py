@@ -56,6 +56,8 @@ def test_the_log_line_names_all_its_parts():
     assert "balance 1.125  rank load 1.25  z" in log_line(row_of(rank_load=1.25), 10)
     skipped = log_line(row_of(skipped=1.0, loss=math.nan), 10)
     assert "loss nan" in skipped and skipped.endswith("SKIPPED: not finite (2 so far)")
+    large = log_line(row_of(skipped=1.0, grad_norm=1e25), 10)
+    assert large.endswith("SKIPPED: the gradient's square overflows fp32 (2 so far)")
 
 
 def test_the_log_line_leaves_out_what_the_run_does_not_have():

@@ -44,12 +44,14 @@ def write_shards(
 ) -> list[Path]:
     """Write ``<stem>.safetensors``, or numbered shards and their index; the files written.
 
-    Files of that stem that are there already are replaced once all new ones are complete.
+    Files of that stem that are there already are replaced once all new ones are complete. *Raises*
+    ConfigError for a tensor that is not finite in its dtype.
     """
     shards = plan_shards(entries, max_bytes)
     names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = [f"{stem}.safetensors"]
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{stem}.tmp-{os.getpid()}"
     draft.mkdir()
@@ -64,6 +66,8 @@ def write_shards(
         return [path.rename(folder / path.name) for path in written]
     finally:
         shutil.rmtree(draft)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def plan_shards(entries: Iterable[Entry], max_bytes: int) -> list[list[Entry]]:
@@ -91,6 +95,8 @@ def parse_size(size: int | str) -> int:
 def _packed(entry: Entry) -> Tensor:
     tensor = entry.make().detach().to(device="cpu", dtype=entry.dtype).contiguous()
     assert tuple(tensor.shape) == entry.shape, entry.name
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{entry.name} has values that are not finite as {entry.dtype}; nothing is written")
     return tensor
 
 

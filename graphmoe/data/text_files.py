@@ -43,12 +43,16 @@ class Place(NamedTuple):
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     """The files that match, each once, sorted within a pattern.
 
-    *Raises* ConfigError for a pattern that matches none and for unknown endings.
+    *Raises* ConfigError for a pattern that matches none or what is no file, and for unknown endings.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
         matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-        found = [Path(match).absolute() for match in matches if os.path.isfile(match)]
+        found = [Path(match).absolute() for match in matches if not os.path.isdir(match)]
+        if unread := [path for path in found if not path.is_file()]:
+            raise ConfigError(
+                f"{key}: {unread[0]} is no regular file; remove it, or use a pattern without it"
+            )
         if not found:
             raise ConfigError(f"{key}: no file matches '{pattern}' (looked from {os.getcwd()})")
         files.update(dict.fromkeys(found))

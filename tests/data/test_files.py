@@ -252,6 +252,16 @@ def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tm
     assert len(list(cache.glob("files-*/meta.json"))) == 2
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_is_not_left_out_in_silence(open_files, tmp_path, make):
+    write_jsonl(tmp_path / "a.jsonl", sentences(9))
+    (tmp_path / "c.jsonl").mkdir()
+    open_files("*.jsonl")
+    make(tmp_path / "b.jsonl")
+    with pytest.raises(ConfigError, match=r"data.paths: \S*/b.jsonl is no regular file"):
+        open_files("*.jsonl")
+
+
 def test_validation_files_are_left_out_of_training(open_files, tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         write_jsonl(tmp_path / f"{name}.jsonl", sentences(20, seed))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from graphmoe.config import ConfigError, DataConfig
-from graphmoe.data.errors import BadRecords, DataError
+from graphmoe.data.errors import BadRecords, DataError, one_line
 from graphmoe.data.order import derive_key, permute
 from graphmoe.data.text_files import is_unicode
 from graphmoe.data.tokenise import encode_checked
@@ -239,7 +239,7 @@ class _Rows:
             try:
                 record = next(self._rows, None)
             except Exception as error:  # of any type: parsers, file systems and the network stand behind it
-                raise DataError(f"{self._place()}: cannot be read: {error}") from error
+                raise DataError(f"{self._place()}: cannot be read: {one_line(error)}") from error
             if record is None:
                 self._next_shard()
                 continue
@@ -285,4 +285,6 @@ def open_stream(config: DataConfig, split: str) -> Any:
     try:
         return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=True)
     except Exception as error:  # of any type: library, hub and network stand behind it
-        raise ConfigError(f"cannot open data.hf_name={config.hf_name} split={split}: {error}") from error
+        raise ConfigError(
+            f"cannot open data.hf_name={config.hf_name} split={split}: {one_line(error)}"
+        ) from error

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from graphmoe.config import ConfigError
+from graphmoe.data.errors import one_line
 from graphmoe.untrusted import FileError, read_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -26,7 +27,8 @@ END_NAMES = (
     "</s>",
     "<eos>",
 )
-LARGEST_ID = 2**31 - 1
+LARGEST_ID = 2**24 - 1
+"""The tokenizers library takes time for each id below the largest: 10 s for one of 1e9, several times."""
 LONG_TEXT_CHARS = 4_000_000
 PIECE_CHARS = 1_000_000
 
@@ -41,9 +43,9 @@ def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
         largest = num_ids(tokenizer) - 1
     except Exception as error:  # the Rust side raises bare Exception
-        raise ConfigError(f"{key}={path} is not a tokenizer.json: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{key}={path} is not a tokenizer.json: {one_line(error)}") from error
     if largest > LARGEST_ID:
-        raise ConfigError(f"{key}={path} has the token id {largest}; ids up to {LARGEST_ID} can be stored")
+        raise ConfigError(f"{key}={path} has the token id {largest}; ids up to {LARGEST_ID} are taken")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,7 +1,7 @@
 """Contents of token files: sums of when they were written, compared as they are opened or beside training.
 
-Files up to ``SMALL_BYTES`` are read whole by every process that opens them. Larger ones are read by a thread
-of one process of each node, so that training need not wait.
+Files of cache entries up to ``SMALL_BYTES``, and pairs of as much in all, are read whole by every process
+that opens them. All else is read by a thread of one process of each node, so that training need not wait.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,11 +34,15 @@ _SUM = re.compile(r"\\?([0-9a-f]{64}) [ *](.+)")
 
 
 class ContentCheck:
-    """Compares large files with their sums in a thread; the thread is ended by ``close``."""
+    """Compares files with their sums in a thread; the thread is ended by ``close``."""
 
     def __init__(self, files: Iterable[TokenFile] = ()) -> None:
         pairs = {path: file for file in files if file.sums for path in pair(file.path)}
-        self._files = {path: file for path, file in pairs.items() if path.stat().st_size > SMALL_BYTES}
+        self._files = {
+            path: file
+            for path, file in pairs.items()
+            if file.entry is None or path.stat().st_size > SMALL_BYTES  # smaller ones of entries are compared
+        }
         self._found: DataError | None = None
         self._raised = self._done = False
         self._closed = threading.Event()
@@ -83,7 +88,7 @@ class ContentCheck:
                 self._found = damaged(file, f"{path}: {what}")
                 return
         self._done = True
-        log.info("data: %d large files have the sha256 with which they were written", len(self._files))
+        log.info("data: %d files have the sha256 with which they were written", len(self._files))
 
 
 def read_entry_file(entry: Path, name: str) -> TokenFile:
@@ -95,21 +100,27 @@ def read_entry_file(entry: Path, name: str) -> TokenFile:
         return read_token_file(entry / name, sums=sums, entry=entry)
 
 
-def read_summed_file(prefix: Path) -> TokenFile:
-    """Open a pair; one with a file of sums beside it is compared with them, unless it is large.
+def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
+    """Open a pair, and the file of sums beside it if there is one. *Raises* DataError.
 
-    *Raises* DataError.
+    compare: whether to compare the pair with the sums now.
     """
     sums_path = pair(prefix)[0].with_suffix(SUMS)
-    if not sums_path.exists():
+    if not os.path.lexists(sums_path):
         return read_token_file(prefix)
     sums = _read_sums(sums_path)
     for path in pair(prefix):
         if path.name not in sums:
             raise DataError(f"{sums_path} has no sum of {path.name}; write it again, or remove it")
-        if path.is_file() and path.stat().st_size <= SMALL_BYTES and sha256_of(path) != sums[path.name]:
+    file = read_token_file(prefix, sums=sums)
+    for path in pair(prefix) if compare else ():
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror})") from error
+        if found != sums[path.name]:
             raise DataError(f"{path}: its sha256 is not that in {sums_path.name}; restore the file")
-    return read_token_file(prefix, sums=sums)
+    return file
 
 
 def write_sums(prefix: Path) -> None:
@@ -134,10 +145,10 @@ def contents_of(files: Sequence[TokenFile]) -> str:
             continue
         raw = file.tokens_T.view(np.uint8)
         blocks = max(1, MAX_BLOCKS // len(files))
-        last = max(0, len(raw) - BLOCK_BYTES)
         if len(raw) <= blocks * BLOCK_BYTES:
             digest.update(raw.data)
-        for start in np.linspace(0, last, blocks, dtype=np.int64) if len(raw) > blocks * BLOCK_BYTES else ():
+            continue
+        for start in np.linspace(0, len(raw) - BLOCK_BYTES, blocks, dtype=np.int64):
             digest.update(raw[start : start + BLOCK_BYTES].data)
     return f"{'sha256' if summed else 'blocks'}:{digest.hexdigest()}"
 

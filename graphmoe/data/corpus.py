@@ -14,12 +14,12 @@ from typing import Any, TypedDict
 from tokenizers import Tokenizer
 
 from graphmoe.config import ConfigError, DataConfig, DataSource
-from graphmoe.data.cache import cache_folder, cache_key, cached
+from graphmoe.data.cache import SMALL_BYTES, cache_folder, cache_key, cached
 from graphmoe.data.contents import ContentCheck, entry_damage, read_entry_file, read_summed_file
 from graphmoe.data.documents import Documents, split_for_validation
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.hf import StreamSamples, open_stream
-from graphmoe.data.indexed import TokenFile
+from graphmoe.data.indexed import TokenFile, pair
 from graphmoe.data.samples import PackedSamples, RememberedSamples, Samples, SyntheticSamples
 from graphmoe.data.stdlib import prepare_stdlib
 from graphmoe.data.text_files import find_files
@@ -183,10 +183,13 @@ def _prefixes(patterns: Sequence[str], key: str) -> list[Path]:
 
 
 def _readable(prefixes: Sequence[Path], bad: BadRecords) -> list[TokenFile]:
+    """The pairs that can be read; a few small ones with sums are compared with them at once."""
+    paths = [path for prefix in prefixes for path in pair(prefix) if path.is_file()]
+    small = sum(path.stat().st_size for path in paths) <= SMALL_BYTES
     files = []
     for prefix in prefixes:
         try:
-            files.append(read_summed_file(prefix))
+            files.append(read_summed_file(prefix, compare=small))
         except DataError as error:
             bad.report("unreadable file", str(error))
     return files

@@ -1,15 +1,18 @@
 """Token files whose contents are not what was written: found, named, and made again where possible."""
 
 import hashlib
+import io
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from graphmoe import training
+from graphmoe import trainer, training
 from graphmoe.config import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, contents, open_data
 from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.indexed import read_token_file, write_token_file
+from graphmoe.progress import Progress
 from graphmoe.world import World
 from runtime.launch.failures import RunFailed
 from tests.data.texts import sentences, write_jsonl
@@ -29,7 +32,7 @@ def open_text(tmp_path, tokenizer_path, cache):
 @pytest.fixture
 def large(monkeypatch):
     """Files of any size are large ones."""
-    for module in ("cache", "contents"):
+    for module in ("cache", "contents", "corpus"):
         monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
 
 
@@ -97,6 +100,19 @@ def test_an_id_beyond_the_vocabulary_in_an_entry_names_file_and_place(open_text,
     ):
         all_of(open_text())
     assert np.array_equal(all_of(open_text()), rows)
+
+
+def test_the_first_process_of_each_node_is_asked(tmp_path, monkeypatch):
+    asked = []
+    opened = trainer.open_data
+    monkeypatch.setattr(trainer, "open_data", lambda *a, check, **k: asked.append(check) or opened(*a, **k))
+    for index in range(2):
+        world = World()
+        world.local_index = index
+        trainer.Trainer(
+            config(), tmp_path / str(index), Progress(Console(file=io.StringIO()), 6, wanted=False), world
+        )
+    assert asked == [True, False]
 
 
 def test_only_who_is_asked_reads_large_files(open_text, large, monkeypatch):

@@ -176,7 +176,7 @@ def test_caches(source, tmp_path, monkeypatch, caplog, kind, large):
     write_jsonl(source / "a.jsonl", sentences(100))
     monkeypatch.setenv("GRAPHMOE_CACHE", str(work))
     if large:
-        for module in ("cache", "contents"):
+        for module in ("cache", "contents", "corpus"):
             monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
     asked = DataConfig(bpe_vocab_size=320, val_fraction=0.1)
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from graphmoe.config import ConfigError
+
 
 def cache_root(configured: str | None = None) -> Path:
-    """``configured``, else $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
-    return Path(configured or os.environ.get("GRAPHMOE_CACHE") or "~/.cache/graphmoe").expanduser().absolute()
+    """``configured``, else $GRAPHMOE_CACHE or ~/.cache/graphmoe. *Raises* ConfigError without a home."""
+    named = configured or os.environ.get("GRAPHMOE_CACHE") or "~/.cache/graphmoe"
+    path = os.path.expanduser(named)
+    if path.startswith("~"):
+        raise ConfigError(
+            f"there is no home folder for the cache {named}; set HOME, or GRAPHMOE_CACHE=/a/folder"
+        )
+    return Path(path).absolute()
 
 
 def compiled_folder(configured: str | None = None) -> Path:

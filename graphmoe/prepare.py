@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, OutputFormat
+from graphmoe.data.contents import SUMS, write_sums
 from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import pair
 from graphmoe.data.text_files import find_files
@@ -32,7 +33,7 @@ class PrepareArgs:
     tokenizer: Path
     """A Hugging Face tokenizer.json, or the folder that holds one."""
     output: Path
-    """Prefix of the two files that are written."""
+    """Prefix of the files that are written: .bin, .idx and their sums, .sha256."""
     text_field: str = "text"
     """Field of a .jsonl or .parquet record that holds the text."""
     eod_token: str | None = None
@@ -50,7 +51,7 @@ class PrepareArgs:
 
 
 def prepare(args: PrepareArgs) -> dict[str, Any]:
-    """Write ``output.bin`` and ``output.idx``; returns the counts that the tool prints."""
+    """Write ``output.bin``, ``.idx`` and ``.sha256``; returns the counts that the tool prints."""
     started = time.monotonic()
     files = find_files(args.input, "input")
     bin_path, idx_path = pair(args.output)
@@ -61,7 +62,9 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
         tokenizer_file(args.tokenizer), end, args.text_field, num_ids(tokenizer), args.skip_bad, "skip_bad"
     )
     workers = args.workers or workers_for(files, usable_cores())
+    bin_path.with_suffix(SUMS).unlink(missing_ok=True)
     totals = _tokenise_with_progress(files, recipe, args.output, workers)
+    write_sums(args.output)
     return {
         "bin": str(bin_path),
         "idx": str(idx_path),

@@ -80,7 +80,10 @@ class Trainer:
         open_dispatcher(config, self.mesh, self.device)
         seed_everything(config.train.seed, config.precision, self.device)
         self.corpus: Corpus = open_data(
-            config.data, seq_len=config.data.seq_len, vocab_size=config.model.vocab_size
+            config.data,
+            seq_len=config.data.seq_len,
+            vocab_size=config.model.vocab_size,
+            check=self.world.local_index == 0,
         )
         own = self.plan.own_stages(self.mesh.index("pp")) if self.plan else {}
         self.model, self.optimizer = build(config, self.device, self.mesh, [*own.values()])
@@ -149,6 +152,7 @@ class Trainer:
             stop = stack.enter_context(StopSignal())
             garbage = stack.enter_context(GarbageCollection(self.config.host))
             stack.callback(self.corpus.bad_records.log_total, "this run's data")
+            stack.callback(self.corpus.check.close)
             stack.callback(self.metrics.close)
             stack.callback(self.store.close)
             stack.callback(self.loader.close)
@@ -189,9 +193,11 @@ class Trainer:
         while self.step < self.config.train.steps:
             if signal := self.agreement.signal(stop.received):
                 return signal
+            self.corpus.check.raise_damage()
             self._train_step()
             garbage.after_step(self.step)
         self.agreement.close()
+        self.corpus.check.raise_damage()
         return None
 
     def _train_step(self) -> None:
@@ -322,7 +328,8 @@ class Trainer:
         """
         store, state = self.store, self._state()
         source = None if store.latest() else self.config.checkpoint.resume_from
-        del state["experts"]  # absent before a checkpoint kept it; what only the checkpoint has is added
+        # absent before a checkpoint kept them; what only the checkpoint has is added
+        del state["experts"], state["loader"]["contents"]
         with named_source("resume_from", source):
             store = CheckpointStore.open_any(source) if source else store
             with explained_mismatch(store.folder, self.config.model):

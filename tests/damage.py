@@ -8,7 +8,9 @@ import json
 import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,29 @@ KINDS = (
     "value",
     "value",
 )
+
+
+MOST_S = 10
+
+
+class TooLong(BaseException):
+    """Not caught on the way."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Ends what takes more than ``MOST_S``."""
+
+    def end(number: int, frame: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(MOST_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def damage(folder: Path, rng: random.Random) -> str:

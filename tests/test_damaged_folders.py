@@ -6,10 +6,8 @@ import json
 import logging
 import random
 import shutil
-import signal
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from graphmoe.entry import to_plain
 from graphmoe.world import World
 from runtime.launch.failures import RunFailed
 from runtime.pipeline import recording_file
-from tests.damage import damage, fresh_copy
+from tests.damage import MOST_S, TooLong, damage, fresh_copy, limited
 from tests.kineto import FACTS, two_steps
 from tests.pipeline_timelines import two_ranks
 from tests.runs import config
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.slow
 
 CASES = 40
 """Damages of each command's folder."""
-MOST_S = 10
 KNOWN = (ConfigError, RunFailed, FileNotFoundError, PermissionError)
 """What ends a command with one line."""
 COMPILED = {
@@ -82,26 +79,6 @@ def weights(run) -> dict[str, Path]:
     for target, folder in made.items():
         convert.main([f"from={run}", f"to={folder}", f"target={target}", "max_shard_size=20KB"])
     return made
-
-
-class TooLong(BaseException):
-    """Not caught on the way."""
-
-
-@contextmanager
-def limited():
-    """Ends what takes too long."""
-
-    def end(number, frame):
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(MOST_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def failure(call: Callable[[], object], capsys, caplog) -> str | None:

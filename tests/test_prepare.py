@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 from graphmoe.config import ConfigError, DataConfig, DataSource
 from graphmoe.data import open_data
+from graphmoe.data.cache import sha256_of
+from graphmoe.data.contents import read_summed_file
 from graphmoe.data.indexed import read_token_file
 from graphmoe.data.tokenizer import train_bpe
 from graphmoe.prepare import PrepareArgs, main, prepare
@@ -54,6 +56,9 @@ def test_the_command_prints_one_json_document_and_writes_the_pair(folder):
 
 def test_what_it_writes_can_be_trained_on(folder):
     main(ARGS)
+    main([*ARGS, "input=a.jsonl", "overwrite=true"])
+    named = read_summed_file(folder / "out" / "tokens", compare=True).sums
+    assert named == {name: sha256_of(folder / "out" / name) for name in ("tokens.bin", "tokens.idx")}
     config = DataConfig(source=DataSource.memmap, paths=["out/tokens"], tokenizer="tok.json")
     corpus = open_data(config, seq_len=32, vocab_size=400)
     assert corpus.train.reader().read(0, 3).shape == (3, 33)

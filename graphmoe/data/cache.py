@@ -14,16 +14,19 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from graphmoe.cache_folders import cache_root
 from graphmoe.config import ConfigError
+from graphmoe.untrusted import FileError, read_json, typed
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key; raise it when the content of entries changes."""
 META = "meta.json"
+SMALL_BYTES = 64 << 20
+"""Files up to this size are compared with their sha256 whenever they are opened."""
 _TMP = ".tmp-"
 _OTHER_HOST_S = 24 * 3600.0
 """Without a write for so long, what a process of another host began is left."""
@@ -48,73 +51,123 @@ def cache_key(*parts: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def cached(folder: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+class _FileFacts(TypedDict):
+    num_bytes: int
+    sha256: str
+
+
+class _Document(TypedDict):
+    """What ``meta.json`` holds."""
+
+    files: dict[str, _FileFacts]
+    meta: Any
+
+
+def cached(
+    folder: Path, name: str, build: Callable[[Path], dict[str, Any]], kind: type[Any] = dict
+) -> tuple[Path, Any]:
     """(path, meta) of the entry ``name``; ``build(path)`` fills a folder and returns meta if there is none.
 
-    The entry is renamed into place when it is whole, so a killed builder leaves none. Other processes wait
-    for a builder; should locks not work on a file system, each builds and the first one wins. *Raises*
-    ConfigError when the entry cannot be written.
+    ``kind`` is the type of meta. The entry is renamed into place when it is whole, so a killed builder leaves
+    none; one that is damaged is built again. Other processes wait for a builder; should locks not work on a
+    file system, each builds and the first one wins. *Raises* ConfigError when the entry cannot be written.
     """
     entry = folder / name
-    meta = _read_entry(entry)
+    meta = _read_entry(entry, kind)
     if meta is not None:
         return entry, meta
-    with _lock(folder / f"{name}.lock"):
-        meta = _read_entry(entry)
-        if meta is None:
-            remove_left_overs(folder, name)
-            remove_left_overs(folder)
-            try:
-                _build(entry, build)
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot make the cache entry {entry}: {error}; make room there or set data.cache_dir=..."
-                ) from error
-            meta = _read_entry(entry)
-            assert meta is not None, f"the cache entry {entry} is not whole after it was built"
+    try:
+        with _lock(folder / f"{name}.lock"):
+            meta = _read_entry(entry, kind, log.debug)
+            if meta is None:
+                remove_left_overs(folder, name)
+                remove_left_overs(folder)
+                _build(entry, build, kind)
+                meta = _read_entry(entry, kind)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the cache entry {entry}: {error}; make room there or set data.cache_dir=..."
+        ) from error
+    if meta is None:
+        raise ConfigError(
+            f"{entry} is not read as it was written just now; set data.cache_dir=... to a sound disk"
+        )
     return entry, meta
 
 
-def _read_entry(entry: Path) -> dict[str, Any] | None:
-    """The meta of a whole entry; None if there is no entry or its files are not as they were written."""
-    if not (entry / META).is_file():
+def sums_of(entry: Path) -> dict[str, str]:
+    """The sha256 of each file of a whole entry. *Raises* ConfigError."""
+    return {name: facts["sha256"] for name, facts in read_json(entry / META, _Document)["files"].items()}
+
+
+def sha256_of(path: Path, stops: Callable[[], bool] = lambda: False) -> str:
+    """The sha256 of a file in hexadecimal; of its beginning when ``stops`` becomes true meanwhile."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while not stops() and (block := file.read(4 << 20)):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_entry(entry: Path, kind: type[Any], say: Callable[..., None] = log.warning) -> Any:
+    """The meta of a whole entry; None if there is no entry or its files are not as they were written.
+
+    Contents of files above ``SMALL_BYTES`` are left to ``graphmoe.data.contents.ContentCheck``.
+    """
+    if not os.path.isfile(entry / META):
         return None
     try:
-        document = json.loads((entry / META).read_text())
-        sizes = {name: (entry / name).stat().st_size for name in document["sizes"]}
-    except (ValueError, KeyError, OSError) as error:
-        log.warning("cache entry %s is damaged (%s); it is built again", entry, error)
-        return None
-    if sizes != document["sizes"]:
-        log.warning("cache entry %s is damaged (file sizes differ); it is built again", entry)
-        return None
-    return dict(document["meta"])
+        document = read_json(entry / META, _Document)
+        meta = typed(document["meta"], kind, f"{entry / META}: meta")
+        problem = _damage(entry, document["files"])
+    except (FileError, OSError) as error:
+        problem = str(error)
+    if problem is None:
+        return meta
+    say("cache entry %s is damaged (%s); it is built again", entry, problem)
+    return None
 
 
-def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
+def _damage(entry: Path, files: dict[str, _FileFacts]) -> str | None:
+    """What is wrong with the files of an entry, if anything is."""
+    paths = {path.name: path for path in entry.iterdir() if path.name != META}
+    if differing := sorted(paths.keys() ^ files.keys()):
+        return f"{differing[0]!r} is {'not listed' if differing[0] in paths else 'gone'}"
+    for name, facts in files.items():
+        if not paths[name].is_file() or paths[name].stat().st_size != facts["num_bytes"]:
+            return f"{name} has another size"
+        if facts["num_bytes"] <= SMALL_BYTES and sha256_of(paths[name]) != facts["sha256"]:
+            return f"the sha256 of {name} is another"
+    return None
+
+
+def _build(entry: Path, build: Callable[[Path], dict[str, Any]], kind: type[Any]) -> None:
     """Build in a folder beside the entry, then rename it."""
     temporary = draft_of(entry)
     temporary.mkdir()
     try:
         meta = build(temporary)
-        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        files = {
+            path.name: _FileFacts(num_bytes=path.stat().st_size, sha256=sha256_of(path))
+            for path in sorted(temporary.iterdir())
+        }
         with open(temporary / META, "w") as file:
-            json.dump({"sizes": sizes, "meta": meta}, file, indent=1)
+            json.dump(_Document(files=files, meta=meta), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if entry.exists() and _read_entry(entry) is None:
+        if entry.exists() and _read_entry(entry, kind, log.debug) is None:
             shutil.rmtree(entry)
-        _rename_unless_there(temporary, entry)
+        _rename_unless_there(temporary, entry, kind)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _rename_unless_there(temporary: Path, entry: Path) -> None:
+def _rename_unless_there(temporary: Path, entry: Path, kind: type[Any]) -> None:
     """Move the entry into place; one that another process made meanwhile is kept, being the same."""
     try:
         os.rename(temporary, entry)
     except OSError:
-        if _read_entry(entry) is None:
+        if _read_entry(entry, kind) is None:
             raise
         log.info("cache entry %s was built by another process meanwhile", entry)
 
@@ -122,7 +175,7 @@ def _rename_unless_there(temporary: Path, entry: Path) -> None:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock that the kernel releases when its holder dies."""
-    with open(path, "w") as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb") as file:  # waits for no FIFO
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -164,7 +217,7 @@ def _last_write(folder: Path) -> float:
 
 
 def _is_locked(path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError), open(path) as file:
+    with contextlib.suppress(FileNotFoundError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

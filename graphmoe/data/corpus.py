@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import glob
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tokenizers import Tokenizer
 
 from graphmoe.config import ConfigError, DataConfig, DataSource
-from graphmoe.data.cache import cache_folder, cache_key, cached
+from graphmoe.data.cache import SMALL_BYTES, cache_folder, cache_key, cached
+from graphmoe.data.contents import ContentCheck, entry_damage, read_entry_file, read_summed_file
 from graphmoe.data.documents import Documents, split_for_validation
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.hf import StreamSamples, open_stream
-from graphmoe.data.indexed import TokenFile, read_token_file
+from graphmoe.data.indexed import TokenFile, pair
 from graphmoe.data.samples import PackedSamples, RememberedSamples, Samples, SyntheticSamples
 from graphmoe.data.stdlib import prepare_stdlib
 from graphmoe.data.text_files import find_files
@@ -36,6 +38,8 @@ class Corpus:
     tokenizer: Tokenizer | None = None
     counts: dict[str, Any] = field(default_factory=dict)
     bad_records: BadRecords = field(default_factory=BadRecords)
+    check: ContentCheck = field(default_factory=ContentCheck)
+    """Compares large files with their sums, if that was asked for."""
 
     @property
     def bad(self) -> Counter[str]:
@@ -43,9 +47,17 @@ class Corpus:
         return self.bad_records.counts
 
 
-def open_data(config: DataConfig, *, seq_len: int, vocab_size: int) -> Corpus:
+class _Tally(TypedDict):
+    """The bad records of a cache entry's text."""
+
+    bad: dict[str, int]
+    first_bad: str | None
+
+
+def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool = False) -> Corpus:
     """The corpus that ``config`` names; text is tokenised at first use and then comes from the cache.
 
+    ``check`` starts a thread that reads the large files whose sums are known: ``corpus.check``.
     *Raises* ConfigError for a configuration that cannot work, DataError for bad content.
     """
     openers: dict[DataSource, Callable[[DataConfig, int, int], Corpus]] = {
@@ -59,6 +71,9 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int) -> Corpus:
     counts = corpus.counts.items()
     log.info("data: %s", ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts))
     corpus.bad_records.log_total(f"data={config.source.value}")
+    if check:
+        packed = [samples for samples in (corpus.train, corpus.val) if isinstance(samples, PackedSamples)]
+        corpus.check = ContentCheck(file for samples in packed for file in samples.documents.files)
     return corpus
 
 
@@ -79,16 +94,16 @@ def open_stdlib(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
         end_token=end,
         root=root,
     )
-    tokenizer = load_tokenizer(entry / "tokenizer.json")
+    with entry_damage(entry):
+        tokenizer = load_tokenizer(entry / "tokenizer.json")
     if num_ids(tokenizer) > vocab_size:
         raise ConfigError(
             f"data.tokenizer={config.tokenizer} has {num_ids(tokenizer)} ids, more than model.vocab_size="
             f"{vocab_size}; use model.vocab_size={num_ids(tokenizer)} or more"
         )
-    train = Documents.of_files([read_token_file(entry / "train")])
-    has_val = (entry / "val.idx").exists()
-    val = Documents.of_files([read_token_file(entry / "val")]) if has_val else None
-    corpus = _pack(config, seq_len, train, val, tokenizer, BadRecords(config.skip_bad))
+    train = Documents.of_files([read_entry_file(entry, "train")])
+    val = Documents.of_files([read_entry_file(entry, "val")]) if "val_files" in counts else None
+    corpus = _pack(config, seq_len, train, val, tokenizer, BadRecords(config.skip_bad), vocab_size)
     corpus.counts.update(counts, cache=str(entry))
     return corpus
 
@@ -102,7 +117,7 @@ def _open_files(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     train_files = _without(find_files(config.paths, "data.paths"), val_files)
     train = _tokenised(config, train_files, tokenizer, end, vocab_size, bad)
     val = _tokenised(config, val_files, tokenizer, end, vocab_size, bad) if val_files else None
-    corpus = _pack(config, seq_len, train, val, tokenizer, bad)
+    corpus = _pack(config, seq_len, train, val, tokenizer, bad, vocab_size)
     corpus.counts["train_files"] = len(train_files)
     return corpus
 
@@ -129,9 +144,9 @@ def _tokenised(
         totals = tokenise_files(files, recipe, folder / "tokens", workers=workers)
         return {"bad": totals.bad, "first_bad": totals.first_bad}
 
-    entry, meta = cached(cache_folder(config.cache_dir), f"files-{key}", build)
+    entry, meta = cached(cache_folder(config.cache_dir), f"files-{key}", build, _Tally)
     bad.merge(meta["bad"], meta["first_bad"])
-    return Documents.of_files([read_token_file(entry / "tokens")])
+    return Documents.of_files([read_entry_file(entry, "tokens")])
 
 
 def _open_memmap(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
@@ -143,7 +158,7 @@ def _open_memmap(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     prefixes = _without(_prefixes(config.paths, "data.paths"), val_prefixes)
     train = Documents.of_files(_readable(prefixes, bad))
     val = Documents.of_files(_readable(val_prefixes, bad)) if val_prefixes else None
-    corpus = _pack(config, seq_len, train, val, tokenizer, bad, vocab_size=vocab_size)
+    corpus = _pack(config, seq_len, train, val, tokenizer, bad, vocab_size)
     corpus.counts["train_files"] = len(prefixes)
     return corpus
 
@@ -152,7 +167,7 @@ def _prefixes(patterns: Sequence[str], key: str) -> list[Path]:
     """Prefixes of token files; a pattern with wildcards stands for the indices that it matches."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        stem = str(Path(pattern).expanduser())
+        stem = os.path.expanduser(pattern)
         stem = stem[:-4] if stem.endswith((".bin", ".idx")) else stem
         matches = (
             [stem]
@@ -168,10 +183,13 @@ def _prefixes(patterns: Sequence[str], key: str) -> list[Path]:
 
 
 def _readable(prefixes: Sequence[Path], bad: BadRecords) -> list[TokenFile]:
+    """The pairs that can be read; a few small ones with sums are compared with them at once."""
+    paths = [path for prefix in prefixes for path in pair(prefix) if path.is_file()]
+    small = sum(path.stat().st_size for path in paths) <= SMALL_BYTES
     files = []
     for prefix in prefixes:
         try:
-            files.append(read_token_file(prefix))
+            files.append(read_summed_file(prefix, compare=small))
         except DataError as error:
             bad.report("unreadable file", str(error))
     return files
@@ -222,7 +240,7 @@ def _without(train: Sequence[Path], val: Sequence[Path]) -> list[Path]:
 
 def _pack(
     config: DataConfig, seq_len: int, train: Documents, val: Documents | None, tokenizer: Tokenizer | None,
-    bad: BadRecords, vocab_size: int | None = None,
+    bad: BadRecords, vocab_size: int,
 ) -> Corpus:  # fmt: skip
     """A corpus of packed samples; without ``val`` some of the training documents are held out."""
     given = val is not None

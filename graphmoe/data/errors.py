@@ -13,6 +13,11 @@ class DataError(ValueError):
     """Content that cannot be used; the message names the file and the place in it."""
 
 
+def one_line(error: object) -> str:
+    """The text of another library's error, of which some have several lines."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+
+
 @dataclass
 class BadRecords:
     """What was wrong with the data: raises at once, or counts by kind when ``skip`` is set."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from graphmoe.config import ConfigError, DataConfig
-from graphmoe.data.errors import BadRecords, DataError
+from graphmoe.data.errors import BadRecords, DataError, one_line
 from graphmoe.data.order import derive_key, permute
 from graphmoe.data.text_files import is_unicode
 from graphmoe.data.tokenise import encode_checked
@@ -58,6 +58,8 @@ class StreamSamples:
     """Take only documents that are held out for validation (True) or that are not (False); None takes all."""
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
+    contents: str = field(default="", init=False)
+    """Nothing: a reader compares the block that it goes on in."""
 
     def __post_init__(self) -> None:
         c = self.config
@@ -91,6 +93,7 @@ class StreamReader:
         self._position, self._offset = int(state["position"]), int(state["offset"])
         self._stream = _blocks(samples, state["block"])
         self._blocks: deque[_Block] = deque()
+        self._wanted_sum: str | None = state.get("sum")
 
     def read(self, first: int, count: int) -> npt.NDArray[np.int64]:
         self.seek(first)
@@ -103,7 +106,8 @@ class StreamReader:
 
     def state(self) -> dict[str, Any]:
         self._fill(1)
-        return {"position": self._position, "offset": self._offset, "block": self._blocks[0].start}
+        block = self._blocks[0]
+        return {"position": self._position, "offset": self._offset, "block": block.start, "sum": block.sum}
 
     def epochs(self, position: int) -> float:
         return float(self._blocks[0].start["epoch"]) if self._blocks else 0.0
@@ -129,13 +133,26 @@ class StreamReader:
         held = sum(len(block.tokens_T) for block in self._blocks)
         while held < self._offset + num_tokens:
             self._blocks.append(next(self._stream))
+            self._compare(self._blocks[-1])
             held += len(self._blocks[-1].tokens_T)
+
+    def _compare(self, block: _Block) -> None:
+        """Refuse a first block that is not the one of the state."""
+        if self._wanted_sum not in (None, block.sum):
+            place = RowPlace(self._samples.name, block.start["epoch"], block.start["row"])
+            raise DataError(
+                f"{place}: the documents from here on are not those of the checkpoint's run; restore the "
+                "data set, or start a new run folder with hydra.run.dir=..."
+            )
+        self._wanted_sum = None
 
 
 class _Block(NamedTuple):
     tokens_T: npt.NDArray[np.int64]
     start: dict[str, Any]
     """Where the block starts in the stream."""
+    sum: str
+    """Hash of its tokens."""
 
 
 def _blocks(samples: StreamSamples, start: dict[str, Any] | None) -> Iterator[_Block]:
@@ -152,7 +169,7 @@ def _blocks(samples: StreamSamples, start: dict[str, Any] | None) -> Iterator[_B
             tokens_T = _tokens(samples, block, where)
             if len(tokens_T):
                 found = True
-                yield _Block(tokens_T, where)
+                yield _Block(tokens_T, where, hashlib.blake2b(tokens_T.data, digest_size=16).hexdigest())
         if not found:
             raise DataError(_nothing_found(samples))
         where = {"epoch": where["epoch"] + 1, "shard": 0, "row": 0, "number": 0, "dataset": None}
@@ -222,7 +239,7 @@ class _Rows:
             try:
                 record = next(self._rows, None)
             except Exception as error:  # of any type: parsers, file systems and the network stand behind it
-                raise DataError(f"{self._place()}: cannot be read: {error}") from error
+                raise DataError(f"{self._place()}: cannot be read: {one_line(error)}") from error
             if record is None:
                 self._next_shard()
                 continue
@@ -268,4 +285,6 @@ def open_stream(config: DataConfig, split: str) -> Any:
     try:
         return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=True)
     except Exception as error:  # of any type: library, hub and network stand behind it
-        raise ConfigError(f"cannot open data.hf_name={config.hf_name} split={split}: {error}") from error
+        raise ConfigError(
+            f"cannot open data.hf_name={config.hf_name} split={split}: {one_line(error)}"
+        ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ class TokenFile:
     """First token of each document."""
     length_N: Int_N
     """Tokens of each document."""
+    sums: Mapping[str, str] | None = None
+    """The sha256 that both files should have, by their names, where it is known."""
+    entry: Path | None = None
+    """The entry of the cache that it is part of, if it is."""
 
     def document_at(self, token: int) -> int:
         """Number of the document that holds this token, counted from 0."""
@@ -56,27 +60,20 @@ class TokenFile:
         return int(np.searchsorted(ends_N, token, side="right"))
 
 
-def read_token_file(prefix: str | Path) -> TokenFile:
+def read_token_file(
+    prefix: str | Path, *, sums: Mapping[str, str] | None = None, entry: Path | None = None
+) -> TokenFile:
     """Open ``prefix.bin`` and ``prefix.idx``. *Raises* DataError naming file and bytes if damaged."""
     bin_path, idx_path = pair(prefix)
     for path in (idx_path, bin_path):
         if not path.is_file():
-            raise DataError(f"{path} does not exist; {bin_path.name} and {idx_path.name} belong together")
-    raw = np.memmap(idx_path, dtype=np.uint8, mode="r") if idx_path.stat().st_size else np.zeros(0, np.uint8)
-    dtype, sizes_M, pointers_M, documents = _parse_index(raw, idx_path)
-    bin_bytes, wanted_bytes = bin_path.stat().st_size, int(sizes_M.sum()) * dtype.itemsize
-    if bin_bytes != wanted_bytes:
-        raise DataError(
-            f"{bin_path} has {bin_bytes} bytes, but {idx_path.name} describes {len(sizes_M)} sequences with "
-            f"{wanted_bytes // dtype.itemsize} tokens of {dtype.itemsize} bytes = {wanted_bytes} bytes; "
-            f"the file is {'truncated' if bin_bytes < wanted_bytes else 'not the one that was indexed'}"
-        )
-    ends_M = np.cumsum(sizes_M)
-    if not np.array_equal(pointers_M, (ends_M - sizes_M) * dtype.itemsize):
-        raise DataError(f"{idx_path}: positions of sequences do not follow from their lengths; it is damaged")
-    edges = np.concatenate([np.zeros(1, np.int64), ends_M])[documents]
-    tokens_T = np.memmap(bin_path, dtype=dtype, mode="r") if bin_bytes else np.zeros(0, dtype)
-    return TokenFile(bin_path, tokens_T, edges[:-1], np.diff(edges))
+            why = "is no regular file" if path.exists() else "does not exist"
+            raise DataError(f"{path} {why}; {bin_path.name} and {idx_path.name} belong together")
+    try:
+        tokens_T, start_N, length_N = _open_pair(bin_path, idx_path)
+    except OSError as error:
+        raise DataError(f"{error.filename or bin_path} cannot be read ({error.strerror})") from error
+    return TokenFile(bin_path, tokens_T, start_N, length_N, sums, entry)
 
 
 def write_index(path: Path, dtype: npt.DTypeLike, length_N: npt.ArrayLike) -> None:
@@ -123,6 +120,25 @@ def smallest_dtype(num_ids: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if num_ids <= 1 << 16 else np.int32)
 
 
+def _open_pair(bin_path: Path, idx_path: Path) -> tuple[npt.NDArray[Any], Int_N, Int_N]:
+    """Tokens, and first token and length of each document."""
+    raw = np.memmap(idx_path, dtype=np.uint8, mode="r") if idx_path.stat().st_size else np.zeros(0, np.uint8)
+    dtype, sizes_M, pointers_M, documents = _parse_index(raw, idx_path)
+    bin_bytes, wanted_bytes = bin_path.stat().st_size, int(sizes_M.sum()) * dtype.itemsize
+    if bin_bytes != wanted_bytes:
+        raise DataError(
+            f"{bin_path} has {bin_bytes} bytes, but {idx_path.name} describes {len(sizes_M)} sequences with "
+            f"{wanted_bytes // dtype.itemsize} tokens of {dtype.itemsize} bytes = {wanted_bytes} bytes; "
+            f"the file is {'truncated' if bin_bytes < wanted_bytes else 'not the one that was indexed'}"
+        )
+    ends_M = np.cumsum(sizes_M)
+    if not np.array_equal(pointers_M, (ends_M - sizes_M) * dtype.itemsize):
+        raise DataError(f"{idx_path}: positions of sequences do not follow from their lengths; it is damaged")
+    edges = np.concatenate([np.zeros(1, np.int64), ends_M])[documents]
+    tokens_T = np.memmap(bin_path, dtype=dtype, mode="r") if bin_bytes else np.zeros(0, dtype)
+    return tokens_T, edges[:-1], np.diff(edges)
+
+
 def _parse_index(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[Any], Int_N, Int_N, Int_N]:
     """dtype, sequence lengths, byte positions and document list of an ``.idx``."""
     what = f"{path} ({len(raw)} bytes)"
@@ -148,6 +164,6 @@ def _parse_index(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[Any],
     pointers_M = raw[sizes_at:documents_at].view("<i8")
     documents = np.array(raw[documents_at:].view("<i8"))
     whole = len(documents) and documents[0] == 0 and documents[-1] == num_sequences
-    if not whole or (np.diff(documents) < 0).any() or (sizes_M < 0).any():
+    if not whole or (documents[1:] < documents[:-1]).any() or (sizes_M < 0).any():
         raise DataError(f"{what}: its document list or lengths are not in order; it is damaged")
     return np.dtype(DTYPE_OF_CODE[code]), sizes_M, pointers_M, documents

@@ -82,6 +82,7 @@ class Loader:
         return {
             "consumed": self._place.consumed,
             "fingerprint": self.samples.fingerprint,
+            "contents": self.samples.contents,
             "epochs": self._place.epochs,
             "reader": self._place.reader_state,
         }
@@ -93,6 +94,14 @@ class Loader:
                 f"the data is not that of the checkpoint (it has {state['fingerprint']}, now it is "
                 f"{self.samples.fingerprint}), so the token stream cannot go on where it stopped; restore "
                 "the files and the data section, or start a new run folder with hydra.run.dir=..."
+            )
+        theirs, ours = str(state.get("contents", "")), self.samples.contents
+        same_kind = theirs.partition(":")[0] == ours.partition(":")[0]  # others cannot be compared
+        if same_kind and theirs != ours:
+            raise ConfigError(
+                "the data has documents as long as those of the checkpoint, with other tokens in them (it "
+                f"has {theirs}, now it is {ours}); restore the files, or start a new run folder with "
+                "hydra.run.dir=... (checkpoint.init_from takes over the weights)"
             )
         self._stop()
         self._place = _Place(state["consumed"], state["reader"], state["epochs"])

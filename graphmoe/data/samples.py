@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from graphmoe.data.contents import contents_of, damaged
 from graphmoe.data.documents import Documents
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.order import derive_key, permute
@@ -48,7 +49,11 @@ class Samples(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two sources only if they give the same samples."""
+        """Equal for two sources of the same settings and lengths of documents."""
+
+    @property
+    def contents(self) -> str:
+        """Equal for two sources of the same tokens, as ``contents_of``; nothing where none are stored."""
 
     def reader(self, state: dict[str, Any] | None = None) -> Reader:
         """A reader at the start, or at the place that ``Reader.state`` returned."""
@@ -61,7 +66,8 @@ class IndexedSamples(ABC):
     num_samples: int | None
     """Samples in one epoch; None when endless."""
     fingerprint: str
-    """Everything that determines the samples, in one word."""
+    """What determines the samples but contents of files, in one word."""
+    contents = ""
 
     @abstractmethod
     def sample(self, position: int) -> npt.NDArray[np.int64]:
@@ -113,7 +119,7 @@ class PackedSamples(IndexedSamples):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Check ids on access, for files that were made elsewhere; None trusts them."""
+    """Check ids on access; None trusts them."""
     bad: BadRecords = field(default_factory=BadRecords)
 
     num_samples: int = field(init=False)
@@ -126,6 +132,10 @@ class PackedSamples(IndexedSamples):
         lengths = hashlib.blake2b(self.documents.length_N.tobytes(), digest_size=8).hexdigest()
         self.fingerprint = f"packed:{lengths}:{num_tokens}:{self.seq_len}:{self.seed}:{self.shuffle}"
         self._order = lru_cache(maxsize=2)(self._compute_order)  # two: a batch may span two epochs
+
+    @cached_property
+    def contents(self) -> str:  # type: ignore[override]
+        return contents_of(self.documents.files)
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
         """The tokens of one sample; one with a bad token gives way to the next good one of its epoch."""
@@ -164,6 +174,11 @@ class PackedSamples(IndexedSamples):
             return True
         at = int(np.argmax((part >= self.vocab_size) | (part < 0)))
         place = self.documents.place(number, skip + at)
+        file = self.documents.files[int(self.documents.file_N[number])]
+        if file.entry:  # they were in the vocabulary when they were written
+            raise damaged(
+                file, f"{place}: token id {part[at]} is not below model.vocab_size={self.vocab_size}"
+            )
         self.bad.report_id("sample", place, int(part[at]), self.vocab_size)
         return False
 

@@ -67,7 +67,7 @@ def prepare_stdlib(
     def build(folder: Path) -> dict[str, Any]:
         return _build(folder, files, val_fraction, bpe_vocab_size, tokenizer, end_token)
 
-    return cached(cache, f"stdlib-{key}", build)
+    return cached(cache, f"stdlib-{key}", build, dict[str, int])
 
 
 def find_sources(root: Path) -> list[SourceFile]:

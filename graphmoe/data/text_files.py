@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphmoe.config import ConfigError
-from graphmoe.data.errors import BadRecords
+from graphmoe.data.errors import BadRecords, one_line
 
 ENDINGS = (".txt", ".jsonl", ".parquet")
 PART_BYTES = 16 << 20
@@ -43,12 +43,16 @@ class Place(NamedTuple):
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     """The files that match, each once, sorted within a pattern.
 
-    *Raises* ConfigError for a pattern that matches none and for unknown endings.
+    *Raises* ConfigError for a pattern that matches none or what is no file, and for unknown endings.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
         matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-        found = [Path(match).absolute() for match in matches if os.path.isfile(match)]
+        found = [Path(match).absolute() for match in matches if not os.path.isdir(match)]
+        if unread := [path for path in found if not path.is_file()]:
+            raise ConfigError(
+                f"{key}: {unread[0]} is no regular file; remove it, or use a pattern without it"
+            )
         if not found:
             raise ConfigError(f"{key}: no file matches '{pattern}' (looked from {os.getcwd()})")
         files.update(dict.fromkeys(found))
@@ -168,9 +172,11 @@ def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tupl
     first_row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
     try:
         texts = file.read_row_group(part.start, columns=[text_field]).column(0).to_pylist()
+        if len(texts) != (rows := file.metadata.row_group(part.start).num_rows):
+            raise ValueError(f"it has {len(texts)} rows in place of {rows}")
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         place = f"{part.path}: row group {part.start} (row {first_row} on)"
-        bad.report("unreadable row group", f"{place}: {error}")
+        bad.report("unreadable row group", f"{place}: {one_line(error)}")
         return
     for row, text in enumerate(texts, first_row):
         place_of_row = Place(part.path, row=row)
@@ -188,8 +194,12 @@ def _open_parquet(path: Path, bad: BadRecords) -> Any:
     except ImportError as error:
         raise ConfigError(f"{path}: parquet files need pyarrow: pip install 'graphmoe[hf]'") from error
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path)
+        rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        if rows != file.metadata.num_rows:
+            raise ValueError(f"its row groups have {rows} rows in place of {file.metadata.num_rows}")
+        return file
     except (OSError, ValueError) as error:
         size = path.stat().st_size
-        bad.report("unreadable file", f"{path} ({size} bytes) is not a whole parquet file: {error}")
+        bad.report("unreadable file", f"{path} ({size} bytes) is not a whole parquet file: {one_line(error)}")
         return None

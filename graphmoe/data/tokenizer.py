@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from graphmoe.config import ConfigError
+from graphmoe.data.errors import one_line
+from graphmoe.untrusted import FileError, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end token in published tokenizers, in the order in which they are looked for.
@@ -25,6 +27,8 @@ END_NAMES = (
     "</s>",
     "<eos>",
 )
+LARGEST_ID = 2**24 - 1
+"""The tokenizers library takes time for each id below the largest: 10 s for one of 1e9, several times."""
 LONG_TEXT_CHARS = 4_000_000
 PIECE_CHARS = 1_000_000
 
@@ -33,11 +37,15 @@ def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer of a ``tokenizer.json`` or of its folder, with truncation and padding off."""
     path = tokenizer_file(path)
     if not path.is_file():
-        raise ConfigError(f"{key}={path} does not exist; give the path of a Hugging Face tokenizer.json")
+        why = "is no regular file" if path.exists() else "does not exist"
+        raise ConfigError(f"{key}={path} {why}; give the path of a Hugging Face tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(path))
+        largest = num_ids(tokenizer) - 1
     except Exception as error:  # the Rust side raises bare Exception
-        raise ConfigError(f"{key}={path} is not a tokenizer.json: {error}") from error
+        raise ConfigError(f"{key}={path} is not a tokenizer.json: {one_line(error)}") from error
+    if largest > LARGEST_ID:
+        raise ConfigError(f"{key}={path} has the token id {largest}; ids up to {LARGEST_ID} are taken")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -45,7 +53,7 @@ def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
 
 def tokenizer_file(path: str | Path) -> Path:
     """The ``tokenizer.json`` meant by this path."""
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     return path / "tokenizer.json" if path.is_dir() else path
 
 
@@ -137,15 +145,27 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+class _Token(TypedDict):
+    content: str
+
+
+class _TokenizerConfig(TypedDict):
+    """What is read of a ``tokenizer_config.json``."""
+
+    eos_token: NotRequired[str | _Token | None]
+
+
 def _declared_end(config_path: Path) -> str | None:
     """The ``eos_token`` of a ``tokenizer_config.json``, which may be a string or an object."""
-    if not config_path.is_file():
+    if not config_path.exists():
         return None
+    declared = read_json(config_path, _TokenizerConfig).get("eos_token")
+    name = declared["content"] if isinstance(declared, dict) else declared
     try:
-        declared = json.loads(config_path.read_text(encoding="utf-8")).get("eos_token")
-    except ValueError as error:
-        raise ConfigError(f"{config_path} is not JSON: {error}") from error
-    return declared.get("content") if isinstance(declared, dict) else declared
+        (name or "").encode()
+    except UnicodeEncodeError as error:
+        raise FileError(f"{config_path}: eos_token: {name!r:.80} is no text ({error.reason})") from error
+    return name
 
 
 def _special_tokens(tokenizer: Tokenizer) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from graphmoe.config import ConfigError
 from graphmoe.data.cache import cache_folder, cache_key, cached
+from tests.damage import limited
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,11 +136,15 @@ def test_a_full_disk_is_an_error_that_names_the_entry_and_the_key(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "meta"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "more", "remove", "meta"])
 def test_a_damaged_entry_is_built_again(tmp_path, damage, caplog):
     entry, _ = cached(tmp_path, "a", build)
     if damage == "truncate":
         (entry / "data").write_text("who")
+    elif damage == "flip":
+        (entry / "data").write_text("whold")
+    elif damage == "more":
+        (entry / "other").write_text("")
     elif damage == "remove":
         (entry / "data").unlink()
     else:
@@ -147,6 +152,34 @@ def test_a_damaged_entry_is_built_again(tmp_path, damage, caplog):
     entry, meta = cached(tmp_path, "a", build)
     assert (entry / "data").read_text() == "whole" and meta == {"n": 1}
     assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "3", "null", '{"files": 3, "meta": {}}', '{"files": {"data": 5}, "meta": {}}', "[" * 100_000]
+    + ['{"files": {"../x": {"num_bytes": 5, "sha256": ""}}, "meta": {}}', '{"files": {}, "meta": [1]}'],
+)
+def test_a_list_of_files_that_is_no_such_list_has_the_entry_built_again(tmp_path, text, caplog):
+    entry, _ = cached(tmp_path, "a", build, dict[str, int])
+    (entry / "meta.json").write_text(text)
+    assert cached(tmp_path, "a", build, dict[str, int]) == (entry, {"n": 1})
+    assert f"cache entry {entry} is damaged" in caplog.text
+
+
+def test_meta_of_another_type_has_the_entry_built_again(tmp_path, caplog):
+    entry, _ = cached(tmp_path, "a", build, dict[str, int])
+    text = (entry / "meta.json").read_text()
+    (entry / "meta.json").write_text(text.replace('"n": 1', '"n": [1]'))
+    assert cached(tmp_path, "a", build, dict[str, int])[1] == {"n": 1}
+    assert "meta.json: meta: [...]: expected int, found array" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a/meta.json", "a.lock"])
+def test_a_fifo_is_not_waited_for(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / name)
+    with limited():
+        assert cached(tmp_path, "a", build)[1] == {"n": 1}
 
 
 def test_a_thread_that_waits_for_another_gets_its_entry(tmp_path):

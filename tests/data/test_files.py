@@ -12,6 +12,7 @@ import pytest
 
 from graphmoe.config import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, open_data
+from graphmoe.data.errors import one_line
 from graphmoe.data.indexed import read_token_file
 from graphmoe.data.tokenise import Recipe, tokenise_files
 from graphmoe.data.tokenizer import encode, num_ids
@@ -250,6 +251,39 @@ def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tm
     write_jsonl(tmp_path / "a.jsonl", sentences(9, seed=1))
     assert texts_of(open_files("a.jsonl")) == sentences(9, seed=1)
     assert len(list(cache.glob("files-*/meta.json"))) == 2
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_is_not_left_out_in_silence(open_files, tmp_path, make):
+    write_jsonl(tmp_path / "a.jsonl", sentences(9))
+    (tmp_path / "c.jsonl").mkdir()
+    open_files("*.jsonl")
+    make(tmp_path / "b.jsonl")
+    with pytest.raises(ConfigError, match=r"data.paths: \S*/b.jsonl is no regular file"):
+        open_files("*.jsonl")
+
+
+@pytest.mark.parametrize("lost", ["group", "file"])
+def test_rows_that_a_parquet_file_says_it_has_and_has_not_are_an_error(
+    open_files, tmp_path, monkeypatch, lost
+):
+    pq.write_table(pa.table({"text": sentences(40)}), tmp_path / "a.parquet", row_group_size=10)
+    open_files("a.parquet")
+    os.utime(tmp_path / "a.parquet", (0, 0))  # read it again
+    if lost == "group":
+        read = pq.ParquetFile.read_row_group
+        monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *a, **k: read(*a, **k).slice(3))
+    else:
+        monkeypatch.setattr(pq.ParquetFile, "num_row_groups", 3)
+    said = (
+        r"row group 0 .*: it has 7 rows in place of 10" if lost == "group" else "have 30 rows in place of 40"
+    )
+    with pytest.raises(DataError, match=rf"a\.parquet.*{said}"):
+        open_files("a.parquet")
+
+
+def test_an_error_of_a_library_is_one_line():
+    assert one_line(ValueError("a\n\tb\x0e c")) == "a b c"
 
 
 def test_validation_files_are_left_out_of_training(open_files, tmp_path):

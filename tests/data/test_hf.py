@@ -209,3 +209,35 @@ def test_wrong_configurations_say_what_to_type(folder, tokenizer_path, tmp_path)
     with pytest.raises(ConfigError, match="data.hf_name"):
         config = DataConfig(source=DataSource.hf, tokenizer=str(tokenizer_path))
         open_data(config, seq_len=8, vocab_size=400)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_set_exchanged_for_one_of_as_many_shards_is_not_gone_on_with(folder, tokenizer_path, shuffle):
+    def loader():
+        corpus = open_hf(folder, tokenizer_path, shuffle=shuffle)
+        return Loader(corpus.train, micro_batch_size=1, global_batch_size=1, prefetch=0)
+
+    first = loader()
+    [next(first) for _ in range(15)]
+    state = first.state_dict()
+    wanted = next(first)
+
+    def resumed(state):
+        other = loader()
+        other.load_state_dict(state)
+        return next(other)
+
+    assert (resumed(state) == wanted).all()
+    for shard in range(3):
+        path = next(folder.glob(f"{shard}.*"))
+        texts = sentences(20, seed=shard + 7)
+        if path.suffix == ".jsonl":
+            write_jsonl(path, texts)
+        else:
+            pq.write_table(pa.table({"text": texts}), path, row_group_size=6)
+    with pytest.raises(
+        DataError, match=r"set \[train\], row \d+ of epoch 0: the documents from here on are not"
+    ):
+        resumed(state)
+    del state["reader"]["sum"]  # a checkpoint of before
+    resumed(state)

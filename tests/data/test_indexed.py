@@ -1,5 +1,6 @@
 """Megatron files against bytes laid out by hand, and damaged ones."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -112,6 +113,36 @@ def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path, offset, value
     with pytest.raises(DataError, match=message) as error:
         read_token_file(prefix)
     assert "golden.idx" in str(error.value)
+
+
+def test_documents_whose_differences_overflow_are_not_in_order(tmp_path):
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 5)
+    body = (
+        struct.pack("<2i", 3, 2)
+        + struct.pack("<2q", 0, 6)
+        + struct.pack("<5q", 0, 2**63 - 1, -(2**63), -1, 2)
+    )
+    golden(tmp_path).with_suffix(".idx").write_bytes(head + body)
+    with pytest.raises(DataError, match=r"golden\.idx .* not in order"):
+        read_token_file(tmp_path / "golden")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_what_is_no_regular_file_is_an_error_that_names_it(tmp_path, ending):
+    path = golden(tmp_path).with_suffix(ending)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=rf"golden\{ending} is no regular file"):
+        read_token_file(tmp_path / "golden")
+
+
+def test_a_file_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeypatch):
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(DataError, match=r"golden\.idx cannot be read \(Permission denied\)"):
+        read_token_file(golden(tmp_path))
 
 
 def test_a_multimodal_index_is_refused_by_name(tmp_path):

@@ -1,0 +1,188 @@
+"""Contents of token files: sums of when they were written, compared as they are opened or beside training.
+
+Files of cache entries up to ``SMALL_BYTES``, and pairs of as much in all, are read whole by every process
+that opens them. All else is read by a thread of one process of each node, so that training need not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from graphmoe.config import ConfigError
+from graphmoe.data.cache import META, SMALL_BYTES, sha256_of, sums_of
+from graphmoe.data.errors import DataError
+from graphmoe.data.indexed import TokenFile, pair, read_token_file
+from graphmoe.untrusted import FileError, read_text
+
+log = logging.getLogger(__name__)
+
+SUMS = ".sha256"
+"""Ends the name of the file beside a pair that holds its sums, in the form of the command sha256sum."""
+BLOCK_BYTES = 64 << 10
+MAX_BLOCKS = 1024
+"""Blocks that are read of the files of a corpus without sums: 64 MiB, below which they are read whole."""
+_SUM = re.compile(r"\\?([0-9a-f]{64}) [ *](.+)")
+
+
+class ContentCheck:
+    """Compares files with their sums in a thread; the thread is ended by ``close``."""
+
+    def __init__(self, files: Iterable[TokenFile] = ()) -> None:
+        pairs = {path: file for file in files if file.sums for path in pair(file.path)}
+        self._files = {
+            path: file
+            for path, file in pairs.items()
+            if file.entry is None or path.stat().st_size > SMALL_BYTES  # smaller ones of entries are compared
+        }
+        self._found: DataError | None = None
+        self._raised = self._done = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="graphmoe-contents", daemon=True)
+        if self._files:
+            self._thread.start()
+
+    def raise_damage(self) -> None:
+        """Raise DataError if a damaged file has been found until now."""
+        if self._found is not None:
+            self._raised = True
+            raise self._found
+
+    def wait(self) -> None:
+        """Return when all files are compared. *Raises* DataError for a damaged one."""
+        if self._files:
+            self._thread.join()
+        self.raise_damage()
+
+    def close(self) -> None:
+        """End the thread; says so where files are not compared yet, or one is damaged."""
+        if not self._files:
+            return
+        self._closed.set()
+        self._thread.join()
+        if self._found is not None and not self._raised:
+            log.warning("%s", self._found)
+        elif self._found is None and not self._done:
+            log.warning("%s: not all of it was compared with its sha256", next(iter(self._files)))
+
+    def _run(self) -> None:
+        for path, file in self._files.items():
+            assert file.sums is not None
+            try:
+                found = sha256_of(path, self._closed.is_set)
+            except OSError as error:
+                self._found = DataError(f"{path} cannot be read ({error.strerror})")
+                return
+            if self._closed.is_set():
+                return
+            if found != file.sums[path.name]:
+                what = "its sha256 is not that of when it was written (steps of this start may have read it)"
+                self._found = damaged(file, f"{path}: {what}")
+                return
+        self._done = True
+        log.info("data: %d files have the sha256 with which they were written", len(self._files))
+
+
+def read_entry_file(entry: Path, name: str) -> TokenFile:
+    """Open a pair of a cache entry. *Raises* DataError; a damaged entry is built again at the next start."""
+    sums = sums_of(entry)
+    with entry_damage(entry):
+        if missing := {path.name for path in pair(entry / name)} - sums.keys():
+            raise DataError(f"{entry / META} does not name {min(missing)}")
+        return read_token_file(entry / name, sums=sums, entry=entry)
+
+
+def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
+    """Open a pair, and the file of sums beside it if there is one. *Raises* DataError.
+
+    compare: whether to compare the pair with the sums now.
+    """
+    sums_path = pair(prefix)[0].with_suffix(SUMS)
+    if not os.path.lexists(sums_path):
+        return read_token_file(prefix)
+    sums = _read_sums(sums_path)
+    for path in pair(prefix):
+        if path.name not in sums:
+            raise DataError(f"{sums_path} has no sum of {path.name}; write it again, or remove it")
+    file = read_token_file(prefix, sums=sums)
+    for path in pair(prefix) if compare else ():
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror})") from error
+        if found != sums[path.name]:
+            raise DataError(f"{path}: its sha256 is not that in {sums_path.name}; restore the file")
+    return file
+
+
+def write_sums(prefix: Path) -> None:
+    """Write the sums of a pair beside it."""
+    bin_path, idx_path = pair(prefix)
+    lines = [f"{sha256_of(path)}  {path.name}\n" for path in (bin_path, idx_path)]
+    bin_path.with_suffix(SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def contents_of(files: Sequence[TokenFile]) -> str:
+    """A word that differs where the tokens do: from the sums of files, or from blocks of those without.
+
+    Blocks lie evenly over each file, so that another file is found, and not every flipped bit.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    summed = all(file.sums for file in files)
+    for file in files:
+        digest.update(f"{file.tokens_T.dtype.str}:{len(file.tokens_T)}:".encode())
+        if summed:
+            assert file.sums is not None
+            digest.update(file.sums[file.path.name].encode())
+            continue
+        raw = file.tokens_T.view(np.uint8)
+        blocks = max(1, MAX_BLOCKS // len(files))
+        if len(raw) <= blocks * BLOCK_BYTES:
+            digest.update(raw.data)
+            continue
+        for start in np.linspace(0, len(raw) - BLOCK_BYTES, blocks, dtype=np.int64):
+            digest.update(raw[start : start + BLOCK_BYTES].data)
+    return f"{'sha256' if summed else 'blocks'}:{digest.hexdigest()}"
+
+
+def damaged(file: TokenFile, what: str) -> DataError:
+    """The error for a token file whose contents are not what was written."""
+    return DataError(f"{what}; restore the file") if file.entry is None else damaged_entry(file.entry, what)
+
+
+def damaged_entry(entry: Path, what: str) -> DataError:
+    """The error for an entry of the cache, which is set up to be built again."""
+    with contextlib.suppress(OSError):
+        (entry / META).unlink(missing_ok=True)
+        return DataError(f"{what}: it is damaged and is made again when the same command starts again")
+    return DataError(f"{what}: it is damaged; remove {entry} and start again")
+
+
+@contextlib.contextmanager
+def entry_damage(entry: Path) -> Iterator[None]:
+    """Turns what is wrong with files of a cache entry into ``damaged_entry``."""
+    try:
+        yield
+    except (DataError, ConfigError) as error:
+        raise damaged_entry(entry, str(error)) from error
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    """Sums by name of file. *Raises* DataError."""
+    try:
+        lines = read_text(path).splitlines()
+    except FileError as error:
+        raise DataError(str(error)) from error
+    found = [_SUM.fullmatch(line) for line in lines]
+    if None in found:
+        number = found.index(None)
+        raise DataError(f"{path}:{number + 1}: {lines[number][:80]!r} is no line of sha256sum")
+    return {Path(match[2]).name: match[1] for match in found if match}

@@ -1,0 +1,283 @@
+"""Token files whose contents are not what was written: found, named, and made again where possible."""
+
+import hashlib
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from graphmoe import trainer, training
+from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.data import DataError, Loader, contents, open_data
+from graphmoe.data.corpus import open_stdlib
+from graphmoe.data.indexed import read_token_file, write_token_file
+from graphmoe.progress import Progress
+from graphmoe.world import World
+from runtime.launch.failures import RunFailed
+from tests.data.texts import sentences, write_jsonl
+from tests.runs import config, train_in
+
+
+@pytest.fixture
+def open_text(tmp_path, tokenizer_path, cache):
+    """open_data over a file of 100 texts, whose tokens are in the cache."""
+    write_jsonl(tmp_path / "a.jsonl", sentences(100))
+    asked = DataConfig(
+        source=DataSource.files, paths=[str(tmp_path / "a.jsonl")], tokenizer=str(tokenizer_path)
+    )
+    return lambda **options: open_data(asked, seq_len=16, vocab_size=400, **options)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Files of any size are large ones."""
+    for module in ("cache", "contents", "corpus"):
+        monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
+
+
+def flip(path, position=10, mask=1):
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= mask
+    path.write_bytes(raw)
+
+
+def all_of(corpus):
+    return corpus.train.reader().read(0, corpus.train.num_samples)
+
+
+def bin_of(corpus):
+    return corpus.train.documents.files[0].path
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_flipped_bit_in_an_entry_is_found_and_it_is_built_again(open_text, caplog, ending):
+    corpus = open_text()
+    rows = all_of(corpus)
+    flip(bin_of(corpus).with_suffix(ending), -3)
+    assert np.array_equal(all_of(open_text()), rows)
+    assert f"the sha256 of tokens{ending} is another); it is built again" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.idx", "tokenizer.json"])
+def test_a_flipped_bit_in_the_corpus_of_a_library_is_found(tmp_path, cache, caplog, name):
+    for i in range(40):
+        (tmp_path / f"{i}.py").write_text("\n".join(sentences(10, seed=i)))
+    asked = DataConfig(bpe_vocab_size=320, val_fraction=0.1)
+    corpus = open_stdlib(asked, 16, 400, tmp_path)
+    rows = all_of(corpus)
+    flip(bin_of(corpus).with_name(name))
+    assert np.array_equal(all_of(open_stdlib(asked, 16, 400, tmp_path)), rows)
+    assert f"the sha256 of {name} is another" in caplog.text
+
+
+def test_damage_of_a_large_file_is_found_beside_training_and_mended_by_the_next_start(open_text, large):
+    corpus = open_text(check=True)
+    corpus.check.wait()
+    rows, damaged = all_of(corpus), bin_of(corpus)
+    flip(damaged)
+    corpus = open_text(check=True)
+    with pytest.raises(DataError, match=rf"^{damaged}: its sha256 .* made again when the same command"):
+        corpus.check.wait()
+    corpus = open_text(check=True)
+    corpus.check.wait()
+    assert np.array_equal(all_of(corpus), rows)
+
+
+def test_a_large_index_that_does_not_fit_is_mended_by_the_next_start(open_text, large):
+    rows, index = all_of(open_text()), bin_of(open_text()).with_suffix(".idx")
+    flip(index, 34)
+    with pytest.raises(DataError, match=rf"{index}|tokens.bin has .*: it is damaged and is made again"):
+        open_text()
+    assert np.array_equal(all_of(open_text()), rows)
+
+
+def test_an_id_beyond_the_vocabulary_in_an_entry_names_file_and_place(open_text, large):
+    rows, path = all_of(open_text()), bin_of(open_text())
+    flip(path, 2 * 40 + 1, 0x80)
+    with pytest.raises(
+        DataError, match=rf"^{path}, document \d+, position \d+: token id 3\d{{4}} is not below"
+    ):
+        all_of(open_text())
+    assert np.array_equal(all_of(open_text()), rows)
+
+
+def test_the_first_process_of_each_node_is_asked(tmp_path, monkeypatch):
+    asked = []
+    opened = trainer.open_data
+    monkeypatch.setattr(trainer, "open_data", lambda *a, check, **k: asked.append(check) or opened(*a, **k))
+    for index in range(2):
+        world = World()
+        world.local_index = index
+        trainer.Trainer(
+            config(), tmp_path / str(index), Progress(Console(file=io.StringIO()), 6, wanted=False), world
+        )
+    assert asked == [True, False]
+
+
+def test_only_who_is_asked_reads_large_files(open_text, large, monkeypatch):
+    open_text()
+    read = []
+    monkeypatch.setattr(contents, "sha256_of", lambda path, *_: read.append(path))
+    open_text().check.wait()
+    assert read == []
+
+
+def test_a_check_that_is_ended_early_says_so(open_text, large, monkeypatch, caplog):
+    open_text()
+    monkeypatch.setattr(contents, "sha256_of", lambda path, stopped: (_until(stopped), "")[1])
+    check = open_text(check=True).check
+    check.close()
+    check.raise_damage()
+    assert "tokens.bin: not all of it was compared with its sha256" in caplog.text
+
+
+def _until(stopped):
+    while not stopped():
+        pass
+
+
+def run_on_text(tmp_path, tokenizer_path, folder):
+    words = (
+        "data.source=files", f"data.paths=[{tmp_path}/a.jsonl]", f"data.tokenizer={tokenizer_path}",
+        "model.vocab_size=400", "log.sample_tokens=0", "train.val_batches=0",
+    )  # fmt: skip
+    training.run_worker(config(*words), folder, World())
+
+
+def test_a_run_on_a_damaged_entry_ends_in_one_line_and_the_same_command_goes_on(
+    tmp_path, tokenizer_path, open_text, large, monkeypatch
+):
+    damaged = bin_of(open_text())
+    flip(damaged)
+    original = contents.ContentCheck.raise_damage
+
+    def after_the_thread(check):
+        check._thread.join()
+        original(check)
+
+    monkeypatch.setattr(contents.ContentCheck, "raise_damage", after_the_thread)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RunFailed) as caught:
+        run_on_text(tmp_path, tokenizer_path, tmp_path / "run")
+    assert str(caught.value).startswith(f"{damaged}: its sha256") and "\n" not in str(caught.value)
+    run_on_text(tmp_path, tokenizer_path, tmp_path / "run")
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """A pair of 30 documents of 20 tokens."""
+    write_token_file(tmp_path / "m", [np.arange(20)] * 30, np.uint16)
+    return tmp_path / "m"
+
+
+def open_pair(prefix, **changes):
+    asked = DataConfig(source=DataSource.memmap, paths=[str(prefix)], val_fraction=0, **changes)
+    return open_data(asked, seq_len=10, vocab_size=1000, check=True)
+
+
+def state_of(prefix):
+    return Loader(open_pair(prefix).train, micro_batch_size=1, global_batch_size=1).state_dict()
+
+
+def resume(prefix, state):
+    Loader(open_pair(prefix).train, micro_batch_size=1, global_batch_size=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_file_exchanged_for_one_of_the_same_lengths_is_not_gone_on_with(prefix, summed):
+    if summed:
+        contents.write_sums(prefix)
+    state = state_of(prefix)
+    resume(prefix, state)
+    write_token_file(prefix, [np.arange(20) + 1] * 30, np.uint16)
+    if summed:
+        contents.write_sums(prefix)
+    with pytest.raises(ConfigError, match="as long as those of the checkpoint, with other tokens"):
+        resume(prefix, state)
+    del state["contents"]  # a checkpoint of before
+    resume(prefix, state)
+
+
+def test_a_checkpoint_goes_on_where_sums_were_written_meanwhile(prefix):
+    state = state_of(prefix)
+    contents.write_sums(prefix)
+    resume(prefix, state)
+
+
+def test_blocks_lie_over_the_whole_of_a_large_file(prefix, monkeypatch):
+    monkeypatch.setattr(contents, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(contents, "MAX_BLOCKS", 20)
+    path = prefix.with_suffix(".bin")  # of 1200 bytes, 160 of which are read
+    whole = contents.contents_of([read_token_file(prefix)])
+    found = []
+    for position in range(1200):
+        flip(path, position)
+        found.append(contents.contents_of([read_token_file(prefix)]) != whole)
+        flip(path, position)
+    assert sum(found) == 160 and found[0] and found[-1] and all(any(found[i : i + 65]) for i in range(1130))
+
+
+def test_checkpoints_from_before_contents_were_kept_go_on(tmp_path, monkeypatch):
+    with_contents = Loader.state_dict
+
+    def without(loader):
+        state = with_contents(loader)
+        return {name: state[name] for name in state if name != "contents" or not loader.consumed}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loader, "state_dict", without)
+        train_in(tmp_path / "run", "train.steps=3")
+    assert train_in(tmp_path / "run").step == 6
+
+
+def test_a_run_does_not_go_on_with_an_exchanged_pair(tmp_path):
+    words = ("data.source=memmap", f"data.paths=[{tmp_path}/m]", "data.val_fraction=0", "train.val_batches=0")
+    write_token_file(tmp_path / "m", [np.arange(60)] * 30, np.uint16)
+    train_in(tmp_path / "run", *words, "train.steps=3")
+    kept = (tmp_path / "m.bin").read_bytes()
+    write_token_file(tmp_path / "m", [np.arange(60)[::-1]] * 30, np.uint16)
+    with pytest.raises(ConfigError, match="with other tokens"):
+        train_in(tmp_path / "run", *words)
+    (tmp_path / "m.bin").write_bytes(kept)
+    assert train_in(tmp_path / "run", *words).step == 6
+
+
+def test_sums_are_those_of_the_command_sha256sum(prefix):
+    contents.write_sums(prefix)
+    lines = prefix.with_suffix(".sha256").read_text().splitlines()
+    files = [prefix.with_suffix(ending) for ending in (".bin", ".idx")]
+    assert lines == [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}" for p in files]
+
+
+def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_path):
+    write_token_file(tmp_path / "other", [np.arange(20)] * 30, np.uint16)
+    contents.write_sums(prefix)
+    flip(prefix.with_suffix(".bin"))
+    with pytest.raises(DataError, match=r"m\.bin: its sha256 is not that in m\.sha256; restore the file"):
+        open_pair(prefix)
+    both = DataConfig(source=DataSource.memmap, paths=[str(prefix), str(tmp_path / "other")], skip_bad=True)
+    corpus = open_data(both, seq_len=10, vocab_size=1000)
+    assert corpus.bad == {"unreadable file": 1} and len(corpus.train.documents.files) == 1
+
+
+def test_a_large_pair_that_differs_from_its_sums_is_found_beside_training(prefix, large):
+    contents.write_sums(prefix)
+    flip(prefix.with_suffix(".bin"))
+    with pytest.raises(DataError, match=r"m\.bin: its sha256 is not .*; restore the file"):
+        open_pair(prefix).check.wait()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no sum of m.bin"),
+        ("0" * 64 + "  other.bin\n", "has no sum of m.bin"),
+        ("no sum\n", "m.sha256:1: 'no sum' is no line of sha256sum"),
+        (b"\xff\xfe", "m.sha256 is no UTF-8"),
+    ],
+)
+def test_a_wrong_file_of_sums_is_an_error_that_names_it(prefix, text, said):
+    prefix.with_suffix(".sha256").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=said):
+        open_pair(prefix)

@@ -1,0 +1,211 @@
+"""Damaged data, tokenizers and caches: no traceback, no hang, and no other tokens without a word."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.data import Corpus, DataError, Loader, open_data
+from graphmoe.data.contents import ContentCheck, write_sums
+from graphmoe.data.corpus import open_stdlib
+from graphmoe.data.indexed import write_token_file
+from graphmoe.data.samples import PackedSamples
+from tests.damage import MOST_S, TooLong, damage, fresh_copy, limited
+from tests.data.texts import sentences, write_jsonl
+
+pytestmark = pytest.mark.slow
+
+CASES = 100
+VOCAB = 400
+SAMPLES = 40
+Opened = Callable[[Path], Corpus]
+
+
+def files_of(ending: str, skip_bad: bool) -> Opened:
+    def opened(folder: Path) -> Corpus:
+        asked = DataConfig(
+            source=DataSource.files,
+            paths=[str(folder / f"*.{ending}")],
+            tokenizer=str(folder / "tokenizer.json"),
+            skip_bad=skip_bad,
+        )
+        return open_data(asked, seq_len=16, vocab_size=VOCAB)
+
+    return opened
+
+
+def memmap_of(folder: Path) -> Corpus:
+    asked = DataConfig(source=DataSource.memmap, paths=[str(folder / "*")], val_fraction=0)
+    return open_data(asked, seq_len=16, vocab_size=VOCAB)
+
+
+def stream_of(folder: Path) -> Corpus:
+    asked = DataConfig(
+        source=DataSource.hf, hf_name=str(folder / "set"), tokenizer=str(folder / "tokenizer.json"),
+        val_fraction=0, shuffle=False,
+    )  # fmt: skip
+    return open_data(asked, seq_len=16, vocab_size=VOCAB)
+
+
+def outcome(opened: Opened, folder: Path, state: dict[str, Any] | None) -> npt.NDArray[np.int64] | str:
+    """The samples that a corpus gives from a state on, or the error that refuses it."""
+    try:
+        corpus = opened(folder)
+        loader = Loader(corpus.train, micro_batch_size=1, global_batch_size=1, prefetch=0)
+        if state is not None:
+            loader.load_state_dict(state)
+        return np.concatenate([next(loader).numpy() for _ in range(SAMPLES)])
+    except (ConfigError, DataError) as error:
+        return str(error)
+
+
+def failures(opened: Opened, source: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> list[str]:
+    """All that goes wrong over a seeded list of damages.
+
+    A start takes what it finds where nobody knows what there should be; a resume knows.
+    """
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path / "cache"))
+    work = tmp_path / "work"  # the path is the same in each case: it is part of the key
+    whole = opened(fresh_copy(source, work))
+    loader = Loader(whole.train, micro_batch_size=1, global_batch_size=1, prefetch=0)
+    [next(loader) for _ in range(3)]
+    state = loader.state_dict()
+    wanted = outcome(opened, work, state)
+    assert not isinstance(wanted, str)
+    found = []
+    for number in range(CASES):
+        told = damage(fresh_copy(source, work), random.Random(f"{source.name} {number}"))
+        for from_state in (None, state):
+            caplog.clear()
+            try:
+                with limited():
+                    got = outcome(opened, work, from_state)
+            except TooLong:
+                got, wrong = "", f"more than {MOST_S} s"
+            except Exception:
+                got, wrong = "", traceback.format_exc()[-1500:]
+            else:
+                wrong = _problem(got, wanted if from_state else None, work, told)
+            if wrong:
+                found.append(f"{number}: {told}: {'resumed' if from_state else 'started'}: {wrong}")
+    return found
+
+
+def _problem(
+    got: npt.NDArray[np.int64] | str, wanted: npt.NDArray[np.int64] | None, work: Path, told: str
+) -> str | None:
+    """What is wrong with an outcome; ``wanted`` are the samples of a resume."""
+    if isinstance(got, str):
+        named = str(work) in got or "the checkpoint" in got
+        return None if named and "\n" not in got else f"no line that names a file: {got!r}"
+    if wanted is not None and not np.array_equal(got, wanted):
+        return "other tokens without a word"
+    return None if got.max() < VOCAB and got.min() >= 0 else "ids beyond the vocabulary"
+
+
+@pytest.fixture
+def source(tmp_path, tokenizer_path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    shutil.copy(tokenizer_path, folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}, "lstrip": 1}')
+    return folder
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+def test_text(source, tmp_path, monkeypatch, caplog, ending, skip_bad):
+    for seed in range(3):
+        write_texts(source / f"{seed}.{ending}", sentences(60, seed))
+    assert failures(files_of(ending, skip_bad), source, tmp_path, monkeypatch, caplog) == []
+
+
+def write_texts(path: Path, texts: list[str]) -> None:
+    if path.suffix == ".txt":
+        path.write_text("\n".join(texts))
+    elif path.suffix == ".jsonl":
+        write_jsonl(path, texts)
+    else:
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=20)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_pairs(tmp_path, monkeypatch, caplog, summed):
+    source = tmp_path / "source"
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        documents = [rng.integers(0, VOCAB, size=length) for length in rng.integers(5, 60, size=40)]
+        write_token_file(source / name, documents, np.uint16)
+        if summed:
+            write_sums(source / name)
+    assert failures(memmap_of, source, tmp_path, monkeypatch, caplog) == []
+
+
+def test_data_sets(source, tmp_path, monkeypatch, caplog):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    (source / "set").mkdir()
+    for seed in range(3):
+        write_jsonl(source / "set" / f"{seed}.jsonl", sentences(60, seed))
+    assert failures(stream_of, source, tmp_path, monkeypatch, caplog) == []
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", ["stdlib", "files"])
+def test_caches(source, tmp_path, monkeypatch, caplog, kind, large):
+    """An entry is whole or made again, if need be at the second start: its samples are the same always."""
+    texts, work = tmp_path / "texts", tmp_path / "work"
+    texts.mkdir()
+    for seed in range(30):
+        (texts / f"{seed}.py").write_text("\n".join(sentences(10, seed)))
+    write_jsonl(source / "a.jsonl", sentences(100))
+    monkeypatch.setenv("GRAPHMOE_CACHE", str(work))
+    if large:
+        for module in ("cache", "contents", "corpus"):
+            monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
+    asked = DataConfig(bpe_vocab_size=320, val_fraction=0.1)
+
+    def opened(folder: Path) -> Corpus:
+        corpus = (
+            open_stdlib(asked, 16, VOCAB, texts) if kind == "stdlib" else files_of("jsonl", False)(source)
+        )
+        for samples in (corpus.train, corpus.val):
+            assert isinstance(samples, PackedSamples)
+            ContentCheck(samples.documents.files).wait()
+        return corpus
+
+    opened(work)
+    whole = fresh_copy(work, tmp_path / "whole")
+    wanted = outcome(opened, work, None)
+    found = []
+    for number in range(CASES):
+        told = damage(fresh_copy(whole, work), random.Random(f"cache {kind} {number}"))
+        try:
+            with limited():
+                got = outcome(opened, work, None)
+                if large and isinstance(got, str) and "starts again" in got:
+                    got = outcome(opened, work, None)
+        except TooLong:
+            got = f"more than {MOST_S} s"
+        except Exception:
+            got = traceback.format_exc()[-1500:]
+        if isinstance(got, str) and not got.startswith(f"cannot make the cache entry {work}"):
+            found.append(f"{number}: {told}: {got}")
+        elif not isinstance(got, str) and not np.array_equal(got, wanted):
+            found.append(f"{number}: {told}: other tokens without a word")
+    assert found == []

@@ -23,8 +23,6 @@ NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Of a terminal that is gone, and of Slurm and others whose time limit is near."""
 ELASTIC = "TORCHELASTIC_RUN_ID"
 """Torch elastic, torchrun's or graphmoe's own, sets it in each worker."""
-ON_LOOPBACK = "GRAPHMOE_ON_LOOPBACK"
-"""Says to a worker that all ranks are on its node."""
 LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"
 """graphmoe's own launcher sets it in each worker, and tells the user of signals and errors itself."""
 _ECHO_S = 2.0

@@ -34,7 +34,6 @@ from graphmoe.logs import FILE_ONLY, start_logging
 from graphmoe.signals import (
     ELASTIC,
     LAUNCHER_PID,
-    ON_LOOPBACK,
     Interrupted,
     die_with_launcher,
     ends_at_signals,
@@ -103,7 +102,7 @@ def _join(config: RunConfig) -> World:
     import torch
     import torch.distributed as dist
 
-    from graphmoe.world import COLLECTIVE_TIMEOUT, World, backend_of, loopback_store
+    from graphmoe.world import COLLECTIVE_TIMEOUT, World, backend_of, own_store
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         device = torch.device(config.run.device.value)
@@ -111,7 +110,7 @@ def _join(config: RunConfig) -> World:
             held = os.environ.get(FOLDER_HELD)
             set_flight_recorder(Path(held, LOGS) if held else None)
         backend, rank, size = backend_of(device), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = loopback_store(rank, size, COLLECTIVE_TIMEOUT) if ON_LOOPBACK in os.environ else None
+        store = own_store(rank, size, COLLECTIVE_TIMEOUT) if LAUNCHER_PID in os.environ else None
         place = (rank, size) if store else (-1, -1)  # which torch reads from the environment
         dist.init_process_group(
             backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=place[0], world_size=place[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import pickle
 import socket
@@ -113,13 +114,18 @@ def backend_of(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def loopback_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """Return the store at 127.0.0.1 and ``MASTER_PORT`` by which the ranks of one node find each other.
+def own_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT`` by which ranks find each other.
 
-    torch's own listens on all interfaces. It is unauthenticated: other users of this machine reach it.
+    It listens at that address, where torch's own listens on all interfaces; None where it is a name, from
+    which the address does not follow. It has no password: who reaches the address can write to it.
     """
-    port, is_first = int(os.environ["MASTER_PORT"]), rank == 0
-    listener = socket.create_server(("127.0.0.1", port), backlog=2048).detach() if is_first else None
+    host, port, is_first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return None
+    listener = socket.create_server((host, port), family=family, backlog=2048).detach() if is_first else None
     return dist.TCPStore(
-        "127.0.0.1", port, size, is_first, timeout, wait_for_workers=False, master_listen_fd=listener
+        host, port, size, is_first, timeout, wait_for_workers=False, master_listen_fd=listener
     )

@@ -79,18 +79,6 @@ def test_time_to_the_first_step_counts_from_the_command(undisturbed):
     assert summary(folder)["time_to_first_step_s"] < (folder / "summary.json").stat().st_mtime - began + 5
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_run_on_one_node_listens_where_only_this_machine_reaches_it(tmp_path, restarts):
-    words = (*TINY, *TWO, *FAULTY, f"launch.max_restarts={restarts}")
-    run = Command(tmp_path, words, environment=SLOW)
-    wait_for_rows(run, tmp_path / "run", 3)
-    processes = [psutil.Process(run.pid), *workers_of(run)]
-    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
-    assert listening and set(listening) <= {"127.0.0.1", "::1"}, listening
-    run.kill(signal.SIGTERM)
-    assert run.wait() == 0, run.err.read_text()
-
-
 def test_a_torchrun_of_ones_own_gives_bitwise_the_same_run(tmp_path, undisturbed):
     written = command(tmp_path, *TINY, *TWO, *FAULTY, "launch.write_only=true")
     torchrun, *words = written.out.read_text().split()

@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -29,7 +30,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from graphmoe.config import LaunchConfig
 from graphmoe.logs import LogFile
-from graphmoe.signals import NOTICES, ON_LOOPBACK, SIGNALS, awaited, heard, raised, say
+from graphmoe.signals import NOTICES, SIGNALS, awaited, heard, raised, say
 from runtime.cache.folders import temporary_folder
 from runtime.launch.failures import (
     RunFailed,
@@ -41,7 +42,7 @@ from runtime.launch.failures import (
     silent_ranks,
 )
 from runtime.launch.hangs import HangWatch, watching
-from runtime.launch.nodes import Nodes
+from runtime.launch.nodes import Nodes, interface_of, listen_at
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,6 @@ _OTHERS_S = 2.0
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Workers that start again would else find the addresses of those before (pytorch #135712), and elastic
 listens on all interfaces for them."""
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Where ranks of one node meet, unless the user names an interface."""
 _MEETING = "graphmoe-meeting-"
 _SHOWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -81,14 +80,12 @@ def launch(
     began = time.time()
     log_dir.mkdir(parents=True, exist_ok=True)
     logs = RankLogs(log_dir, redirect=nodes.is_first)
-    alone = nodes.count == 1
-    own_stores = _OWN_STORES if alone or config.max_restarts else {}
-    on_loopback = {ON_LOOPBACK: "1", **(_LOOPBACK if sys.platform == "linux" else {})} if alone else {}
-    on_loopback = {name: os.environ.get(name, value) for name, value in on_loopback.items()}
-    meeting = temporary_folder(_MEETING) if alone else nullcontext()
-    with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir), meeting as meeting_folder:
-        agent = _Agent(_elastic_config(config, logs, nodes, meeting_folder, one_gpu_each), resolved)
-        added = _added_to_environment({**environment, **own_stores, **on_loopback, **told}, one_gpu_each)
+    meeting = temporary_folder(_MEETING) if nodes.count == 1 else _host_store(nodes)
+    with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir), meeting as folder:
+        agent = _Agent(_elastic_config(config, logs, nodes, folder, one_gpu_each), resolved)
+        added = _added_to_environment(
+            {**environment, **_OWN_STORES, **_interfaces(nodes), **told}, one_gpu_each
+        )
         with added, _Forwarding() as forwarding:
             agent.start()
             idle_s = 0.0
@@ -117,7 +114,7 @@ def _elastic_config(
 ) -> ElasticConfig:
     """With a folder for it, nodes meet at a file there: nothing listens, and nobody else may write it."""
     meets: dict[str, Any] = {"timeout": MEETING_S, "read_timeout": MEETING_S}
-    meets |= {"store_type": "file"} if meeting else {"is_host": str(nodes.is_first)}
+    meets |= {"store_type": "file"} if meeting else {"is_host": "false"}
     elastic = ElasticConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -127,12 +124,44 @@ def _elastic_config(
         rdzv_backend="c10d",
         rdzv_endpoint=str(meeting / "nodes") if meeting else nodes.endpoint,
         rdzv_configs=meets,
-        local_addr="localhost" if nodes.count == 1 else None,
+        local_addr=nodes.address,
         max_restarts=config.max_restarts,
         virtual_local_rank=one_gpu_each,
     )
     elastic.numa_options = None  # each worker binds itself
     return elastic
+
+
+@contextmanager
+def _host_store(nodes: Nodes) -> Iterator[None]:
+    """Host the store of all nodes for the block, if this is the first; elastic's own listens everywhere."""
+    if not nodes.is_first:
+        yield
+        return
+    try:
+        listener = listen_at(nodes.endpoint)
+    except OSError as error:
+        raise RunFailed(
+            f"launch.endpoint={nodes.endpoint}: this node cannot listen there ({error.strerror}); use a port "
+            "that is free"
+        ) from error
+    host, port = listener.getsockname()[:2]
+    store = TCPStore(
+        host if host not in ("0.0.0.0", "::") else "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    yield
+    del store
+
+
+def _interfaces(nodes: Nodes) -> dict[str, str]:
+    """Variables that have gloo, and on one node NCCL, listen at this node's address, unless they are set."""
+    interface = interface_of(nodes.address) if nodes.address else None
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if nodes.count == 1 else ("GLOO_SOCKET_IFNAME",)
+    return {name: os.environ.get(name, interface) for name in names} if interface else {}
 
 
 def _tell_other_nodes(error: ChildFailedError, logs: RankLogs, watch: HangWatch | None) -> None:

@@ -1,19 +1,27 @@
-"""The nodes of a run: how many, which one this is, and where they meet."""
+"""The nodes of a run: how many, which one this is, where they meet, and at which address this one listens."""
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import logging
 import os
 import secrets
 import shutil
 import socket
 import subprocess
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
 from graphmoe.config import ConfigError, LaunchConfig
 
+log = logging.getLogger(__name__)
+
 _FIRST_PORT, _PORTS = 20000, 10000
+_LOOPBACK = "127.0.0.1"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class Nodes:
     """host:port where they meet."""
     job: str
     """A name that is the same on all of them."""
+    address: str | None
+    """IP address at which the others reach this node; None where the endpoint's name does not tell it."""
 
 
 def find_nodes(launch: LaunchConfig) -> Nodes:
@@ -34,18 +44,82 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
     in_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
     count = in_step if launch.nodes == "auto" else launch.nodes
     if count == 1:
-        return Nodes(1, True, "localhost:0", secrets.token_hex(4))
+        return Nodes(1, True, f"{_LOOPBACK}:0", secrets.token_hex(4), _LOOPBACK)
     if in_step > 1:
         _check_step(count, in_step)
         first, endpoint = os.environ["SLURM_NODEID"] == "0", launch.endpoint or _slurm_endpoint()
-        return Nodes(count, first, endpoint, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
+        job = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        return Nodes(count, first, endpoint, job, _address_towards(endpoint))
     if launch.endpoint is None:
         raise ConfigError(
             f"launch.nodes={count} without a Slurm step of {count} nodes needs a place to meet; give the "
             f"first node and a free port, e.g. launch.endpoint=node0:29500, and start the command on each"
         )
-    host, _, _ = launch.endpoint.rpartition(":")
-    return Nodes(count, _is_this_machine(host), launch.endpoint, f"graphmoe-{launch.endpoint}")
+    endpoint = launch.endpoint
+    host, _, _ = endpoint.rpartition(":")
+    job = f"graphmoe-{endpoint}"
+    return Nodes(count, _is_this_machine(host), endpoint, job, _address_towards(endpoint))
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface of this node that has the address."""
+    found = (name for name, places in psutil.net_if_addrs().items() if address in {p.address for p in places})
+    return next(found, None)
+
+
+def listen_at(endpoint: str) -> socket.socket:
+    """Listen at the endpoint's own address; on all interfaces, with a warning, where its name tells none.
+
+    So it is with a name that stands for 127.0.1.1 on its own machine. *Raises* OSError where the port is not
+    free.
+    """
+    for family, place in _places(endpoint):
+        if _is_usable(endpoint, place[0]):
+            try:
+                return socket.create_server(place[:2], family=family, backlog=2048)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    log.warning(
+        "launch.endpoint=%s stands for no address of this node, so its stores listen on all interfaces; name "
+        "an address of the cluster's own network",
+        endpoint,
+    )
+    return socket.create_server(("", int(endpoint.rpartition(":")[2])), backlog=2048)
+
+
+def _address_towards(endpoint: str) -> str | None:
+    """The address of the interface that a variable names, or else of the one on the way to the endpoint."""
+    interfaces = psutil.net_if_addrs()
+    for variable in _INTERFACES:
+        for place in interfaces.get(os.environ.get(variable, ""), ()):
+            if place.family in (socket.AF_INET, socket.AF_INET6):
+                return place.address
+    for family, place in _places(endpoint):
+        with socket.socket(family, socket.SOCK_DGRAM) as way:  # which sends nothing
+            try:
+                way.connect(place)
+            except OSError:
+                continue
+            own: str = way.getsockname()[0]
+            if _is_usable(endpoint, own):
+                return own
+    return None
+
+
+def _places(endpoint: str) -> list[tuple[socket.AddressFamily, Any]]:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    return [(family, place) for family, _, _, _, place in found]
+
+
+def _is_usable(endpoint: str, address: str) -> bool:
+    """Whether other nodes reach an address: a loopback one only where the endpoint is meant to be one."""
+    host = endpoint.rpartition(":")[0].strip("[]")
+    return not ipaddress.ip_address(address).is_loopback or host == "localhost" or host == address
 
 
 def _check_step(count: int, in_step: int) -> None:

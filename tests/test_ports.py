@@ -1,0 +1,167 @@
+"""Who reaches the ports of a run: other machines are a network namespace of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.launch.nodes import find_nodes, interface_of, listen_at
+from tests.faults import STEP_S
+from tests.faults import WORDS as FAULTY
+from tests.runs import ROOT, TINY, config
+
+WORDS = (*TINY, *FAULTY, "train.steps=400", "launch.nproc=2", "hydra.run.dir=run")
+PORT = 29517
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 2)"
+
+
+class Network:
+    """A wire to a namespace: this side has the first addresses of two networks, the other the second ones."""
+
+    def __init__(self) -> None:
+        self.name = f"gm{secrets.token_hex(3)}"
+        third = 16 + secrets.randbelow(200)
+        self.here, self.beside = f"10.201.{third}.1", f"10.202.{third}.1"
+        self.there = f"10.201.{third}.2"
+        ip(f"netns add {self.name}")
+        ip(f"link add {self.name}a type veth peer name {self.name}b netns {self.name}")
+        for network in ("201", "202"):
+            ip(f"address add 10.{network}.{third}.1/24 dev {self.name}a")
+            ip(f"-n {self.name} address add 10.{network}.{third}.2/24 dev {self.name}b")
+        ip(f"link set {self.name}a up")
+        ip(f"-n {self.name} link set {self.name}b up")
+        ip(f"-n {self.name} link set lo up")
+
+    def remove(self) -> None:
+        ip(f"netns delete {self.name}")
+
+    def inside(self, *command: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *command]
+
+    def reaches(self, host: str, port: int) -> bool:
+        """Whether the other side can connect to a port of this one."""
+        command = self.inside(sys.executable, "-c", CONNECT, host, str(port))
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    try:
+        made = Network()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespace can be made here: {error}")
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def started(tmp_path) -> Iterator[list[subprocess.Popen]]:
+    processes: list[subprocess.Popen] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def start(folder: Path, *words: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_S: "0.05"}
+    command = [*prefix, sys.executable, "-m", "graphmoe.train", *WORDS, *words]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_rows(folder: Path, count: int, *processes: subprocess.Popen) -> None:
+    path, end = folder / "run" / "metrics.jsonl", time.monotonic() + 90
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended and time.monotonic() < end, [process.communicate()[1] for process in ended]
+        time.sleep(0.05)
+
+
+def ports_of(process: subprocess.Popen) -> set[tuple[str, int]]:
+    """Addresses at which a command and its workers listen."""
+    own = psutil.Process(process.pid)
+    found = [each.net_connections() for each in (own, *own.children(recursive=True))]
+    return {tuple(c.laddr) for all_of in found for c in all_of if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_run_on_one_node_listens_where_only_this_machine_reaches_it(tmp_path, started, restarts):
+    started.append(run := start(tmp_path, f"launch.max_restarts={restarts}"))
+    wait_for_rows(tmp_path, 2, run)
+    assert {host for host, _ in ports_of(run)} == {"127.0.0.1"}
+
+
+def test_nobody_outside_reaches_a_run_on_one_node(tmp_path, network, started):
+    started.append(run := start(tmp_path))
+    wait_for_rows(tmp_path, 2, run)
+    listening = ports_of(run)
+    assert listening and {host for host, _ in listening} == {"127.0.0.1"}
+    for _, port in listening:
+        assert not network.reaches(network.here, port)
+        socket.create_connection(("127.0.0.1", port), 2).close()
+
+
+def test_two_nodes_listen_at_the_address_that_is_named_only(tmp_path, network, started):
+    words = ("launch.nodes=2", f"launch.endpoint={network.here}:{PORT}", "train.global_batch_size=8")
+    inside = tuple(network.inside())
+    started.append(first := start(tmp_path, *words))
+    started.append(second := start(tmp_path, *words, prefix=inside))
+    wait_for_rows(tmp_path, 2, first, second)
+    listening = ports_of(first)
+    assert (network.here, PORT) in listening and {host for host, _ in listening} == {network.here}
+    assert network.reaches(network.here, PORT)
+    assert not any(network.reaches(network.beside, port) for _, port in listening)
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def nodes_at(endpoint: str):
+    return find_nodes(config("launch.nodes=2", f"launch.endpoint={endpoint}").launch)
+
+
+def test_a_node_is_reached_at_its_address_on_the_way_to_the_endpoint(network, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    there = nodes_at(f"{network.there}:{PORT}")
+    assert (there.address, there.is_first) == (network.here, False)
+    assert interface_of(network.here) == f"{network.name}a"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", f"{network.name}a")
+    assert nodes_at(f"127.0.0.1:{PORT}").address == network.here
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert nodes_at(f"{network.there}:{PORT}").address == "127.0.0.1"
+
+
+def test_a_name_that_stands_for_loopback_on_its_own_machine_names_no_address(monkeypatch, caplog):
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's name."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: real("127.0.1.1", *rest, **named))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node0")
+    nodes = nodes_at("node0:0")
+    assert (nodes.address, nodes.is_first) == (None, True)
+    with listen_at("node0:0") as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    assert "launch.endpoint=node0:0 stands for no address of this node" in caplog.text
+    with listen_at("localhost:0") as listener:
+        assert listener.getsockname()[0] == "127.0.1.1"

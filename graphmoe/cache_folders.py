@@ -16,7 +16,22 @@ def cache_root(configured: str | None = None) -> Path:
         raise ConfigError(
             f"there is no home folder for the cache {named}; set HOME, or GRAPHMOE_CACHE=/a/folder"
         )
-    return Path(path).absolute()
+    folder = Path(path).absolute()
+    if not is_path(path):
+        raise ConfigError(
+            f"{ascii(named)[1:-1]} can be no folder of a cache; use at most 255 bytes between slashes for "
+            f"compile.cache_dir, data.cache_dir or GRAPHMOE_CACHE"
+        )
+    return folder
+
+
+def is_path(text: str) -> bool:
+    """Whether a file system can have a file of this name."""
+    try:
+        parts = os.fsencode(text).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text and max(map(len, parts)) < 256 and len(text) < 2048
 
 
 def compiled_folder(configured: str | None = None) -> Path:

@@ -25,6 +25,8 @@ from graphmoe.field_docs import field_docs
 
 Args = TypeVar("Args")
 
+LONGEST_LINE = 1600
+"""Characters of a line of an error."""
 NUMBERS = {int: "whole number", float: "number"}
 
 
@@ -33,8 +35,21 @@ def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = Non
     try:
         main(list(sys.argv[1:] if argv is None else argv))
     except (ConfigError, FileNotFoundError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(2)
+
+
+def print_error(error: object) -> None:
+    """Print ``error: ...`` on stderr, control characters as escapes and long lines without their middle."""
+    half = LONGEST_LINE // 2
+    lines = [
+        "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in str(error).split("\n")
+    ]
+    short = [
+        line if len(line) <= LONGEST_LINE else f"{line[:half]}...({len(line)} characters)...{line[-half:]}"
+        for line in lines
+    ]
+    print("error:", "\n".join(short), file=sys.stderr)
 
 
 def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:

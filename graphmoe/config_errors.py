@@ -35,8 +35,9 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     chain = list(_chain(error))
     file = next((m[1] for e in chain if (m := re.search(r"In '([^']+)'", str(e)))), None)
     for cause in reversed(chain):
-        key = getattr(cause, "full_key", None)
-        if not key:
+        stated = re.search(r"^ *full_key: (\S+)$", str(cause), re.MULTILINE)  # of what Python raises
+        key = getattr(cause, "full_key", None) or (stated and stated[1])
+        if not key or key == "_dummy_":  # Hydra's, for a group's option
             continue
         if key not in known_keys() and file:
             return f"unknown key '{key}' in {file}.yaml; did you mean '{nearest_key(key)}'?"
@@ -45,7 +46,9 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
         if "ListConfig" in text:
             text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
         return f"{key} {where}: {text}"
-    return "\n  ".join(line for line in str(error).splitlines() if line.strip())
+    text = "\n  ".join(line for line in str(error).splitlines() if line.strip())
+    own = " ".join(word for word in argv if word.lstrip("+~").startswith("hydra"))  # the only ones left
+    return f"{own} cannot be used: {text or type(error).__name__}" if own else text
 
 
 PLUGINS = {
@@ -111,12 +114,14 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
     if key in groups and not override.is_delete():
         options = _options(key)
         value = override.value()
-        if options and isinstance(value, str) and value not in options and not own_folder:
-            close = difflib.get_close_matches(value, options, n=1, cutoff=0.0)[0]
-            yield (
-                f"'{line}' on the command line: there is no {key} '{value}'; did you mean "
-                f"{key}={close}? (options: {', '.join(options)})"
-            )
+        asked = [] if override.is_sweep_override() else value if isinstance(value, list) else [value]
+        for option in ("null" if one is None else str(one) for one in asked):
+            if options and option not in options and not own_folder:
+                close = difflib.get_close_matches(option, options, n=1, cutoff=0.0)[0]
+                yield (
+                    f"'{line}' on the command line: there is no {key} '{option}'; did you mean "
+                    f"{key}={close}? (options: {', '.join(options)})"
+                )
     elif key.startswith("host.env."):
         if not line.startswith(("+", "~")) and not own_folder:
             yield f"'{line}' on the command line: a variable is added with a plus: ++{line}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from graphmoe.cache_folders import cache_root, compiled_folder
+from graphmoe.cache_folders import cache_root, compiled_folder, is_path
 from graphmoe.config import (
     AttentionBackend,
     AttentionKind,
@@ -35,7 +35,7 @@ from graphmoe.dispatch_rules import (
 )
 from graphmoe.dry_run_rules import dry_run_rules, with_dry_batch
 from graphmoe.layout import Layout
-from graphmoe.number_rules import fp32_rules, integer_rules
+from graphmoe.number_rules import divisors, fp32_rules, integer_rules, item_rules
 from graphmoe.parallel_rules import (
     context_method,
     context_parallel_rules,
@@ -57,6 +57,7 @@ from graphmoe.segments import (
 from graphmoe.vendor_dispatch import vendor_dispatch_rules
 
 DEFAULT_SEQ_LEN = 4096
+MOST_MICRO_BATCHES = 2**16
 
 
 def check(config: RunConfig) -> None:
@@ -68,11 +69,12 @@ def check(config: RunConfig) -> None:
 
 def violations(config: RunConfig) -> list[str]:
     """Every violated rule of a configuration, each with what would be valid. Pure."""
-    if too_large := [*integer_rules(config)]:
-        return too_large  # which other rules cannot compute with
+    if unusable := [*item_rules(config), *integer_rules(config)]:
+        return unusable  # with which other rules cannot compute
     config = with_dry_batch(config)
     return [
         *_ranges(config),
+        *_path_rules(config),
         *fp32_rules(config),
         *schedule_rules(config.optim, config.train.steps),
         *_model_rules(config.model),
@@ -191,6 +193,18 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
 
 
+PATHS = "checkpoint.resume_from checkpoint.init_from data.paths data.tokenizer data.val_paths sweep.resume"
+
+
+def _path_rules(config: RunConfig) -> Iterator[str]:
+    for key in PATHS.split():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name) or []
+        for path in [value] if isinstance(value, str) else value:
+            if not is_path(path):
+                yield f"{key}={ascii(path)[1:-1]} can name no file; use at most 255 bytes between slashes"
+
+
 def _model_rules(model: ModelConfig) -> Iterator[str]:
     if model.num_dense_layers > model.num_layers:
         yield (
@@ -201,7 +215,7 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
         if model.num_kv_heads < 1 or model.num_heads % max(model.num_kv_heads, 1):
             yield (
                 f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}; "
-                f"use one of {_divisors(model.num_heads)}"
+                f"use one of {divisors(model.num_heads)}"
             )
         if model.head_dim % 2:
             yield f"model.head_dim={model.head_dim} must be even for the rotary embedding"
@@ -237,14 +251,14 @@ def _router_rules(model: ModelConfig) -> Iterator[str]:
     if experts % groups:
         yield (
             f"model.num_groups={groups} does not divide model.num_experts={experts}; "
-            f"use one of {_divisors(experts)}"
+            f"use one of {divisors(experts)}"
         )
     elif model.topk_groups > groups:
         yield f"model.topk_groups={model.topk_groups} exceeds model.num_groups={groups}; use 1 to {groups}"
     elif model.group_score is GroupScore.topk_sum and groups > 1 and model.top_k % model.topk_groups:
         yield (
             f"model.group_score=topk_sum adds top_k / topk_groups scores, but model.top_k={model.top_k} is "
-            f"no multiple of model.topk_groups={model.topk_groups}; use one of {_divisors(model.top_k)}"
+            f"no multiple of model.topk_groups={model.topk_groups}; use one of {divisors(model.top_k)}"
         )
     elif model.topk_groups * (experts // groups) < min(model.top_k, experts):
         needed = math.ceil(model.top_k / (experts // groups))
@@ -291,7 +305,7 @@ def _batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
     if micro_batch < 1 or global_batch < 1:
         return
     if global_batch % micro_batch:
-        below = [size for size in _divisors(global_batch) if size <= micro_batch]
+        below = divisors(global_batch, micro_batch)
         yield (
             f"train.global_batch_size={global_batch} is not a multiple of "
             f"train.micro_batch_size={micro_batch}; use e.g. micro_batch_size={below[-1]} "
@@ -304,9 +318,14 @@ def _launch_rules(config: RunConfig) -> Iterator[str]:
     for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
         if value != "auto" and (type(value) is not int or value < 1):
             yield f"launch.{key}={value!r} must be auto or a number greater than 0"
-    host, colon, port = (launch.endpoint or "").rpartition(":")
-    if launch.endpoint is not None and not (host and colon and port.isdigit()):
-        yield f"launch.endpoint={launch.endpoint} must be host:port, e.g. launch.endpoint=node0:29500"
+    host, _, port = (launch.endpoint or "").rpartition(":")
+    is_host = host != "" and host.isprintable() and not set(host) & {" ", "/"}
+    is_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16
+    if launch.endpoint is not None and not (is_host and is_port):
+        yield (
+            f"launch.endpoint={ascii(launch.endpoint)[1:-1]} must be host:port with a port from 1 to 65535, "
+            f"e.g. launch.endpoint=node0:29500"
+        )
     if launch.fake_world is not None:
         yield from dry_run_rules(config)
         if launch.fake_world > 0:
@@ -346,6 +365,12 @@ def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str
 def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator[str]:
     """A global batch that data-parallel ranks of ``ranks`` cannot share in whole micro-batches."""
     dp, together = layout.dp, train.micro_batch_size * layout.dp
+    if together > 0 and train.global_batch_size > MOST_MICRO_BATCHES * together:
+        yield (
+            f"train.global_batch_size={train.global_batch_size} is {train.global_batch_size // together} "
+            f"micro-batches of a rank in each step; use at most {MOST_MICRO_BATCHES * together}, or a larger "
+            f"train.micro_batch_size"
+        )
     if dp > 1 and together > 0 and train.global_batch_size % together:
         yield (
             f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
@@ -386,7 +411,3 @@ def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
             f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
             f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

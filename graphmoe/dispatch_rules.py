@@ -18,6 +18,7 @@ from graphmoe.config import (
     RunConfig,
     Transport,
 )
+from graphmoe.number_rules import divisors
 from graphmoe.receive_budget import WORST_CASE
 from graphmoe.segments import (
     CAPTURABLE,
@@ -83,7 +84,7 @@ def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig)
         elif size % ranks:
             yield (
                 f"model.{whole}={size} cannot be split over parallel.{key}={ranks}; use a divisor of {size}: "
-                f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+                f"{', '.join(map(str, divisors(size)))}"
             )
     if moe.dispatcher is DispatcherChoice.local and parallel.ep * parallel.etp > 1:
         yield (

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe import completion
 from graphmoe.cache_folders import compiled_folder
+from graphmoe.cli import print_error
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.config_errors import explain
 from graphmoe.masking import masked, note_interpolations
@@ -64,10 +65,12 @@ def hydra_app(
     if not makes_folder and not {"-sc", "--shell-completion"} & set(sys.argv):
         sys.argv += ["hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."]
     errors: list[Exception] = []
+    composed: list[DictConfig] = []
     known: tuple[type[Exception], ...] = (ConfigError, *known_errors)
 
     @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
     def run(cfg: DictConfig) -> Any:
+        composed.append(cfg)
         restore_run_folder()
         try:
             if makes_folder and in_sweep():
@@ -78,17 +81,17 @@ def hydra_app(
             errors.append(error)  # Hydra would print a second line about the job
             return None
 
-    interrupted = _run(run, errors)
+    interrupted = _run(run, composed, errors)
     status = end_sweep()
     for message in dict.fromkeys(str(error) for error in errors):
-        print(f"error: {message}", file=sys.stderr)
+        print_error(message)
     if errors:
         sys.exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
     if interrupted or status:
         sys.exit(interrupted or status)
 
 
-def _run(run: Callable[[], Any], errors: list[Exception]) -> int:
+def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Exception]) -> int:
     """Let Hydra compose and run; 0, or the status that a signal asks for. Adds to ``errors``."""
     if nameless := next((word for word in sys.argv[1:] if word.startswith("=")), None):
         errors.append(ConfigError(f"'{nameless}' on the command line names no key; type key=value"))
@@ -102,6 +105,9 @@ def _run(run: Callable[[], Any], errors: list[Exception]) -> int:
     except SweepError as error:
         errors.append(ConfigError(str(error)))
     except Exception as error:
+        if not composed:  # a value that Hydra does not foresee
+            errors.append(ConfigError(explain(error, sys.argv[1:])))
+            return 0
         if not has_unfinished_jobs():
             raise
         errors.append(error)  # a sweeper that cannot go on without the jobs that failed
@@ -147,7 +153,7 @@ def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
         assert isinstance(merged, DictConfig)
         note_interpolations(merged)
         config = _typed(plain)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, ArithmeticError) as error:
         in_file = HydraException(f"In '{path.with_suffix('')}':")  # as Hydra names the file of an error
         in_file.__cause__ = error
         raise ConfigError(explain(in_file, [])) from error

@@ -19,7 +19,16 @@ import psutil
 import torch
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.config import ComputeDtype, ConfigError, DeviceChoice, PrecisionConfig, RunConfig
+from graphmoe.config import (
+    ComputeDtype,
+    ConfigError,
+    DataSource,
+    DeviceChoice,
+    HostConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from graphmoe.layout import Layout
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
 from graphmoe.pipeline_plan import layout_and_plan
@@ -29,6 +38,8 @@ PACKAGES = (
     *("deep_ep", "primus_turbo", "transformer_engine"),
 )
 """Distributions on which what a run computes, or how fast, depends."""
+PER_CPU = 16
+"""The most threads, and the most processes, for each CPU: tests have many on few."""
 
 
 def open_device(choice: DeviceChoice) -> torch.device:
@@ -40,8 +51,13 @@ def open_device(choice: DeviceChoice) -> torch.device:
     return torch.device("cpu")
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's whole memory."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+
+
 def check_memory(config: RunConfig, device: torch.device, num_ranks: int = 1) -> None:
-    """Refuse a model whose weights, gradients and moments alone exceed the memory of a rank's device.
+    """Refuse weights with gradients and moments, or batches, that alone exceed a rank's memory.
 
     Where layers are shared out, of the ranks that hold most.
     """
@@ -53,8 +69,7 @@ def check_memory(config: RunConfig, device: torch.device, num_ranks: int = 1) ->
         for stages in (plan.stages_of_places if plan else [[]])
     ]
     needed = max(needed_by_place)
-    on_gpu = device.type == "cuda"
-    there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    there = memory_of(device)
     if needed > there:
         where, instead = f" on each of {num_ranks} ranks" if num_ranks > 1 else "", ""
         if plan:
@@ -67,6 +82,43 @@ def check_memory(config: RunConfig, device: torch.device, num_ranks: int = 1) ->
             f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller "
             f"model{instead}"
         )
+    _check_batches(config, layout, there)
+
+
+def _check_batches(config: RunConfig, layout: Layout, device_bytes: int) -> None:
+    """Refuse batches, and rows of metrics, that alone exceed the memory of device or host."""
+    train, data, model = config.train, config.data, config.model
+    tokens = train.micro_batch_size * (data.seq_len or 1)
+    batch = 8 * (tokens + train.micro_batch_size)
+    hidden = tokens // (layout.cp * layout.tp) * model.hidden_size
+    state = hidden * (2 if config.precision.compute is ComputeDtype.bf16 else 4)
+    endless = data.source in (DataSource.synthetic, DataSource.hf)
+    validation = train.val_batches * batch if endless else 0
+    rows = 4 * min(train.log_interval, train.steps) * model.num_layers * model.num_experts
+    host = memory_of(torch.device("cpu"))
+    sizes = {"data.seq_len": data.seq_len or 1, "train.micro_batch_size": train.micro_batch_size}
+    larger = max(sizes.items(), key=lambda item: item[1])
+    for key, value, what, num_bytes, there in (
+        (*larger, "hidden states of a micro-batch", state, device_bytes),
+        ("data.prefetch", data.prefetch, "batches that are read ahead", data.prefetch * batch, host),
+        ("train.val_batches", train.val_batches, "batches of a validation", validation, host),
+        ("train.log_interval", train.log_interval, "metrics of so many steps", rows, host),
+    ):
+        if num_bytes > there:
+            raise ConfigError(
+                f"{key}={value}: the {what} alone take {num_bytes / 2**30:.1f} GiB, and there are "
+                f"{there / 2**30:.1f} GiB; use at most {key}={value * there // num_bytes}"
+            )
+
+
+def check_processes(host: HostConfig, nproc: int) -> None:
+    """Refuse more threads or processes than this machine can serve. *Raises* ConfigError."""
+    most = PER_CPU * (os.cpu_count() or 1)
+    for key, value in (("host.threads", host.threads or 1), ("launch.nproc", nproc)):
+        if value > most:
+            raise ConfigError(
+                f"{key}={value} is more than {PER_CPU} for each CPU of this machine; use at most {most}"
+            )
 
 
 def seed_everything(seed: int, precision: PrecisionConfig, device: torch.device) -> None:

@@ -17,8 +17,9 @@ from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.cli import emit, parse_args, run_tool
 from graphmoe.config import ConfigError, DataSource, DeviceChoice, ModelConfig, MoEConfig, OutputFormat
 from graphmoe.data.tokenizer import load_tokenizer
-from graphmoe.environment import open_device
+from graphmoe.environment import memory_of, open_device
 from graphmoe.model import Transformer, build_model
+from graphmoe.parameters import count_parameters
 from graphmoe.stored_run import model_of, read_stored_run
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -80,6 +81,12 @@ def load_model(
     folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
     """The weights of a run's newest checkpoint, or of that of ``step``, in fp32."""
+    needed, there = 4 * count_parameters(config).total.full, memory_of(device)
+    if needed > there:
+        raise ConfigError(
+            f"run={folder} has a model whose weights take {needed / 2**30:.1f} GiB in fp32, and this "
+            f"{device.type} has {there / 2**30:.1f} GiB"
+        )
     model = build_model(config, device=device, seed=None)
     state = {"model": model.state_dict()}
     loaded = CheckpointStore.open_any(folder).load(state, step, partial=True)

@@ -104,7 +104,11 @@ class MetricsWriter:
                 self._board = None
                 log.warning("TensorBoard gets no more rows (%s); the run goes on", error.strerror or error)
         if self._wandb:
-            self._wandb.log(scalars, step=step)
+            try:
+                self._wandb.log(scalars, step=step)
+            except Exception as error:
+                self._wandb = None
+                log.warning("W&B gets no more rows (%s); the run goes on", error)
 
 
 class NoMetrics(MetricsWriter):
@@ -201,11 +205,17 @@ def _wandb(folder: Path, config: LogConfig, run_name: str, run_config: dict[str,
     id_file = folder / "wandb_id"
     if not id_file.exists():
         id_file.write_text(secrets.token_hex(8), encoding="utf-8")
-    return wandb.init(
-        project=config.wandb_project,
-        name=run_name,
-        dir=str(folder),
-        config=run_config,
-        id=id_file.read_text(encoding="utf-8"),
-        resume="allow",
-    )
+    try:
+        return wandb.init(
+            project=config.wandb_project,
+            name=run_name,
+            dir=str(folder),
+            config=run_config,
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"log.wandb=true cannot begin ({str(error).partition(chr(10))[0]}); log in with wandb login, set "
+            f"WANDB_MODE=offline, or use log.wandb=false"
+        ) from error

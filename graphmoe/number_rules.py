@@ -1,13 +1,13 @@
-"""Numbers of the configuration as the device has them, in fp32 or 64 bits: in range there too."""
+"""Numbers of the configuration as machines have them: in fp32, in 64 bits, and no more than can be run."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
 import math
+import re
+import typing
 from collections.abc import Iterator
-
-import torch
 
 from graphmoe.config import RunConfig
 
@@ -17,13 +17,28 @@ FP32 = """
     model.yarn_mscale_all_dim model.bias_update_rate model.aux_loss_coef model.z_loss_coef
     model.mtp_loss_weight
 """
+MOST = {
+    2000: "model.num_layers model.mtp_depth",  # each is an object of its own
+    100_000: """
+        parallel.dp parallel.tp parallel.cp parallel.pp parallel.ep parallel.etp launch.nproc launch.nodes
+        launch.fake_world pipeline.virtual_stages pipeline.microbatches
+    """,
+    2**31 - 1: """
+        model.vocab_size model.hidden_size model.dense_ffn_size model.num_heads model.num_kv_heads
+        model.head_dim model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim
+        model.v_head_dim model.yarn_original_context model.context_length model.num_experts model.top_k
+        model.expert_ffn_size model.shared_ffn_size model.num_groups model.topk_groups data.seq_len
+        train.global_batch_size train.micro_batch_size
+    """,
+}
+"""The largest values of keys: above any run's, below those that take hours or all memory before it begins."""
 BELOW_ONE = "optim.beta1 optim.beta2"
 LARGEST_BELOW_ONE = 1 - 2**-24
 
 
 def fp32_rules(config: RunConfig) -> Iterator[str]:
     """Values that become 0, infinite or 1 in fp32; those out of every range are left to other rules."""
-    least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    least, most = 2.0**-126, (2 - 2.0**-23) * 2.0**127
     for key in FP32.split():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
@@ -38,13 +53,40 @@ def fp32_rules(config: RunConfig) -> Iterator[str]:
 
 
 def integer_rules(config: RunConfig) -> Iterator[str]:
-    """Integers of more than 64 bits."""
+    """Integers of more than 64 bits, and those above what `MOST` says."""
+    most = {key: limit for limit, keys in MOST.items() for key in keys.split()}
     for section in dataclasses.fields(config):
         if not dataclasses.is_dataclass(values := getattr(config, section.name)):
             continue
         for field in dataclasses.fields(values):
-            value = getattr(values, field.name)
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                key, digits = f"{section.name}.{field.name}", str(value)
+            key, found = f"{section.name}.{field.name}", getattr(values, field.name)
+            for value in found if isinstance(found, list) else [found]:
+                if not isinstance(value, int):
+                    continue
+                digits = str(value)
                 shown = digits if len(digits) < 30 else f"{digits[:10]}...({len(digits)} digits)"
-                yield f"{key}={shown} needs more than 64 bits; use at most {2**63 - 1}"
+                if not -(2**63) <= value < 2**63:
+                    yield f"{key}={shown} needs more than 64 bits; use at most {most.get(key, 2**63 - 1)}"
+                elif value > most.get(key, value):
+                    yield f"{key}={shown} is too large; use at most {most[key]}"
+
+
+def item_rules(config: RunConfig) -> Iterator[str]:
+    """Lists with items of another type than their own, and texts that UTF-8 has not: OmegaConf takes both."""
+    for section, kind in typing.get_type_hints(RunConfig).items():
+        for name, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
+            values = getattr(getattr(config, section), name)
+            if typing.get_origin(hint) is list and any(type(v) is not hint.__args__[0] for v in values):
+                wanted = {int: "whole numbers", str: "texts"}[hint.__args__[0]]
+                yield f"{section}.{name}={values} must be a list of {wanted}"
+            texts = values if isinstance(values, list) else [values]
+            texts = [*values, *values.values()] if isinstance(values, dict) else texts
+            if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
+                yield f"{section}.{name}={ascii(values)} has half a character; write it in UTF-8"
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Divisors of a positive number in order, up to ``most``."""
+    below = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = sorted({*below, *(number // d for d in below)})
+    return [d for d in found if most is None or d <= most]

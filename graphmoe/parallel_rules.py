@@ -15,6 +15,7 @@ from graphmoe.config import (
     RunConfig,
 )
 from graphmoe.dispatch_rules import splits_backward
+from graphmoe.number_rules import divisors
 from graphmoe.segments import FULL_ITERATION
 from runtime.pipeline.schedules import SCHEDULES
 
@@ -55,10 +56,10 @@ def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len:
         if value > 0 and value % parallel.tp:
             below = value - value % parallel.tp
             lower, upper = (below, below + parallel.tp) if below else (parallel.tp, 2 * parallel.tp)
-            divisors = " or ".join(str(d) for d in range(1, parallel.tp) if value % d == 0)
+            valid = " or ".join(map(str, divisors(value, parallel.tp)))
             yield (
                 f"parallel.tp={parallel.tp} does not divide {key}={value}, the {what} that its ranks share; "
-                f"use tp={divisors}, or {key}={lower} or {upper}"
+                f"use tp={valid}, or {key}={lower} or {upper}"
             )
 
 

@@ -14,9 +14,6 @@ from graphmoe.config import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.config_rules import violations
 from graphmoe.untrusted import FileError, read_yaml
 
-MOST_LAYERS = 2000
-"""Of a model in a file of others: the shapes of more would take long to make."""
-
 
 class StoredPrecision(msgspec.Struct):
     compute: str | None = None
@@ -87,9 +84,6 @@ def model_from(plain: dict[str, Any], where: str) -> ModelConfig:
         key = getattr(error, "full_key", None) or ""
         raise FileError(f"{where}{key} is of no model of this version: {reason}") from error
     assert isinstance(config, ModelConfig)
-    for key in ("num_layers", "mtp_depth"):
-        if (asked := getattr(config, key)) > MOST_LAYERS:
-            raise FileError(f"{where}{key}={asked} is more than the {MOST_LAYERS:,} that are read")
     wrong = [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
     if wrong:
         raise FileError(f"{where}* has values that cannot be: {'; '.join(wrong)}")

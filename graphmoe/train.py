@@ -162,6 +162,7 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     """The summary of a run in workers of their own; None on nodes other than the first."""
     from graphmoe.dispatch_rules import reads_peers
+    from graphmoe.environment import check_processes
     from graphmoe.run_folder import CONFIG_FILE, SUMMARY_FILE, write_config
     from graphmoe.sweep import in_sweep, job_gpus
     from runtime.cache.folders import temporary_folder
@@ -170,6 +171,8 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
 
     # The workers would say it too, in a folder made for them.
     check_package(config.moe.dispatcher, config.run.device.value)
+    assert isinstance(config.launch.nproc, int)
+    check_processes(config.host, config.launch.nproc)
     gc.enable()
     launched_at = time.time() if in_sweep() else psutil.Process().create_time()
     environment = {LAUNCHER_PID: str(os.getpid()), LAUNCHED_AT: str(launched_at)}

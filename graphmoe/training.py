@@ -27,7 +27,7 @@ from graphmoe.config import (
 )
 from graphmoe.data import DataError
 from graphmoe.dispatch_rules import dispatcher_of, reads_peers
-from graphmoe.environment import check_memory, describe, open_device
+from graphmoe.environment import check_memory, check_processes, describe, open_device
 from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
 from graphmoe.layout import Layout
 from graphmoe.logs import console
@@ -64,6 +64,7 @@ def open_worker(config: RunConfig, world: World) -> list[HostLine]:
 
     A collective of all ranks. Returns what to log of the host.
     """
+    check_processes(config.host, world.local_size)
     lines = set_environment(config.host, config.run.device)
     on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")

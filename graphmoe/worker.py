@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from graphmoe.cli import emit
+from graphmoe.cli import emit, print_error
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import load_config, to_plain
 from graphmoe.logs import FILE_ONLY, start_logging
@@ -205,7 +205,7 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
         if log_dir is None or not launched:
             print(text, file=sys.stderr)
     elif not launched and not isinstance(error, KeyboardInterrupt):
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
     if ELASTIC not in os.environ:
         sys.exit(status)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from graphmoe.cli import emit, file_problems, nearest, parse_args, run_tool, usage
+from graphmoe.cli import emit, file_problems, nearest, parse_args, print_error, run_tool, usage
 from graphmoe.config import ConfigError, OutputFormat
 from graphmoe.field_docs import field_docs
 
@@ -247,6 +247,14 @@ def test_a_known_error_is_one_line_and_status_2(error, capsys):
         run_tool(fail_with(error), [])
     assert end.value.code == 2
     assert capsys.readouterr() == ("", f"error: {error}\n")
+
+
+def test_an_error_cannot_move_the_cursor_and_a_line_of_it_can_be_read(capsys):
+    print_error("two\nlines \x1b[2J\t\ud800 é")
+    print_error("a" * 5000 + "b")
+    err = capsys.readouterr().err
+    assert err.startswith("error: two\nlines \\x1b[2J\\t\\ud800 é\nerror: aaa")
+    assert err.endswith("aaab\n") and "...(5001 characters)..." in err and len(err) < 2000
 
 
 def test_an_unknown_error_keeps_its_traceback():

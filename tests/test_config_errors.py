@@ -72,6 +72,10 @@ CASES = [
     ("~model.top_k", "model.top_k on the command line"),
     ("hydra.run.dri=x", "hydra.run.dri on the command line: Key 'dri' not in 'RunDir'"),
     ("data.paths=[a", "[a"),
+    ("optim=null", "there is no optim 'null'"),
+    ("model=[tiny,3]", "there is no model '3'"),
+    (f"optim.lr={10**400}", "optim.lr on the command line: int too large to convert to float"),
+    ("hydra/launcher=3", "hydra/launcher=3 cannot be used: Config group override must be a string"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import typing
 
 import pytest
@@ -23,7 +24,7 @@ from graphmoe.config_rules import (
     violations,
 )
 from graphmoe.number_rules import BELOW_ONE as FP32_BELOW_ONE
-from graphmoe.number_rules import FP32
+from graphmoe.number_rules import FP32, MOST, divisors
 
 
 def changed(**sections: dict) -> RunConfig:
@@ -68,6 +69,41 @@ def test_a_number_that_fp32_cannot_hold_is_refused(key, bad, why):
 def test_numbers_at_the_ends_of_fp32_are_taken():
     optim = {"lr": 3.4e38, "eps": 1.2e-38, "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.99999994}
     assert violations(changed(optim=optim)) == []
+
+
+def test_half_a_character_is_refused_wherever_it_stands():
+    for section, values in (
+        ("log", {"wandb_project": "a\ud800"}),
+        ("host", {"env": {"A": "\udfff"}}),
+        ("host", {"env": {"\ud800": "a"}}),
+        ("data", {"val_paths": ["a", "\ud800"]}),
+    ):
+        (found,) = violations(changed(**{section: values}))
+        assert found.startswith(f"{section}.{[*values][0]}=") and "has half a character" in found
+        found.encode()
+
+
+LIMITS = {key: limit for limit, keys in MOST.items() for key in keys.split()}
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_a_number_that_takes_hours_or_all_memory_before_a_run_begins_is_refused(key):
+    section, name = key.split(".")
+    started = time.monotonic()
+    for value in (LIMITS[key] + 1, 10**9 + LIMITS[key], 2**63 - 1):
+        found = violations(changed(**{section: {name: value}}))
+        assert found == [f"{key}={value} is too large; use at most {LIMITS[key]}"]
+    wide = [f"{key}=1000000000...(401 digits) needs more than 64 bits; use at most {LIMITS[key]}"]
+    assert violations(changed(**{section: {name: 10**400}})) == wide
+    violations(changed(**{section: {name: LIMITS[key]}}))
+    assert time.monotonic() - started < 10
+
+
+def test_divisors():
+    for number in range(1, 200):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+    assert divisors(36, 5) == [1, 2, 3, 4]
+    assert len(divisors(2**31 - 2)) == 192
 
 
 def test_every_number_of_the_schema_has_a_range_or_a_rule():
@@ -356,6 +392,29 @@ RULES = [
     ("parallel.ep=2 model.num_dense_layers=4", "parallel.ep=2 shares out experts, and the model has none"),
     ("parallel.ep=2 moe.dispatcher=local", "use moe.dispatcher=auto or alltoall"),
     ("parallel.ep=0", "parallel.ep=0 must be greater than 0"),
+    *(
+        (
+            f"launch.endpoint={endpoint}",
+            f"launch.endpoint={shown or endpoint} must be host:port with a port from",
+        )
+        for endpoint, shown in (
+            ("node0", None),
+            (":29500", None),
+            ("node0:0", None),
+            ("node0:65536", None),
+            ("node0:\u00b2", "node0:\\xb2"),
+            ("a/b:29500", None),
+            ("node0:+1", None),
+            (f"node0:{'1' * 5000}", None),
+        )
+    ),
+    ("profile.steps=[[]]", "profile.steps=[[]] must be a list of whole numbers"),
+    (f"recompute.layer_ids=[{10**400}]", "needs more than 64 bits"),
+    (f"checkpoint.resume_from={'y' * 300}", "can name no file; use at most 255 bytes between slashes"),
+    (
+        "train.global_batch_size=65537 train.micro_batch_size=1",
+        "train.global_batch_size=65537 is 65537 micro-batches of a rank in each step; use at most 65536",
+    ),
 ]
 
 

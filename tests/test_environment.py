@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import os
 from types import SimpleNamespace
 
 import psutil
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 from graphmoe import pipeline_plan
-from graphmoe.config import ComputeDtype, ConfigError, ModelConfig, RunConfig
-from graphmoe.environment import check_memory, describe
+from graphmoe.config import ComputeDtype, ConfigError, HostConfig, ModelConfig, RunConfig
+from graphmoe.environment import check_memory, check_processes, describe
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
 from graphmoe.pipeline_plan import layout_and_plan
-from tests.runs import config
+from tests.runs import TINY, config
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_sizes():
@@ -63,6 +64,52 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
     monkeypatch.setattr(pipeline_plan, "make_table", counted)
     check_memory(run, torch.device("cpu"), num_ranks=4)
     assert len(tables) == 1
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "data.seq_len=32000000 model.context_length=32000000",
+            "data.seq_len=32000000: the hidden states of a",
+        ),
+        (
+            "train.micro_batch_size=4000000 train.global_batch_size=4000000",
+            "train.micro_batch_size=4000000: the hidden states of a",
+        ),
+        ("data.prefetch=300000000", "data.prefetch=300000000: the batches that are read ahead"),
+        ("train.val_batches=300000000", "train.val_batches=300000000: the batches of a validation"),
+        (
+            "train.log_interval=1000000000 train.steps=1000000000",
+            "train.log_interval=1000000000: the metrics of so many steps",
+        ),
+    ],
+)
+def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words, message, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**31))
+    asked = config(*TINY, *words.split())
+    with pytest.raises(
+        ConfigError, match=rf"{message} .*alone take [\d.]+ GiB, and there are 2.0 GiB"
+    ) as told:
+        check_memory(asked, torch.device("cpu"))
+    smaller = str(told.value).rpartition("use at most ")[2]
+    whole_batches = smaller.replace("micro", "global")
+    check_memory(config(*TINY, *words.split(), smaller, whole_batches), torch.device("cpu"))
+
+
+def test_a_finite_validation_has_as_many_batches_as_its_data(text_words):
+    check_memory(config(*text_words, "train.val_batches=1000000000000"), torch.device("cpu"))
+
+
+def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    check_processes(HostConfig(threads=32), 32)
+    for host, nproc, named in (
+        (HostConfig(threads=33), 1, "host.threads=33"),
+        (HostConfig(), 33, "launch.nproc=33"),
+    ):
+        with pytest.raises(ConfigError, match=f"{named} is more than 16 for each CPU of .* at most 32"):
+            check_processes(host, nproc)
 
 
 def test_the_versions_of_what_moves_and_computes_rows_are_named_where_it_is_installed(monkeypatch):

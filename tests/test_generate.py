@@ -141,6 +141,17 @@ def test_a_folder_without_a_run_a_tokenizer_or_a_checkpoint_is_named(run_folder,
         main([f"run={tmp_path}"])
 
 
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(run_folder, tmp_path):
+    for name in ("resolved.yaml", "tokenizer.json"):
+        shutil.copy(run_folder / name, tmp_path)
+    text = (tmp_path / "resolved.yaml").read_text().replace("kv_lora_rank: 8", "kv_lora_rank: 2000000000")
+    (tmp_path / "resolved.yaml").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"has a model whose weights take [\d.]+ GiB in fp32, and this cpu has"
+    ):
+        main([f"run={tmp_path}"])
+
+
 @pytest.mark.parametrize("text", ["model: [", "modle: {}", "model: {num_layers: x}"])
 def test_a_configuration_that_cannot_be_read_is_an_error_that_names_it(tmp_path, text):
     (tmp_path / "resolved.yaml").write_text(text)

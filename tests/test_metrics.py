@@ -200,6 +200,23 @@ def test_weights_and_biases_gets_each_row(tmp_path, monkeypatch):
     assert started["project"] == "mine" and started["config"] == {"a": 1}
 
 
+def test_weights_and_biases_that_does_not_take_rows_costs_the_rows(tmp_path, monkeypatch, caplog):
+    def refuse(*words, **named):
+        raise ValueError("api_key not configured\nand more")
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **words: types.SimpleNamespace(log=refuse)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = writer(tmp_path, 0, tensorboard=False, wandb=True)
+    sink.write([row_of(1), row_of(2)])
+    sink.close()
+    assert caplog.text.count("W&B gets no more rows (api_key") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    fake.init = refuse
+    with pytest.raises(ConfigError, match=r"log.wandb=true cannot begin \(api_key not configured\); log in"):
+        writer(tmp_path, 0, tensorboard=False, wandb=True)
+
+
 def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_run(tmp_path, monkeypatch):
     ids: list[str] = []
     fake = types.ModuleType("wandb")

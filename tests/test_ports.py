@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from graphmoe.config import LaunchConfig
 from runtime.launch.nodes import find_nodes, interface_of, listen_at
 from tests.faults import STEP_S
 from tests.faults import WORDS as FAULTY
-from tests.runs import ROOT, TINY, config
+from tests.runs import ROOT, TINY
 
 WORDS = (*TINY, *FAULTY, "train.steps=400", "launch.nproc=2", "hydra.run.dir=run")
 PORT = 29517
@@ -138,7 +139,7 @@ def test_two_nodes_listen_at_the_address_that_is_named_only(tmp_path, network, s
 
 
 def nodes_at(endpoint: str):
-    return find_nodes(config("launch.nodes=2", f"launch.endpoint={endpoint}").launch)
+    return find_nodes(LaunchConfig(nodes=2, endpoint=endpoint))
 
 
 def test_a_node_is_reached_at_its_address_on_the_way_to_the_endpoint(network, monkeypatch):

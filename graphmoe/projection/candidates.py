@@ -19,6 +19,7 @@ from graphmoe.config import (
 from graphmoe.config_rules import rank_batch_rules, violations
 from graphmoe.dispatch_rules import dispatcher_of, has_experts, one_node_rules
 from graphmoe.layout import Layout
+from graphmoe.number_rules import divisors
 from graphmoe.parallel_rules import context_method
 from graphmoe.projection.arguments import ProjectArgs
 from graphmoe.projection.hardware import GPUS_PER_NODE
@@ -129,12 +130,12 @@ class Candidates:
 
     def _dimensions(self) -> Iterator[ParallelConfig]:
         config, model, ranks = self.config.parallel, self.config.model, self.num_ranks
-        in_node = _divisors(ranks, GPUS_PER_NODE)
-        shares = _divisors(model.num_experts, ranks) if has_experts(model) else [1]
+        in_node = divisors(ranks, GPUS_PER_NODE)
+        shares = divisors(model.num_experts, ranks) if has_experts(model) else [1]
         for pp, tp, cp in itertools.product(
-            self._tried("pp", _divisors(ranks, len_of_parts(model))),
+            self._tried("pp", divisors(ranks, len_of_parts(model))),
             self._tried("tp", in_node),
-            self._tried("cp", _divisors(ranks, MOST_CP)),
+            self._tried("cp", divisors(ranks, MOST_CP)),
         ):
             for ep in self._tried("ep", shares):
                 # parts of experts send each token to more ranks than as many more experts would
@@ -203,7 +204,3 @@ def without_advice(problem: str) -> str:
 def len_of_parts(model: ModelConfig) -> int:
     """Parts of a model that stages may have: embedding, layers and loss."""
     return model.num_layers + model.mtp_depth + 2
-
-
-def _divisors(number: int, most: int) -> list[int]:
-    return [d for d in range(1, min(number, most) + 1) if number % d == 0]

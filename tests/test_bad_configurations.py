@@ -1,0 +1,127 @@
+"""Wrong configurations, by a seed: each is refused in one line that names the key, or it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import signal
+import time
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphmoe.cli import LONGEST_LINE
+from graphmoe.config import RunConfig
+from tests.runs import TINY, Command
+
+pytestmark = pytest.mark.slow
+
+CASES = 400
+PARTS = 8
+"""Tests that they are dealt out to."""
+MOST_S = 10
+"""Until a command has answered."""
+COMPILE_S = 60
+"""Until a run that was begun has made its first step, for a value that asked for compiled code."""
+NUMBERS = (
+    "-1", "0", "1", "3", "1.5", "1000000000", "2147483648", "9223372036854775807", "9223372036854775808",
+    "1" * 400, "-" + "1" * 400, "nan", "inf", "-inf", "1e400", "1e300", "1e-46", "1e-400", "1_000", "0x10",
+)  # fmt: skip
+NOTHINGS = ("", "null", "[]", "{}", "[[]]", "[null]", "{a:1}", "[1,2]", "''")
+TEXTS = (
+    "x", "-", "~", "true", "nope.txt", "../x", "/dev/null/x", "/proc/x", "/", "y" * 5000, "é", "'a b'",
+    "'a=b'", "'='", "'\x1b[2J'", "'a\tb'", "'a\nb'", "'\ud800'", "'", "\"", "[", "{", "a:b", "a:b:1",
+    "%s", "*", "**", "${", "${oc.env:HOME}", "${oc.env:NOT_THERE}", "${nope}", "${model.name}", "???",
+    "[x]", "[x,x]", "{'':x}", "{A:null}", "{'A=B':x}",
+)  # fmt: skip
+VALUES = (*NUMBERS, *NOTHINGS, *TEXTS)
+GROUPS = ("model", "data", "optim", "moe", "compile", "parallel", "hydra/launcher", "hydra/sweeper", "nope")
+HYDRA = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.job.chdir",
+    "hydra.verbose",
+    "hydra.mode",
+    "hydra.output_subdir",
+)
+
+
+def keys() -> Iterator[str]:
+    """Every key of the schema."""
+    for section, kind in typing.get_type_hints(RunConfig).items():
+        if dataclasses.is_dataclass(kind):
+            yield from (f"{section}.{field.name}" for field in dataclasses.fields(kind))
+        else:
+            yield section
+
+
+def bad_word(rng: random.Random) -> tuple[str, str]:
+    """A wrong word of a command line, and the key in it."""
+    key, value = rng.choice([*keys()]), rng.choice(VALUES)
+    form = rng.choice(("value",) * 16 + ("typo", "typo", "add", "force", "delete", "bare", "group", "hydra"))
+    if form == "typo":
+        at = rng.randrange(len(key))
+        key = key[:at] + rng.choice(("", "x", "..", " ")) + key[at + 1 :]
+    if form == "group":
+        key = rng.choice(GROUPS)
+    if form == "hydra":
+        key = rng.choice(HYDRA)
+    word = {"add": f"+{key}={value}", "force": f"++{key}={value}", "delete": f"~{key}", "bare": key}
+    return word.get(form, f"{key}={value}"), key
+
+
+def answer(folder: Path, words: list[str], bad_keys: list[str]) -> str | None:
+    """What is wrong with how a command took its words, or None."""
+    folder.mkdir()
+    started = Command(folder, (*TINY, "train.steps=2", *words))
+    started.process.join(MOST_S)
+    if started.process.is_alive() and "run folder: " in said_by(started):
+        started.wait_until(lambda: has_trained(folder), COMPILE_S)
+    if started.process.is_alive():
+        trains = has_trained(folder)
+        started.kill(signal.SIGTERM)
+        started.process.join(MOST_S)
+        if started.process.is_alive():
+            started.kill(signal.SIGKILL)
+            return f"runs on after SIGTERM: {said_by(started)}"
+        return None if trains else f"nothing in {MOST_S} s: {said_by(started)}"
+    said = said_by(started)
+    if "Traceback" in said or started.process.exitcode not in (0, 1, 2):
+        return f"status {started.process.exitcode}: {said[-1500:]}"
+    if started.process.exitcode == 0:
+        return None if started.out.read_text(errors="replace").strip() else "it ends without a word"
+    refusal = said[said.find("error: ") :] if "error: " in said else ""
+    if not any(name_of(key) in refusal for key in bad_keys):
+        return f"no key is named: {said[-1500:]}"
+    if re.search(r"[\x00-\x09\x0b-\x1f]", refusal) or max(map(len, refusal.splitlines())) > LONGEST_LINE + 99:
+        return f"control characters, or a very long line: {refusal[:1500]!r}"
+    return None
+
+
+def name_of(key: str) -> str:
+    return key.rpartition(".")[2] or key
+
+
+def said_by(command: Command) -> str:
+    return command.err.read_text(errors="replace")
+
+
+def has_trained(folder: Path) -> bool:
+    return any(path.stat().st_size for path in folder.rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_wrong_configuration_is_refused_by_the_name_of_its_key_or_trains(tmp_path, part):
+    wrong: dict[str, Any] = {}
+    for number in range(part, CASES, PARTS):
+        rng = random.Random(f"bad configuration {number}")
+        words, bad_keys = zip(*(bad_word(rng) for _ in range(rng.choice((1, 1, 1, 2)))), strict=True)
+        began = time.monotonic()
+        if found := answer(tmp_path / str(number), [*words], [*bad_keys]):
+            wrong[f"{number} ({time.monotonic() - began:.1f} s): {' '.join(words)[:200]!r}"] = found
+    assert wrong == {}
+    assert all(child.name.isdigit() for child in tmp_path.iterdir())  # '../x' was written nowhere

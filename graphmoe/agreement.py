@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.world import PATIENCE, World
+from runtime.launch.stamps import wait_for
 
 NOTHING = 0
 """No signal has this number."""
@@ -47,6 +48,6 @@ class StopAgreement:
         if self._sent is None:
             return None
         (flag, work), self._sent = self._sent, None
-        work.wait()
+        wait_for(work.wait)
         number = int(flag)
         return None if number == NOTHING else signal.Signals(number).name

@@ -27,7 +27,15 @@ from graphmoe.config_errors import explain
 from graphmoe.masking import masked, note_interpolations
 from graphmoe.running_sweep import SweepError
 from graphmoe.signals import Interrupted
-from graphmoe.sweep import check_single, end_sweep, has_unfinished_jobs, in_sweep, restore_run_folder, run_job
+from graphmoe.sweep import (
+    SweepReport,
+    check_single,
+    end_sweep,
+    has_unfinished_jobs,
+    in_sweep,
+    restore_run_folder,
+    run_job,
+)
 from runtime.cache.bytecode import keep_bytecode
 from runtime.cache.folders import check_trusted
 
@@ -61,6 +69,8 @@ def hydra_app(
     ConfigStore.instance().store(name="schema", node=RunConfig)
     OmegaConf.register_new_resolver("graphmoe.prog", lambda: prog, replace=True)
     OmegaConf.register_new_resolver("graphmoe.examples", lambda: "\n".join(examples), replace=True)
+    report = f"{SweepReport.__module__}.{SweepReport.__qualname__}"
+    OmegaConf.register_new_resolver("graphmoe.sweep_report", lambda: report, replace=True)
     OmegaConf.register_new_resolver("graphmoe.sweep_dir", _sweep_dir, replace=True)
     if not makes_folder and not {"-sc", "--shell-completion"} & set(sys.argv):
         sys.argv += ["hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."]

@@ -13,6 +13,7 @@ from torch import Tensor
 from graphmoe.flat_buffers import Bucket, Family, in_forward_order
 from graphmoe.gradients import Gradient
 from graphmoe.ranges import ranged
+from runtime.launch.stamps import wait_for
 
 
 class GradientReduction:
@@ -98,7 +99,7 @@ class _BucketSum:
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._work.wait)
             self._work = None
 
 
@@ -132,4 +133,4 @@ class WeightGather:
             numbers = [self._bucket_of[id(weight)] for weight in weights if id(weight) in self._bucket_of]
         for number in numbers:
             if number in self._underway:
-                self._underway.pop(number).wait()
+                wait_for(self._underway.pop(number).wait)

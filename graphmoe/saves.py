@@ -15,6 +15,7 @@ from graphmoe.checkpoint.folders import folder_of
 from graphmoe.checkpoint.snapshot import local_part
 from graphmoe.config import RunConfig
 from graphmoe.world import World
+from runtime.launch.stamps import wait_for
 
 ADVICE = (
     "Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look at the data "
@@ -129,7 +130,7 @@ def first_not_finite(state: dict[str, Any]) -> str | None:
         return None
     # the largest magnitude is NaN where any value is; other than isfinite() it takes no memory
     largest = torch.stack([torch.linalg.vector_norm(part, math.inf).float() for part in floats.values()])
-    finite = largest.isfinite().tolist()
+    finite = wait_for(largest.isfinite().tolist)
     return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.model.moe import ROUTER_STATS
+from runtime.launch.stamps import wait_for
 
 OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", "rank_load")
 SCALARS = (*OF_STEP, *ROUTER_STATS)
@@ -126,7 +127,7 @@ class StepRows:
         """One of those that are there, where the next ones overwrite it."""
         number = (self._next - len(self) + place) % len(self._host)
         if self._arrived:
-            self._arrived[number].synchronize()
+            wait_for(self._arrived[number].synchronize)
         return self._host[number]
 
 

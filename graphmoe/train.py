@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from hydra.core.hydra_config import HydraConfig
 
+from graphmoe import worker
 from graphmoe.cli import emit
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.entry import hydra_app, to_plain
@@ -124,7 +125,7 @@ def _write_only(config: RunConfig) -> None:
     if nodes > 1:
         endpoint = launch.endpoint or "<first node>:29500"
         meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-    words = ["torchrun", *meeting, f"--nproc-per-node={launch.nproc}", "-m", "graphmoe.worker", resolved]
+    words = ["torchrun", *meeting, f"--nproc-per-node={launch.nproc}", "-m", worker.__name__, resolved]
     document = {"folder": str(run_folder.path), "command": words}
     emit(document, shlex.join(words), config.format)
 
@@ -191,6 +192,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
         before = _written(folder / SUMMARY_FILE)
         stopped = launch(
             config.launch,
+            worker.__name__,
             folder / CONFIG_FILE,
             environment,
             folder / LOGS,

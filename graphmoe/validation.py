@@ -13,6 +13,7 @@ from graphmoe.pace import Pace
 from graphmoe.pipeline_layout import StagePieces
 from graphmoe.train_step import one_of_all
 from graphmoe.world import sums
+from runtime.launch.stamps import wait_for
 from runtime.mesh import Mesh
 from runtime.receive_ladder import ReceiveLadder
 
@@ -70,7 +71,7 @@ class Validation:
 
         self.micro_batches.evaluate(mine, add)
         (total,) = sums(self.mesh.group("dp_pp"), total)
-        return total.item(), not loads or self._has_room(torch.stack(loads).amax(dim=0))
+        return wait_for(total.item), not loads or self._has_room(torch.stack(loads).amax(dim=0))
 
     def _has_room(self, load_2: Tensor) -> bool:
         """Whether there was room at every rank."""

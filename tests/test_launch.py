@@ -365,10 +365,9 @@ def test_a_slurm_step_of_another_shape_is_refused(step, monkeypatch, launch, tas
 
 def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(monkeypatch):
     workers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
-    monkeypatch.setattr("runtime.launch.elastic._workers", lambda: [worker.pid for worker in workers])
     ended: list[int] = []
     monkeypatch.setattr("runtime.launch.elastic.os._exit", ended.append)
-    with _Forwarding() as forwarding:
+    with _Forwarding(["sleep", "60"]) as forwarding:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert forwarding.received == "SIGUSR1" and not ended
@@ -377,12 +376,11 @@ def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(monk
     assert ended == [128 + signal.SIGTERM]
 
 
-def test_a_notice_that_submitit_waits_for_reaches_it_when_the_workers_are_done(monkeypatch):
-    monkeypatch.setattr("runtime.launch.elastic._workers", list)
+def test_a_notice_that_submitit_waits_for_reaches_it_when_the_workers_are_done():
     told: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
     try:
-        with _Forwarding() as forwarding:
+        with _Forwarding(["sleep", "60"]) as forwarding:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert forwarding.received == "SIGUSR2" and not told
         assert told == [signal.SIGUSR2]

@@ -16,7 +16,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,17 +52,6 @@ SINGLE_KEYS = (
 )
 BASE = "base."
 OWN_PASS, EXTRA_PASS = "passes.own.", "passes.extra."
-SOURCES = {
-    "graphmoe/ops": "graphmoe/ops/**/*.py",
-    "graphmoe/model": "graphmoe/model/**/*.py",
-    "graphmoe": "graphmoe/"
-    "{adamw,dispatch,gradients,layout,optim,receive_budget,schedule,segments,step_optimizer,"
-    "torch_compat/__init__}.py",
-    "passes": "passes/**/*.py",
-    "runtime": "runtime/*.py",
-    "runtime/dispatch": "runtime/dispatch/*.py",
-}
-"""Sources that make or run compiled graphs, by the name in messages."""
 KEY_DIGITS = 24
 
 
@@ -124,18 +113,20 @@ def base_facts(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def source_hashes() -> dict[str, str]:
-    """A short hash of each group of `SOURCES`: names and contents."""
-    root = Path(__file__).parents[2]
-    hashes = {}
-    for name, pattern in SOURCES.items():
-        files = sorted({file for part in _alternatives(pattern) for file in root.glob(part)})
-        content = b"".join(
-            b"%s\0%d\0%s" % (str(file.relative_to(root)).encode(), len(text), text)
-            for file in files
-            for text in [file.read_bytes()]
-        )
-        hashes[name] = _short_hash(content)
-    return hashes
+    """A short hash of names and contents of the sources in each folder of our packages.
+
+    All of them: code that makes compiled code may lie anywhere.
+    """
+    contents: dict[str, list[bytes]] = {}
+    for package in sorted(
+        {name.partition(".")[0] for name in (RunConfig.__module__, PassSpec.__module__, __name__)}
+    ):
+        root = Path(*sys.modules[package].__path__)
+        for file in sorted(root.rglob("*.py")):
+            name, text = file.relative_to(root.parent), file.read_bytes()
+            folder = contents.setdefault(str(name.parent), [])
+            folder.append(b"%s\0%d\0%s" % (name.name.encode(), len(text), text))
+    return {folder: _short_hash(b"".join(content)) for folder, content in contents.items()}
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -224,13 +215,6 @@ def _triton_version() -> str | None:
     except ImportError:
         return None
     return triton.__version__
-
-
-def _alternatives(pattern: str) -> Iterable[str]:
-    """``a/{b,c}.py`` -> a/b.py, a/c.py: a glob of Python's has no braces."""
-    head, brace, rest = pattern.partition("{")
-    names, _, tail = rest.partition("}")
-    return [f"{head}{name}{tail}" for name in names.split(",")] if brace else [pattern]
 
 
 def _short_hash(content: bytes) -> str:

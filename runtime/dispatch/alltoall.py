@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphmoe.dispatch import SendPlan
 from graphmoe.receive_budget import Load
+from runtime.launch.stamps import wait_for
 from runtime.mesh import Mesh
 
 
@@ -69,7 +70,7 @@ class AllToAll:
 
     def _on_host(self, counts: Tensor) -> Any:
         """Counts of rows as numbers, in lists. Waits for the device where they lie there."""
-        return counts.tolist()
+        return wait_for(counts.tolist)
 
 
 class _ThereAndBack(torch.autograd.Function):

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -62,6 +62,7 @@ _SHOWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 def launch(
     config: LaunchConfig,
+    module: str,
     resolved: Path,
     environment: Mapping[str, str],
     log_dir: Path,
@@ -69,7 +70,7 @@ def launch(
     nodes: Nodes,
     one_gpu_each: bool,
 ) -> str | None:
-    """Run ``graphmoe.worker <resolved>`` on each rank of this node until all are done.
+    """Run ``python -m <module> <resolved>`` on each rank of this node until all are done.
 
     ``environment`` is added to that of the workers. Errors go to ``log_dir``, and on the first node the
     output of all but local rank 0 too, which has this process's stdout and stderr. With ``one_gpu_each`` a
@@ -82,11 +83,12 @@ def launch(
     logs = RankLogs(log_dir, redirect=nodes.is_first)
     meeting = temporary_folder(_MEETING) if nodes.count == 1 else _host_store(nodes)
     with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir), meeting as folder:
-        agent = _Agent(_elastic_config(config, logs, nodes, folder, one_gpu_each), resolved)
+        words = ("-m", module, str(resolved))
+        agent = _Agent(_elastic_config(config, logs, nodes, folder, one_gpu_each), words)
         added = _added_to_environment(
             {**environment, **_OWN_STORES, **_interfaces(nodes), **told}, one_gpu_each
         )
-        with added, _Forwarding() as forwarding:
+        with added, _Forwarding(words) as forwarding:
             agent.start()
             idle_s = 0.0
             while agent.is_alive() and idle_s < _IDLE_S:
@@ -221,14 +223,14 @@ class RankLogs(LogsSpecs):
 class _Agent(threading.Thread):
     """Runs elastic's agent, and keeps the error that it ended with."""
 
-    def __init__(self, config: ElasticConfig, resolved: Path) -> None:
+    def __init__(self, config: ElasticConfig, words: Sequence[str]) -> None:
         super().__init__(name="elastic", daemon=True)
         self.error: Exception | None = None
-        self._config, self._resolved = config, resolved
+        self._config, self._words = config, words
 
     def run(self) -> None:
         try:
-            elastic_launch(self._config, sys.executable)("-m", "graphmoe.worker", str(self._resolved))
+            elastic_launch(self._config, sys.executable)(*self._words)
         except Exception as error:
             self.error = error
 
@@ -241,8 +243,10 @@ class _Forwarding:
     block: it puts the job into the queue again and ends this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, words: Sequence[str]) -> None:
+        """``words`` end the command line of each worker."""
         self.received = raised()
+        self._words = [*words]
         self._is_last_call = False
         self._told: set[int] = set()
         self._previous: dict[int, Any] = {}
@@ -264,7 +268,7 @@ class _Forwarding:
 
     def to_new_workers(self) -> int:
         """Send the signal to workers that have not had it; how many workers there are."""
-        pids = _workers()
+        pids = self._workers()
         for pid in pids:
             if pid not in self._told:
                 self._told.add(pid)
@@ -277,7 +281,7 @@ class _Forwarding:
         if number in NOTICES and self.received is not None:
             return
         if self._is_last_call:
-            for pid in _workers():
+            for pid in self._workers():
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # elastic gives each worker a group of its own
             say(f"{name} again: all workers are killed")
@@ -287,15 +291,14 @@ class _Forwarding:
         say(f"{name} received: the workers stop after this step; a second kills them")
         self.to_new_workers()
 
-
-def _workers() -> list[int]:
-    """Process ids of the workers that run now."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if "graphmoe.worker" in child.cmdline():
-                found.append(child.pid)
-    return found
+    def _workers(self) -> list[int]:
+        """Process ids of the workers that run now."""
+        found = []
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if child.cmdline()[-len(self._words) :] == self._words:
+                    found.append(child.pid)
+        return found
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import psutil
 from runtime.cache.folders import ALIVE, temporary_folder
 from runtime.launch.failures import Failure, leave_failure
 from runtime.launch.flight_recorder import ask_for_dumps
-from runtime.launch.stamps import LOG_DIR, STACK, STAMPS, SUFFIX, Stamp, ask_for_stacks, read_stamp
+from runtime.launch.stamps import LOG_DIR, STACK, STAMPS, SUFFIX, Stamp, ask_for_stacks, read_stamp, wait_for
 
 _FOLDERS = "graphmoe-stamps-"
 _LONGEST_LOOK_S = 1.0
@@ -30,10 +30,9 @@ _LONGEST_LOOK_S = 1.0
 _STACKS_S = 3.0
 _MOST_OTHERS = 8
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (.+)')
-_WAITING = re.compile(
-    r"torch/(distributed|cuda)/|(graphmoe/(world|reduction|agreement|step_rows)|collectives)\.py"
-)
-"""Files whose functions wait for other ranks, or for the device, which may wait for them."""
+_WAITING = re.compile(r"torch/(distributed|cuda)/")
+"""Files of torch whose functions wait for other ranks, or for the device, which may wait for them."""
+_WAIT = wait_for.__code__.co_filename, wait_for.__name__
 
 
 @dataclass
@@ -61,7 +60,9 @@ class _Place:
     @property
     def waits(self) -> bool:
         """Whether for other ranks, or for the device."""
-        return bool(_WAITING.search(self.stacks))
+        return any(
+            _WAITING.search(path) or (path, name) == _WAIT for path, _, name in _FRAME.findall(self.stacks)
+        )
 
     @property
     def rank(self) -> int:
@@ -71,7 +72,8 @@ class _Place:
     def words(self) -> str:
         if self.watched.stopped_s:
             return "its process is stopped, as SIGSTOP does"
-        frames = _FRAME.findall(self.stacks.strip().split("\n\n")[-1])  # of the main thread, newest first
+        newest_first = _FRAME.findall(self.stacks.strip().split("\n\n")[-1])  # of the main thread
+        frames = [frame for frame in newest_first if (frame[0], frame[2]) != _WAIT]
         if not frames:
             return "it does not say where"
         ours = [

@@ -11,8 +11,10 @@ import json
 import mmap
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 STAMPS = "GRAPHMOE_STAMPS"
 """The folder of the stamps of this node's workers; set by the launching process where it watches them."""
@@ -21,6 +23,7 @@ BEFORE_TRAINING_S = 12 * 3600.0
 SLOW_S = 1800.0
 """What compiles or writes a checkpoint may take so long, as collectives of others may wait for it."""
 SUFFIX, STACK, LOG_DIR = ".stamp", ".stack", ".log_dir"
+T = TypeVar("T")
 _SIZE = 512
 _DUMP = signal.SIGUSR1
 
@@ -76,6 +79,15 @@ def put_stamp(phase: str, limit_s: float, step: int) -> None:
     """Say what this worker does from now on; a few microseconds, and nothing where nobody watches."""
     if _writer is not None:
         _writer.put(phase, limit_s, step)
+
+
+def wait_for(answer: Callable[[], T]) -> T:
+    """Return ``answer()``, which waits for other ranks or the device.
+
+    A hang report recognises this function in a stack, wherever its caller lies. Functions below
+    ``torch.distributed`` and ``torch.cuda`` that are written in Python need it not.
+    """
+    return answer()
 
 
 def name_log_dir(log_dir: Path) -> None:

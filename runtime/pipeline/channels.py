@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.world import COLLECTIVE_TIMEOUT
+from runtime.launch.stamps import wait_for
 from runtime.pipeline.transfers import Channel, Message
 
 
@@ -36,7 +37,7 @@ class Arrival:
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors, on the device. With NCCL the stream waits for them, with gloo the host."""
         for work in self._works:
-            work.wait()
+            wait_for(work.wait)
         return tuple(tensor.to(self._device) for tensor in self._tensors)
 
 
@@ -93,7 +94,7 @@ class Channels:
         """Wait for sent messages and hold them no longer. With NCCL the stream waits, with gloo the host."""
         for message in messages:
             for work in self._in_flight.pop(message)[0]:
-                work.wait()
+                wait_for(work.wait)
 
     def finish(self) -> None:
         """`release` all that is left at the end of a step."""
@@ -109,7 +110,7 @@ class Channels:
         for channel, (group, peer) in self._ends.items():
             byte = torch.zeros(1, dtype=torch.uint8, device=self._place)
             sends = ranks[channel[0]] == dist.get_rank()
-            (_sent if sends else _received)(byte, peer, group).wait()
+            wait_for((_sent if sends else _received)(byte, peer, group).wait)
 
 
 def _sent(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:

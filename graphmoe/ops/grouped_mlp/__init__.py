@@ -24,10 +24,10 @@ from graphmoe.ops.vendors import is_installed
 
 KEY = "moe.experts"
 BACKENDS = {
-    "torch": "graphmoe.ops.grouped_mlp.reference",
-    "triton": "graphmoe.ops.grouped_mlp.triton_backend",
-    "turbo": "graphmoe.ops.grouped_mlp.turbo",
-    "te": "graphmoe.ops.grouped_mlp.te",
+    "torch": f"{__name__}.reference",
+    "triton": f"{__name__}.triton_backend",
+    "turbo": f"{__name__}.turbo",
+    "te": f"{__name__}.te",
 }
 """Values of `KEY` but auto, and the module of each: that of triton has all of `DIRECTIONS` and ``hidden``,
 the others have ``products``, around which `reference` has them."""
@@ -127,7 +127,7 @@ def _wgrad_into(
 @functools.cache
 def _into(device_type: str) -> Callable[..., None]:
     if device_type == "cuda" and is_installed("triton"):
-        return importlib.import_module("graphmoe.ops.grouped_mlp.triton_steps").into
+        return importlib.import_module(f"{__name__}.triton_steps").into
     return reference.into
 
 

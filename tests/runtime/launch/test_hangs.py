@@ -21,10 +21,10 @@ from tests.runs import ROOT
 
 WORKER = """
 import sys, time
-from runtime.launch.stamps import begin_stamps, put_stamp
+from runtime.launch.stamps import begin_stamps, put_stamp, wait_for
 begin_stamps()
 put_stamp("step 3", float(sys.argv[1]), 3)
-exec(compile("print('there', flush=True); time.sleep(600)", sys.argv[2], "exec"))
+exec(compile(f"print('there', flush=True); {sys.argv[3]}", sys.argv[2], "exec"))
 """
 
 
@@ -105,12 +105,12 @@ def stamps(tmp_path) -> Path:
 
 @pytest.fixture
 def workers(stamps) -> Iterator:
-    """Starts processes that hang in a file of a name, with a limit of so many seconds."""
+    """Starts processes that hang by a call in a file of a name, with a limit of so many seconds."""
     started = []
 
-    def start(rank: int, file: str, limit_s: float) -> subprocess.Popen[str]:
+    def start(rank: int, file: str, limit_s: float, call: str = "time.sleep(600)") -> subprocess.Popen[str]:
         environment = {**os.environ, STAMPS: str(stamps), "RANK": str(rank), "PYTHONPATH": str(ROOT)}
-        words = [sys.executable, "-c", WORKER, str(limit_s), file]
+        words = [sys.executable, "-c", WORKER, str(limit_s), file, call]
         pipe = subprocess.PIPE
         worker = subprocess.Popen(
             words, env=environment, stdout=pipe, text=True, start_new_session=True, cwd=ROOT
@@ -127,7 +127,7 @@ def workers(stamps) -> Iterator:
 
 def test_of_ranks_that_hang_the_one_is_named_that_waits_for_nobody(tmp_path, stamps, workers):
     (logs := tmp_path / "logs").mkdir()
-    both = [workers(0, "/x/graphmoe/world.py", 0.2), workers(1, "/x/mine.py", 600)]
+    both = [workers(0, "/x/sums.py", 0.2, "wait_for(lambda: time.sleep(600))"), workers(1, "/x/mine.py", 600)]
     watch = HangWatch(stamps, timeout_s=0.2)
     while both[0].poll() is None:
         watch.look("job/0", logs)
@@ -137,7 +137,8 @@ def test_of_ranks_that_hang_the_one_is_named_that_waits_for_nobody(tmp_path, sta
     assert not first.was_killed  # which could be taken for the end of a job that was asked to stop
     one, other = first.message.splitlines()
     assert one.endswith(" in step 3: it is at /x/mine.py:1 (<module>)"), one
-    assert other.startswith("  rank 0 is in step 3: it waits for other ranks or the device at /x/graphmoe/")
+    assert other.startswith("  rank 0 is in step 3: it waits for other ranks or the device at ")
+    assert other.endswith(" at /x/sums.py:1 (<lambda>)"), other
     assert "most recent call first" in (logs / "rank0.log").read_text()
 
 

@@ -31,12 +31,18 @@ NUMBERS = {int: "whole number", float: "number"}
 
 
 def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
-    """Run ``main`` on the command line; a known error is one line on stderr and exit status 2."""
+    """Run ``main`` on the command line.
+
+    A known error is one line on stderr and exit status 2, and one of a disk status 1.
+    """
     try:
         main(list(sys.argv[1:] if argv is None else argv))
-    except (ConfigError, FileNotFoundError, PermissionError) as error:
+    except ConfigError as error:
         print_error(error)
         sys.exit(2)
+    except OSError as error:
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else error)
+        sys.exit(2 if isinstance(error, (FileNotFoundError, PermissionError)) else 1)
 
 
 def print_error(error: object) -> None:

@@ -123,7 +123,7 @@ class TrainConfig:
     clip_grad_norm: float = 1.0
     """Largest global L2 norm of the gradient; 0 does not clip, >= 0."""
     val_interval: int = 100
-    """Steps between validations; 0 validates only at the end, >= 0."""
+    """Steps between validations; 0 validates only before the first step and at the end, >= 0."""
     val_batches: int = 20
     """Micro-batches per validation; 0 switches validation off, >= 0."""
     max_nonfinite: int = 5

@@ -46,7 +46,7 @@ from graphmoe.parallel_rules import (
 from graphmoe.pipeline_plan import plan_problems
 from graphmoe.profile_rules import profile_rules, rank_rules
 from graphmoe.recompute_rules import recompute_rules
-from graphmoe.schedule import schedule_rules
+from graphmoe.schedule import lr_schedule_rules
 from graphmoe.segments import (
     CAPTURABLE,
     FULL_ITERATION,
@@ -76,7 +76,7 @@ def violations(config: RunConfig) -> list[str]:
         *_ranges(config),
         *_path_rules(config),
         *fp32_rules(config),
-        *schedule_rules(config.optim, config.train.steps),
+        *lr_schedule_rules(config.optim, config.train.steps),
         *_model_rules(config.model),
         *_router_rules(config.model),
         *_data_rules(config.data, config.model),
@@ -177,7 +177,9 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         for key in keys.split():
             section, name = key.split(".")
             value = getattr(getattr(config, section), name)
-            if not (math.isfinite(value) and holds(value)):
+            if not math.isfinite(value):
+                yield f"{key}={value} must be finite and {wanted}"
+            elif not holds(value):
                 yield f"{key}={value} must be {wanted}"
     for key in POSITIVE_IF_SET.split():
         section, name = key.split(".")
@@ -187,7 +189,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
     if config.log.peak_tflops is not None and not config.log.peak_tflops > 0:
         yield f"log.peak_tflops={config.log.peak_tflops} must be greater than 0; null looks it up"
     if config.run.name in ("", ".", "..") or set("/\\\0") & set(config.run.name):
-        yield f"run.name='{config.run.name}' names a folder: use a name without slashes, e.g. run.name=my-run"
+        yield f"run.name='{config.run.name}' can name no folder; use one without slashes, as run.name=my-run"
     elif not config.run.name.isprintable() or len(config.run.name.encode()) > LONGEST_NAME:
         shown = ascii(config.run.name[:40])
         yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"

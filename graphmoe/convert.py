@@ -172,8 +172,9 @@ def main(argv: list[str]) -> None:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     what = document["family"] or "graphmoe weights"
+    step = "" if document["step"] is None else f", step {document['step']}"
     text = (
-        f"{document['from']} ({kind_of(args.from_).value}) -> {document['to']} ({what}): "
+        f"{document['from']} ({kind_of(args.from_).value}{step}) -> {document['to']} ({what}): "
         f"{document['parameters']:,} parameters, {', '.join(document['dtypes'])}, "
         f"{len(document['files'])} files, {document['bytes']:,} bytes, {document['seconds']:.1f} s"
     )

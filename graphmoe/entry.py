@@ -36,6 +36,7 @@ from graphmoe.sweep import (
     restore_run_folder,
     run_job,
 )
+from graphmoe.untrusted import load_yaml
 from runtime.cache.bytecode import keep_bytecode
 from runtime.cache.folders import check_trusted
 
@@ -148,13 +149,13 @@ def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
     *Raises* ConfigError for a file that is not there, is no YAML, or has keys or values that are wrong.
     """
     try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        plain = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}); give the resolved.yaml of a run, which "
             f"python -m graphmoe.train launch.write_only=true writes"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} holds no keys of a configuration; give the resolved.yaml of a run")

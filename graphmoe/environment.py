@@ -94,7 +94,8 @@ def _check_batches(config: RunConfig, layout: Layout, device_bytes: int) -> None
     state = hidden * (2 if config.precision.compute is ComputeDtype.bf16 else 4)
     endless = data.source in (DataSource.synthetic, DataSource.hf)
     validation = train.val_batches * batch if endless else 0
-    rows = 4 * min(train.log_interval, train.steps) * model.num_layers * model.num_experts
+    kept = min(train.log_interval, train.steps)
+    rows = 4 * kept * model.num_layers * model.num_experts
     host = memory_of(torch.device("cpu"))
     sizes = {"data.seq_len": data.seq_len or 1, "train.micro_batch_size": train.micro_batch_size}
     larger = max(sizes.items(), key=lambda item: item[1])
@@ -102,7 +103,7 @@ def _check_batches(config: RunConfig, layout: Layout, device_bytes: int) -> None
         (*larger, "hidden states of a micro-batch", state, device_bytes),
         ("data.prefetch", data.prefetch, "batches that are read ahead", data.prefetch * batch, host),
         ("train.val_batches", train.val_batches, "batches of a validation", validation, host),
-        ("train.log_interval", train.log_interval, "metrics of so many steps", rows, host),
+        ("train.log_interval", kept, "metrics of so many steps", rows, host),
     ):
         if num_bytes > there:
             raise ConfigError(

@@ -78,17 +78,19 @@ class FileLock:
 
 
 def _make(held: Path) -> bool:
-    """Make the file that names us as the holder; False while a live process of this host is it."""
-    while True:
-        try:
-            descriptor = os.open(held, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            if not _is_free(held):
-                return False
-            continue
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_holder(os.getpid())))
-        return True
+    """Make the file, whole at once, that names us as the holder; False while another process holds it."""
+    draft = _beside(held)
+    try:
+        draft.write_text(json.dumps(_holder(os.getpid())), encoding="utf-8")
+        while True:
+            try:
+                os.link(draft, held)
+                return True
+            except FileExistsError:
+                if not _is_free(held):
+                    return False
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _is_free(held: Path) -> bool:
@@ -100,7 +102,7 @@ def _is_free(held: Path) -> bool:
     try:
         holder = json.loads(text)
         host, pid = str(holder["host"]), int(holder["pid"])
-    except (ValueError, TypeError, KeyError):  # being written, or not ours
+    except (ValueError, TypeError, KeyError):  # not ours
         host, pid, holder = "a host that it does not name", 0, {}
     ours = _holder(pid)
     if any(holder.get(name) != ours[name] for name in ("host", "processes")):
@@ -111,7 +113,7 @@ def _is_free(held: Path) -> bool:
     if ours["started"] is not None and holder.get("started") == ours["started"]:
         return False
     # Two may find the same dead holder: who moves away the other's new file puts it back
-    aside = held.with_name(f"{held.name}.{secrets.token_hex(4)}")
+    aside = _beside(held)
     with contextlib.suppress(FileNotFoundError):
         held.rename(aside)
         if aside.read_text(encoding="utf-8", errors="replace") != text:
@@ -119,6 +121,10 @@ def _is_free(held: Path) -> bool:
                 os.link(aside, held)
         aside.unlink()
     return True
+
+
+def _beside(held: Path) -> Path:
+    return held.with_name(f"{held.name}.{secrets.token_hex(4)}")
 
 
 def _holder(pid: int) -> dict[str, str | int | None]:

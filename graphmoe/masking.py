@@ -24,6 +24,8 @@ MASK = "***"
 _WHOLE = re.compile(r"\$\{oc\.env:[^,${}]*\}")
 _OTHER_CALL = re.compile(r"\$\{(?!oc\.)[^${}]*:[^${}]*\}")
 _ROUNDS = 2_000
+_GIVEN = r"([+~]*host(?:\.env[^=\s]*|(?==\s*\{.*env)))="
+"""A word that gives values of host.env: host.env.A=b, host.env={A:b} or host={env:{A:b}}."""
 
 _written: dict[str, tuple[Any, Any]] = {}
 
@@ -92,14 +94,15 @@ def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """Words of a command line without values of host.env."""
-    return [re.sub(r"^([+~]*host\.env[^=]*)=.*", rf"\1={MASK}", word, flags=re.DOTALL) for word in words]
+    """Words of a command line without values of host.env, in whatever form they are given."""
+    return [re.sub(rf"^{_GIVEN}.*", rf"\1={MASK}", word, flags=re.DOTALL) for word in words]
 
 
 def masked_line(text: str) -> str:
     """A line of log that lists words of a command line, without values of host.env."""
     sections = "|".join([field.name for field in dataclasses.fields(RunConfig)])
-    return re.sub(rf"(host\.env\S*?)=.*?(?= [+~]*(?:{sections}|hydra)[.=/@]|$)", rf"\1={MASK}", text)
+    quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+    return re.sub(rf"\b{_GIVEN}(?:{quoted}|.*?)(?= [+~]*(?:{sections}|hydra)[.=/@]|$)", rf"\1={MASK}", text)
 
 
 def _place(plain: dict[str, Any], key: str) -> dict[str, Any] | None:

@@ -13,6 +13,8 @@ from runtime.pipeline.simulate import simulate
 from runtime.pipeline.timeline import Timeline
 
 PLAIN = "1f1b"
+MOST_MICRO_BATCHES = 16
+"""Simulated for each rank of the pipeline: with more, the order of schedules is the same."""
 
 
 def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
@@ -20,13 +22,15 @@ def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
     if config.parallel.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
         return None  # what pairs hide is not known here
     layout = Layout.of(config.parallel, num_ranks)
+    most = MOST_MICRO_BATCHES * layout.pp * config.train.micro_batch_size * layout.dp
+    train = replace(config.train, global_batch_size=min(config.train.global_batch_size, most))
 
     def timeline_of(name: str) -> Timeline | None:
-        own = config.pipeline
+        own = replace(config.pipeline, microbatches=None)
         if name != own.schedule:
             own = replace(own, schedule=name, virtual_stages=None, layout=None)
         try:
-            plan = plan_of(replace(config, pipeline=own), layout)
+            plan = plan_of(replace(config, train=train, pipeline=own), layout)
         except ConfigError:
             return None
         return simulate(plan.table, plan.costs) if plan else None

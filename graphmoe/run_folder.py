@@ -6,6 +6,7 @@ write to the same one.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import json
@@ -26,7 +27,7 @@ from graphmoe.file_lock import FileLock
 from graphmoe.masking import aligned, prints
 from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.summary import shown
-from graphmoe.untrusted import FileError, read_text
+from graphmoe.untrusted import FileError, load_yaml, read_text
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,16 @@ class RunFolder:
         self.release()
 
 
+def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
+    """Return the folder that `claim` would choose now."""
+    usable, ours = _usable(resume), _as_read(config)
+    for path in _numbered(base):
+        with contextlib.suppress(FileError, OSError):
+            if _readable_state(path, ours) in usable:
+                return path
+    raise AssertionError("numbers do not end")
+
+
 def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
     """The first of ``base``, ``base-2``, ``base-3``, ... that this run may use, locked.
 
@@ -90,10 +101,13 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
     holds an unfinished run of the same configuration. The format of the output, the folder of compiled
     code and the like make no difference to the configuration.
     """
-    usable = (_State.free, _State.unfinished) if resume else (_State.free,)
-    ours = _as_read(config)
+    usable, ours = _usable(resume), _as_read(config)
     found = (_enter(path, base, config, ours, usable) for path in _numbered(base))
     return next(folder for folder in found if folder is not None)
+
+
+def _usable(resume: bool) -> tuple[_State, ...]:
+    return (_State.free, _State.unfinished) if resume else (_State.free,)
 
 
 def is_free(path: Path) -> bool:
@@ -150,19 +164,15 @@ def _numbered(base: Path) -> Iterator[Path]:
 
 def _as_read(config: dict[str, Any]) -> Any:
     """The configuration as it looks after the way through a file."""
-    return _load(yaml.safe_dump(config))
-
-
-def _load(text: str) -> Any:
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C takes a seventh of the time
+    return load_yaml(yaml.safe_dump(config))
 
 
 def _read_config(path: Path, ours: Any) -> dict[str, Any]:
     """A run's resolved.yaml, with ours where it comes to the same values. *Raises* FileError."""
     text = read_text(path)
     try:
-        found = _load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        found = load_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise FileError(f"{path} holds no keys of a configuration")
@@ -198,7 +208,7 @@ def cut_metrics(path: Path, step: int) -> int:
     kept, unreadable = [], []
     for number, line in enumerate(lines, start=1):
         row = _row(line)
-        if row is None:
+        if row is None or not isinstance(row.get("step", step), int):
             unreadable.append(number)
         elif row.get("step", step) <= step:
             kept.append(line)
@@ -297,6 +307,6 @@ def _is_finished(summary: Path) -> bool:
 def _row(text: str) -> dict[str, Any] | None:
     try:
         row = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

@@ -79,9 +79,10 @@ class Saves:
 
     def diverged(self, step: int, skipped: int) -> TrainingStopped:
         """The error that ends a run after too many skipped steps, the last of which is saved."""
-        saved = "nothing is saved (checkpoint.enabled=false)"
-        if self._good is not None:
-            saved = f"the weights before them are saved at step {step} in {self._good.parent}"
+        saved = f"the weights before them are saved at step {step} in {self._store.folder}"
+        if not self._config.checkpoint.enabled:
+            began = f"; the run began from {self._good}" if self._good else ""
+            saved = f"nothing is saved (checkpoint.enabled=false){began}"
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
     def not_finite(self, state: Mapping[str, Any]) -> str | None:

@@ -57,7 +57,7 @@ def _between(floor: Tensor, share: Tensor) -> Tensor:
     return floor + (1 - floor) * share
 
 
-def schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
+def lr_schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
     """Name what a wsd schedule cannot do: a decay of no steps, or one that begins inside the warm-up."""
     fraction, warmup = config.wsd_decay_fraction, config.warmup_steps
     if fraction == 0:

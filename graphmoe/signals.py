@@ -78,7 +78,7 @@ def ends_at_signals() -> Iterator[None]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if _heard.is_echo():
+        if _heard.is_echo() or (number in NOTICES and _heard.raised is not None):
             return
         if _heard.raised is not None:
             os._exit(128 + number)

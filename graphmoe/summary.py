@@ -11,7 +11,12 @@ from graphmoe.run_files import replace_text
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Replace a file by the document, whole at any moment."""
-    replace_text(path, json.dumps(document, indent=2) + "\n")
+    replace_text(path, to_json(document))
+
+
+def to_json(document: dict[str, Any]) -> str:
+    """Return the document as a file has it."""
+    return json.dumps(document, indent=2) + "\n"
 
 
 def value_of(summary: dict[str, Any]) -> float | None:

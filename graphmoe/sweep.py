@@ -9,12 +9,10 @@ starts the sweep. Jobs may run in other processes, so they speak to it by files
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphmoe.config import ConfigError, DeviceChoice, RunConfig
 from graphmoe.masking import MASK, masked_line, masked_words
 from graphmoe.running_sweep import STOP_FILE, RunningSweep, SweepError
+from graphmoe.signals import end_with_parent
 from graphmoe.summary import value_of
 from graphmoe.sweep_folder import Job, JobStatus, read_job
 
@@ -44,7 +43,6 @@ _LAUNCHER_LOGS = (
     "hydra_plugins.hydra_submitit_launcher.submitit_launcher",
 )
 """Loggers of Hydra's launchers, which list the words of each job."""
-_PR_SET_PDEATHSIG = 1
 
 _begun: RunningSweep | None = None
 _run_folder: str | None = None
@@ -297,8 +295,7 @@ def _signals_of_a_job() -> Iterator[None]:
         signal.SIGTERM: signal.signal(signal.SIGTERM, signal.default_int_handler),
         signal.SIGHUP: signal.signal(signal.SIGHUP, _end_with_parent),
     }
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    end_with_parent(signal.SIGHUP)
     try:
         yield
     finally:

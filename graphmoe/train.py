@@ -76,7 +76,7 @@ def train(config: RunConfig) -> float | None:
     In a sweep the summary is not printed, and a signal ends the whole sweep.
     """
     from graphmoe.config_rules import check
-    from graphmoe.run_folder import is_free
+    from graphmoe.run_folder import next_folder
     from graphmoe.sweep import in_sweep
     from runtime.launch.nodes import find_nodes
 
@@ -94,10 +94,11 @@ def train(config: RunConfig) -> float | None:
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from
-    if starts_elsewhere and nodes.is_first and is_free(Path(HydraConfig.get().runtime.output_dir)):
+    if starts_elsewhere and nodes.is_first:
         from graphmoe.start_state import check_start  # imports the model, which a launcher does without
 
-        check_start(config)
+        base, resume = Path(HydraConfig.get().runtime.output_dir), config.checkpoint.resume
+        check_start(config, next_folder(base, to_plain(config), resume=resume))
     alone = nodes.count == config.launch.nproc == 1 and not config.launch.max_restarts
     summary = _train_here(config) if alone and not sweeps else _train_in_workers(config, nodes)
     if summary is None:

@@ -373,7 +373,7 @@ class Trainer:
                 kind = load_weights(self.model, folder, weights, self.layout, self.world.rank)
             self.optimizer.adopt(weights)
             if name := self.saves.not_finite(self._state()):
-                raise ConfigError(f"checkpoint.init_from={folder}: {name} is not finite with its weights")
+                raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
             log.info("weights taken from %s (%s)", folder, kind.value)
 
     def _throughput(self) -> Throughput:

@@ -39,11 +39,12 @@ from graphmoe.projected_memory import write_projected_memory
 from graphmoe.report import PROG
 from graphmoe.reports.page import write_report
 from graphmoe.reports.work import MAX_TRACE_BYTES
+from graphmoe.run_files import replace_text
 from graphmoe.run_folder import ENVIRONMENT_FILE, SUMMARY_FILE
 from graphmoe.saves import TrainingStopped
 from graphmoe.signals import StopSignal
 from graphmoe.start_state import check_start
-from graphmoe.summary import shown, write_json
+from graphmoe.summary import shown, to_json
 from graphmoe.trainer import Trainer
 from graphmoe.worker import LAUNCHED_AT
 from graphmoe.world import World
@@ -53,6 +54,7 @@ from runtime.dispatch.vendors import check_dispatcher
 from runtime.host.environment import HostLine, set_environment
 from runtime.host.tuning import log_host, start_host
 from runtime.launch.failures import RunFailed
+from runtime.pipeline.schedules import SCHEDULES
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +103,11 @@ def run_worker(
         trainer.start()
         if world.is_first:
             facts = {**describe(trainer.device), "num_workers": world.size}
-            _write(folder / ENVIRONMENT_FILE, facts, "before the first step")
+            _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
             write_projected_memory(folder, config, trainer.layout, trainer.plan)
             if trainer.corpus.tokenizer is not None:
-                trainer.corpus.tokenizer.save(str(folder / TOKENIZER_FILE))
+                text = trainer.corpus.tokenizer.to_str(pretty=True)
+                _write(folder / TOKENIZER_FILE, text, "before the first step")
         finished = trainer.run()
     with StopSignal():  # all steps are done: a signal is for what comes after this run
         memory = world.gather(trainer.memory)
@@ -136,10 +139,11 @@ def warn_of_unused(config: RunConfig, world: World) -> None:
         for key in ("schedule", "virtual_stages", "microbatches", "layout", "costs"):
             if (value := getattr(config.pipeline, key)) != getattr(PipelineConfig(), key):
                 log.warning("pipeline.%s=%s has no effect with parallel.pp=1", key, value)
-    elif config.pipeline.schedule == "zb1p" and not config.compile.enabled:
+    elif SCHEDULES[config.pipeline.schedule].splits_backward and not config.compile.enabled:
         log.warning(
-            "pipeline.schedule=zb1p splits the backward, which compile.enabled=false does not: ranks wait as "
-            "with 1f1b; use 1f1b, or compile.enabled=true"
+            "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "
+            "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
+            config.pipeline.schedule,
         )
     if world.is_first and (slower := run_slower_than_1f1b(config, world.size)):
         log.warning("pipeline.schedule=%s", slower)
@@ -187,13 +191,13 @@ def _summarise(
         "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
     }
     summary["sample"] = _sample(trainer) if finished else None
-    _write(folder / SUMMARY_FILE, summary, f"after step {trainer.step}")
+    _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")
     return summary
 
 
-def _write(path: Path, document: dict[str, Any], moment: str) -> None:
+def _write(path: Path, text: str, moment: str) -> None:
     try:
-        write_json(path, document)
+        replace_text(path, text)
     except OSError as error:
         raise RunFailed(
             f"{path} cannot be written {moment}: {error.strerror}; make room and start the same command again"

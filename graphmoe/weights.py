@@ -67,8 +67,9 @@ def kind_of(folder: Path) -> FolderKind:
         return FolderKind.hf
     if config_file(folder):
         return FolderKind.run
+    why = "holds no weights" if folder.is_dir() else "is no folder"
     raise ConfigError(
-        f"{folder} holds no weights; give a Hugging Face folder (config.json), a folder that "
+        f"{folder} {why}; give a Hugging Face folder (config.json), a folder that "
         f"graphmoe.convert wrote ({META_FILE}), or a run's folder ({CONFIG_FILE})"
     )
 

@@ -110,7 +110,14 @@ def _join(config: RunConfig) -> World:
             held = os.environ.get(FOLDER_HELD)
             set_flight_recorder(Path(held, LOGS) if held else None)
         backend, rank, size = backend_of(device), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = own_store(rank, size, COLLECTIVE_TIMEOUT) if LAUNCHER_PID in os.environ else None
+        try:
+            store = own_store(rank, size, COLLECTIVE_TIMEOUT) if LAUNCHER_PID in os.environ else None
+        except OSError as error:
+            at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise RunFailed(
+                f"rank 0 cannot listen at {at}, which was free a moment ago ({error.strerror}); start the "
+                "same command again"
+            ) from error
         place = (rank, size) if store else (-1, -1)  # which torch reads from the environment
         dist.init_process_group(
             backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=place[0], world_size=place[1]

@@ -118,7 +118,8 @@ def own_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
     """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT`` by which ranks find each other.
 
     It listens at that address, where torch's own listens on all interfaces; None where it is a name, from
-    which the address does not follow. It has no password: who reaches the address can write to it.
+    which the address does not follow. It has no password: who reaches the address can write to it. *Raises*
+    OSError where another process took the port.
     """
     host, port, is_first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0
     try:

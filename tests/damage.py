@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -114,8 +115,12 @@ def _other_value(path: Path, rng: random.Random) -> str:
     else:
         owner[key] = value
         told = f"{key}={str(value)[:40]!r}"
-    path.write_bytes(write(document))
-    return told
+    content = write(document)
+    if path.suffix == ".yaml" and rng.random() < 0.2:  # what plain values do not lead to
+        told = rng.choice(("!!bool x", "!!int ''", "!!timestamp x", "&a [*a]", "[" * 100_000))
+        content = re.sub(rb": \S+$", lambda _: f": {told}".encode(), content, count=1, flags=re.MULTILINE)
+    path.write_bytes(content)
+    return told[:40]
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:

@@ -249,6 +249,24 @@ def test_a_known_error_is_one_line_and_status_2(error, capsys):
     assert capsys.readouterr() == ("", f"error: {error}\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (
+            OSError(28, "No space left on device", "a/report.html"),
+            1,
+            "a/report.html: No space left on device",
+        ),
+        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
+        (PermissionError(13, "Permission denied", "a"), 2, "a: Permission denied"),
+    ],
+)
+def test_an_error_of_a_disk_is_one_line(error, status, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_tool(fail_with(error), [])
+    assert end.value.code == status and capsys.readouterr() == ("", f"error: {said}\n")
+
+
 def test_an_error_cannot_move_the_cursor_and_a_line_of_it_can_be_read(capsys):
     print_error("two\nlines \x1b[2J\t\ud800 é")
     print_error("a" * 5000 + "b")

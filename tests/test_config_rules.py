@@ -40,7 +40,7 @@ RANGES = [
     *((key, -1, "0 or greater") for key in NOT_NEGATIVE.split()),
     *((key, bad, "at least 0 and below 1") for key in BELOW_ONE.split() for bad in (-0.1, 1.0)),
     *((key, bad, "between 0 and 1") for key in SHARES.split() for bad in (-0.1, 1.1)),
-    *(("optim.lr", bad, "greater than 0") for bad in (math.nan, math.inf)),
+    *(("optim.lr", bad, "finite and greater than 0") for bad in (math.nan, math.inf)),
 ]
 
 
@@ -220,9 +220,9 @@ RULES = [
     (f"model.hidden_size={'7' * 400}", "model.hidden_size=7777777777...(400 digits) needs more than 64 bits"),
     (f"run.name={'a' * 201}", "use at most 200 bytes, all of them printable"),
     ("run.name=a\u200bb", "use at most 200 bytes, all of them printable"),
-    ("run.name=a/b", "run.name='a/b' names a folder: use a name without slashes"),
-    ("run.name=..", "run.name='..' names a folder"),
-    ("run.name=''", "run.name='' names a folder"),
+    ("run.name=a/b", "run.name='a/b' can name no folder; use one without slashes"),
+    ("run.name=..", "run.name='..' can name no folder"),
+    ("run.name=''", "run.name='' can name no folder"),
     (
         "train.global_batch_size=10 train.micro_batch_size=4",
         "is not a multiple of train.micro_batch_size=4; use e.g. micro_batch_size=2 or global_batch_size=12",

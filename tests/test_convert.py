@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from graphmoe import load_hf, save_hf
@@ -133,6 +134,21 @@ def test_the_newest_checkpoint_of_a_run_is_exported_with_its_tokenizer(run, tmp_
     own = (folder / "tokenizer.json").read_bytes()
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == own
     assert sorted(report["files"]) == sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_the_line_for_a_person_names_the_step(run, tmp_path, capsys):
+    main([f"from={run[0]}", f"to={tmp_path / 'out'}"])
+    assert "(run folder, step 20) -> " in capsys.readouterr().out
+
+
+def test_a_disk_that_takes_no_weights_is_one_line(run, tmp_path, monkeypatch):
+    def full(*arguments, **named):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("graphmoe.model.hf.shards.save_file", full)
+    with pytest.raises(ConfigError, match=r"out/model.safetensors cannot be written: .*No space left"):
+        main([f"from={run[0]}", f"to={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_transformers_stops_at_the_token_that_ends_a_document_of_the_run(run, tmp_path, capsys, monkeypatch):

@@ -83,6 +83,10 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
             "train.log_interval=1000000000 train.steps=1000000000",
             "train.log_interval=1000000000: the metrics of so many steps",
         ),
+        (
+            "train.log_interval=2000000000 train.steps=1000000000",
+            "train.log_interval=1000000000: the metrics",
+        ),
     ],
 )
 def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words, message, monkeypatch):

@@ -13,6 +13,7 @@ from graphmoe import file_lock
 from graphmoe.checkpoint.durable import write_durably
 from graphmoe.config import ConfigError
 from graphmoe.file_lock import FileLock
+from tests.runs import ROOT
 
 
 @pytest.fixture(params=[errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -33,6 +34,48 @@ def test_a_lock_without_flock_excludes_others_until_it_is_released(tmp_path, no_
     again.release()
     assert caplog.text.count("has no file locks") == 1
     assert not list(tmp_path.glob("*.held*"))
+
+
+RACE = """
+import errno, fcntl, sys, time
+from pathlib import Path
+def refuse(descriptor, operation):
+    raise OSError(errno.ENOLCK, "no locks")
+fcntl.flock = refuse
+from graphmoe.file_lock import FileLock
+path, mine = Path(sys.argv[1]), Path(sys.argv[2])
+for number in range(200):
+    lock = FileLock.take(path)
+    if lock is not None:
+        inside = [*path.parent.glob("*.inside")]
+        assert not inside, inside
+        mine.touch()
+        time.sleep(0.0005)
+        mine.unlink()
+        lock.release()
+"""
+
+
+def test_processes_that_race_without_flock_exclude_each_other(tmp_path):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(tmp_path / "run.lock"), str(tmp_path / f"{n}.inside")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for n in range(4)
+    ]
+    assert [process.wait(60) for process in started] == [0] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+def test_a_disk_that_takes_no_more_is_not_held(tmp_path, no_flock, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(json, "dumps", lambda holder: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space"):
+            FileLock.take(tmp_path / "run.lock")
+    lock = FileLock.take(tmp_path / "run.lock")
+    assert lock is not None
+    lock.release()
 
 
 def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):

@@ -5,7 +5,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from graphmoe.entry import load_config, schema, to_config, to_plain
-from graphmoe.masking import masked_words
+from graphmoe.masking import masked_line, masked_words
 from graphmoe.run_folder import claim
 from tests.runs import TINY, command
 
@@ -58,6 +58,27 @@ def test_a_run_is_continued_with_the_same_value_of_the_environment_and_no_other(
 def test_words_of_a_command_lose_the_values_of_host_env():
     words = ["+host.env.TOKEN=hunter2", "host.env={A:b\nc}", "++host.env.X=a,b", "optim.lr=1"]
     assert masked_words(words) == ["+host.env.TOKEN=***", "host.env=***", "++host.env.X=***", "optim.lr=1"]
+    assert masked_words(["++host={env:{A:b}}", "host={ threads: 1, env: {A: b}}"]) == [
+        "++host=***",
+        "host=***",
+    ]
+    others = ["host=amd", "host.threads=4", "host={threads:4}", "data.paths=[host.env.A=b]"]
+    assert masked_words(others) == others
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "+host.env.T='a model.secret=3'",
+        "+host.env.T=secret=3 and more",
+        '++host={env:{T:secret=3,U:"secret=3"}}',
+        "host.env={T:secret=3}",
+    ],
+)
+def test_a_line_of_words_loses_them_too(words):
+    line = masked_line(f"#0 : optim.lr=1 {words} train.steps=2")
+    assert "secret" not in line and line.startswith("#0 : optim.lr=1 ") and line.endswith(" train.steps=2")
+    assert "secret" not in masked_line(words)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from graphmoe.pipeline_comparison import slower_than_1f1b
+from graphmoe.pipeline_comparison import run_slower_than_1f1b, slower_than_1f1b
 from runtime.pipeline.schedules import SCHEDULES, make_table, placement_of
 from runtime.pipeline.simulate import Costs, simulate
+from tests.runs import TINY, config
 
 
 def simulated(ratio, *, unaware=()):
@@ -35,6 +38,13 @@ def test_the_words_name_both_bubbles_and_the_fastest_that_keeps_no_more():
 def test_where_nothing_that_keeps_so_few_is_faster_the_words_say_so():
     words = slower_than_1f1b("v_min", simulated((1, 2.3, 0.6)))
     assert words is not None and words.endswith("; no schedule that keeps so few is faster")
+
+
+def test_a_run_of_many_micro_batches_is_compared_by_some_of_them():
+    words = (*TINY, "launch.nproc=4", "parallel.pp=4", "model.num_layers=6", "pipeline.schedule=v_half")
+    began = time.monotonic()
+    run_slower_than_1f1b(config(*words, "train.global_batch_size=40000"), 4)
+    assert time.monotonic() - began < 10
 
 
 def test_what_cannot_run_is_not_compared():

@@ -307,9 +307,15 @@ def test_a_step_that_is_not_whole_is_shown_as_an_error(tmp_path):
         ),
         (
             "schedule=1f1b cost.f=0 cost.w=-1",
-            "cost.f=0.0 must be greater than 0; cost.w=-1.0 must be 0 or gr",
+            "cost.f=0.0 must be greater than 0, and at most 1e+100; cost.w=-1.0 must be 0 or gr",
         ),
         ("schedule=1f1b cost.comm=inf", "cost.comm=inf must be 0 or greater"),
+        ("schedule=zbv cost.f=1e308", "cost.f=1e+308 must be greater than 0, and at most 1e+100"),
+        (
+            "schedule=1f1b stages=1000000000",
+            "stages=1000000000 with 4000000000 micro-batches would take minutes",
+        ),
+        ("schedule=1f1b stages=64 microbatches=100000", "use fewer stages, or at most microbatches=1024"),
         ("schedule=1f1b cost.x=1", "unknown key 'cost.x'"),
         ("schedule=1f1b virtual_stages=2", "virtual_stages=2 does not suit schedule=1f1b"),
         ("schedule=1f1b virtual_stages=0", "virtual_stages=0 must be 1 or more"),

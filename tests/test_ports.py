@@ -154,6 +154,11 @@ def test_a_node_is_reached_at_its_address_on_the_way_to_the_endpoint(network, mo
     assert nodes_at(f"{network.there}:{PORT}").address == "127.0.0.1"
 
 
+def test_an_address_of_version_6_in_brackets_is_this_machine():
+    nodes = nodes_at(f"[::1]:{PORT}")
+    assert nodes.is_first and nodes.address == "::1"
+
+
 def test_a_name_that_stands_for_loopback_on_its_own_machine_names_no_address(monkeypatch, caplog):
     """Debian's /etc/hosts has 127.0.1.1 for the machine's name."""
     real = socket.getaddrinfo

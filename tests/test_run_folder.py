@@ -108,7 +108,7 @@ def test_a_run_that_could_not_start_leaves_its_folder_free_but_keeps_a_continued
     assert claim_and_leave(tmp_path / "tiny", OTHER) == ("tiny", True)
 
 
-@pytest.mark.parametrize("text", ["a: [", "just text", ""])
+@pytest.mark.parametrize("text", ["a: [", "just text", "", "[" * 100_000, "a: !!bool x", "a: !!int ''"])
 def test_an_unreadable_configuration_is_another_one(tmp_path, text):
     claim_and_leave(tmp_path / "tiny", CONFIG)
     (tmp_path / "tiny" / "resolved.yaml").write_text(text)
@@ -292,6 +292,31 @@ def test_an_unreadable_line_in_the_middle_is_dropped_and_reported(tmp_path, capl
     path.write_bytes(b'{"step": 1}\n\x00\x00\xff\n{"step": 2}\n')
     assert cut_metrics(path, 9) == 1 and steps_of(path) == [1, 2]
     assert "no JSON object: [2]" in caplog.text
+
+
+@pytest.mark.parametrize("line", ['{"step": "x"}', '{"step": null}', "[" * 100_000])
+def test_a_row_that_says_no_step_is_dropped(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    assert cut_metrics(path, 9) == 1 and steps_of(path) == [1, 2]
+
+
+def test_a_summary_nested_too_deeply_is_no_summary(tmp_path, caplog):
+    claim_and_leave(tmp_path / "tiny", CONFIG)
+    (tmp_path / "tiny" / "summary.json").write_text("[" * 100_000)
+    assert claim_and_leave(tmp_path / "tiny", CONFIG) == ("tiny", True)
+    assert "is no JSON object" in caplog.text
+
+
+def test_a_disk_that_takes_no_more_gets_no_draft(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"resolved.yaml cannot be written \(No space"):
+            claim(tmp_path / "tiny", CONFIG, resume=True)
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["run.lock"]
 
 
 def test_missing_and_empty_metrics_stay_as_they_are(tmp_path):

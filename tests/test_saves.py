@@ -150,7 +150,9 @@ def test_a_start_from_weights_that_are_not_finite_names_the_tensor_and_the_newes
         == 4
     )
     (tmp_path / "run/resolved.yaml").write_text(yaml.safe_dump(to_plain(config(*RUN))))
-    with pytest.raises(ConfigError, match=f"checkpoint.init_from=.*{first} is not finite"):
+    with pytest.raises(
+        ConfigError, match=f"checkpoint.init_from=.*its {first} has values that are not finite"
+    ):
         trainer_in(tmp_path / "new", *RUN, f"checkpoint.init_from={tmp_path / 'run'}")
     assert not [*tmp_path.glob("other/checkpoints/*"), *tmp_path.glob("new/checkpoints/*")]
 

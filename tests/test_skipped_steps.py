@@ -84,7 +84,18 @@ def test_a_run_without_checkpoints_that_is_stopped_does_not_claim_a_saved_one(tm
         tmp_path, "train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false"
     )
     spoil(monkeypatch, trainer, {1})
-    with pytest.raises(TrainingStopped, match=r"nothing is saved \(checkpoint.enabled=false\)"):
+    with pytest.raises(TrainingStopped, match=r"nothing is saved \(checkpoint.enabled=false\)\. "):
+        trainer.run()
+
+
+def test_nor_one_that_began_from_another_runs_checkpoint(tmp_path, monkeypatch):
+    train_in(tmp_path / "old", "train.steps=3")
+    words = ("train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false")
+    trainer = trainer_in(tmp_path / "new", *words, f"checkpoint.resume_from={tmp_path / 'old'}")
+    spoil(monkeypatch, trainer, {4})
+    began = tmp_path / "old" / "checkpoints" / "step_00000003"
+    said = rf"nothing is saved \(checkpoint.enabled=false\); the run began from {began}\. "
+    with pytest.raises(TrainingStopped, match=said):
         trainer.run()
 
 

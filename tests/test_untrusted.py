@@ -49,6 +49,14 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
             read_json(path, Index)
 
 
+def test_a_folder_in_the_place_of_a_file_leaves_nothing_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(FileError, match="Is a directory"):
+            read_json(tmp_path, Index)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_bytes_that_are_no_text_and_files_that_are_too_large_are_refused(tmp_path):
     path = tmp_path / "index.json"
     path.write_bytes(b'{"\xff": 1}')
@@ -66,5 +74,17 @@ def test_yaml_makes_no_objects_and_takes_no_aliases(tmp_path):
     path.write_text("a: &list [1, 2]\nb: [*list, *list]\n")
     with pytest.raises(FileError, match="aliases are not taken"):
         read_yaml(path, dict[str, Any])
+    for text in (
+        "a: !!bool x",
+        "a: !!int ''",
+        "a: !!timestamp x",
+        "a: ! x",
+        "[" * 100_000,
+        "a: 0x_",
+        "a: 2001-99-99",
+    ):
+        path.write_text(text)
+        with pytest.raises(FileError, match=rf"^{path} is no YAML: [^\n]+$"):
+            read_yaml(path, dict[str, Any])
     path.write_text("a: '*.py'\nb: x * y\n")
     assert read_yaml(path, dict[str, Any]) == {"a": "*.py", "b": "x * y"}

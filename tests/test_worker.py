@@ -224,6 +224,18 @@ def test_a_signal_whose_exception_was_dropped_stops_the_run_at_its_first_step():
         assert stop.received is None
 
 
+def test_a_notice_that_comes_again_before_the_first_step_does_not_end_the_tidying_up():
+    tidied = False
+    with pytest.raises(Interrupted), ends_at_signals():
+        try:
+            send(signal.SIGHUP)
+        finally:
+            send(signal.SIGHUP)
+            send(signal.SIGUSR1)
+            tidied = True
+    assert tidied
+
+
 @pytest.mark.parametrize("module", ["graphmoe.train", "graphmoe.worker"])
 def test_a_signal_while_modules_are_imported_is_answered_in_one_line(tmp_path, module):
     slow = tmp_path / "hydra" / "__init__.py"  # in the place of Hydra's own

@@ -10,11 +10,15 @@ from pathlib import Path
 def write_durably(path: Path, text: str) -> None:
     """Replace the file by ``text`` atomically; a crash leaves the old content or the new one."""
     draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with draft.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

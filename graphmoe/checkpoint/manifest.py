@@ -14,7 +14,7 @@ import torch
 from graphmoe.checkpoint.durable import write_durably
 from graphmoe.checkpoint.errors import CheckpointError
 from graphmoe.checkpoint.metadata_file import METADATA
-from graphmoe.untrusted import FileError, is_file_name, read_json
+from graphmoe.untrusted import FileError, is_file_name, open_at_once, read_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -73,7 +73,7 @@ def require_named(folder: Path, names: set[str]) -> None:
 
 def _file_damage(path: Path, expected: FileSum, contents: bool) -> str | None:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # waits for no FIFO
+        with open(path, "rb", opener=open_at_once) as stream:
             found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode):
                 return f"{path.name}: no regular file"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -140,8 +141,23 @@ def _entry(name: str, found: Any) -> Stored:
     chunks = [_chunk(each, size) for each in _is(list, fields.get("chunks"))]
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         raise ValueError(f"the parts of {name} are not all of its {math.prod(size)} elements")
+    if _some_overlap(chunks):
+        raise ValueError(f"parts of {name} lie in each other's place")
     dtype, *_ = _state(fields.get("properties"), "TensorProperties", tuple)
     return TensorStorageMetadata(TensorProperties(_is(torch.dtype, dtype)), size, chunks)
+
+
+def _some_overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Tell whether two parts of a tensor share an element."""
+    ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            sides = [*zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
+            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides):
+                return True
+            if sides[0][2] >= sides[0][0] + sides[0][1]:  # as do all behind it
+                break
+    return False
 
 
 def _chunk(found: Any, whole: torch.Size) -> ChunkStorageMetadata:

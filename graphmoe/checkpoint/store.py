@@ -146,7 +146,10 @@ class CheckpointStore:
             self._damaged.add(candidate)
             log.warning("checkpoint %s is damaged and not used: %s", self._path(candidate), "; ".join(lines))
         if steps:
-            raise CheckpointError(f"{self.folder}: damaged are the checkpoints of steps {steps}, see the log")
+            raise CheckpointError(
+                f"{self.folder}: the checkpoints of steps {steps} are damaged, as the lines above say; "
+                f"restore one, or start anew in another folder (run.name=...)"
+            )
         return None
 
     def _path(self, step: int) -> Path:

@@ -7,6 +7,7 @@ that opens them. All else is read by a thread of one process of each node, so th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
@@ -38,11 +39,7 @@ class ContentCheck:
 
     def __init__(self, files: Iterable[TokenFile] = ()) -> None:
         pairs = {path: file for file in files if file.sums for path in pair(file.path)}
-        self._files = {
-            path: file
-            for path, file in pairs.items()
-            if file.entry is None or path.stat().st_size > SMALL_BYTES  # smaller ones of entries are compared
-        }
+        self._files = {path: file for path, file in pairs.items() if not _is_compared(path, file)}
         self._found: DataError | None = None
         self._raised = self._done = False
         self._closed = threading.Event()
@@ -91,6 +88,13 @@ class ContentCheck:
         log.info("data: %d files have the sha256 with which they were written", len(self._files))
 
 
+def _is_compared(path: Path, file: TokenFile) -> bool:
+    """Tell whether a file was compared as it was opened."""
+    with contextlib.suppress(OSError):  # where it is gone by now, the thread says so
+        return file.compared or (file.entry is not None and path.stat().st_size <= SMALL_BYTES)
+    return False
+
+
 def read_entry_file(entry: Path, name: str) -> TokenFile:
     """Open a pair of a cache entry. *Raises* DataError; a damaged entry is built again at the next start."""
     sums = sums_of(entry)
@@ -112,7 +116,7 @@ def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
     for path in pair(prefix):
         if path.name not in sums:
             raise DataError(f"{sums_path} has no sum of {path.name}; write it again, or remove it")
-    file = read_token_file(prefix, sums=sums)
+    file = dataclasses.replace(read_token_file(prefix, sums=sums), compared=compare)
     for path in pair(prefix) if compare else ():
         try:
             found = sha256_of(path)

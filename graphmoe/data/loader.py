@@ -99,9 +99,9 @@ class Loader:
         same_kind = theirs.partition(":")[0] == ours.partition(":")[0]  # others cannot be compared
         if same_kind and theirs != ours:
             raise ConfigError(
-                "the data has documents as long as those of the checkpoint, with other tokens in them (it "
-                f"has {theirs}, now it is {ours}); restore the files, or start a new run folder with "
-                "hydra.run.dir=... (checkpoint.init_from takes over the weights)"
+                "the data has documents as long as those of the checkpoint, with other tokens or another "
+                f"dtype (it has {theirs}, now it is {ours}); restore the files, or start a new run folder "
+                "with hydra.run.dir=... (checkpoint.init_from takes over the weights)"
             )
         self._stop()
         self._place = _Place(state["consumed"], state["reader"], state["epochs"])

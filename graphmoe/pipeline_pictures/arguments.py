@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +65,12 @@ class ViewArgs:
     """text, or json: one document on stdout and nothing else there."""
 
 
+MOST_CELLS = 2**16
+"""Stages times micro-batches: what is computed in some ten seconds."""
+LARGEST_COST = 1e100
+"""Sums of which are finite."""
+
+
 def check(args: ViewArgs) -> None:
     """*Raises* ConfigError with everything that is wrong."""
     problems = [*_purpose(args), *_numbers(args), *_without_effect(args), *_pictures(args)]
@@ -120,14 +125,21 @@ def _numbers(args: ViewArgs) -> Iterator[str]:
             f"virtual_stages={','.join(map(str, virtual))} has {len(virtual)} numbers for "
             f"{len(args.schedule or [''])} schedules; give one for all, or one for each"
         )
+    stages, micro_batches = args.stages or 1, args.microbatches or 4 * (args.stages or 1)
+    if stages * micro_batches > MOST_CELLS:
+        fewer = max(1, MOST_CELLS // stages)
+        yield (
+            f"stages={stages} with {micro_batches} micro-batches would take minutes; use fewer stages, or at "
+            f"most microbatches={fewer}"
+        )
     positive = {"cost.f": args.cost.f, "cost.activation_gib": args.cost.activation_gib}
     for key, value in positive.items():
-        if value is not None and not 0 < value < math.inf:
-            yield f"{key}={value} must be greater than 0"
+        if value is not None and not 0 < value <= LARGEST_COST:
+            yield f"{key}={value} must be greater than 0, and at most {LARGEST_COST:g}"
     for key in ("b", "w", "comm", "hidden"):
         value = getattr(args.cost, key)
-        if value is not None and not 0 <= value < math.inf:
-            yield f"cost.{key}={value} must be 0 or greater"
+        if value is not None and not 0 <= value <= LARGEST_COST:
+            yield f"cost.{key}={value} must be 0 or greater, and at most {LARGEST_COST:g}"
 
 
 def _without_effect(args: ViewArgs) -> Iterator[str]:

@@ -20,7 +20,7 @@ from graphmoe.run_records import (
     Projection,
     Summary,
 )
-from graphmoe.untrusted import FileError, read_json, read_yaml
+from graphmoe.untrusted import FileError, read_json, read_yaml, typed
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ def read_run(folder: Path) -> RunData:
     rows = read(read_lines, METRICS_FILE, MetricsRow, [])
     return RunData(
         folder=folder,
-        config=read(_whole_yaml, CONFIG_FILE, Config, {}),
-        environment=read(_whole_json, ENVIRONMENT_FILE, Environment, {}),
+        config=read(_whole(read_yaml), CONFIG_FILE, Config, {}),
+        environment=read(_whole(read_json), ENVIRONMENT_FILE, Environment, {}),
         steps=steps_of(rows),
         validations=validations_of(rows),
         expert_loads=read(read_lines, EXPERT_LOADS_FILE, ExpertLoad, []),
@@ -132,15 +132,15 @@ def read_run(folder: Path) -> RunData:
     )
 
 
-def _whole_yaml(path: Path, kind: type[Any]) -> dict[str, Any]:
-    """All of a file, for tables, after a look at the fields that are more than a line of these."""
-    read_yaml(path, kind)
-    return read_yaml(path, dict[str, Any])
+def _whole(read: Callable[[Path, type[dict[str, Any]]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a reader of all fields of a file, of which those that the type names are valid."""
 
+    def read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:
+        found = read(path, dict[str, Any])
+        typed(found, kind, str(path))
+        return found
 
-def _whole_json(path: Path, kind: type[Any]) -> dict[str, Any]:
-    read_json(path, kind)
-    return read_json(path, dict[str, Any])
+    return read_whole
 
 
 def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _text(path: Path) -> str:
-    content = read_bytes(path)
+    content = read_bytes(path, LARGEST_TRACE)
     try:
         if path.suffix == ".gz":
             with gzip.open(io.BytesIO(content)) as file:

@@ -47,30 +47,41 @@ FOREIGN_AGE_S = 7 * 24 * 3600.0
 def check_trusted(folder: Path, *, shared: bool) -> None:
     """Refuse a cache that others may write to, for what lies there is run; as sshd does with its files.
 
-    The folder, two levels in it and all above it are this user's or root's, and no group and nobody else may
-    write there; ``shared`` allows groups, and other owners. Above it, a folder in which nobody may remove
-    what is another's (/tmp) is fine. *Raises* ConfigError.
+    The folder, all above it and links on the way to it belong to this user or root, and no group and nobody
+    else may write there; so does all inside, where others may enter. ``shared`` allows groups, and other
+    owners. Above it, a folder in which nobody may remove what is another's (/tmp) is fine.
+
+    *Raises* ConfigError.
     """
     place = folder.resolve()
-    inside = [path for depth in ("*", "*/*") for path in place.glob(depth) if path.is_dir()]
-    for path in (*reversed(place.parents), place, *inside):
-        try:
-            status = path.lstat()
-        except OSError:
-            continue
-        mode = stat.S_IMODE(status.st_mode)
-        is_sticky = path in place.parents and bool(mode & stat.S_ISVTX)
-        by_group = mode & stat.S_IWGRP and not shared and not _is_own_group(status.st_gid)
-        is_open = (by_group or mode & stat.S_IWOTH) and not is_sticky
-        if is_open or not (shared or status.st_uid in (0, os.getuid())):
-            shared_too = (
-                "" if mode & stat.S_IWOTH else ", or, if you trust its group, compile.cache_shared=true"
-            )
-            raise ConfigError(
-                f"compile.cache_dir={folder} holds code that is run, and {path} belongs to {_owner(status)} "
-                f"with mode {mode:04o}, so that others may write there; use chmod -R go-w {path}, another "
-                f"compile.cache_dir{shared_too}"
-            )
+    for path in (*reversed(folder.absolute().parents), folder, *reversed(place.parents)):
+        _check_trusted(path, folder, shared, is_above=path != folder or path.is_symlink())
+    _check_trusted(place, folder, shared)
+    if not place.is_dir() or not place.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
+        return
+    for inside in place.rglob("*"):
+        _check_trusted(inside, folder, shared)
+        if inside.is_symlink():
+            for path in (*inside.resolve().parents, inside.resolve()):
+                _check_trusted(path, folder, shared, is_above=path != inside.resolve())
+
+
+def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = False) -> None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return
+    mode = 0 if stat.S_ISLNK(status.st_mode) else stat.S_IMODE(status.st_mode)  # a link has its target's
+    is_sticky = is_above and bool(mode & stat.S_ISVTX)
+    by_group = mode & stat.S_IWGRP and not shared and not _is_own_group(status.st_gid)
+    is_open = (by_group or mode & stat.S_IWOTH) and not is_sticky
+    if is_open or not (shared or status.st_uid in (0, os.getuid())):
+        trust = "" if mode & stat.S_IWOTH else ", compile.cache_shared=true if you trust its group"
+        raise ConfigError(
+            f"compile.cache_dir={cache} holds code and bytecode that are run, and {path} belongs to "
+            f"{_owner(status)} with mode {mode:04o}, so that others may write there; use chmod -R go-w "
+            f"{path}, another compile.cache_dir or GRAPHMOE_CACHE{trust}, or compile.cache=false"
+        )
 
 
 def _is_own_group(gid: int) -> bool:

@@ -151,7 +151,7 @@ class HangWatch:
             with suppress(ProcessLookupError):
                 os.killpg(watched.stamp.pid, signal.SIGKILL)  # elastic gives each worker a group of its own
         for path in self._folder.iterdir():
-            if path.name != ALIVE:
+            if not path.name.startswith(ALIVE):  # or the lock's own files
                 path.unlink()
         self._watched.clear()
 

@@ -58,7 +58,7 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
     endpoint = launch.endpoint
     host, _, _ = endpoint.rpartition(":")
     job = f"graphmoe-{endpoint}"
-    return Nodes(count, _is_this_machine(host), endpoint, job, _address_towards(endpoint))
+    return Nodes(count, _is_this_machine(host.strip("[]")), endpoint, job, _address_towards(endpoint))
 
 
 def interface_of(address: str) -> str | None:

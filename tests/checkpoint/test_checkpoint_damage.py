@@ -65,7 +65,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_reported_and_not_passed_over(tmp
     assert load_step(make_store(tmp_path)) == 1
     assert "step_00000002 is damaged and not used: manifest.json: cannot be read" in caplog.text
     (tmp_path / "step_00000001" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"damaged are the checkpoints of steps \[2, 1\]"):
+    with pytest.raises(CheckpointError, match=r"the checkpoints of steps \[2, 1\] are damaged"):
         load_step(make_store(tmp_path))
 
 
@@ -74,7 +74,7 @@ def test_it_is_an_error_if_all_checkpoints_are_damaged(tmp_path):
     save_steps(store, 1, 2)
     for step in (1, 2):
         flip_byte(tmp_path / f"step_0000000{step}" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"damaged are the checkpoints of steps \[2, 1\]"):
+    with pytest.raises(CheckpointError, match=r"the checkpoints of steps \[2, 1\] are damaged"):
         load_step(store)
 
 

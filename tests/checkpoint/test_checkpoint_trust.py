@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.checkpoint.metadata_file import read_metadata
@@ -208,7 +213,7 @@ def test_a_manifest_that_does_not_name_what_is_read_is_damage(tmp_path, caplog, 
     document = json.loads((folder / "manifest.json").read_text())
     named = dict.fromkeys(files, document["files"][".metadata"])
     (folder / "manifest.json").write_text(json.dumps({**document, "files": named}))
-    with pytest.raises(CheckpointError, match="damaged are the checkpoints"):
+    with pytest.raises(CheckpointError, match="the checkpoints of steps .* are damaged"):
         load(folder)
     assert "manifest.json: it must name .metadata, and files of its own folder only" in caplog.text
 
@@ -219,12 +224,18 @@ def test_a_fifo_in_place_of_a_file_is_damage_and_not_waited_for(tmp_path, caplog
         content = (folder / name).read_bytes()
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        with pytest.raises(CheckpointError, match="damaged are the checkpoints"):
+        with pytest.raises(CheckpointError, match="the checkpoints of steps .* are damaged"):
             load(folder)
         assert f"{name}: no regular file" in caplog.text
         (folder / name).unlink()
         (folder / name).write_bytes(content)
     assert load(folder)["value"] == VALUE
+
+
+def put_one_half_twice(entry: TensorStorageMetadata) -> None:
+    rows, width = entry.size
+    part = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((rows // 2, width)))
+    entry.chunks = [part, part]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +245,7 @@ def test_a_fifo_in_place_of_a_file_is_damage_and_not_waited_for(tmp_path, caplog
         lambda saved: setattr(saved.state_dict_metadata["x"], "size", torch.Size((2, -3))),
         lambda saved: setattr(saved.state_dict_metadata["x"].chunks[0], "offsets", torch.Size((1, 0))),
         lambda saved: setattr(saved.state_dict_metadata["x"], "properties", "float32"),
+        lambda saved: put_one_half_twice(saved.state_dict_metadata["x"]),
         lambda saved: saved.storage_data.clear(),
         lambda saved: setattr(saved, "storage_data", None),
         lambda saved: setattr(saved, "state_dict_metadata", [1]),

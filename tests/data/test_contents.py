@@ -123,6 +123,13 @@ def test_only_who_is_asked_reads_large_files(open_text, large, monkeypatch):
     assert read == []
 
 
+def test_a_small_pair_that_was_compared_as_it_was_opened_is_not_read_again(prefix, monkeypatch):
+    contents.write_sums(prefix)
+    corpus = open_pair(prefix)
+    monkeypatch.setattr(contents, "sha256_of", lambda path, *_: pytest.fail(f"{path} is read again"))
+    corpus.check.wait()
+
+
 def test_a_check_that_is_ended_early_says_so(open_text, large, monkeypatch, caplog):
     open_text()
     monkeypatch.setattr(contents, "sha256_of", lambda path, stopped: (_until(stopped), "")[1])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def write_shards(
     """Write ``<stem>.safetensors``, or numbered shards and their index; the files written.
 
     Files of that stem that are there already are replaced once all new ones are complete. *Raises*
-    ConfigError for a tensor that is not finite in its dtype.
+    ConfigError for a tensor that is not finite in its dtype, and for a disk that does not take one.
     """
     shards = plan_shards(entries, max_bytes)
     names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -57,7 +58,10 @@ def write_shards(
     draft.mkdir()
     try:
         for name, shard in zip(names, shards, strict=True):
-            save_file({e.name: _packed(e) for e in shard}, draft / name, metadata={"format": "pt"})
+            try:
+                save_file({e.name: _packed(e) for e in shard}, draft / name, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise ConfigError(f"{folder / name} cannot be written: {error}") from error
             on_bytes(sum(entry.num_bytes for entry in shard))
         if len(shards) > 1:
             _write_index(draft / f"{stem}.safetensors.index.json", names, shards)

@@ -36,11 +36,12 @@ def test_a_new_cache_is_its_users_alone_whatever_the_umask(tmp_path):
     assert (tmp_path / "shared" / "blobs" / "3f" / "3fa9").stat().st_mode & 0o777 == 0o660
 
 
-@pytest.mark.parametrize("place", ["", "blobs", "blobs/3f", ".."])
+@pytest.mark.parametrize("place", ["", "blobs", "blobs/3f", "blobs/3f/3fa9", ".."])
 @pytest.mark.parametrize(("mode", "shared_helps"), [(0o775, True), (0o757, False), (0o777, False)])
 def test_a_folder_that_others_may_write_to_is_refused(cache, monkeypatch, place, mode, shared_helps):
     monkeypatch.setattr(folders, "_is_own_group", lambda gid: False)
     write_whole(cache / "blobs" / "3f" / "3fa9", b"code")
+    cache.chmod(0o755)
     check_trusted(cache, shared=False)
     path = (cache / place).resolve()
     path.chmod(mode)
@@ -53,6 +54,34 @@ def test_a_folder_that_others_may_write_to_is_refused(cache, monkeypatch, place,
     else:
         with pytest.raises(ConfigError, match="others may write there"):
             check_trusted(cache, shared=True)
+
+
+def test_what_nobody_else_may_enter_is_not_looked_through(cache):
+    write_whole(cache / "blobs" / "3f" / "3fa9", b"code")
+    (cache / "blobs").chmod(0o777)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    check_trusted(cache, shared=False)
+
+
+def test_a_link_on_the_way_that_others_may_replace_is_refused(cache):
+    opened = cache.parent / "open"
+    opened.mkdir()
+    (opened / "link").symlink_to(cache)
+    check_trusted(opened / "link", shared=False)
+    opened.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"{opened} belongs to \w+ with mode 0777"):
+        check_trusted(opened / "link", shared=False)
+
+
+def test_a_link_inside_is_as_good_as_what_it_leads_to(cache):
+    disk = cache.parent / "disk"
+    disk.mkdir()
+    (cache / "blobs").symlink_to(disk)
+    cache.chmod(0o755)
+    check_trusted(cache, shared=False)
+    disk.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"{disk} belongs to \w+ with mode 0777"):
+        check_trusted(cache, shared=False)
 
 
 def test_a_private_group_and_a_sticky_folder_above_are_fine(cache, monkeypatch):

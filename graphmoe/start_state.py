@@ -39,7 +39,7 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
 
 @contextmanager
 def named_source(key: str, folder: str | None) -> Iterator[None]:
-    """Puts the key that named a folder, if one did, before what is wrong with it."""
+    """Put the key that named a folder, if one did, before what is wrong with it."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:

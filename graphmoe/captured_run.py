@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.config import GraphConfig
+from graphmoe.plan import Plan
 from graphmoe.run_files import dispensable
-from graphmoe.segments import FULL_ITERATION
 from runtime.capture import REPORT_FILE, Capture, Place
 from runtime.captured_step import CapturedStep, Step
 
@@ -24,27 +23,27 @@ class CapturedRun:
     def __init__(
         self,
         step: Step,
-        config: GraphConfig,
+        plan: Plan,
         capture: Capture | None,
         device: torch.device,
         places: Mapping[str, Place],
         folder: Path | None,
     ) -> None:
         """``places`` are what graphs find where it lies, ``folder`` where a report is wanted."""
-        self._step, self._config, self._capture, self._folder = step, config, capture, folder
+        self._step, self._plan, self._capture, self._folder = step, plan, capture, folder
         if capture is None:
             return
         capture.watch(places)
         if device.type == "cpu":
             scope = capture.report.scope
             log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", scope)
-        if config.scope == FULL_ITERATION:
+        if plan.captures_step:
             self._step = CapturedStep(step, device, capture)
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
         if self._capture is None:
             return self._step(batches)
-        if self._config.scope == FULL_ITERATION:
+        if self._plan.captures_step:
             row = self._step(batches)
         else:
             with self._capture.step():
@@ -65,7 +64,7 @@ class CapturedRun:
             with dispensable(self._folder / REPORT_FILE):
                 capture.report.write(self._folder)
         log.info(capture.report.line())
-        if isinstance(self._config.scope, str):
+        if isinstance(self._plan.config.graph.scope, str):
             return  # a word stands for segments that a model may lack; the report has them
         for segment, reason in capture.report.not_captured.items():
             log.warning("graph.scope names %s, which is not captured: %s", segment, reason)

@@ -26,8 +26,8 @@ from graphmoe.dry_run_rank import ShownRank
 from graphmoe.micro_batches import Add, MicroBatches
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
-from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import Pipelined, micro_batches_of
+from graphmoe.plan import Plan, plan_of
 from graphmoe.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.train_step import TrainStep
 from runtime.arriving_weights import ArrivingWeights
@@ -60,16 +60,17 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     assert launch.fake_world is not None
     _say_what_is_left_out(config)
     started = time.perf_counter()
-    layout, plan = layout_and_plan(config, launch.fake_world)
-    shown = ShownRank.of(config, layout, plan)
+    plan = plan_of(config, launch.fake_world)
+    layout, shown = plan.layout, ShownRank.of(plan)
     with fake_process_group(launch.fake_world, shown.rank):
         mesh = Mesh(layout)
         use_groups(mesh)
         try:
-            collectives, memory, micro_batches = _step(config, mesh, shown)
+            collectives, memory = _step(plan, mesh)
         finally:
             use_groups(None)
-    alike = 1 if shown.plan else micro_batches
+    micro_batches = plan.num_micro_batches
+    alike = 1 if plan.pipeline else micro_batches
     times = {"forward": alike, "backward": alike}
     card = round(launch.fake_memory_gb * 2**30)
     return {
@@ -116,27 +117,26 @@ class DryExecution:
     waiting_steps: int = 0
 
 
-def _step(config: RunConfig, mesh: Mesh, shown: ShownRank) -> tuple[CollectiveLog, MemoryLog, int]:
-    """Forward and backward of micro-batches, and the update; and how many micro-batches a step has."""
+def _step(plan: Plan, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog]:
+    """Forward and backward of micro-batches, and the update."""
+    config = plan.config
     collectives, memory, running = CollectiveLog(mesh), MemoryLog(), Running()
     watch = StepWatch(collectives, memory, running)
     # A fallback would run what has no fake on zeros, as large as what they stand for.
     with FakeTensorMode(allow_fallback_kernels=False):
-        model = fake_model(config, mesh, shown.stages)
+        model = fake_model(plan, mesh, plan.own_stages(mesh.index("pp")))
         optimizer = Optimizer(model, config.optim, config.train, mesh)
         segments = fake_executor(config, running, optimizer.gradient_of)
         micro_batches = micro_batches_of(
-            config,
-            shown.plan,
+            plan,
             model,
             ArrivingWeights(segments, optimizer.wait_for),
             mesh,
             DryExecution(segments.deferring if isinstance(segments, GraphSegments) else None),
             functools.partial(WatchedChannels, watch),
         )
-        step = TrainStep(config, model, optimizer, micro_batches, mesh)
-        run_watched(step, watch, memory)
-    return collectives, memory, step.num_micro_batches
+        run_watched(TrainStep(plan, model, optimizer, micro_batches, mesh), watch, memory)
+    return collectives, memory
 
 
 def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
@@ -147,10 +147,10 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
     count = 1
     if isinstance(step.micro_batches, Pipelined):
         step.micro_batches.pipeline.recorder = WatchedSteps(watch)
-        count = step.num_micro_batches
+        count = step.plan.num_micro_batches
     step.micro_batches = _Watched(step.micro_batches, watch)
     with watch:
-        step(_batches(step.config, count))
+        step(_batches(step.plan.config, count))
 
 
 @dataclass(frozen=True)

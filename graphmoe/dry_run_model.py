@@ -14,9 +14,8 @@ from graphmoe.gradients import Gradient
 from graphmoe.model import build_model
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
-from graphmoe.optimizers import DTYPES
 from graphmoe.pipeline_layout import StagePieces
-from graphmoe.receive_budget import routed_tokens
+from graphmoe.plan import Plan
 from graphmoe.segments import Executor, run_segments
 from graphmoe.torch_compat import tensors_of
 from passes import PassRunner, select_passes
@@ -28,19 +27,18 @@ from runtime.mesh import Mesh
 from runtime.recompute import Recompute, RecomputedSegments
 
 
-def fake_model(config: RunConfig, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Transformer:
+def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Transformer:
     """What the rank of a mesh has of the model, without data; called inside a FakeTensorMode.
 
     Its dispatcher assumes balanced experts where the host would count rows.
     """
-    dispatcher = make_dispatcher(config, mesh)
+    config, dispatcher = plan.config, make_dispatcher(plan, mesh)
     if isinstance(dispatcher, AllToAll):
-        tokens = routed_tokens(config, mesh.layout)
-        dispatcher = BalancedAllToAll(mesh, config.model.num_experts, tokens, config.model.top_k)
+        dispatcher = BalancedAllToAll(mesh, config.model.num_experts, plan.tokens, config.model.top_k)
     model = build_model(
         replace(config.model, attention_backend=AttentionBackend.auto),
         device="meta",
-        dtype=DTYPES[config.precision.compute],
+        dtype=plan.dtype,
         seed=None,
         execution=config.moe,
         layout=mesh.layout,

@@ -9,13 +9,12 @@ import torch
 
 from graphmoe.config import ComputeDtype, ModelConfig, RunConfig
 from graphmoe.dry_run_model import fake_executor, fake_model
-from graphmoe.layout import Layout
 from graphmoe.memory import state_bytes
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
-from graphmoe.optimizers import DTYPES
 from graphmoe.pipeline_layout import StagePieces
 from graphmoe.pipeline_plan import PipelinePlan
+from graphmoe.plan import DTYPES, Plan
 from graphmoe.torch_compat import FakeTensorMode, fake_process_group
 from runtime.dry.collectives import CollectiveLog
 from runtime.dry.memory import MemoryLog
@@ -33,55 +32,51 @@ class ShownRank:
     rank: int
     place: int = 0
     """Along pp."""
-    plan: PipelinePlan | None = None
+    pipeline: PipelinePlan | None = None
     projected: tuple[int, ...] = ()
     """Bytes of each place along pp, `projected_bytes`."""
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, plan: PipelinePlan | None) -> ShownRank:
-        """That of ``launch.fake_rank``; without it the first of the place that is projected to hold most."""
-        given = config.launch.fake_rank
-        if plan is None:
+    def of(cls, plan: Plan) -> ShownRank:
+        """The rank ``launch.fake_rank``; without it the first of the place that is projected to hold most."""
+        given, layout = plan.config.launch.fake_rank, plan.layout
+        if plan.pipeline is None:
             return cls(given or 0)
-        projected = projected_bytes(config, layout, plan)
+        projected = projected_bytes(plan, plan.pipeline)
         rank = projected.index(max(projected)) * layout.size("stage") if given is None else given
-        return cls(rank, layout.index("pp", rank), plan, tuple(projected))
-
-    @property
-    def stages(self) -> list[StagePieces]:
-        """Those of the rank; none where it has all layers."""
-        return [*self.plan.own_stages(self.place).values()] if self.plan else []
+        return cls(rank, layout.index("pp", rank), plan.pipeline, tuple(projected))
 
     def to_json(self) -> dict[str, Any] | None:
         """What the document says of the pipeline; None where there is none."""
-        if self.plan is None:
+        if self.pipeline is None:
             return None
-        table = self.plan.table
+        table = self.pipeline.table
         return {
             "schedule": table.schedule,
-            "layout": self.plan.layout,
+            "layout": self.pipeline.layout,
             "pp_rank": self.place,
             "stages": [*table.placement.stages_of(self.place)],
-            "pieces": self.plan.pieces_of_place(self.place),
+            "pieces": self.pipeline.pieces_of_place(self.place),
             "projected_bytes_by_pp_rank": [*self.projected],
         }
 
 
-def projected_bytes(config: RunConfig, layout: Layout, plan: PipelinePlan) -> list[int]:
+def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
     """About what a rank of each place along pp holds at most: its state, and what is kept of micro-batches.
 
     Forwards of one layer of each kind, and of the loss, say what is kept.
     """
+    config, layout = plan.config, plan.layout
     rounded = config.precision.compute is ComputeDtype.bf16
     states = [
         sum(state_bytes(config.model, layout, stages, rounded=rounded).values())
-        for stages in plan.stages_of_places
+        for stages in pipeline.stages_of_places
     ]
-    of_kinds = _of_kinds(config, layout)
-    kept = [_kept(config.model, of_kinds, stage) for stage in plan.stages]
-    last = plan.placement.rank_of[-1]
+    of_kinds = _of_kinds(plan)
+    kept = [_kept(config.model, of_kinds, stage) for stage in pipeline.stages]
+    last = pipeline.placement.rank_of[-1]
     once = [of_kinds["loss"].passing if place == last else 0 for place in range(layout.pp)]
-    table = plan.table if config.compile.enabled else _with_whole_backwards(plan.table)
+    table = pipeline.table if config.compile.enabled else _with_whole_backwards(pipeline.table)
     return [round(sum(all_of)) for all_of in zip(states, peaks(table, kept), once, strict=True)]
 
 
@@ -116,9 +111,9 @@ def _kept(model: ModelConfig, of_kinds: dict[str, _Forward], stage: StagePieces)
     return found + of_kinds["loss"].kept * stage.loss
 
 
-def _of_kinds(config: RunConfig, layout: Layout) -> dict[str, _Forward]:
+def _of_kinds(plan: Plan) -> dict[str, _Forward]:
     """Forwards of a micro-batch through the parts that the model has, on tensors without data."""
-    model = config.model
+    config, layout, model = plan.config, plan.layout, plan.config.model
     nothing = StagePieces(False, range(0), range(0), False)
     parts = {"loss": replace(nothing, mtp=range(model.mtp_depth, model.mtp_depth), loss=True)}
     if model.num_dense_layers:
@@ -134,7 +129,7 @@ def _of_kinds(config: RunConfig, layout: Layout) -> dict[str, _Forward]:
         try:
             with FakeTensorMode(allow_fallback_kernels=False):
                 stages = [*parts.values()]
-                whole = fake_model(config, mesh, stages)
+                whole = fake_model(plan, mesh, stages)
                 return {kind: _forward(config, mesh, whole, stage) for kind, stage in parts.items()}
         finally:
             use_groups(None)

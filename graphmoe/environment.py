@@ -26,12 +26,10 @@ from graphmoe.config import (
     DeviceChoice,
     HostConfig,
     PrecisionConfig,
-    RunConfig,
 )
-from graphmoe.layout import Layout
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
-from graphmoe.pipeline_plan import layout_and_plan
+from graphmoe.plan import Plan
 
 PACKAGES = (
     *("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors"),
@@ -56,42 +54,43 @@ def memory_of(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
 
 
-def check_memory(config: RunConfig, device: torch.device, num_ranks: int = 1) -> None:
+def check_memory(plan: Plan, device: torch.device) -> None:
     """Refuse weights with gradients and moments, or batches, that alone exceed a rank's memory.
 
     Where layers are shared out, of the ranks that hold most.
     """
+    config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
     parameters = count_parameters(config.model).total.full
-    layout, plan = layout_and_plan(config, num_ranks)
     rounded, dp_shard = config.precision.compute is ComputeDtype.bf16, config.parallel.dp_shard
     needed_by_place = [
         sum(state_bytes(config.model, layout, stages, rounded=rounded, dp_shard=dp_shard).values())
-        for stages in (plan.stages_of_places if plan else [[]])
+        for stages in (pipeline.stages_of_places if pipeline else [[]])
     ]
     needed = max(needed_by_place)
     there = memory_of(device)
     if needed > there:
         where, instead = f" on each of {num_ranks} ranks" if num_ranks > 1 else "", ""
-        if plan:
+        if pipeline:
             place = needed_by_place.index(needed)
-            where = f" on rank {place} of parallel.pp={layout.pp} ({', '.join(plan.pieces_of_place(place))})"
-            instead = f", or a pipeline.layout that gives it less than {plan.layout}"
+            where = (
+                f" on rank {place} of parallel.pp={layout.pp} ({', '.join(pipeline.pieces_of_place(place))})"
+            )
+            instead = f", or a pipeline.layout that gives it less than {pipeline.layout}"
         raise ConfigError(
             f"model={config.model.name} with model.num_layers={config.model.num_layers} has {parameters:,} "
             f"parameters: weights, gradients and moments take {needed / 2**30:.1f} GiB{where}, and this "
             f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller "
             f"model{instead}"
         )
-    _check_batches(config, layout, there)
+    _check_batches(plan, there)
 
 
-def _check_batches(config: RunConfig, layout: Layout, device_bytes: int) -> None:
+def _check_batches(plan: Plan, device_bytes: int) -> None:
     """Refuse batches, and rows of metrics, that alone exceed the memory of device or host."""
-    train, data, model = config.train, config.data, config.model
+    train, data, model = plan.config.train, plan.config.data, plan.config.model
     tokens = train.micro_batch_size * (data.seq_len or 1)
     batch = 8 * (tokens + train.micro_batch_size)
-    hidden = tokens // (layout.cp * layout.tp) * model.hidden_size
-    state = hidden * (2 if config.precision.compute is ComputeDtype.bf16 else 4)
+    state = plan.tokens * model.hidden_size * plan.dtype.itemsize
     endless = data.source in (DataSource.synthetic, DataSource.hf)
     validation = train.val_batches * batch if endless else 0
     kept = min(train.log_interval, train.steps)

@@ -19,17 +19,14 @@ import torch
 from graphmoe.config import ConfigError, ExpertsBackend, PassesConfig, RunConfig
 from graphmoe.dispatch_rules import has_experts
 from graphmoe.environment import device_name
-from graphmoe.layout import Layout
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
-from graphmoe.receive_budget import routed_tokens
+from graphmoe.plan import Plan
 from graphmoe.run_files import dispensable
 from graphmoe.segments import (
     EXPERTS_STAGE,
-    FULL_ITERATION,
     Executor,
     lowest_stage,
     run_segments,
-    segments_of,
 )
 from graphmoe.step_optimizer import StepOptimizer
 from graphmoe.torch_compat import import_compilers
@@ -54,22 +51,20 @@ class Execution:
 
     def __init__(
         self,
-        config: RunConfig,
-        dtype: torch.dtype,
+        plan: Plan,
         device: torch.device,
         optimizer: StepOptimizer,
         world: World | None = None,
     ) -> None:
-        self.config, self.dtype, self.device, self.optimizer = config, dtype, device, optimizer
+        self.plan, self.config, self.device, self.optimizer = plan, plan.config, device, optimizer
         self.world = world or World()
         self.experts = ""
         """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
-        scope = config.graph.scope
+        config, scope = plan.config, plan.config.graph.scope
         name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
         self.capture = Capture(name, device, config.graph.warmup_steps) if scope != "none" else None
         """What is captured; None where nothing is."""
-        names = frozenset(segments_of(scope))
-        units = UnitCapture(names, self.capture) if self.capture and names else None
+        units = UnitCapture(plan.captured, self.capture) if self.capture and plan.captured else None
         self._recompute = Recompute.of(config.recompute)
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
         """What runs two micro-batches in turns; None where one follows the other."""
@@ -94,7 +89,7 @@ class Execution:
         """
         if self._recompute:
             log.info("the backward computes again: %s", self._recompute.words())
-        refuse_waiting_experts(self.config, self.dtype, self.device, fuses=self.fuses)
+        refuse_waiting_experts(self.config, self.plan.dtype, self.device, fuses=self.fuses)
         log.info("moe.sync_free_stage=%d", self.config.moe.sync_free_stage)
         if self._compiled is None:
             self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
@@ -140,7 +135,7 @@ class Execution:
         """The first steps of a program, which wait for the device where they compile or capture units."""
         if self.capture is None:
             return 1
-        return self.capture.warmup_steps + (self.config.graph.scope != FULL_ITERATION)
+        return self.capture.warmup_steps + (not self.plan.captures_step)
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
@@ -209,7 +204,7 @@ class Execution:
 
     def _choose(self, remembered: str) -> str:
         requested = self.config.moe.experts
-        shape = mlp_shape(self.config, Layout.of(self.config.parallel, self.world.size), self.dtype)
+        shape = mlp_shape(self.plan)
         sync_free = self.config.moe.sync_free_stage >= EXPERTS_STAGE
         if requested is ExpertsBackend.auto and remembered:
             try:
@@ -221,20 +216,20 @@ class Execution:
         return choose_backends(requested.value, shape, self.device, self._store, sync_free=sync_free)
 
 
-def mlp_shape(config: RunConfig, layout: Layout, dtype: torch.dtype) -> MlpShape:
-    """The experts of one rank of a layout, with as many rows for each as a balanced routing sends.
+def mlp_shape(plan: Plan) -> MlpShape:
+    """The experts of one rank, with as many rows for each as a balanced routing sends.
 
     Its tokens are those that arrive, and a token has as many experts as it has on this rank, 1 at least.
     """
-    model, routed = config.model, routed_tokens(config, layout)
+    model, layout = plan.config.model, plan.layout
     top_k = max(model.top_k // layout.ep, 1)
     return MlpShape(
-        routed * layout.etp * model.top_k // top_k,
+        plan.tokens * layout.etp * model.top_k // top_k,
         model.hidden_size,
         model.expert_ffn_size // layout.etp,
         model.num_experts // layout.ep,
         top_k,
-        dtype,
+        plan.dtype,
     )
 
 

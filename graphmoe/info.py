@@ -21,7 +21,8 @@ from graphmoe.flops import flops_per_token
 from graphmoe.layout import ALONE, Layout
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
-from graphmoe.pipeline_plan import PipelinePlan, layout_and_plan, with_one_micro_batch
+from graphmoe.pipeline_plan import PipelinePlan, with_one_micro_batch
+from graphmoe.plan import plan_of
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",
@@ -39,8 +40,8 @@ def show(cfg: RunConfig) -> None:
     """Print the figures of the configured model."""
     assert cfg.data.seq_len is not None  # filled when the configuration is resolved
     smallest = smallest_layout(cfg)
-    layout, plan = layout_and_plan(with_one_micro_batch(cfg, smallest), smallest.size("world"))
-    document = describe(cfg.model, cfg.data.seq_len, layout, cfg.parallel.dp_shard, plan)
+    plan = plan_of(with_one_micro_batch(cfg, smallest), smallest.size("world"))
+    document = describe(cfg.model, cfg.data.seq_len, plan.layout, cfg.parallel.dp_shard, plan.pipeline)
     emit(document, render(document), cfg.format)
 
 

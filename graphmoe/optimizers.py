@@ -9,29 +9,24 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graphmoe.config import ComputeDtype, ConfigError, DpShard, RunConfig
+from graphmoe.config import ConfigError, DpShard, RunConfig
 from graphmoe.fsdp import ShardedOptimizer
 from graphmoe.model import Transformer, build_model, init_weights, materialise
 from graphmoe.optim import Optimizer
-from graphmoe.pipeline_layout import StagePieces
+from graphmoe.plan import Plan
 from graphmoe.step_optimizer import StepOptimizer
 from runtime.dispatch import make_dispatcher
 from runtime.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
-DTYPES = {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.fp32: torch.float32}
 
-
-def build(
-    config: RunConfig, device: torch.device, mesh: Mesh, stages: Sequence[StagePieces] = ()
-) -> tuple[Transformer, StepOptimizer]:
+def build(plan: Plan, device: torch.device, mesh: Mesh) -> tuple[Transformer, StepOptimizer]:
     """What this rank has of the model, with its first weights, and the optimizer over it. A collective.
-
-    ``stages`` are those of this rank where layers are shared out.
 
     *Raises* ConfigError where one rank alone is to share its weights out.
     """
+    config = plan.config
     shards = config.parallel.dp_shard is DpShard.fsdp2
     if shards and mesh.layout.size("world") == 1:
         raise ConfigError(
@@ -41,13 +36,13 @@ def build(
     model = build_model(
         config.model,
         device="meta" if shards else device,
-        dtype=DTYPES[config.precision.compute],
+        dtype=plan.dtype,
         seed=config.train.seed,
         execution=config.moe,
         layout=mesh.layout,
         rank=mesh.rank,
-        dispatcher=make_dispatcher(config, mesh),
-        stages=stages,
+        dispatcher=make_dispatcher(plan, mesh),
+        stages=plan.own_stages(mesh.index("pp")),
     )
     if not shards:
         return model, Optimizer(model, config.optim, config.train, mesh)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import plan_of
+from graphmoe.pipeline_plan import pipeline_of
 from runtime.pipeline.schedules import SCHEDULES
 from runtime.pipeline.simulate import simulate
 from runtime.pipeline.timeline import Timeline
@@ -30,7 +30,7 @@ def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
         if name != own.schedule:
             own = replace(own, schedule=name, virtual_stages=None, layout=None)
         try:
-            plan = plan_of(replace(config, train=train, pipeline=own), layout)
+            plan = pipeline_of(replace(config, train=train, pipeline=own), layout)
         except ConfigError:
             return None
         return simulate(plan.table, plan.costs) if plan else None

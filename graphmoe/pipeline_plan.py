@@ -58,14 +58,7 @@ class PipelinePlan:
         )
 
 
-def layout_and_plan(config: RunConfig, num_ranks: int) -> tuple[Layout, PipelinePlan | None]:
-    """The layout of a run's ranks, with the places of the embedding, and the plan. *Raises* ConfigError."""
-    layout = Layout.of(config.parallel, num_ranks)
-    plan = plan_of(config, layout)
-    return (layout if plan is None else replace(layout, embed_on=plan.embed_on)), plan
-
-
-def plan_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
+def pipeline_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
     """The pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
 
     The schedule must be one that there is.
@@ -163,7 +156,7 @@ def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     if config.pipeline.schedule not in SCHEDULES:
         return  # another rule says so
     try:
-        plan_of(config, layout)
+        pipeline_of(config, layout)
     except ConfigError as error:
         yield str(error)
 

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from graphmoe.config import RunConfig
 from graphmoe.dispatch import Dispatcher
 from graphmoe.micro_batches import Add, MicroBatches, OneAfterTheOther, overlap_in_use
 from graphmoe.model.transformer import Transformer
 from graphmoe.pipeline_layout import StagePieces
-from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches
+from graphmoe.pipeline_plan import PipelinePlan
+from graphmoe.plan import Plan
 from graphmoe.segments import Executor
 from runtime.mesh import Mesh
 from runtime.overlap.runner import Overlap
@@ -50,8 +50,7 @@ class StageExecution(Protocol):
 
 
 def micro_batches_of(
-    config: RunConfig,
-    plan: PipelinePlan | None,
+    plan: Plan,
     model: Transformer,
     execute: Executor,
     mesh: Mesh,
@@ -59,15 +58,15 @@ def micro_batches_of(
     open_channels: OpenChannels = Channels,
 ) -> MicroBatches:
     """What runs the micro-batches of a run's steps. A collective."""
-    num_global = num_micro_batches(config, mesh.layout) * mesh.layout.dp
-    if plan is None:
+    config, num_global = plan.config, plan.global_micro_batches
+    if plan.pipeline is None:
         return OneAfterTheOther(model, execute, num_global, execution.overlap)
-    log.info(plan.describe())
+    log.info(plan.pipeline.describe())
     assert config.data.seq_len is not None
-    positions = config.data.seq_len // mesh.layout.size("cp_tp")
+    positions = config.data.seq_len // plan.layout.size("cp_tp")
     shape = config.train.micro_batch_size, positions, config.model.hidden_size
     message = Spec(shape, next(model.parameters()).dtype)
-    return Pipelined(plan, model, execute, mesh, message, num_global, execution, open_channels)
+    return Pipelined(plan.pipeline, model, execute, mesh, message, num_global, execution, open_channels)
 
 
 class Pipelined:

@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from graphmoe.config import RunConfig
 from graphmoe.environment import open_device
 from graphmoe.micro_batches import MicroBatches
 from graphmoe.pace import Pace
-from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.pipeline_profile import PipelineProfile
 from graphmoe.pipelined import Pipelined
+from graphmoe.plan import Plan
 from graphmoe.step_rows import StepClock
 from graphmoe.step_trace import StepTrace
 from graphmoe.world import World
@@ -57,8 +56,7 @@ class Profiles:
 
 
 def profiles_of(
-    config: RunConfig,
-    plan: PipelinePlan | None,
+    plan: Plan,
     micro_batches: MicroBatches,
     mesh: Mesh,
     world: World,
@@ -69,9 +67,10 @@ def profiles_of(
 ) -> Profiles:
     """What records steps of a run after the first ``done``, in pauses of the steps' clock. A collective."""
     pipeline = trace = None
-    if plan is not None and config.profile.pipeline:
+    config = plan.config
+    if plan.pipeline is not None and config.profile.pipeline:
         assert isinstance(micro_batches, Pipelined)
-        pipeline = PipelineProfile(config, plan, micro_batches, mesh, clock, folder, done)
+        pipeline = PipelineProfile(config, plan.pipeline, micro_batches, mesh, clock, folder, done)
     if steps := config.profile.steps:
         if done >= steps[-1]:
             log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, done)

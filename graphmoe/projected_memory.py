@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from graphmoe.config import ConfigError, RunConfig
-from graphmoe.dispatch_rules import transport_of_run
-from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import PipelinePlan
+from graphmoe.plan import Plan
 from graphmoe.projection.memory import PlaceMemory, exact_memory
 from graphmoe.summary import write_json
 
@@ -23,32 +21,30 @@ OUTSIDE_ALLOCATOR = ("communication", "dispatch")
 """Buffers that torch's allocator does not hold: those of communicators, and memory that ranks share."""
 
 
-def write_projected_memory(
-    folder: Path, config: RunConfig, layout: Layout, plan: PipelinePlan | None
-) -> None:
+def write_projected_memory(folder: Path, plan: Plan) -> None:
     """Write the file; no error of a projection ends a run."""
     try:
-        write_json(folder / PROJECTION_FILE, projected_memory(config, layout, plan))
+        write_json(folder / PROJECTION_FILE, projected_memory(plan))
     except Exception as error:
         log.warning("no projected memory in the report: %s: %s", type(error).__name__, error)
 
 
-def projected_memory(config: RunConfig, layout: Layout, plan: PipelinePlan | None) -> dict[str, Any]:
+def projected_memory(plan: Plan) -> dict[str, Any]:
     """GiB by kind for each place along pp, ``places``, or ``why_not``.
 
     ``buffers`` are those of torch's allocator, the others kinds of their own; ``total`` is of all kinds.
     """
     try:
-        run, on_nvidia = with_its_transport(config), torch.version.hip is None
-        places = exact_memory(run, layout, on_nvidia=on_nvidia, plan=plan)
+        run, on_nvidia = with_its_transport(plan), torch.version.hip is None
+        places = exact_memory(run, plan.layout, on_nvidia=on_nvidia, plan=plan.pipeline)
     except ConfigError as error:
         return {"why_not": str(error)}
     return {"places": [_gib_by_kind(place) for place in places]}
 
 
-def with_its_transport(config: RunConfig) -> RunConfig:
-    """With the transport that the run chooses on its own devices, in the place of auto."""
-    transport = transport_of_run(config)
+def with_its_transport(plan: Plan) -> RunConfig:
+    """The configuration with the transport that the run chooses on its own devices, in the place of auto."""
+    config, transport = plan.config, plan.transport
     return config if transport is None else replace(config, moe=replace(config.moe, transport=transport))
 
 

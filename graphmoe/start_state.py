@@ -10,7 +10,7 @@ from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.look import check_fit
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.model import build_model
-from graphmoe.optimizers import DTYPES
+from graphmoe.plan import DTYPES
 from graphmoe.weights import check_weights, explained_mismatch
 
 

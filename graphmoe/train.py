@@ -156,9 +156,9 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
     from graphmoe.world import World
 
     world = World()
-    lines = open_worker(config, world)  # its errors come before a folder is made
+    plan, lines = open_worker(config, world)  # its errors come before a folder is made
     with _claimed(config, "rank0") as run_folder:
-        return run_worker(config, run_folder.path, world, lines)
+        return run_worker(plan, run_folder.path, world, lines)
 
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:

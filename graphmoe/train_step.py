@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.config import RunConfig
 from graphmoe.layout import Axis
 from graphmoe.micro_batches import MicroBatches
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim import update_selection_bias
 from graphmoe.pipeline_layout import StagePieces
-from graphmoe.pipeline_plan import num_micro_batches
+from graphmoe.plan import Plan
 from graphmoe.ranges import ranged
-from graphmoe.receive_budget import balanced_load, routed_tokens
 from graphmoe.step_optimizer import StepOptimizer
 from graphmoe.step_rows import RECEIVED, device_row
 from graphmoe.world import sums
@@ -75,22 +73,18 @@ class TrainStep:
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: Plan,
         model: Transformer,
         optimizer: StepOptimizer,
         micro_batches: MicroBatches,
         mesh: Mesh,
     ) -> None:
-        self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
+        self.plan, self.model, self.optimizer, self.mesh = plan, model, optimizer, mesh
         self.micro_batches = micro_batches
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
         """Of this rank, by their place among all MoE layers of the model."""
-        self.num_micro_batches = num_micro_batches(config, mesh.layout)
-        """Of this rank."""
-        self.global_micro_batches = self.num_micro_batches * mesh.layout.dp
         self.device = next(model.parameters()).device
-        self.balanced = balanced_load(config.model, mesh.layout, routed_tokens(config, mesh.layout))
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
         """Token ids [micro_batch_size, seq_len + 1] of each own micro-batch -> a row of ``StepRows``."""
@@ -99,8 +93,8 @@ class TrainStep:
             scalars |= self._received(load_2)
         with ranged("optimizer", "update"):
             result = self.optimizer.step(scalars["loss"])
-        if self.config.model.selection_bias:
-            rate = self.config.model.bias_update_rate
+        if self.plan.config.model.selection_bias:
+            rate = self.plan.config.model.bias_update_rate
             for layer, router in self.routers.items():
                 update_selection_bias(router.selection_bias, counts_LE[layer], rate, result.finite)
         scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}
@@ -127,7 +121,7 @@ class TrainStep:
         if made.load_2 is not None:
             axes.append(("world", one_of_all(made.load_2, self.mesh)))
         losses, counts_LE, *loads = self._summed(axes)
-        named = zip(("loss", "mtp_loss", *ROUTER_STATS), losses / self.global_micro_batches, strict=True)
+        named = zip(("loss", "mtp_loss", *ROUTER_STATS), losses / self.plan.global_micro_batches, strict=True)
         return dict(named), counts_LE, loads[0].amax(dim=0) if loads else None
 
     def _summed(self, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
@@ -143,11 +137,11 @@ class TrainStep:
         """The step's values of ``RECEIVED``; makes it void where the load is more than there is room for."""
         dispatcher, void = self.model.dispatcher, self.optimizer.void
         assert dispatcher is not None
-        rows, slots = load_2.unbind()
+        (rows, slots), balanced = load_2.unbind(), self.plan.balanced
         if dispatcher.capacity is not None:
             more = (rows > dispatcher.capacity.rows) | (slots > dispatcher.capacity.slots)
             void.copy_(torch.maximum(void, more.float()))
-        of_balanced = torch.maximum(rows / self.balanced.rows, slots / self.balanced.slots)
+        of_balanced = torch.maximum(rows / balanced.rows, slots / balanced.slots)
         return dict(zip(RECEIVED, (of_balanced, rows, slots, void), strict=True))
 
     def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ import torch
 from graphmoe.agreement import StopAgreement
 from graphmoe.captured_run import CapturedRun
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.config import ConfigError, RunConfig
+from graphmoe.config import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.entry import to_plain
 from graphmoe.environment import (
@@ -37,10 +37,10 @@ from graphmoe.launches import Launches
 from graphmoe.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
 from graphmoe.metrics_file import METRICS_FILE
 from graphmoe.ops.collectives import use_groups
-from graphmoe.optimizers import DTYPES, build
+from graphmoe.optimizers import build
 from graphmoe.pace import Pace
-from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import micro_batches_of
+from graphmoe.plan import Plan
 from graphmoe.profiles import profiles_of
 from graphmoe.progress import Progress
 from graphmoe.run_folder import cut_metrics
@@ -65,19 +65,16 @@ log = logging.getLogger(__name__)
 class Trainer:
     """Model, optimizer, data and checkpoints of one run, and the loop over them."""
 
-    def __init__(
-        self, config: RunConfig, folder: Path, progress: Progress, world: World | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, folder: Path, progress: Progress, world: World | None = None) -> None:
         """A collective of all ranks, as all that follows."""
+        config = plan.config
         assert config.data.seq_len is not None
-        self.config, self.folder, self.progress = config, folder, progress
+        self.plan, self.config, self.folder, self.progress = plan, config, folder, progress
         self.world = world or World()
-        self.layout, self.plan = layout_and_plan(config, self.world.size)
-        """The plan says how ranks share the layers; None where each has all of them."""
-        self.mesh = Mesh(self.layout)
+        self.mesh = Mesh(plan.layout)
         use_groups(self.mesh)
         self.device = open_device(config.run.device)
-        open_dispatcher(config, self.mesh, self.device)
+        open_dispatcher(plan, self.mesh, self.device)
         seed_everything(config.train.seed, config.precision, self.device)
         self.corpus: Corpus = open_data(
             config.data,
@@ -85,16 +82,14 @@ class Trainer:
             vocab_size=config.model.vocab_size,
             check=self.world.local_index == 0,
         )
-        own = self.plan.own_stages(self.mesh.index("pp")) if self.plan else {}
-        self.model, self.optimizer = build(config, self.device, self.mesh, [*own.values()])
-        dtype = DTYPES[config.precision.compute]
-        self.execution = Execution(config, dtype, self.device, self.optimizer, self.world)
+        self.model, self.optimizer = build(plan, self.device, self.mesh)
+        self.execution = Execution(plan, self.device, self.optimizer, self.world)
         self.loader = Loader(
             self.corpus.train,
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
-            rank=self.layout.index("dp", self.world.rank),
-            world_size=self.layout.dp,
+            rank=plan.layout.index("dp", self.world.rank),
+            world_size=plan.layout.dp,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
         )
@@ -122,14 +117,11 @@ class Trainer:
     def start(self) -> None:
         """Take over the state to start from, and open the metrics: the last that can be refused."""
         self.execute = self.optimizer.executor(self.execution.start(self.folder, self._restore()))
-        micro_batches = micro_batches_of(
-            self.config, self.plan, self.model, self.execute, self.mesh, self.execution
-        )
-        self.train_step = TrainStep(self.config, self.model, self.optimizer, micro_batches, self.mesh)
+        micro_batches = micro_batches_of(self.plan, self.model, self.execute, self.mesh, self.execution)
+        self.train_step = TrainStep(self.plan, self.model, self.optimizer, micro_batches, self.mesh)
         capture, folder = self.execution.capture, self.folder if self.world.is_first else None
         places = {**tensors_of(self.model), **self.optimizer.places()} if capture else {}
-        graph = self.config.graph
-        self._captured = CapturedRun(self.train_step, graph, capture, self.device, places, folder)
+        self._captured = CapturedRun(self.train_step, self.plan, capture, self.device, places, folder)
         self._run_step: Step = self._captured
         ladder = self._ladder()
         self.launches = Launches(
@@ -140,7 +132,7 @@ class Trainer:
         )
         clock, done = self.rows.clock, self.step
         self.profile = profiles_of(
-            self.config, self.plan, micro_batches, self.mesh, self.world, self.pace, clock, self.folder, done
+            self.plan, micro_batches, self.mesh, self.world, self.pace, clock, self.folder, done
         )
         self.metrics: MetricsWriter = NoMetrics()
         self.world.on_first(self._open_metrics)
@@ -204,7 +196,7 @@ class Trainer:
         """One optimizer step, and what is due after it."""
         train, checkpoint = self.config.train, self.config.checkpoint
         self.pace.step(self.step + 1)
-        batches = (next(self.loader) for _ in range(self.train_step.num_micro_batches))
+        batches = (next(self.loader) for _ in range(self.plan.num_micro_batches))
         with self.profile.step(self.step + 1):
             self.launches(self.step + 1, batches)
         self.step += 1
@@ -243,11 +235,10 @@ class Trainer:
         """What makes more room where it is too little; None where there is always enough."""
         if not self._plans:
             return None
-        element_bytes = DTYPES[self.config.precision.compute].itemsize
-        rungs = rungs_of(self.config, self.mesh, element_bytes, fused=self.execution.fuses)
+        rungs = rungs_of(self.plan, self.mesh, fused=self.execution.fuses)
 
         def use(rung: Rung) -> None:
-            make_room(self.config, self.mesh, rung.dispatcher, self.device)
+            make_room(self.plan, self.mesh, rung.dispatcher, self.device)
             self.model.use(rung.dispatcher)
             if self.execution.capture:
                 self.execution.capture.use(rung.number if rung.has_limit else None)
@@ -370,7 +361,7 @@ class Trainer:
         if folder := self.config.checkpoint.init_from:
             weights = self.optimizer.weights_to_fill()
             with named_source("init_from", folder):
-                kind = load_weights(self.model, folder, weights, self.layout, self.world.rank)
+                kind = load_weights(self.model, folder, weights, self.plan.layout, self.world.rank)
             self.optimizer.adopt(weights)
             if name := self.saves.not_finite(self._state()):
                 raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")

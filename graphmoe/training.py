@@ -26,14 +26,13 @@ from graphmoe.config import (
     RunConfig,
 )
 from graphmoe.data import DataError
-from graphmoe.dispatch_rules import dispatcher_of, reads_peers
 from graphmoe.environment import check_memory, check_processes, describe, open_device
 from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
-from graphmoe.layout import Layout
 from graphmoe.logs import console
 from graphmoe.metrics_file import METRICS_FILE, read_rows, summarise
 from graphmoe.model.attention import check_backend
 from graphmoe.pipeline_comparison import run_slower_than_1f1b
+from graphmoe.plan import Plan, plan_of
 from graphmoe.progress import Progress
 from graphmoe.projected_memory import write_projected_memory
 from graphmoe.report import PROG
@@ -61,10 +60,10 @@ log = logging.getLogger(__name__)
 PROMPT = "def read_file(path):\n"
 
 
-def open_worker(config: RunConfig, world: World) -> list[HostLine]:
+def open_worker(config: RunConfig, world: World) -> tuple[Plan, list[HostLine]]:
     """Tune this process, select its GPU, and refuse what it cannot run: all before a folder is made.
 
-    A collective of all ranks. Returns what to log of the host.
+    A collective of all ranks. Returns the plan of the run, and what to log of the host.
     """
     check_processes(config.host, world.local_size)
     lines = set_environment(config.host, config.run.device)
@@ -80,31 +79,31 @@ def open_worker(config: RunConfig, world: World) -> list[HostLine]:
     lines += start_host(config.host, device, world.local_size, world.gather)
     if on_gpu and local_rank:
         torch.cuda.set_device(device)
-    check_memory(config, open_device(config.run.device), world.size)
+    plan = plan_of(config, world.size)
+    check_memory(plan, open_device(config.run.device))
     check_backend(config.model, device.type)
-    check_dispatcher(config.moe.dispatcher, device, Layout.of(config.parallel, world.size), world)
+    check_dispatcher(plan.dispatcher, device, plan.layout, world)
     select_passes(config.passes, {})
-    return lines
+    return plan, lines
 
 
-def run_worker(
-    config: RunConfig, folder: Path, world: World, host_lines: Sequence[HostLine] = ()
-) -> dict[str, Any]:
+def run_worker(plan: Plan, folder: Path, world: World, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
     """Train to the end, or to a signal; the summary, which is in summary.json too, on rank 0 only.
 
     *Raises* RunFailed, without need of a traceback, for data, checkpoints and losses that end a run.
     """
+    config = plan.config
     log_host(host_lines)
-    warn_of_unused(config, world)
+    warn_of_unused(plan, world)
     wanted = config.log.progress and world.is_first
     world.on_first(lambda: check_start(config, folder))
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
-        trainer = Trainer(config, folder, progress, world)
+        trainer = Trainer(plan, folder, progress, world)
         trainer.start()
         if world.is_first:
             facts = {**describe(trainer.device), "num_workers": world.size}
             _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
-            write_projected_memory(folder, config, trainer.layout, trainer.plan)
+            write_projected_memory(folder, plan)
             if trainer.corpus.tokenizer is not None:
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
@@ -128,8 +127,9 @@ def leave_report(folder: Path) -> None:
         log.warning("no report: %s. python -m %s run=%s makes it", why, PROG, shown(folder))
 
 
-def warn_of_unused(config: RunConfig, world: World) -> None:
+def warn_of_unused(plan: Plan, world: World) -> None:
     """Warn of settings without effect, and of those that a run should not have by mistake."""
+    config = plan.config
     if config.moe.force_balance:
         log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
@@ -147,15 +147,14 @@ def warn_of_unused(config: RunConfig, world: World) -> None:
         )
     if world.is_first and (slower := run_slower_than_1f1b(config, world.size)):
         log.warning("pipeline.schedule=%s", slower)
-    dispatcher = dispatcher_of(config.moe, config.parallel)
     has_effect = {
-        "receive_budget": reads_peers(config.moe, config.parallel),
-        "transport": dispatcher is DispatcherChoice.symm,
+        "receive_budget": plan.reads_peers,
+        "transport": plan.dispatcher is DispatcherChoice.symm,
     }
     for key, value in ((key, getattr(config.moe, key)) for key, has in has_effect.items() if not has):
         if value != getattr(MoEConfig, key):
             shown = getattr(value, "value", value)
-            log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, shown, dispatcher.value)
+            log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, shown, plan.dispatcher.value)
     if config.profile.pipeline and config.parallel.pp == 1:
         log.warning("profile.pipeline=true has no effect with parallel.pp=1")
     if config.profile.ranks != ProfileConfig().ranks and not config.profile.steps:

@@ -181,10 +181,10 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, world: Wo
 
     start_logging(folder / LOGS, f"rank{world.rank}", on_console=world.is_first)
     try:
-        lines = open_worker(config, world)
+        plan, lines = open_worker(config, world)
         if claimed:
             announce(claimed, to_plain(config))
-        summary = run_worker(config, folder, world, lines)
+        summary = run_worker(plan, folder, world, lines)
         if claimed and LAUNCHER_PID not in os.environ:
             emit(summary, render(summary), config.format)
     except BaseException:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from graphmoe.config import RunConfig
 from graphmoe.dispatch import Dispatcher
-from graphmoe.receive_budget import Load, capacity, room_bytes, routed_tokens, worst_load
+from graphmoe.plan import Plan
+from graphmoe.receive_budget import Load, room_bytes
 from runtime.dispatch import bounded_dispatcher, planned_dispatcher
 from runtime.mesh import Mesh
 
@@ -49,25 +49,23 @@ class Rung:
         return room is None or (load.rows <= room.rows and load.slots <= room.slots)
 
 
-def rungs_of(config: RunConfig, mesh: Mesh, element_bytes: int, *, fused: bool) -> list[Rung]:
+def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
     """The receive budget, twice as much, and no limit; empty where nothing can be too much.
 
-    ``element_bytes`` are those of the compute dtype; ``fused`` says whether the experts run as one operation.
+    ``fused`` says whether the experts run as one operation.
     """
-    layout, tokens = mesh.layout, routed_tokens(config, mesh.layout)
-    worst = worst_load(config.model, layout, tokens)
     found: list[Rung] = []
     for words, factor in (("the receive budget", 1.0), ("twice the receive budget", 2.0)):
-        room = capacity(config.moe, config.model, layout, tokens, factor)
-        dispatcher = planned_dispatcher(config, layout, factor)
+        room = plan.room(factor)
+        dispatcher = planned_dispatcher(plan, factor)
         planned = dispatcher.capacity or room
-        num_bytes = room_bytes(planned, config.model, layout, element_bytes, fused=fused)
+        num_bytes = room_bytes(planned, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)
         found.append(Rung(len(found), words, dispatcher, num_bytes))
-        if room == worst:
+        if room == plan.worst:
             break
     if len(found) == 1:
         return []
-    return [*found, Rung(len(found), "the counts of the host", bounded_dispatcher(config, mesh), 0)]
+    return [*found, Rung(len(found), "the counts of the host", bounded_dispatcher(plan, mesh), 0)]
 
 
 class ReceiveLadder:

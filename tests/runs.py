@@ -29,6 +29,7 @@ from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.config import RunConfig
 from graphmoe.entry import schema, to_config
+from graphmoe.plan import plan_of
 from graphmoe.progress import Progress
 from graphmoe.trainer import Trainer
 
@@ -101,7 +102,8 @@ def trainer_in(folder: Path, *overrides: str) -> Trainer:
     folder.mkdir(parents=True, exist_ok=True)
     run_config = config(*overrides)
     silent = Console(file=io.StringIO())
-    trainer = Trainer(run_config, folder, Progress(silent, run_config.train.steps, wanted=False))
+    progress = Progress(silent, run_config.train.steps, wanted=False)
+    trainer = Trainer(plan_of(run_config, 1), folder, progress)
     trainer.start()
     return trainer
 

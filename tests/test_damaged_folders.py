@@ -16,6 +16,7 @@ import yaml
 from graphmoe import cache, convert, generate, pipeline_view, report, trace, training
 from graphmoe.config import ConfigError
 from graphmoe.entry import to_plain
+from graphmoe.plan import plan_of
 from graphmoe.world import World
 from runtime.launch.failures import RunFailed
 from runtime.pipeline import recording_file
@@ -54,7 +55,7 @@ def run(tmp_path_factory, text_words) -> Path:
     folder.mkdir()
     asked = config(*WORDS, *text_words)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(to_plain(asked)))
-    training.run_worker(asked, folder, World())
+    training.run_worker(plan_of(asked, 1), folder, World())
     two_steps().write(folder / "profile" / "rank0.trace.json.gz", FACTS)
     recording_file.write(folder / "pipeline.json", {4: two_ranks()})
     documents = {"compile_report": COMPILED, "capture_report": CAPTURED, "projection": {"places": [PLACE]}}
@@ -178,7 +179,8 @@ def test_runs_start_from_damaged_checkpoints_or_refuse_them(run, text_words, tmp
         own = tmp_path / f"own-{number}"
         place = with_rest(run, folder, "checkpoints")
         words = () if key == "resume" else (f"checkpoint.{key}={place}",)
-        training.run_worker(config(*WORDS, *text_words, *words), place if key == "resume" else own, World())
+        plan = plan_of(config(*WORDS, *text_words, *words), 1)
+        training.run_worker(plan, place if key == "resume" else own, World())
 
     assert failures(key, run / "checkpoints", tmp_path, call, capsys, caplog) == []
 

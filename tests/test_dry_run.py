@@ -22,8 +22,8 @@ from graphmoe.memory import state_bytes
 from graphmoe.model import build_model
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
-from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import micro_batches_of
+from graphmoe.plan import plan_of
 from graphmoe.segments import run_segments
 from graphmoe.torch_compat import fake_process_group
 from graphmoe.train_step import TrainStep
@@ -69,27 +69,27 @@ class RealStep:
 
     def __call__(self, world: World, folder: Path) -> tuple[list[dict[str, Any]], dict[str, int], int]:
         run = config(*WORDS, *self.words)
-        layout, plan = layout_and_plan(run, world.size)
-        mesh = Mesh(layout)
+        plan = plan_of(run, world.size)
+        mesh = Mesh(plan.layout)
         use_groups(mesh)
         model = build_model(
             run.model,
             execution=run.moe,
             layout=mesh.layout,
             rank=world.rank,
-            dispatcher=make_dispatcher(run, mesh),
-            stages=[*plan.own_stages(mesh.index("pp")).values()] if plan else [],
+            dispatcher=make_dispatcher(plan, mesh),
+            stages=plan.own_stages(mesh.index("pp")),
         )
         optimizer = Optimizer(model, run.optim, run.train, mesh)
         log, memory = CollectiveLog(mesh), MemoryLog()
         watch = StepWatch(log, memory, has_data=True)
         execute = ArrivingWeights(run_segments, optimizer.wait_for)
         channels = functools.partial(WatchedChannels, watch)
-        micro_batches = micro_batches_of(run, plan, model, execute, mesh, DryExecution(None), channels)
-        step = TrainStep(run, model, optimizer, micro_batches, mesh)
+        micro_batches = micro_batches_of(plan, model, execute, mesh, DryExecution(None), channels)
+        step = TrainStep(plan, model, optimizer, micro_batches, mesh)
         run_watched(step, watch, memory)
         use_groups(None)
-        times = dict.fromkeys(("forward", "backward"), 1 if plan else step.num_micro_batches)
+        times = dict.fromkeys(("forward", "backward"), 1 if plan.pipeline else plan.num_micro_batches)
         return log.to_json(times), memory.held, memory.peak_bytes
 
 
@@ -139,9 +139,9 @@ def test_the_formula_for_weights_and_optimizer_state_is_what_a_rank_holds(words)
     )  # fmt: skip
     run = config(*WORDS, *words)
     rounded = run.precision.compute is ComputeDtype.bf16
-    (layout, plan), found = layout_and_plan(run, 8), dry_run(run)
-    stages = plan.stages_of_places[found["pipeline"]["pp_rank"]] if plan else []
-    expected = state_bytes(run.model, layout, stages, rounded=rounded)
+    plan, found = plan_of(run, 8), dry_run(run)
+    stages = plan.own_stages(found["pipeline"]["pp_rank"]) if plan.pipeline else []
+    expected = state_bytes(run.model, plan.layout, stages, rounded=rounded)
     held = found["memory"]["state_bytes"]
     assert held["weights"] + held.get("main_weights", 0) == pytest.approx(
         expected["weights_bf16" if rounded else "weights_fp32"] + expected["main_weights_fp32"], rel=0.02

@@ -9,35 +9,33 @@ import psutil
 import pytest
 import torch
 
-from graphmoe import pipeline_plan
-from graphmoe.config import ComputeDtype, ConfigError, HostConfig, ModelConfig, RunConfig
+from graphmoe.config import ConfigError, HostConfig, ModelConfig
 from graphmoe.environment import check_memory, check_processes, describe
 from graphmoe.memory import state_bytes
 from graphmoe.parameters import count_parameters
-from graphmoe.pipeline_plan import layout_and_plan
+from graphmoe.plan import plan_of
 from tests.runs import TINY, config
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_sizes():
-    small = RunConfig()
-    check_memory(small, torch.device("cpu"))
+    small = config()
+    check_memory(plan_of(small, 1), torch.device("cpu"))
     huge = dataclasses.replace(small, model=ModelConfig(num_layers=10_000, num_experts=512))
     with pytest.raises(ConfigError, match=r"10000 has [\d,]+ parameters.* GiB, and this cpu has .* GiB"):
-        check_memory(huge, torch.device("cpu"))
+        check_memory(plan_of(huge, 1), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"take [\d.]+ GiB on each of 8 ranks, and this cpu has"):
-        check_memory(huge, torch.device("cpu"), num_ranks=8)
+        check_memory(plan_of(huge, 8), torch.device("cpu"))
 
 
 def test_ranks_that_share_the_state_need_less_of_it(monkeypatch):
-    config = RunConfig()
-    config.precision.compute = ComputeDtype.bf16
-    bytes_of = 18 * count_parameters(config.model).total.full
+    run = config("precision.compute=bf16")
+    bytes_of = 18 * count_parameters(run.model).total.full
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.6 * bytes_of))
     with pytest.raises(ConfigError):
-        check_memory(config, torch.device("cpu"))
+        check_memory(plan_of(run, 1), torch.device("cpu"))
     with pytest.raises(ConfigError):
-        check_memory(config, torch.device("cpu"), num_ranks=2)  # (6 + 18 / 2) / 18 = 0.83
-    check_memory(config, torch.device("cpu"), num_ranks=8)  # (6 + 18 / 8) / 18 = 0.46
+        check_memory(plan_of(run, 2), torch.device("cpu"))  # (6 + 18 / 2) / 18 = 0.83
+    check_memory(plan_of(run, 8), torch.device("cpu"))  # (6 + 18 / 8) / 18 = 0.46
 
 
 def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypatch):
@@ -45,25 +43,18 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
         "launch.nproc=4", "parallel.pp=4", "pipeline.layout=E|t|tttt|tL", "model.num_layers=6",
         "train.global_batch_size=8",
     )  # fmt: skip
-    layout, plan = layout_and_plan(run, 4)
+    plan = plan_of(run, 4)
+    assert plan.pipeline is not None
     needed = [
-        sum(state_bytes(run.model, layout, stages, rounded=False).values())
-        for stages in plan.stages_of_places
+        sum(state_bytes(run.model, plan.layout, stages, rounded=False).values())
+        for stages in plan.pipeline.stages_of_places
     ]
     assert max(needed) == needed[2] > 1.5 * sum(needed) / 4
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.99 * max(needed)))
     with pytest.raises(ConfigError, match=r"on rank 2 of parallel.pp=4 \(t\*4\).* a pipeline.layout that"):
-        check_memory(run, torch.device("cpu"), num_ranks=4)
+        check_memory(plan, torch.device("cpu"))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=max(needed)))
-    tables, make_table = [], pipeline_plan.make_table
-
-    def counted(*arguments, **options):
-        tables.append(make_table(*arguments, **options))
-        return tables[-1]
-
-    monkeypatch.setattr(pipeline_plan, "make_table", counted)
-    check_memory(run, torch.device("cpu"), num_ranks=4)
-    assert len(tables) == 1
+    check_memory(plan, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -95,14 +86,14 @@ def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words,
     with pytest.raises(
         ConfigError, match=rf"{message} .*alone take [\d.]+ GiB, and there are 2.0 GiB"
     ) as told:
-        check_memory(asked, torch.device("cpu"))
+        check_memory(plan_of(asked, 1), torch.device("cpu"))
     smaller = str(told.value).rpartition("use at most ")[2]
     whole_batches = smaller.replace("micro", "global")
-    check_memory(config(*TINY, *words.split(), smaller, whole_batches), torch.device("cpu"))
+    check_memory(plan_of(config(*TINY, *words.split(), smaller, whole_batches), 1), torch.device("cpu"))
 
 
 def test_a_finite_validation_has_as_many_batches_as_its_data(text_words):
-    check_memory(config(*text_words, "train.val_batches=1000000000000"), torch.device("cpu"))
+    check_memory(plan_of(config(*text_words, "train.val_batches=1000000000000"), 1), torch.device("cpu"))
 
 
 def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkeypatch):

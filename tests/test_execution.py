@@ -12,6 +12,7 @@ from graphmoe import execution
 from graphmoe.config import ConfigError
 from graphmoe.execution import Execution, mlp_shape, refuse_waiting_experts
 from graphmoe.layout import Layout
+from graphmoe.plan import plan_of
 from tests.runs import config, trainer_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -105,7 +106,7 @@ def test_backends_that_wait_are_left_out_where_the_stage_forbids_them(monkeypatc
     monkeypatch.setattr(execution, "choose_backends", choose)
     for remembered, requested in (("torch,torch,torch", "auto"), ("", "auto"), ("", "torch")):
         run = config(*words, COMPILED, f"moe.experts={requested}")
-        made = Execution(run, FP32, CPU, SimpleNamespace(gradient_of=None))
+        made = Execution(plan_of(run, 1), CPU, SimpleNamespace(gradient_of=None))
         assert made._choose(remembered) == (remembered or requested)
     # auto takes only those that never wait, whatever the stage; a checkpoint's and named ones may at 0 and 1
     assert asked == [("torch,torch,torch", auto), ("auto", True), ("torch", torchs)]
@@ -123,8 +124,9 @@ def test_backends_that_wait_are_left_out_where_the_stage_forbids_them(monkeypatc
     ids=str,
 )
 def test_kernels_are_measured_for_the_experts_of_a_rank(layout, tokens, width, experts, top_k):
-    run = config("model.top_k=2", "train.micro_batch_size=2", "data.seq_len=16")
-    shape = mlp_shape(run, layout, BF16)
+    sizes = [f"parallel.{name}={getattr(layout, name)}" for name in ("tp", "ep", "etp")]
+    words = ("model.top_k=2", "train.micro_batch_size=2", "data.seq_len=16", "train.global_batch_size=8")
+    shape = mlp_shape(plan_of(config(*words, *sizes), layout.dp * layout.tp))
     assert (tokens, width, experts, top_k) == (shape.T, shape.F, shape.E, shape.K)
     # of all ranks together, a row for each slot of each token on each of the etp ranks of its expert
     assert shape.T * shape.K * layout.size("stage") == 32 * 2 * layout.dp * layout.etp

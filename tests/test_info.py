@@ -12,7 +12,8 @@ from rich.console import Console
 from graphmoe.config import LaunchConfig, ParallelConfig, RunConfig
 from graphmoe.info import describe, render, smallest_layout
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import layout_and_plan, with_one_micro_batch
+from graphmoe.pipeline_plan import with_one_micro_batch
+from graphmoe.plan import plan_of
 from tests.runs import config
 from tests.test_presets import BILLIONS, PRESETS, load_preset
 
@@ -90,8 +91,9 @@ def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, 
         "model.num_dense_layers=1", "train.global_batch_size=8", "model.mtp_depth=1",
     )  # fmt: skip
     smallest = smallest_layout(run)
-    layout, plan = layout_and_plan(with_one_micro_batch(run, smallest), smallest.size("world"))
-    document = describe(run.model, 16, layout, plan=plan)
+    whole = plan_of(with_one_micro_batch(run, smallest), smallest.size("world"))
+    plan = whole.pipeline
+    document = describe(run.model, 16, whole.layout, plan=plan)
     ranks = document["pipeline"]["ranks"]
     totals = [rank["memory_bytes"]["total"] for rank in ranks]
     assert document["memory_bytes_per_rank"]["total"] == max(totals) > min(totals)
@@ -100,8 +102,8 @@ def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, 
     twice = (len(plan.embed_on) - 1) * run.model.vocab_size * run.model.hidden_size
     assert twice > 0  # the layer that predicts later tokens embeds them
     sums = {kind: sum(rank["memory_bytes"][kind] for rank in ranks) for kind in ranks[0]["memory_bytes"]}
-    assert sums["moments_fp32"] * layout.dp == pytest.approx(8 * full)  # each has one owner
-    assert sums["weights_bf16"] == pytest.approx(2 * (full + twice) + 2 * full / layout.dp)
+    assert sums["moments_fp32"] * whole.layout.dp == pytest.approx(8 * full)  # each has one owner
+    assert sums["weights_bf16"] == pytest.approx(2 * (full + twice) + 2 * full / whole.layout.dp)
     text = shown(document)
     for word, total in (("most", max(totals)), ("least", min(totals))):
         rank = totals.index(total)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphmoe.pipeline_plan import layout_and_plan
+from graphmoe.layout import Layout
+from graphmoe.pipeline_plan import pipeline_of
 from graphmoe.projection import step_time
 from graphmoe.projection.arguments import ProjectArgs, completed
 from graphmoe.projection.document import project
@@ -17,7 +18,7 @@ WORDS = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global
 
 def plan_of(*words, num_ranks=4):
     run = config(*WORDS, "pipeline.schedule=zbv", "compile.enabled=true", *words)
-    _, plan = layout_and_plan(run, num_ranks)
+    plan = pipeline_of(run, Layout.of(run.parallel, num_ranks))
     assert plan is not None
     assert plan.table == make_table("zbv", 4, plan.table.num_micro_batches, costs=plan.costs)
     return plan
@@ -76,5 +77,5 @@ def test_a_projection_simulates_the_table_of_the_run(monkeypatch):
     words = ("parallel.pp=8", "model.num_layers=14", "pipeline.schedule=v_half", "precision.compute=bf16")
     run = completed(config("launch.nproc=8", "compile.enabled=true", *words), args)
     project(run, args)
-    _, plan = layout_and_plan(run, 8)
+    plan = pipeline_of(run, Layout.of(run.parallel, 8))
     assert tables == [plan.table]

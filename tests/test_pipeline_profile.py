@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphmoe.pipeline_profile import _Part, in_common_time
+from graphmoe.plan import plan_of
 from graphmoe.training import warn_of_unused
 from graphmoe.world import World
 from runtime.pipeline.actions import Action
@@ -25,6 +26,6 @@ def test_on_several_hosts_whose_clocks_differ_all_begin_at_the_barrier():
 
 
 def test_without_a_pipeline_there_is_a_warning_that_nothing_is_recorded(caplog):
-    warn_of_unused(config("profile.pipeline=true"), World())
-    warn_of_unused(config("profile.pipeline=true", "parallel.pp=2", "launch.nproc=2"), World())
+    warn_of_unused(plan_of(config("profile.pipeline=true"), 1), World())
+    warn_of_unused(plan_of(config("profile.pipeline=true", "parallel.pp=2", "launch.nproc=2"), 2), World())
     assert caplog.messages == ["profile.pipeline=true has no effect with parallel.pp=1"]

@@ -20,7 +20,7 @@ import runtime.compile_report
 import runtime.pipeline.recording_file
 from graphmoe import report
 from graphmoe.config import ConfigError
-from graphmoe.layout import Layout
+from graphmoe.plan import plan_of
 from graphmoe.projected_memory import allocated_bytes, projected_memory
 from graphmoe.projection.memory import exact_memory
 from graphmoe.reports import run_data
@@ -176,9 +176,9 @@ def test_the_heat_map_of_one_recorded_time_is_that():
 
 def test_projected_memory_is_that_of_the_projection_beside_the_measured(tmp_path):
     compiled = config("compile.enabled=true")
-    layout = Layout.of(compiled.parallel, 1)
-    document = projected_memory(compiled, layout, None)
-    (place,) = exact_memory(compiled, layout, on_nvidia=True)
+    plan = plan_of(compiled, 1)
+    document = projected_memory(plan)
+    (place,) = exact_memory(compiled, plan.layout, on_nvidia=True)
     assert document["places"][0]["total"] * 2**30 == pytest.approx(place.total)
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
     chart = projected_chart(read_run(tmp_path))
@@ -190,9 +190,9 @@ def test_projected_memory_is_that_of_the_projection_beside_the_measured(tmp_path
 
 def test_what_the_allocator_does_not_hold_is_apart_from_what_its_peak_is_compared_with(tmp_path):
     compiled = config("compile.enabled=true", "parallel.ep=2", "moe.dispatcher=symm")
-    layout = Layout.of(compiled.parallel, 2)
-    document = projected_memory(compiled, layout, None)
-    (place,) = exact_memory(compiled, layout, on_nvidia=True)
+    plan = plan_of(compiled, 2)
+    document = projected_memory(plan)
+    (place,) = exact_memory(compiled, plan.layout, on_nvidia=True)
     (kinds,) = document["places"]
     assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.projected_memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}
@@ -209,7 +209,7 @@ def test_what_the_allocator_does_not_hold_is_apart_from_what_its_peak_is_compare
 
 
 def test_what_is_not_projected_says_why(tmp_path):
-    document = projected_memory(config(), Layout.of(config().parallel, 1), None)
+    document = projected_memory(plan_of(config(), 1))
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
     assert "use compile.enabled=true" in memory_remarks(read_run(tmp_path))
     assert projected_chart(read_run(tmp_path)) is None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from graphmoe.config import ConfigError
+from graphmoe.plan import plan_of
 from graphmoe.ranges import ranged, ranges_wanted
 from graphmoe.training import warn_of_unused
 from graphmoe.world import World
@@ -128,7 +129,7 @@ def test_steps_and_ranks_that_make_no_sense_are_refused(words, said):
 
 
 def test_ranks_without_steps_have_no_effect(caplog):
-    warn_of_unused(config("profile.ranks=[1]"), World())
+    warn_of_unused(plan_of(config("profile.ranks=[1]"), 1), World())
     assert caplog.messages == ["profile.ranks=[1] has no effect without profile.steps"]
 
 

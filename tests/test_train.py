@@ -20,6 +20,7 @@ from graphmoe.data import first_batches
 from graphmoe.data.indexed import write_token_file
 from graphmoe.entry import to_plain
 from graphmoe.layout import Layout
+from graphmoe.plan import plan_of
 from graphmoe.training import _sample, _summarise, warn_of_unused
 from graphmoe.world import World
 from runtime.launch.failures import RunFailed
@@ -129,7 +130,7 @@ def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
     words = ("moe.receive_budget=worst_case", "moe.transport=pull")
     for dispatcher, ranks in (("symm", 2), ("local", 1)):
         run = config(*words, f"moe.dispatcher={dispatcher}", f"parallel.ep={ranks}", f"launch.nproc={ranks}")
-        warn_of_unused(run, World())
+        warn_of_unused(plan_of(run, ranks), World())
     assert caplog.messages == [
         "moe.receive_budget=worst_case has no effect with moe.dispatcher=local",
         "moe.transport=pull has no effect with moe.dispatcher=local",
@@ -137,10 +138,10 @@ def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
 
 
 def test_a_pipeline_that_is_none_and_backwards_that_are_not_split_are_named(caplog):
-    warn_of_unused(config("pipeline.costs=[moe:1]", "pipeline.virtual_stages=2"), World())
+    warn_of_unused(plan_of(config("pipeline.costs=[moe:1]", "pipeline.virtual_stages=2"), 1), World())
     for schedule in ("zb1p", "1f1b"):
         words = ("parallel.pp=2", f"pipeline.schedule={schedule}", "launch.nproc=2")
-        warn_of_unused(config(*words), of_size(2))
+        warn_of_unused(plan_of(config(*words), 2), of_size(2))
     assert caplog.messages == [
         "pipeline.virtual_stages=2 has no effect with parallel.pp=1",
         "pipeline.costs=['moe:1'] has no effect with parallel.pp=1",
@@ -159,7 +160,7 @@ def test_a_schedule_that_loses_to_1f1b_is_named_with_its_bubble_and_the_best_one
     """Uncompiled W comes with I, and V-min has too little memory for that."""
     words = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global_batch_size=64")
     for schedule in ("zbv", "v_min", "1f1b"):
-        warn_of_unused(config(*words, f"pipeline.schedule={schedule}"), of_size(4))
+        warn_of_unused(plan_of(config(*words, f"pipeline.schedule={schedule}"), 4), of_size(4))
     *unsplit, message = caplog.messages
     assert [line.partition(" ")[0] for line in unsplit] == [
         "pipeline.schedule=zbv",

@@ -19,7 +19,7 @@ from graphmoe.benchmarks.words import compose_config, refuse, without, words_of
 from graphmoe.config import ComputeDtype, ConfigError, RunConfig
 from graphmoe.config_rules import resolve
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import plan_of
+from graphmoe.pipeline_plan import pipeline_of
 from graphmoe.projected_memory import allocated_bytes
 from graphmoe.projection.document import MEMORY_ERROR
 from graphmoe.projection.hardware import Card
@@ -200,7 +200,7 @@ def projected(
         precision.compute = ComputeDtype.bf16
     config = resolve(replace(config, precision=precision))
     layout = Layout.of(config.parallel, num_ranks)
-    on_nvidia, plan = card.is_nvidia, plan_of(config, layout)
+    on_nvidia, plan = card.is_nvidia, pipeline_of(config, layout)
     places = exact_memory(config, layout, on_nvidia=on_nvidia, plan=plan)
     speeds = Speeds(card, rates_of(card, rates))
     return places, step_time(config, Sizes.of(config, layout, on_nvidia=on_nvidia), places, speeds, plan)

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from graphmoe.config import RunConfig
 from graphmoe.environment import check_memory, open_device
 from graphmoe.model.attention import check_backend
+from graphmoe.plan import plan_of
 from graphmoe.progress import Progress
 from graphmoe.trainer import Trainer
 from runtime.host.tuning import GarbageCollection
@@ -63,10 +64,11 @@ class StepTimes:
 def measure(config: RunConfig, folder: Path, repeats: int) -> StepTimes:
     """Train in this process, whose device must hold nothing else, and time ``repeats`` steps."""
     device = open_device(config.run.device)
-    check_memory(config, device)
+    plan = plan_of(config, 1)
+    check_memory(plan, device)
     check_backend(config.model, device.type)
     silent = Progress(Console(stderr=True), config.train.steps, wanted=False)
-    trainer = Trainer(config, folder, silent)
+    trainer = Trainer(plan, folder, silent)
     with ExitStack() as stack:
         stack.callback(trainer.loader.close)
         trainer.start()

@@ -9,7 +9,7 @@ from typing import Any
 from graphmoe.config import RunConfig
 from graphmoe.flops import flops_per_token
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches, plan_of
+from graphmoe.pipeline_plan import PipelinePlan, num_micro_batches, pipeline_of
 from graphmoe.projection.arguments import Assumptions, ProjectArgs
 from graphmoe.projection.hardware import Card
 from graphmoe.projection.memory import PlaceMemory, exact_memory
@@ -54,7 +54,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     """Everything that is projected of a resolved configuration. *Raises* ConfigError."""
     layout = Layout.of(config.parallel, args.num_ranks)
     rates = rates_of(args.card, args.rates)
-    on_nvidia, plan = args.card.is_nvidia, plan_of(config, layout)
+    on_nvidia, plan = args.card.is_nvidia, pipeline_of(config, layout)
     is_published = args.assumptions is Assumptions.published
     published = [published_memory_gb(config, layout)] * layout.pp if is_published else []
     places, bubble = exact_memory(config, layout, on_nvidia=on_nvidia, plan=plan), None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from graphmoe.config import DispatcherChoice, RunConfig
 from graphmoe.layout import Axis, Layout
 from graphmoe.pipeline_layout import StagePieces, all_pieces
-from graphmoe.pipeline_plan import PipelinePlan, expert_ranks, num_micro_batches, plan_of
+from graphmoe.pipeline_plan import PipelinePlan, expert_ranks, num_micro_batches, pipeline_of
 from graphmoe.projection.activations import stage_activations
 from graphmoe.projection.buffers import communication_bytes, own_buffer_bytes
 from graphmoe.projection.candidates import Again, Shape
@@ -221,7 +221,7 @@ class Estimates:
             config.pipeline, schedule=schedule, virtual_stages=virtual_stages, microbatches=None
         )
         train = replace(config.train, global_batch_size=count * config.train.micro_batch_size)
-        found = plan_of(replace(config, train=train, pipeline=pipeline), Layout(pp=pp, ep=follows.ranks))
+        found = pipeline_of(replace(config, train=train, pipeline=pipeline), Layout(pp=pp, ep=follows.ranks))
         stages = found.stages if found else (self._all,)
         places = tuple(found.placement.stages_of(place) if found else (0,) for place in range(pp))
         return Plan(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from graphmoe.config import ConfigError, DpShard, RunConfig
 from graphmoe.layout import Layout
 from graphmoe.pipeline_layout import all_pieces
-from graphmoe.pipeline_plan import PipelinePlan, plan_of
+from graphmoe.pipeline_plan import PipelinePlan, pipeline_of
 from graphmoe.projection.activations import Bytes, stage_activations
 from graphmoe.projection.buffers import buffer_bytes
 from graphmoe.projection.sizes import Sizes
@@ -52,7 +52,7 @@ def exact_memory(
     ``on_nvidia`` as in `Sizes.of`. ``plan`` takes the place of the run's own.
     """
     refuse_unknown(config)
-    plan = plan or plan_of(config, layout)
+    plan = plan or pipeline_of(config, layout)
     if plan is not None:
         layout = replace(layout, embed_on=plan.embed_on)
     sizes, model = Sizes.of(config, layout, on_nvidia=on_nvidia), config.model

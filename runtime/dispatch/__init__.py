@@ -6,12 +6,11 @@ import logging
 
 import torch
 
-from graphmoe.config import ComputeDtype, DispatcherChoice, RunConfig, Transport
+from graphmoe.config import DispatcherChoice, Transport
 from graphmoe.dispatch import Dispatcher
-from graphmoe.dispatch_rules import dispatcher_of, reads_peers, transport_of_run
-from graphmoe.layout import Layout
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.receive_budget import Load, balanced_load, capacity, routed_tokens
+from graphmoe.plan import Plan
+from graphmoe.receive_budget import Load
 from graphmoe.vendor_dispatch import BUFFERED
 from runtime.dispatch.alltoall import AllToAll
 from runtime.dispatch.nvshmem import Nvshmem
@@ -26,33 +25,29 @@ BLOCK_STEP = 128
 """A block has a multiple of so many rows."""
 
 
-def make_dispatcher(config: RunConfig, mesh: Mesh) -> Dispatcher | None:
+def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
     """The dispatcher of a run; None where tokens stay on their rank."""
-    choice = dispatcher_of(config.moe, config.parallel)
-    if choice is DispatcherChoice.local:
+    if plan.dispatcher is DispatcherChoice.local:
         return None
-    if choice is DispatcherChoice.alltoall:
-        return AllToAll(mesh, config.model.num_experts)
-    return planned_dispatcher(config, mesh.layout)
+    if plan.dispatcher is DispatcherChoice.alltoall:
+        return AllToAll(mesh, plan.config.model.num_experts)
+    return planned_dispatcher(plan)
 
 
-def bounded_dispatcher(config: RunConfig, mesh: Mesh) -> Dispatcher:
+def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:
     """The dispatcher that has room for all that arrives, and works through it by the receive budget."""
-    room = capacity(config.moe, config.model, mesh.layout, routed_tokens(config, mesh.layout))
-    return AllToAll(mesh, config.model.num_experts, chunk=room)
+    return AllToAll(mesh, plan.config.model.num_experts, chunk=plan.room())
 
 
-def planned_dispatcher(config: RunConfig, layout: Layout, factor: float = 1.0) -> Dispatcher:
+def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
     """The dispatcher of a run that makes room without a count, with room for ``factor`` times the budget."""
-    choice, model = dispatcher_of(config.moe, config.parallel), config.model
-    assert reads_peers(config.moe, config.parallel), choice
-    tokens = routed_tokens(config, layout)
-    room = capacity(config.moe, model, layout, tokens, factor)
-    if choice is not DispatcherChoice.symm:
-        return vendor_dispatcher(choice, model, layout, tokens, room)
+    assert plan.reads_peers, plan.dispatcher
+    model, layout, room = plan.config.model, plan.layout, plan.room(factor)
+    if plan.dispatcher is not DispatcherChoice.symm:
+        return vendor_dispatcher(plan.dispatcher, model, layout, plan.tokens, room)
     block = 0
-    if transport_of_run(config) is Transport.copy_engine:
-        block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
+    if plan.transport is Transport.copy_engine:
+        block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"))
         room = room._replace(rows=rows)
     return Symm(room, model.num_experts // layout.ep, layout.etp, block)
 
@@ -67,36 +62,35 @@ def blocks_of(balanced: Load, room: Load, ranks: int) -> tuple[int, int]:
     return block, ranks * block + max(room.rows - balanced.rows, 0)
 
 
-def open_dispatcher(config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     """What the operations of a run's dispatcher need beside process groups. A collective of all ranks."""
-    choice = dispatcher_of(config.moe, config.parallel)
+    choice = plan.dispatcher
     use_peers(make_peers(mesh, device) if choice is DispatcherChoice.symm else None)
-    if not reads_peers(config.moe, config.parallel):
+    if not plan.reads_peers:
         return
-    dispatcher = planned_dispatcher(config, mesh.layout)
+    dispatcher = planned_dispatcher(plan)
     assert dispatcher.capacity is not None
-    words = _in_words(config, dispatcher)
+    words = _in_words(plan, dispatcher)
     log.info("%s: room for %d rows and %d slots at a time", words, *dispatcher.capacity)
     if choice is DispatcherChoice.symm and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
     if choice in BUFFERED:
-        open_buffer(choice, mesh, config.model.hidden_size)
+        open_buffer(choice, mesh, plan.config.model.hidden_size)
     else:
-        make_room(config, mesh, dispatcher, device)
+        make_room(plan, mesh, dispatcher, device)
 
 
-def make_room(config: RunConfig, mesh: Mesh, dispatcher: Dispatcher, device: torch.device) -> None:
+def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.device) -> None:
     """Let ranks have memory in common for what a dispatcher's capacity says, outside of captures.
 
     A collective of all ranks, and a no-op for dispatchers whose memory does not depend on it.
     """
-    model, tokens, etp = config.model, routed_tokens(config, mesh.layout), mesh.layout.etp
-    dtype = torch.bfloat16 if config.precision.compute is ComputeDtype.bf16 else torch.float32
+    model, tokens, etp = plan.config.model, plan.tokens, plan.layout.etp
     if isinstance(dispatcher, Symm):
-        row_bytes, rows = model.hidden_size * dtype.itemsize, dispatcher.capacity.rows
+        row_bytes, rows = model.hidden_size * plan.dtype.itemsize, dispatcher.capacity.rows
         reserve(Sizes(tokens, row_bytes, model.top_k, model.top_k * etp, rows, dispatcher.block))
     elif isinstance(dispatcher, Nvshmem):
-        open_rows(model, mesh, tokens, dispatcher.capacity.rows, dtype, device)
+        open_rows(model, mesh, tokens, dispatcher.capacity.rows, plan.dtype, device)
 
 
 def close_dispatcher() -> None:
@@ -105,11 +99,10 @@ def close_dispatcher() -> None:
     close_vendor()
 
 
-def _in_words(config: RunConfig, dispatcher: Dispatcher) -> str:
-    """What was chosen, for the log."""
-    choice, transport = dispatcher_of(config.moe, config.parallel), transport_of_run(config)
-    words = f"moe.dispatcher={choice.value}"
-    if not isinstance(dispatcher, Symm) or transport is None:
+def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
+    """The choice, for the log."""
+    words = f"moe.dispatcher={plan.dispatcher.value}"
+    if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
-    return f"{words}, moe.transport={transport.value}{blocks}"
+    return f"{words}, moe.transport={plan.transport.value}{blocks}"

@@ -12,6 +12,7 @@ from graphmoe.config import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, contents, open_data
 from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.indexed import read_token_file, write_token_file
+from graphmoe.plan import plan_of
 from graphmoe.progress import Progress
 from graphmoe.world import World
 from runtime.launch.failures import RunFailed
@@ -109,9 +110,8 @@ def test_the_first_process_of_each_node_is_asked(tmp_path, monkeypatch):
     for index in range(2):
         world = World()
         world.local_index = index
-        trainer.Trainer(
-            config(), tmp_path / str(index), Progress(Console(file=io.StringIO()), 6, wanted=False), world
-        )
+        progress = Progress(Console(file=io.StringIO()), 6, wanted=False)
+        trainer.Trainer(plan_of(config(), 1), tmp_path / str(index), progress, world)
     assert asked == [True, False]
 
 
@@ -149,7 +149,7 @@ def run_on_text(tmp_path, tokenizer_path, folder):
         "data.source=files", f"data.paths=[{tmp_path}/a.jsonl]", f"data.tokenizer={tokenizer_path}",
         "model.vocab_size=400", "log.sample_tokens=0", "train.val_batches=0",
     )  # fmt: skip
-    training.run_worker(config(*words), folder, World())
+    training.run_worker(plan_of(config(*words), 1), folder, World())
 
 
 def test_a_run_on_a_damaged_entry_ends_in_one_line_and_the_same_command_goes_on(

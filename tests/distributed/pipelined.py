@@ -13,8 +13,8 @@ from torch import Tensor
 from graphmoe.dispatch import Dispatcher
 from graphmoe.layout import layout_of, own_part
 from graphmoe.model import build_model
-from graphmoe.pipeline_plan import layout_and_plan
 from graphmoe.pipelined import Pipelined
+from graphmoe.plan import plan_of
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.step_rows import RECEIVED, SCALARS
 from graphmoe.trainer import Trainer
@@ -89,7 +89,7 @@ def check_that_units_take_turns(trainer: Trainer) -> None:
 
     Where one of the two has none, nothing of it travels, and it has one turn.
     """
-    overlap, plan = trainer.execution.overlap, trainer.plan
+    overlap, plan = trainer.execution.overlap, trainer.plan.pipeline
     micro_batches = trainer.train_step.micro_batches
     assert overlap is not None and plan is not None and isinstance(micro_batches, Pipelined)
     own = plan.table.ranks[trainer.mesh.index("pp")]
@@ -140,10 +140,10 @@ def check_who_carries_messages(trainer: Trainer) -> None:
 def _of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """What each rank has of whole tensors by parameter name."""
     run = case.training.config
-    layout, plan = layout_and_plan(run, case.ranks)
-    assert plan is not None
+    plan = plan_of(run, case.ranks)
+    layout = plan.layout
     for rank in range(case.ranks):
-        stages = [*plan.own_stages(layout.index("pp", rank)).values()]
+        stages = plan.own_stages(layout.index("pp", rank))
         model = build_model(run.model, device="meta", layout=layout, stages=stages)
         marks = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
         yield {name: own_part(whole[name], mark, layout, rank) for name, mark in marks.items()}

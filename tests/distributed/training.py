@@ -26,6 +26,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config import RunConfig
 from graphmoe.metrics import MetricsWriter, NoMetrics
 from graphmoe.optim import Optimizer
+from graphmoe.plan import plan_of
 from graphmoe.progress import Progress
 from graphmoe.saves import TrainingStopped
 from graphmoe.step_rows import SCALARS, StepRow
@@ -180,7 +181,7 @@ def quiet_trainer(
     """A trainer that has started, and what its steps will return and its metrics get."""
     folder.mkdir(parents=True, exist_ok=True)
     silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
-    trainer = Trainer(run_config, folder, silent, world)
+    trainer = Trainer(plan_of(run_config, world.size), folder, silent, world)
     trainer.start()
     recorder = trainer.metrics = Recorder(trainer.metrics)
     return trainer, _kept_rows(trainer), recorder.rows

@@ -7,7 +7,7 @@ import pytest
 from graphmoe.config import ConfigError
 from graphmoe.dry_run import dry_run
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import plan_of
+from graphmoe.pipeline_plan import pipeline_of
 from graphmoe.projection.memory import MEMORY_KINDS, exact_memory
 from runtime.pipeline.validate import peak_activations
 from tests.projection.test_activations import MODEL
@@ -47,7 +47,7 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
     run = config(*{word.partition("=")[0]: word for word in (*MODEL, *words)}.values())
     run.pipeline.layout = "Ett|tt|tt|ttL" if is_one else "Et|t|t|t|t|t|t|tL"
     places = exact_memory(run, Layout.of(run.parallel, 4), on_nvidia=False)
-    plan = plan_of(run, Layout.of(run.parallel, 4))
+    plan = pipeline_of(run, Layout.of(run.parallel, 4))
     assert plan is not None and len(places) == 4
     for place, peak in zip(places, peak_activations(plan.table), strict=True):
         if place.place in (1, 2):  # all stages there are alike

@@ -1,7 +1,5 @@
 """Projected state is that of the flat buffers, to the byte."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from graphmoe.flat_buffers import families_of
 from graphmoe.layout import Layout
 from graphmoe.model import build_model
 from graphmoe.pipeline_layout import all_pieces
-from graphmoe.pipeline_plan import plan_of
+from graphmoe.plan import plan_of
 from graphmoe.projection.state import state_of
 from graphmoe.projection.weights import rank_weights
 from graphmoe.torch_compat import fake_process_group
@@ -55,17 +53,15 @@ def test_state_of_each_place_of_a_pipeline_is_that_of_its_flat_buffers(schedule,
         "launch.nproc=8", "parallel.pp=2", "parallel.ep=2", f"pipeline.schedule={schedule}",
         "train.global_batch_size=16", *words,
     )  # fmt: skip
-    layout = Layout.of(run.parallel, 8)
-    plan = plan_of(run, layout)
-    assert plan is not None
-    layout = replace(layout, embed_on=plan.embed_on)
+    plan = plan_of(run, 8)
+    layout = plan.layout
     for place in range(2):
-        stages = tuple(plan.own_stages(place).values())
+        stages = tuple(plan.own_stages(place))
         with fake_process_group(8, place * 4):
             mesh = Mesh(layout)
             model = build_model(
                 run.model, device="meta", dtype=torch.bfloat16, seed=None, execution=run.moe, layout=layout,
-                rank=mesh.rank, dispatcher=make_dispatcher(run, mesh), stages=stages,
+                rank=mesh.rank, dispatcher=make_dispatcher(plan, mesh), stages=stages,
             )  # fmt: skip
             families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4)
         found = state_of(rank_weights(run.model, layout, stages), layout, 2, run.optim.bucket_mb)

@@ -15,6 +15,7 @@ from graphmoe.launches import Launches
 from graphmoe.layout import Layout
 from graphmoe.model.layer import MoELayer
 from graphmoe.ops.symm import CollectivePeers, use_peers
+from graphmoe.plan import plan_of
 from graphmoe.receive_budget import Load, balanced_load, capacity, room_bytes, worst_load
 from graphmoe.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from runtime import receive_ladder
@@ -119,7 +120,7 @@ def test_rungs_are_the_budget_twice_the_budget_and_no_limit_as_far_as_there_is_m
     mesh = SimpleNamespace(layout=LAYOUT, group=lambda axis: None)
 
     def rooms(budget) -> list[Load | None]:
-        found = rungs_of(run_config(f"moe.receive_budget={budget}"), mesh, 2, fused=True)
+        found = rungs_of(plan_of(run_config(f"moe.receive_budget={budget}"), 4), mesh, fused=True)
         assert not found or found[-1].dispatcher.chunk == found[0].dispatcher.capacity
         assert [rung.number for rung in found] == [*range(len(found))]
         return [rung.dispatcher.capacity for rung in found]

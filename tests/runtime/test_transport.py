@@ -15,6 +15,7 @@ from graphmoe.config_rules import resolve
 from graphmoe.dispatch_rules import transport_of
 from graphmoe.dry_run import dry_run
 from graphmoe.layout import Layout
+from graphmoe.plan import plan_of
 from graphmoe.projected_memory import projected_memory, with_its_transport
 from graphmoe.projection.sizes import Sizes
 from runtime.dispatch import close_dispatcher, open_dispatcher, planned_dispatcher
@@ -53,16 +54,16 @@ def test_copies_are_taken_where_products_run_beside_them(words, on_nvidia, expec
 def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monkeypatch, hip, words, copies):
     monkeypatch.setattr(torch.version, "hip", hip)
     run = config(*words)
-    dispatcher = planned_dispatcher(run, LAYOUT)
+    dispatcher = planned_dispatcher(plan_of(run, 2))
     assert (dispatcher.block > 0) == copies
-    sizes = Sizes.of(with_its_transport(run), LAYOUT, on_nvidia=hip is None)
+    sizes = Sizes.of(with_its_transport(plan_of(run, 2)), LAYOUT, on_nvidia=hip is None)
     assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
 
 
 def test_the_projected_memory_of_a_run_is_that_of_the_transport_that_it_takes():
     def shared_gib(*words: str) -> float:
         run = config(*SYMM, *OVERLAP, "precision.compute=bf16", *words)
-        (place,) = projected_memory(run, LAYOUT, None)["places"]
+        (place,) = projected_memory(plan_of(run, 2))["places"]
         return place["dispatch"]
 
     pulls, copies = (shared_gib(f"moe.transport={name}") for name in ("pull", "copy_engine"))
@@ -80,7 +81,7 @@ def test_the_log_says_which_transport_a_run_takes(caplog, words, said):
     caplog.set_level(logging.INFO)
     mesh = SimpleNamespace(layout=LAYOUT, group=lambda axis: None)
     try:
-        open_dispatcher(config(*SYMM, *words), mesh, torch.device("cpu"))
+        open_dispatcher(plan_of(config(*SYMM, *words), 2), mesh, torch.device("cpu"))
     finally:
         close_dispatcher()
     assert any(message.startswith(said) for message in caplog.messages), caplog.messages
@@ -95,7 +96,7 @@ def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monke
         monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, available))
         run = dry_config(*OVERLAP)
         assert run.run.device is (DeviceChoice.cuda if available else DeviceChoice.cpu)
-        dispatcher = planned_dispatcher(run, LAYOUT)
+        dispatcher = planned_dispatcher(plan_of(run, 2))
         assert (dispatcher.block > 0) == (hip is None)
         found.append(dispatcher)
     assert found[0] == found[1]

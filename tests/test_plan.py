@@ -1,0 +1,65 @@
+"""What a plan decides, and that it is asked."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphmoe.config import ConfigError, DispatcherChoice, Transport
+from graphmoe.layout import Layout
+from graphmoe.plan import plan_of
+from tests.runs import ROOT, config
+
+DECISIONS = {
+    "Layout.of", "balanced_load", "capacity", "dispatcher_of", "num_micro_batches", "pipeline_of",
+    "reads_peers", "routed_tokens", "transport_of_run", "worst_load",
+}  # fmt: skip
+BEFORE_THE_PLAN = {
+    "graphmoe/config_rules.py", "graphmoe/dispatch_rules.py", "graphmoe/dry_run_rules.py", "graphmoe/info.py",
+    "graphmoe/pipeline_comparison.py", "graphmoe/pipeline_plan.py", "graphmoe/plan.py",
+    "graphmoe/receive_budget.py", "graphmoe/train.py",
+}  # fmt: skip
+"""Files that check a configuration, or make plans of it."""
+
+
+def test_one_rank_alone():
+    plan = plan_of(config("train.global_batch_size=12", "data.seq_len=16"), 1)
+    assert plan.layout == Layout() and plan.pipeline is None and plan.own_stages(0) == []
+    assert (plan.dispatcher, plan.transport, plan.reads_peers) == (DispatcherChoice.local, None, False)
+    assert (plan.num_micro_batches, plan.global_micro_batches, plan.tokens) == (6, 6, 32)
+    assert plan.dtype == torch.float32 and not plan.captured and not plan.captures_step
+
+
+def test_ranks_that_share_experts_layers_and_sequences():
+    words = (
+        "parallel.pp=2", "parallel.tp=2", "parallel.ep=2", "moe.dispatcher=symm", "model.num_layers=4",
+        "pipeline.layout=Ett|ttL", "train.global_batch_size=16", "data.seq_len=16",
+        "model.tie_embeddings=true", "graph.scope=[attn,loss]", "compile.enabled=true",
+    )  # fmt: skip
+    plan = plan_of(config(*words, "launch.nproc=8"), 8)
+    assert (plan.layout.dp, plan.layout.tp, plan.layout.pp, plan.layout.embed_on) == (2, 2, 2, (0, 1))
+    assert plan.transport is Transport.pull and plan.reads_peers
+    assert (plan.num_micro_batches, plan.global_micro_batches, plan.tokens) == (4, 8, 16)
+    assert [stage.loss for stage in plan.own_stages(1)] == [True] and plan.captured == {"attn", "loss"}
+    assert plan.balanced.slots == 32 and plan.room().slots == 48 and plan.room(2.0).slots <= plan.worst.slots
+
+
+def test_ranks_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match=r"parallel.tp=1 .* = 2 does not divide the 3 ranks"):
+        plan_of(config("parallel.pp=2"), 3)
+
+
+def called_in(file: Path) -> set[str]:
+    calls = (node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    return {ast.unparse(function) for function in calls}
+
+
+def test_what_builds_and_runs_a_model_asks_the_plan():
+    """Searches, and benchmarks of parts, try configurations that no run has."""
+    files = [*ROOT.glob("graphmoe/*.py"), *ROOT.glob("graphmoe/model/*.py"), *ROOT.glob("runtime/**/*.py")]
+    asking = {str(file.relative_to(ROOT)): found for file in files if (found := called_in(file) & DECISIONS)}
+    assert {name: found for name, found in asking.items() if name not in BEFORE_THE_PLAN} == {}
+    assert asking.keys() >= {"graphmoe/plan.py"}

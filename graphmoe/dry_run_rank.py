@@ -9,12 +9,12 @@ import torch
 
 from graphmoe.config import ComputeDtype, ModelConfig, RunConfig
 from graphmoe.dry_run_model import fake_executor, fake_model
-from graphmoe.memory import state_bytes
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.pipeline_layout import StagePieces
 from graphmoe.pipeline_plan import PipelinePlan
 from graphmoe.plan import DTYPES, Plan
+from graphmoe.sizes import state_bytes
 from graphmoe.torch_compat import FakeTensorMode, fake_process_group
 from runtime.dry.collectives import CollectiveLog
 from runtime.dry.memory import MemoryLog

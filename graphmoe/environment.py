@@ -27,9 +27,8 @@ from graphmoe.config import (
     HostConfig,
     PrecisionConfig,
 )
-from graphmoe.memory import state_bytes
-from graphmoe.parameters import count_parameters
 from graphmoe.plan import Plan
+from graphmoe.sizes import count_parameters, state_bytes
 
 PACKAGES = (
     *("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors"),

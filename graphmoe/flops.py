@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from graphmoe.config import AttentionKind, ModelConfig
-from graphmoe.parameters import attention_weights, swiglu_weights
+from graphmoe.sizes import attention_weights
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class TokenFlops:
     def total(self) -> int:
         """FLOPs of forward and backward."""
         return 3 * self.forward
+
+
+def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:
+    """Weights of one SwiGLU MLP: gate, up and down."""
+    return 3 * model.hidden_size * ffn_size
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> TokenFlops:

@@ -19,7 +19,7 @@ from graphmoe.config import ConfigError, DataSource, DeviceChoice, ModelConfig, 
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.environment import memory_of, open_device
 from graphmoe.model import Transformer, build_model
-from graphmoe.parameters import count_parameters
+from graphmoe.sizes import count_parameters
 from graphmoe.stored_run import model_of, read_stored_run
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -19,10 +19,9 @@ from graphmoe.config import ConfigError, DpShard, ModelConfig, RunConfig
 from graphmoe.entry import hydra_app
 from graphmoe.flops import flops_per_token
 from graphmoe.layout import ALONE, Layout
-from graphmoe.memory import state_bytes
-from graphmoe.parameters import count_parameters
 from graphmoe.pipeline_plan import PipelinePlan, with_one_micro_batch
 from graphmoe.plan import plan_of
+from graphmoe.sizes import count_parameters, state_bytes
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",

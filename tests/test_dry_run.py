@@ -18,13 +18,13 @@ from graphmoe.config import ComputeDtype, ConfigError
 from graphmoe.dry_run import DryExecution, dry_run, run_watched
 from graphmoe.dry_run_report import FILE, ranks_in_words, render, verdict
 from graphmoe.layout import Layout
-from graphmoe.memory import state_bytes
 from graphmoe.model import build_model
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim import Optimizer
 from graphmoe.pipelined import micro_batches_of
 from graphmoe.plan import plan_of
 from graphmoe.segments import run_segments
+from graphmoe.sizes import state_bytes
 from graphmoe.torch_compat import fake_process_group
 from graphmoe.train_step import TrainStep
 from graphmoe.world import World

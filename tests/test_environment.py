@@ -11,9 +11,8 @@ import torch
 
 from graphmoe.config import ConfigError, HostConfig, ModelConfig
 from graphmoe.environment import check_memory, check_processes, describe
-from graphmoe.memory import state_bytes
-from graphmoe.parameters import count_parameters
 from graphmoe.plan import plan_of
+from graphmoe.sizes import count_parameters, state_bytes
 from tests.runs import TINY, config
 
 

@@ -9,8 +9,7 @@ import torch
 
 from graphmoe.flat_buffers import ALIGNMENT, Placement
 from graphmoe.layout import Layout
-from graphmoe.memory import state_bytes
-from graphmoe.parameters import count_parameters
+from graphmoe.sizes import count_parameters, state_bytes
 from tests.test_presets import load_preset
 
 SHAPES = ((37, 5), (11,), (20, 20), (3, 9, 8), (70,), (41, 7), (1,), (2, 1000))

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from graphmoe.flops import flops_per_token, peak_tflops
-from graphmoe.parameters import count_parameters
+from graphmoe.sizes import count_parameters
 from tests.test_presets import PRESETS, load_preset
 
 

@@ -1,11 +1,11 @@
-"""Counting parameters by arithmetic."""
+"""Parameters, counted on a small model on the meta device."""
 
 from collections import Counter
 
 import pytest
 
 from graphmoe.flops import flops_per_token
-from graphmoe.parameters import count_parameters
+from graphmoe.sizes import count_parameters
 from tests.test_presets import PRESETS, load_preset
 
 

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from graphmoe.config import AttentionKind, AuxLoss, GroupScore, ModelConfig, RopeScaling, ScoreFunction
-from graphmoe.parameters import count_parameters
+from graphmoe.sizes import count_parameters
 
 FOLDER = Path(__file__).parents[1] / "conf" / "model"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

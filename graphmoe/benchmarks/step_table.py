@@ -10,7 +10,7 @@ from graphmoe.benchmarks.cases import BYTES_PER_S, FLOPS_PER_S
 from graphmoe.benchmarks.step_times import StepTimes
 from graphmoe.config import RunConfig
 from graphmoe.flops import flops_per_token
-from graphmoe.parameters import count_parameters
+from graphmoe.sizes import count_parameters
 from graphmoe.timing import spread
 
 UPDATE_BYTES = 34

@@ -25,6 +25,9 @@ class Embedding(nn.Embedding):
         self.tp = tp
         cut_along_tp(self.weight, tp, dim=0)
 
+    def reset_parameters(self) -> None:
+        """Leave the weight to ``init_weights``: on the meta device torch's own would import its compiler."""
+
     def forward(self, tokens_BS: Tensor) -> Tensor:
         if self.tp == 1:
             return super().forward(tokens_BS)

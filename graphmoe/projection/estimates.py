@@ -29,7 +29,7 @@ from graphmoe.projection.step_time import (
     total_time,
     update_seconds,
 )
-from graphmoe.projection.weights import rank_weights
+from graphmoe.sizes import rank_weights
 from runtime.pipeline.actions import Together
 from runtime.pipeline.schedules import SCHEDULES, make_table
 from runtime.pipeline.simulate import Costs

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphmoe.config import AttentionKind
-from graphmoe.flops import attention_scores
-from graphmoe.parameters import swiglu_weights
+from graphmoe.flops import attention_scores, swiglu_weights
 from graphmoe.projection.hardware import GPUS_PER_NODE
 from graphmoe.projection.products import attention_products, mla_up_products, swiglu_products
 from graphmoe.projection.sizes import Sizes

@@ -14,7 +14,7 @@ from graphmoe.projection.activations import Bytes, stage_activations
 from graphmoe.projection.buffers import buffer_bytes
 from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.state import state_of
-from graphmoe.projection.weights import rank_weights
+from graphmoe.sizes import rank_weights
 from runtime.pipeline.validate import peaks
 
 MEMORY_KINDS = ("params", "grads", "main_params", "moments", "activations", "buffers", "total")

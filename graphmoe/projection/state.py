@@ -8,7 +8,7 @@ from typing import Any
 
 from graphmoe.flat_buffers import Placement
 from graphmoe.layout import Axis, Layout
-from graphmoe.projection.weights import Weight
+from graphmoe.sizes import Weight
 
 FP32 = 4
 KINDS = ("params", "grads", "main_params", "moments")

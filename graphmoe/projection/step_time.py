@@ -22,8 +22,8 @@ from graphmoe.projection.segment_times import (
 )
 from graphmoe.projection.sizes import Sizes
 from graphmoe.projection.speeds import Speeds
-from graphmoe.projection.weights import rank_weights
 from graphmoe.segments import FULL_ITERATION, segments_of
+from graphmoe.sizes import rank_weights
 from runtime.pipeline.simulate import Costs, simulate
 
 UPDATE_BYTES = 34

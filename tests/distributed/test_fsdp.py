@@ -16,9 +16,9 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config import ConfigError, DpShard
 from graphmoe.config_rules import check
 from graphmoe.layout import own_part
-from graphmoe.memory import state_bytes
 from graphmoe.model import build_model
 from graphmoe.model.hf import save_hf
+from graphmoe.sizes import state_bytes
 from graphmoe.trainer import Trainer
 from graphmoe.world import World
 from tests.distributed.ranks import Case, Job

@@ -10,7 +10,7 @@ from graphmoe.model import build_model
 from graphmoe.pipeline_layout import all_pieces
 from graphmoe.plan import plan_of
 from graphmoe.projection.state import state_of
-from graphmoe.projection.weights import rank_weights
+from graphmoe.sizes import rank_weights
 from graphmoe.torch_compat import fake_process_group
 from runtime.dispatch import make_dispatcher
 from runtime.mesh import Mesh

@@ -368,6 +368,8 @@ def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(monk
     ended: list[int] = []
     monkeypatch.setattr("runtime.launch.elastic.os._exit", ended.append)
     with _Forwarding(["sleep", "60"]) as forwarding:
+        while len(forwarding._workers()) < 2:  # a new process has no command line at once
+            time.sleep(0.001)
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert forwarding.received == "SIGUSR1" and not ended

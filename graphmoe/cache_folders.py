@@ -26,7 +26,7 @@ def cache_root(configured: str | None = None) -> Path:
 
 
 def is_path(text: str) -> bool:
-    """Whether a file system can have a file of this name."""
+    """Tell whether a file system can have a file of this name."""
     try:
         parts = os.fsencode(text).split(b"/")
     except UnicodeEncodeError:

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -47,8 +48,10 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
             text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
         return f"{key} {where}: {text}"
     text = "\n  ".join(line for line in str(error).splitlines() if line.strip())
-    own = " ".join(word for word in argv if word.lstrip("+~").startswith("hydra"))  # the only ones left
-    return f"{own} cannot be used: {text or type(error).__name__}" if own else text
+    own = " ".join(word for word in argv if word.lstrip("+~").startswith("hydra"))
+    if own and not isinstance(error, (HydraException, yaml.YAMLError)):  # which say what they are about
+        return f"{own} cannot be used: {text or type(error).__name__}"
+    return text
 
 
 PLUGINS = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from graphmoe.cache_folders import cache_root, compiled_folder, is_path
+from graphmoe.cache_folders import cache_root, compiled_folder
 from graphmoe.config import (
     AttentionBackend,
     AttentionKind,
@@ -35,7 +35,6 @@ from graphmoe.dispatch_rules import (
 )
 from graphmoe.dry_run_rules import dry_run_rules, with_dry_batch
 from graphmoe.layout import Layout
-from graphmoe.number_rules import divisors, fp32_rules, integer_rules, item_rules
 from graphmoe.parallel_rules import (
     context_method,
     context_parallel_rules,
@@ -54,6 +53,7 @@ from graphmoe.segments import (
     lowest_stage,
     segments_of,
 )
+from graphmoe.value_rules import divisors, fp32_rules, integer_rules, item_rules, path_rules
 from graphmoe.vendor_dispatch import vendor_dispatch_rules
 
 DEFAULT_SEQ_LEN = 4096
@@ -74,7 +74,7 @@ def violations(config: RunConfig) -> list[str]:
     config = with_dry_batch(config)
     return [
         *_ranges(config),
-        *_path_rules(config),
+        *path_rules(config),
         *fp32_rules(config),
         *lr_schedule_rules(config.optim, config.train.steps),
         *_model_rules(config.model),
@@ -193,18 +193,6 @@ def _ranges(config: RunConfig) -> Iterator[str]:
     elif not config.run.name.isprintable() or len(config.run.name.encode()) > LONGEST_NAME:
         shown = ascii(config.run.name[:40])
         yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
-
-
-PATHS = "checkpoint.resume_from checkpoint.init_from data.paths data.tokenizer data.val_paths sweep.resume"
-
-
-def _path_rules(config: RunConfig) -> Iterator[str]:
-    for key in PATHS.split():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name) or []
-        for path in [value] if isinstance(value, str) else value:
-            if not is_path(path):
-                yield f"{key}={ascii(path)[1:-1]} can name no file; use at most 255 bytes between slashes"
 
 
 def _model_rules(model: ModelConfig) -> Iterator[str]:

@@ -18,7 +18,6 @@ from graphmoe.config import (
     RunConfig,
     Transport,
 )
-from graphmoe.number_rules import divisors
 from graphmoe.receive_budget import WORST_CASE
 from graphmoe.segments import (
     CAPTURABLE,
@@ -29,6 +28,7 @@ from graphmoe.segments import (
     segments_of,
     waiting_segments,
 )
+from graphmoe.value_rules import divisors
 
 
 def has_experts(model: ModelConfig) -> bool:

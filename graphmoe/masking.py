@@ -24,7 +24,7 @@ MASK = "***"
 _WHOLE = re.compile(r"\$\{oc\.env:[^,${}]*\}")
 _OTHER_CALL = re.compile(r"\$\{(?!oc\.)[^${}]*:[^${}]*\}")
 _ROUNDS = 2_000
-_GIVEN = r"([+~]*host(?:\.env[^=\s]*|(?==\s*\{.*env)))="
+_GIVEN = r"([+~]*host(?:\.env[^=]*|(?==\s*\{.*env)))="
 """A word that gives values of host.env: host.env.A=b, host.env={A:b} or host={env:{A:b}}."""
 
 _written: dict[str, tuple[Any, Any]] = {}
@@ -102,7 +102,8 @@ def masked_line(text: str) -> str:
     """A line of log that lists words of a command line, without values of host.env."""
     sections = "|".join([field.name for field in dataclasses.fields(RunConfig)])
     quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-    return re.sub(rf"\b{_GIVEN}(?:{quoted}|.*?)(?= [+~]*(?:{sections}|hydra)[.=/@]|$)", rf"\1={MASK}", text)
+    end = rf" [+~]*(?:{sections}|hydra)[.=/@]|$"
+    return re.sub(rf"\b{_GIVEN}(?:{quoted}|.*?)(?={end})", rf"\1={MASK}", text, flags=re.DOTALL)
 
 
 def _place(plain: dict[str, Any], key: str) -> dict[str, Any] | None:

@@ -15,8 +15,8 @@ from graphmoe.config import (
     RunConfig,
 )
 from graphmoe.dispatch_rules import splits_backward
-from graphmoe.number_rules import divisors
 from graphmoe.segments import FULL_ITERATION
+from graphmoe.value_rules import divisors
 from runtime.pipeline.schedules import SCHEDULES
 
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)

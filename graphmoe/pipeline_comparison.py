@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from graphmoe.config import ConfigError, RunConfig
 from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import pipeline_of
+from graphmoe.pipeline_plan import num_micro_batches, pipeline_of
 from runtime.pipeline.schedules import SCHEDULES
 from runtime.pipeline.simulate import simulate
 from runtime.pipeline.timeline import Timeline
 
 PLAIN = "1f1b"
-MOST_MICRO_BATCHES = 16
-"""Simulated for each rank of the pipeline: with more, the order of schedules is the same."""
+SIMULATED = 16
+"""Micro-batches for each rank of a pipeline that are simulated at most: tables of thousands take seconds."""
 
 
 def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
@@ -22,7 +22,7 @@ def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
     if config.parallel.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
         return None  # what pairs hide is not known here
     layout = Layout.of(config.parallel, num_ranks)
-    most = MOST_MICRO_BATCHES * layout.pp * config.train.micro_batch_size * layout.dp
+    most = SIMULATED * layout.pp * config.train.micro_batch_size * layout.dp
     train = replace(config.train, global_batch_size=min(config.train.global_batch_size, most))
 
     def timeline_of(name: str) -> Timeline | None:
@@ -35,7 +35,11 @@ def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
             return None
         return simulate(plan.table, plan.costs) if plan else None
 
-    return slower_than_1f1b(config.pipeline.schedule, timeline_of)
+    words = slower_than_1f1b(config.pipeline.schedule, timeline_of)
+    count = num_micro_batches(config, layout)
+    if words is None or train == config.train:
+        return words
+    return f"{words} ({SIMULATED * layout.pp} of {count} micro-batches)"
 
 
 def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:

@@ -8,7 +8,6 @@ multi-token prediction; docs/models.md states it for each preset.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -114,10 +113,10 @@ def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePiece
         kinds.insert(0, "embed")
     if any_of(stages, lambda stage: normalises(stage, model.mtp_depth)):
         kinds.append("norm")
-    if any_of(stages, lambda stage: stage.loss):
+    if any_of(stages, lambda stage: stage.loss) and not model.tie_embeddings:
         kinds.append("head")
     kinds += ["mtp" for stage in stages for _ in stage.mtp]
-    return [weight for kind in kinds for weight in parts.get(kind, {}).values()]
+    return [weight for kind in kinds for weight in parts[kind].values()]
 
 
 def state_bytes(
@@ -160,26 +159,20 @@ def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
     small = dataclasses.replace(
         model, num_layers=dense + moe, num_dense_layers=dense, mtp_depth=min(model.mtp_depth, 1)
     )
-    return _built(_Key(small), layout.tp, layout.ep, layout.etp, len(layout.embed_on) > 1)
+    key = repr(small), layout.tp, layout.ep, layout.etp, len(layout.embed_on) > 1
+    if key not in _built:
+        places = (0, 1) if len(layout.embed_on) > 1 else (0,)
+        ep, etp = layout.ep, layout.etp
+        like = Layout(dp=ep * etp, tp=layout.tp, pp=len(places), ep=ep, etp=etp, embed_on=places)
+        _built[key] = _build(small, like)
+    return _built[key]
 
 
-class _Key:
-    """A configuration that is equal to another by its values."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.model, self._text = model, repr(model)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+_built: dict[tuple[object, ...], dict[str, dict[str, Weight]]] = {}
 
 
-@functools.lru_cache(maxsize=1024)
-def _built(key: _Key, tp: int, ep: int, etp: int, is_embedded_twice: bool) -> dict[str, dict[str, Weight]]:
-    model, places = key.model, (0, 1) if is_embedded_twice else (0,)
-    layout = Layout(dp=ep * etp, tp=tp, pp=len(places), ep=ep, etp=etp, embed_on=places)
+def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
+    """Build a model with one layer of each kind, and sort its parameters by part."""
     built = build_model(
         model, device="meta", seed=None, layout=layout, stages=[all_pieces(model.num_layers, model.mtp_depth)]
     )

@@ -75,7 +75,7 @@ def bad_word(rng: random.Random) -> tuple[str, str]:
 
 
 def answer(folder: Path, words: list[str], bad_keys: list[str]) -> str | None:
-    """What is wrong with how a command took its words, or None."""
+    """Return how a command took its words wrongly, or None."""
     folder.mkdir()
     started = Command(folder, (*TINY, "train.steps=2", *words))
     started.process.join(MOST_S)

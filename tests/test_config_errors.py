@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -98,6 +99,11 @@ def test_a_value_that_needs_quotes_of_its_own_is_named_with_them(message_of, wor
     said = message_of(word)
     assert said.startswith(f"{word} on the command line") and f'"{typed}"' in said and "\n" not in said
     OverridesParser.create().parse_override(typed)
+
+
+def test_a_word_of_hydras_own_is_not_blamed_for_a_file():
+    assert explain(yaml.YAMLError("bad indentation"), ["hydra.run.dir=run"]) == "bad indentation"
+    assert explain(AssertionError(), ["hydra.verbose=1"]) == "hydra.verbose=1 cannot be used: AssertionError"
 
 
 def test_all_unknown_words_are_reported_at_once(message_of):

@@ -73,6 +73,8 @@ def test_words_of_a_command_lose_the_values_of_host_env():
         "+host.env.T=secret=3 and more",
         '++host={env:{T:secret=3,U:"secret=3"}}',
         "host.env={T:secret=3}",
+        "+host.env.T='a\nsecret=3'",
+        "+host.env.T=a\nsecret=3",
     ],
 )
 def test_a_line_of_words_loses_them_too(words):

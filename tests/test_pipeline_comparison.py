@@ -45,6 +45,9 @@ def test_a_run_of_many_micro_batches_is_compared_by_some_of_them():
     began = time.monotonic()
     run_slower_than_1f1b(config(*words, "train.global_batch_size=40000"), 4)
     assert time.monotonic() - began < 10
+    slow = (*words[:-1], "pipeline.schedule=v_min", "compile.enabled=false")
+    few, many = (run_slower_than_1f1b(config(*slow, f"train.global_batch_size={n}"), 4) for n in (128, 40000))
+    assert few is not None and many == f"{few} (64 of 20000 micro-batches)"
 
 
 def test_what_cannot_run_is_not_compared():

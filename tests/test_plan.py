@@ -1,4 +1,4 @@
-"""What a plan decides, and that it is asked."""
+"""Decisions of a plan, which all that builds and runs a model asks."""
 
 from __future__ import annotations
 

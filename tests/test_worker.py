@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -26,7 +27,8 @@ from graphmoe.signals import (
     heard,
 )
 from graphmoe.train import train
-from graphmoe.worker import _adapted
+from graphmoe.worker import _adapted, _join
+from runtime.launch.failures import RunFailed
 from tests.runs import ROOT, TINY, Command, command, config, numbers
 
 SHORT = ("train.steps=4", "hydra.run.dir=run")
@@ -222,6 +224,15 @@ def test_a_signal_whose_exception_was_dropped_stops_the_run_at_its_first_step():
             assert stop.received == "SIGTERM"
     with StopSignal() as stop:
         assert stop.received is None
+
+
+def test_a_port_that_was_taken_meanwhile_is_one_line(monkeypatch):
+    taken = socket.create_server(("127.0.0.1", 0))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+    for name, value in {**place, "RANK": "0", "WORLD_SIZE": "2", LAUNCHER_PID: str(os.getppid())}.items():
+        monkeypatch.setenv(name, value)
+    with taken, pytest.raises(RunFailed, match="cannot listen at 127.0.0.1:.*which was free a moment ago"):
+        _join(config())
 
 
 def test_a_notice_that_comes_again_before_the_first_step_does_not_end_the_tidying_up():

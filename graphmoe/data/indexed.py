@@ -54,7 +54,7 @@ class TokenFile:
     entry: Path | None = None
     """The entry of the cache that it is part of, if it is."""
     compared: bool = False
-    """Whether both files had these sums as they were opened."""
+    """True where both files had these sums as they were opened."""
 
     def document_at(self, token: int) -> int:
         """Number of the document that holds this token, counted from 0."""

@@ -19,10 +19,10 @@ from graphmoe.config import (
 from graphmoe.config_rules import rank_batch_rules, violations
 from graphmoe.dispatch_rules import dispatcher_of, has_experts, one_node_rules
 from graphmoe.layout import Layout
-from graphmoe.number_rules import divisors
 from graphmoe.parallel_rules import context_method
 from graphmoe.projection.arguments import ProjectArgs
 from graphmoe.projection.hardware import GPUS_PER_NODE
+from graphmoe.value_rules import divisors
 from runtime.pipeline.schedules import SCHEDULES
 
 MOST_CP = 8

@@ -59,11 +59,13 @@ def check_trusted(folder: Path, *, shared: bool) -> None:
     _check_trusted(place, folder, shared)
     if not place.is_dir() or not place.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
         return
-    for inside in place.rglob("*"):
-        _check_trusted(inside, folder, shared)
-        if inside.is_symlink():
-            for path in (*inside.resolve().parents, inside.resolve()):
-                _check_trusted(path, folder, shared, is_above=path != inside.resolve())
+    for root, folders, files in os.walk(place):  # which passes over what goes meanwhile
+        for inside in (Path(root, name) for name in (*folders, *files)):
+            _check_trusted(inside, folder, shared)
+            if inside.is_symlink():
+                target = inside.resolve()
+                for path in (*target.parents, target):
+                    _check_trusted(path, folder, shared, is_above=path != target)
 
 
 def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = False) -> None:

@@ -1,6 +1,9 @@
 """Folders whose code is run: whom they belong to, and who may write there."""
 
 import os
+import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,26 @@ def test_what_nobody_else_may_enter_is_not_looked_through(cache):
     (cache / "blobs").chmod(0o777)
     assert cache.stat().st_mode & 0o777 == 0o700
     check_trusted(cache, shared=False)
+
+
+def test_folders_that_other_jobs_remove_meanwhile_are_passed_over(cache):
+    cache.chmod(0o755)
+    ended = threading.Event()
+
+    def make_and_remove() -> None:
+        while not ended.is_set():
+            (cache / "work" / "a" / "b").mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(cache / "work")
+
+    other = threading.Thread(target=make_and_remove)
+    other.start()
+    try:
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            check_trusted(cache, shared=False)
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_a_link_on_the_way_that_others_may_replace_is_refused(cache):

@@ -1,4 +1,4 @@
-"""Numbers of the configuration as machines have them: in fp32, in 64 bits, and no more than can be run."""
+"""Single values of the configuration as machines have them: types, texts, paths, numbers and their limits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import typing
 from collections.abc import Iterator
 
+from graphmoe.cache_folders import is_path
 from graphmoe.config import RunConfig
 
 FP32 = """
@@ -32,6 +33,7 @@ MOST = {
     """,
 }
 """The largest values of keys: above any run's, below those that take hours or all memory before it begins."""
+PATHS = "checkpoint.resume_from checkpoint.init_from data.paths data.tokenizer data.val_paths sweep.resume"
 BELOW_ONE = "optim.beta1 optim.beta2"
 LARGEST_BELOW_ONE = 1 - 2**-24
 
@@ -83,6 +85,16 @@ def item_rules(config: RunConfig) -> Iterator[str]:
             texts = [*values, *values.values()] if isinstance(values, dict) else texts
             if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
                 yield f"{section}.{name}={ascii(values)} has half a character; write it in UTF-8"
+
+
+def path_rules(config: RunConfig) -> Iterator[str]:
+    """Paths that no file can have."""
+    for key in PATHS.split():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name) or []
+        for path in [value] if isinstance(value, str) else value:
+            if not is_path(path):
+                yield f"{key}={ascii(path)[1:-1]} can name no file; use at most 255 bytes between slashes"
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

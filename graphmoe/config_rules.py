@@ -160,8 +160,6 @@ NOT_NEGATIVE = """
     launch.max_restarts
 """
 BELOW_ONE = "data.val_fraction optim.beta1 optim.beta2"
-LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255, and numbers and endings are added."""
 SHARES = "optim.min_lr_ratio optim.wsd_decay_fraction"
 
 
@@ -188,11 +186,6 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must be greater than 0"
     if config.log.peak_tflops is not None and not config.log.peak_tflops > 0:
         yield f"log.peak_tflops={config.log.peak_tflops} must be greater than 0; null looks it up"
-    if config.run.name in ("", ".", "..") or set("/\\\0") & set(config.run.name):
-        yield f"run.name='{config.run.name}' can name no folder; use one without slashes, as run.name=my-run"
-    elif not config.run.name.isprintable() or len(config.run.name.encode()) > LONGEST_NAME:
-        shown = ascii(config.run.name[:40])
-        yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
 
 
 def _model_rules(model: ModelConfig) -> Iterator[str]:

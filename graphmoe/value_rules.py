@@ -33,6 +33,8 @@ MOST = {
     """,
 }
 """The largest values of keys: above any run's, below those that take hours or all memory before it begins."""
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and numbers and endings are added."""
 PATHS = "checkpoint.resume_from checkpoint.init_from data.paths data.tokenizer data.val_paths sweep.resume"
 BELOW_ONE = "optim.beta1 optim.beta2"
 LARGEST_BELOW_ONE = 1 - 2**-24
@@ -88,7 +90,12 @@ def item_rules(config: RunConfig) -> Iterator[str]:
 
 
 def path_rules(config: RunConfig) -> Iterator[str]:
-    """Paths that no file can have."""
+    """Names that no folder of a run, and paths that no file, can have."""
+    if config.run.name in ("", ".", "..") or set("/\\\0") & set(config.run.name):
+        yield f"run.name='{config.run.name}' can name no folder; use one without slashes, as run.name=my-run"
+    elif not config.run.name.isprintable() or len(config.run.name.encode()) > LONGEST_NAME:
+        shown = ascii(config.run.name[:40])
+        yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
     for key in PATHS.split():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name) or []

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 
-from graphmoe.config_rules import BELOW_ONE, SHARES, violations
+from graphmoe.config_rules import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_IF_SET,
+    SHARES,
+    violations,
+)
 from graphmoe.value_rules import BELOW_ONE as FP32_BELOW_ONE
 from graphmoe.value_rules import FP32, MOST, divisors
 from tests.test_config_rules import changed
+
+RANGES = [
+    *((key, bad, "greater than 0") for key in f"{POSITIVE} {POSITIVE_IF_SET}".split() for bad in (0, -1)),
+    *((key, -1, "0 or greater") for key in NOT_NEGATIVE.split()),
+    *((key, bad, "at least 0 and below 1") for key in BELOW_ONE.split() for bad in (-0.1, 1.0)),
+    *((key, bad, "between 0 and 1") for key in SHARES.split() for bad in (-0.1, 1.1)),
+    *(("optim.lr", bad, "finite and greater than 0") for bad in (math.nan, math.inf)),
+]
+
+
+@pytest.mark.parametrize("key, bad, wanted", RANGES, ids=str)
+def test_a_value_out_of_its_range_is_named_with_the_range(key, bad, wanted):
+    section, name = key.split(".")
+    assert f"{key}={bad} must be {wanted}" in violations(changed(**{section: {name: bad}}))
+
 
 UNHELD = [
     *((key, bad, why) for key in FP32.split() for bad, why in ((1e-46, "too small"), (1e300, "infinite"))),

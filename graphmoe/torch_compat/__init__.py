@@ -48,6 +48,7 @@ __all__ = [
     "symmetric_memory",
     "tensors_of",
     "tree_map_only",
+    "use_torchs_ptxas",
     "without_modes",
 ]
 
@@ -232,6 +233,18 @@ def set_key_tag(tag: str) -> None:
     """
     own = os.environ.get(_KEY_TAG, "").partition(_OURS)[0]
     torch.compiler.config.cache_key_tag = os.environ[_KEY_TAG] = f"{own}{_OURS}{tag}"
+
+
+def use_torchs_ptxas() -> None:
+    """Let Triton assemble all kernels with the ptxas that comes with torch, unless the user names one.
+
+    Inductor does so from its first kernel on. The path is part of Triton's keys, so a kernel that ran before
+    would be compiled again by the next job, which finds Inductor's kernels in a cache and so sets it sooner.
+    (torch/_inductor/runtime/compile_tasks.py.)
+    """
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()
 
 
 def bind_threads(cpus: set[int]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphmoe.torch_compat import set_key_tag
+from graphmoe.torch_compat import set_key_tag, use_torchs_ptxas
 from graphmoe.world import World
 from runtime.cache.folders import is_users
 from runtime.cache.key import EXTRA_PASS, base_of, key_of
@@ -47,6 +47,7 @@ class JobCache:
         # An operation's gradient may change while the graph that calls it does not: other sources, other keys
         set_key_tag(base_of(facts) + _extra_passes(facts))
         tune_each_kernel_once()
+        use_torchs_ptxas()
         self._cache, self._world = cache, world
         self._work: WorkFolder | None = None
         self.measured: dict[str, int] = {}

@@ -1,9 +1,12 @@
-"""The compile cache of a job whose ranks have different layers."""
+"""The compile cache of a job: ranks with different layers, and kernels with one key in every job."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from unittest import mock
+
+from torch._inductor.runtime import compile_tasks
 
 from graphmoe.torch_compat import tuned_kernels
 from graphmoe.world import World
@@ -29,3 +32,20 @@ def test_what_every_rank_has_measured_is_kept_for_the_next_job(cache, monkeypatc
         first.publish({"graphs": 1}, {"model": "tiny"})
         first._work.close()
         assert opened(cache, monkeypatch, world).measured == {"of rank 0": 3, "of rank 1": 5}
+
+
+def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it(
+    cache, monkeypatch, tmp_path
+):
+    """Else the next job, which finds Inductor's in the cache, would compile them under another key."""
+    for folder in ("torch", "torch/_inductor"):  # torch 2.11 looks in the one, 2.13 in the other
+        Path(tmp_path, folder, "bin").mkdir(parents=True)
+        Path(tmp_path, folder, "bin", "ptxas").touch(0o755)
+    place = Path(tmp_path, "torch", "_inductor", "runtime", "compile_tasks.py")
+    monkeypatch.setattr(compile_tasks, "__file__", str(place))
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TRITON_PTXAS_PATH", None)
+        compile_tasks._set_triton_ptxas_path.cache_clear()
+        opened(cache, monkeypatch, World())
+        assert os.environ["TRITON_PTXAS_PATH"].startswith(str(tmp_path))
+    compile_tasks._set_triton_ptxas_path.cache_clear()

@@ -17,9 +17,9 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-import conf
-from graphmoe.config import RunConfig
-from graphmoe.field_docs import field_docs
+from graphmoe import conf
+from graphmoe.config.field_docs import field_docs
+from graphmoe.config.schema import RunConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 CONF = Path(conf.__path__[0])
@@ -35,12 +35,12 @@ TOOLS = {
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by docs/make_tables.py from graphmoe/config.py and conf/: change those, then run `make docs`. -->
+<!-- Written by docs/make_tables.py from graphmoe/config/ and conf/: change those, then run `make docs`. -->
 
 `graphmoe.train` and `graphmoe.info` compose their configuration with [Hydra](https://hydra.cc): they start
 from `conf/config.yaml`, take one file of each group below, and put the words of the command line on top. The
-result must fit the schema in [graphmoe/config.py](../graphmoe/config.py). An unknown key, a wrong type or a
-value out of range ends in one error that says what to type instead. The run's folder keeps the outcome in
+result must fit the [schema](../graphmoe/config/schema.py). An unknown key, a wrong type or a value out of
+range ends in one error that says what to type instead. The run's folder keeps the outcome in
 `resolved.yaml`.
 
 ```
@@ -190,7 +190,7 @@ def _type(hint: Any) -> str:
 def _shipped() -> dict[str, Any]:
     """The configuration of a run without arguments, interpolations left as they are."""
     ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("graphmoe.conf", version_base="1.3"):
         plain = OmegaConf.to_container(compose("config"), resolve=False, enum_to_str=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from graphmoe.cli import parse_args, run_tool
-from graphmoe.metrics_file import METRICS_FILE
+from graphmoe.config.arguments import parse_args, run_tool
+from graphmoe.run.metrics_file import METRICS_FILE
 
 
 @dataclass

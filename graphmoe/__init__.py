@@ -8,7 +8,7 @@ __all__ = ["load_hf", "save_hf"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from graphmoe.model.hf import folder
+        from graphmoe.checkpoint.hf import folder
 
         return getattr(folder, name)
     raise AttributeError(f"module 'graphmoe' has no attribute '{name}'")

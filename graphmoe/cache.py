@@ -21,13 +21,22 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from graphmoe.cache_folders import compiled_folder
-from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import ConfigError, OutputFormat
-from runtime.cache.folders import TAG_FILE
-from runtime.cache.key import BASE, differences
-from runtime.cache.store import CompileCache
-from runtime.cache.upkeep import Held, Pruned, Verified, bytecode_sizes, holdings, prune, total_bytes, verify
+from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.cache_folders import compiled_folder
+from graphmoe.config.schema import ConfigError, OutputFormat
+from graphmoe.runtime.cache.folders import TAG_FILE
+from graphmoe.runtime.cache.key import BASE, differences
+from graphmoe.runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.upkeep import (
+    Held,
+    Pruned,
+    Verified,
+    bytecode_sizes,
+    holdings,
+    prune,
+    total_bytes,
+    verify,
+)
 
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}

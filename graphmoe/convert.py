@@ -23,15 +23,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import ConfigError, ModelConfig, OutputFormat
+from graphmoe.checkpoint.hf.families import to_hf_config
+from graphmoe.checkpoint.hf.folder import TOKEN_IDS, HfFolder, hf_entries, open_hf, shapes_of, write_hf
+from graphmoe.checkpoint.hf.names import Index
+from graphmoe.checkpoint.hf.shards import DEFAULT_SHARD, Entry, parse_size
+from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, usual_end
-from graphmoe.model.hf.families import to_hf_config
-from graphmoe.model.hf.folder import TOKEN_IDS, HfFolder, hf_entries, open_hf, shapes_of, write_hf
-from graphmoe.model.hf.names import Index
-from graphmoe.model.hf.shards import DEFAULT_SHARD, Entry, parse_size
-from graphmoe.stored_run import read_stored_run
-from graphmoe.weights import (
+from graphmoe.run.stored_run import read_stored_run
+from graphmoe.run.weights import (
     FolderKind,
     kind_of,
     open_weights,

@@ -31,12 +31,12 @@ from rich.table import Table
 from rich.text import Text
 
 import graphmoe
-from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import DispatcherChoice, OutputFormat
-from graphmoe.doctor_host import environment, host, node_of_gpu
-from graphmoe.flops import peak_tflops
+from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.schema import DispatcherChoice, OutputFormat
+from graphmoe.model.flops import peak_tflops
 from graphmoe.ops.vendors import INSTALL
-from graphmoe.vendor_dispatch import BUFFERED
+from graphmoe.plan.vendor_dispatch import BUFFERED
+from graphmoe.runtime.host.facts import environment, host, node_of_gpu
 
 VERSIONED = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "rich")
 PROBE_TIMEOUT_S = 60

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
-from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import ConfigError, DataSource, DeviceChoice, ModelConfig, MoEConfig, OutputFormat
+from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.schema import ConfigError, DataSource, DeviceChoice, ModelConfig, MoEConfig, OutputFormat
 from graphmoe.data.tokenizer import load_tokenizer
-from graphmoe.environment import memory_of, open_device
 from graphmoe.model import Transformer, build_model
-from graphmoe.sizes import count_parameters
-from graphmoe.stored_run import model_of, read_stored_run
+from graphmoe.model.sizes import count_parameters
+from graphmoe.run.machine import memory_of, open_device
+from graphmoe.run.stored_run import model_of, read_stored_run
 
 TOKENIZER_FILE = "tokenizer.json"
 

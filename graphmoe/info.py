@@ -14,14 +14,14 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from graphmoe.cli import emit
-from graphmoe.config import ConfigError, DpShard, ModelConfig, RunConfig
-from graphmoe.entry import hydra_app
-from graphmoe.flops import flops_per_token
-from graphmoe.layout import ALONE, Layout
-from graphmoe.pipeline_plan import PipelinePlan, with_one_micro_batch
-from graphmoe.plan import plan_of
-from graphmoe.sizes import count_parameters, state_bytes
+from graphmoe.command.hydra import hydra_app
+from graphmoe.config.arguments import emit
+from graphmoe.config.schema import ConfigError, DpShard, ModelConfig, RunConfig
+from graphmoe.model.flops import flops_per_token
+from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.plan.layout import ALONE, Layout
+from graphmoe.plan.pipeline.plan import PipelinePlan, with_one_micro_batch
+from graphmoe.plan.plan import plan_of
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",

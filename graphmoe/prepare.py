@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from graphmoe.cli import emit, parse_args, run_tool
-from graphmoe.config import ConfigError, OutputFormat
+from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.data.contents import SUMS, write_sums
 from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import pair

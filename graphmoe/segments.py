@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from graphmoe.ranges import ranged
-from graphmoe.segment_names import SEGMENT_NAMES
+from graphmoe.config.segment_names import SEGMENT_NAMES
+from graphmoe.profiler_ranges import ranged
 
 CAPTURABLE = tuple(name for name in SEGMENT_NAMES if name != "optimizer")
 """Segments that replay from graphs of their own where ``graph.scope`` names them."""

@@ -10,7 +10,7 @@ What imports torch is imported by the functions, so that a misspelt key is answe
 from __future__ import annotations
 
 if __name__ == "__main__":  # before imports that take a third of a second
-    from graphmoe.signals import exit_at_signals
+    from graphmoe.runtime.host.signals import exit_at_signals
 
     exit_at_signals()
 
@@ -31,18 +31,18 @@ import psutil
 from hydra.core.hydra_config import HydraConfig
 
 from graphmoe import worker
-from graphmoe.cli import emit
-from graphmoe.config import ConfigError, DeviceChoice, RunConfig
-from graphmoe.entry import hydra_app, to_plain
-from graphmoe.logs import FILE_ONLY, start_logging
-from graphmoe.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals, exit_at_signals
-from graphmoe.summary import render, shown, value_of
+from graphmoe.command.hydra import hydra_app, to_plain
+from graphmoe.config.arguments import emit
+from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
+from graphmoe.run.summary import render, shown, value_of
+from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
+from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals, exit_at_signals
+from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.worker import FOLDER_HELD, LAUNCHED_AT, LOGS
-from runtime.launch.failures import RunFailed
 
 if TYPE_CHECKING:
-    from graphmoe.run_folder import RunFolder
-    from runtime.launch.nodes import Nodes
+    from graphmoe.run.folder import RunFolder
+    from graphmoe.runtime.launch.nodes import Nodes
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +75,10 @@ def train(config: RunConfig) -> float | None:
 
     In a sweep the summary is not printed, and a signal ends the whole sweep.
     """
-    from graphmoe.config_rules import check
-    from graphmoe.run_folder import next_folder
-    from graphmoe.sweep import in_sweep
-    from runtime.launch.nodes import find_nodes
+    from graphmoe.command.sweep.job import in_sweep
+    from graphmoe.plan.rules.check import check
+    from graphmoe.run.folder import next_folder
+    from graphmoe.runtime.launch.nodes import find_nodes
 
     if ELASTIC in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
@@ -95,7 +95,9 @@ def train(config: RunConfig) -> float | None:
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from
     if starts_elsewhere and nodes.is_first:
-        from graphmoe.start_state import check_start  # imports the model, which a launcher does without
+        from graphmoe.training.start_state import (
+            check_start,  # imports the model, which a launcher does without
+        )
 
         base, resume = Path(HydraConfig.get().runtime.output_dir), config.checkpoint.resume
         check_start(config, next_folder(base, to_plain(config), resume=resume))
@@ -111,7 +113,7 @@ def train(config: RunConfig) -> float | None:
 
 
 def _prepare(config: RunConfig) -> None:
-    from runtime.host.environment import set_environment
+    from graphmoe.runtime.host.environment import set_environment
 
     set_environment(config.host, config.run.device)
 
@@ -133,10 +135,10 @@ def _write_only(config: RunConfig) -> None:
 
 def _dry_run(config: RunConfig) -> None:
     """Report one rank of a layout without the others. The folder of the report stays free for a run."""
-    from graphmoe.dry_run import dry_run
-    from graphmoe.dry_run_report import FILE, render
-    from graphmoe.summary import write_json
-    from graphmoe.sweep import in_sweep
+    from graphmoe.command.sweep.job import in_sweep
+    from graphmoe.run.summary import write_json
+    from graphmoe.training.dry_run import dry_run
+    from graphmoe.training.dry_run.report import FILE, render
 
     if in_sweep():
         raise ConfigError(
@@ -152,8 +154,8 @@ def _dry_run(config: RunConfig) -> None:
 
 def _train_here(config: RunConfig) -> dict[str, Any]:
     """The summary of a run whose one worker is this process."""
-    from graphmoe.training import open_worker, run_worker
-    from graphmoe.world import World
+    from graphmoe.runtime.ranks import World
+    from graphmoe.training.run import open_worker, run_worker
 
     world = World()
     plan, lines = open_worker(config, world)  # its errors come before a folder is made
@@ -163,13 +165,13 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     """The summary of a run in workers of their own; None on nodes other than the first."""
-    from graphmoe.dispatch_rules import reads_peers
-    from graphmoe.environment import check_processes
-    from graphmoe.run_folder import CONFIG_FILE, SUMMARY_FILE, write_config
-    from graphmoe.sweep import in_sweep, job_gpus
-    from runtime.cache.folders import temporary_folder
-    from runtime.dispatch.vendors import check_package
-    from runtime.launch.elastic import launch
+    from graphmoe.command.sweep.job import in_sweep, job_gpus
+    from graphmoe.plan.rules.experts import reads_peers
+    from graphmoe.run.folder import CONFIG_FILE, SUMMARY_FILE, write_config
+    from graphmoe.run.machine import check_processes
+    from graphmoe.runtime.cache.folders import temporary_folder
+    from graphmoe.runtime.dispatch.vendors import check_package
+    from graphmoe.runtime.launch.elastic import launch
 
     # The workers would say it too, in a folder made for them.
     check_package(config.moe.dispatcher, config.run.device.value)
@@ -235,8 +237,8 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
 
     An error or a signal before training has begun leaves a new folder free.
     """
-    from graphmoe.run_folder import announce, claim
-    from graphmoe.sweep import record_folder
+    from graphmoe.command.sweep.job import record_folder
+    from graphmoe.run.folder import announce, claim
 
     base, plain = Path(HydraConfig.get().runtime.output_dir), to_plain(config)
     run_folder = claim(base, plain, resume=config.checkpoint.resume)

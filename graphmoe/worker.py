@@ -11,7 +11,7 @@ What imports torch is imported by the functions: before it, a worker has to tie 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before imports that take a third of a second
-    from graphmoe.signals import exit_at_signals
+    from graphmoe.runtime.host.signals import exit_at_signals
 
     exit_at_signals()
 
@@ -27,11 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from graphmoe.cli import emit, print_error
-from graphmoe.config import ConfigError, DeviceChoice, RunConfig
-from graphmoe.entry import load_config, to_plain
-from graphmoe.logs import FILE_ONLY, start_logging
-from graphmoe.signals import (
+from graphmoe.command.hydra import load_config, to_plain
+from graphmoe.config.arguments import emit, print_error
+from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
+from graphmoe.run.summary import render
+from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
+from graphmoe.runtime.host.signals import (
     ELASTIC,
     LAUNCHER_PID,
     Interrupted,
@@ -39,14 +40,13 @@ from graphmoe.signals import (
     ends_at_signals,
     exit_at_signals,
 )
-from graphmoe.summary import render
-from runtime.launch.failures import RunFailed, write_failure
-from runtime.launch.flight_recorder import set_flight_recorder
-from runtime.launch.stamps import begin_stamps, name_log_dir
+from graphmoe.runtime.launch.failures import RunFailed, write_failure
+from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
+from graphmoe.runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
-    from graphmoe.run_folder import RunFolder
-    from graphmoe.world import World
+    from graphmoe.run.folder import RunFolder
+    from graphmoe.runtime.ranks import World
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _path(words: Sequence[str]) -> Path:
 
 
 def _set_environment(config: RunConfig) -> None:
-    from runtime.host.environment import set_environment
+    from graphmoe.runtime.host.environment import set_environment
 
     set_environment(config.host, config.run.device)
 
@@ -102,7 +102,7 @@ def _join(config: RunConfig) -> World:
     import torch
     import torch.distributed as dist
 
-    from graphmoe.world import COLLECTIVE_TIMEOUT, World, backend_of, own_store
+    from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT, World, backend_of, own_store
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         device = torch.device(config.run.device.value)
@@ -135,7 +135,7 @@ def _agree(config: RunConfig, path: Path, world: World) -> tuple[RunConfig, Path
 
     The launching process may have claimed the folder: it told the workers of its node. Else rank 0 does.
     """
-    from graphmoe.run_folder import claim
+    from graphmoe.run.folder import claim
 
     held = os.environ.get(FOLDER_HELD)
     offers = [offer for offer in world.gather((config, Path(held)) if held else None) if offer]
@@ -155,14 +155,14 @@ def _agree(config: RunConfig, path: Path, world: World) -> tuple[RunConfig, Path
 
 def _base(path: Path, config: RunConfig) -> Path:
     """Where a run of this file goes: the folder it lies in, if it is a run's, or the usual one."""
-    from graphmoe.run_folder import CONFIG_FILE
+    from graphmoe.run.folder import CONFIG_FILE
 
     return path.parent if path.name == CONFIG_FILE else Path("outputs", config.run.name).absolute()
 
 
 def _adapted(config: RunConfig, world: World) -> RunConfig:
     """The configuration with the number of workers that there are. *Raises* ConfigError if it cannot run."""
-    from graphmoe.config_rules import check
+    from graphmoe.plan.rules.check import check
 
     nodes = world.size // world.local_size
     launch = dataclasses.replace(config.launch, nproc=world.local_size, nodes=nodes)
@@ -176,8 +176,8 @@ def _adapted(config: RunConfig, world: World) -> RunConfig:
 def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, world: World) -> None:
     import torch.distributed as dist
 
-    from graphmoe.run_folder import announce
-    from graphmoe.training import open_worker, run_worker
+    from graphmoe.run.folder import announce
+    from graphmoe.training.run import open_worker, run_worker
 
     start_logging(folder / LOGS, f"rank{world.rank}", on_console=world.is_first)
     try:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from graphmoe.config import ConfigError, PassesConfig
-from passes.base import MadeBy, PassSpec, Rewrites, Stage
-from passes.fuse_activation import fuse_activation
-from passes.fuse_experts import fuse_experts
-from passes.fuse_loss import fuse_loss
-from passes.fuse_permutation import fuse_permutation
-from passes.fuse_router import fuse_router
-from passes.runner import PassReport, PassRunner
-from passes.split_backward import split_backward
+from graphmoe.config.schema import ConfigError, PassesConfig
+from graphmoe.passes.base import MadeBy, PassSpec, Rewrites, Stage
+from graphmoe.passes.fuse_activation import fuse_activation
+from graphmoe.passes.fuse_experts import fuse_experts
+from graphmoe.passes.fuse_loss import fuse_loss
+from graphmoe.passes.fuse_permutation import fuse_permutation
+from graphmoe.passes.fuse_router import fuse_router
+from graphmoe.passes.runner import PassReport, PassRunner
+from graphmoe.passes.split_backward import split_backward
 
 EXPERTS, ROUTER = ("moe_experts",), ("moe_router",)
 JOINED = ("fuse_permutation", "fuse_activation")

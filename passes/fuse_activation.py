@@ -16,8 +16,8 @@ from torch.fx import Node
 
 import graphmoe.ops.grouped_mm
 import graphmoe.ops.swiglu  # noqa: F401  # registers the operation
-from passes.base import Rewrites
-from passes.matching import (
+from graphmoe.passes.base import Rewrites
+from graphmoe.passes.matching import (
     SAME_ELEMENTS,
     aten,
     calls,
@@ -34,7 +34,7 @@ from passes.matching import (
     shape,
     value,
 )
-from passes.replacing import cast, put
+from graphmoe.passes.replacing import cast, put
 
 ops = torch.ops.graphmoe
 

@@ -15,8 +15,8 @@ from torch import fx
 from torch.fx import Node
 
 import graphmoe.ops.grouped_mlp  # noqa: F401  # registers the operation
-from passes.base import Rewrites
-from passes.matching import (
+from graphmoe.passes.base import Rewrites
+from graphmoe.passes.matching import (
     aten,
     calls,
     is_op,
@@ -28,7 +28,7 @@ from passes.matching import (
     shape,
     value,
 )
-from passes.replacing import cast, put, put_parts, viewed
+from graphmoe.passes.replacing import cast, put, put_parts, viewed
 
 ops = torch.ops.graphmoe
 

@@ -16,8 +16,8 @@ from torch.fx import Node
 
 import graphmoe.ops.collectives
 import graphmoe.ops.linear_cross_entropy  # noqa: F401  # registers the operation
-from passes.base import Rewrites
-from passes.matching import (
+from graphmoe.passes.base import Rewrites
+from graphmoe.passes.matching import (
     argument,
     aten,
     calls,
@@ -32,7 +32,7 @@ from passes.matching import (
     part,
     shape,
 )
-from passes.replacing import cast, put, put_parts
+from graphmoe.passes.replacing import cast, put, put_parts
 
 ops = torch.ops.graphmoe
 MEAN, SUM = 1, 2

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from passes.base import Rewrites
-from passes.matching import (
+from graphmoe.passes.base import Rewrites
+from graphmoe.passes.matching import (
     SAME_ELEMENTS,
     aten,
     axes,
@@ -44,8 +44,8 @@ from passes.matching import (
     shape,
     value,
 )
-from passes.replacing import cast, first_of, put, put_parts, viewed
-from passes.routing import (
+from graphmoe.passes.replacing import cast, first_of, put, put_parts, viewed
+from graphmoe.passes.routing import (
     Plan,
     counts_of,
     divisor,

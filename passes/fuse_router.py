@@ -14,12 +14,12 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-import graphmoe.ops.router_op  # noqa: F401  # registers the operation
-from passes.base import Rewrites
-from passes.matching import aten, calls, dtype, escape, is_cast, name_of, operand, shape
-from passes.replacing import cast, first_of, put, put_parts, restore_order, viewed
-from passes.router_choice import SCORES, Choice, Weights, choices, weights_of
-from passes.router_sums import Sum, counts_of, sums_of
+import graphmoe.ops.fused_router  # noqa: F401  # registers the operation
+from graphmoe.passes.base import Rewrites
+from graphmoe.passes.matching import aten, calls, dtype, escape, is_cast, name_of, operand, shape
+from graphmoe.passes.replacing import cast, first_of, put, put_parts, restore_order, viewed
+from graphmoe.passes.router_choice import SCORES, Choice, Weights, choices, weights_of
+from graphmoe.passes.router_sums import Sum, counts_of, sums_of
 
 ops = torch.ops.graphmoe
 

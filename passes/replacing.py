@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from passes.matching import SAME_ELEMENTS, aten, dtype, is_op, operand, shape, value
+from graphmoe.passes.matching import SAME_ELEMENTS, aten, dtype, is_op, operand, shape, value
 
 SIDE_META = ("custom", "stack_trace", "nn_module_stack")
 """What a new node takes over from the node it stands for: the segment above all."""

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from passes.matching import (
+from graphmoe.passes.matching import (
     argument,
     aten,
     calls,
@@ -32,7 +32,7 @@ from passes.matching import (
     shape,
     value,
 )
-from passes.routing import counts_of
+from graphmoe.passes.routing import counts_of
 
 SCORES = {aten._softmax: "softmax", aten.sigmoid: "sigmoid"}
 LARGEST_EPS = 1e-12

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch import fx
 from torch.fx import Node
 
-from passes.matching import (
+from graphmoe.passes.matching import (
     Op,
     Var,
     argument,
@@ -29,8 +29,8 @@ from passes.matching import (
     over_last,
     shape,
 )
-from passes.router_choice import Choice
-from passes.routing import adds_ones
+from graphmoe.passes.router_choice import Choice
+from graphmoe.passes.routing import adds_ones
 
 LARGEST_FLOOR = 1e-8
 """A share below this adds nothing to an fp32 entropy, whatever its logarithm is taken to be."""

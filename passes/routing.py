@@ -15,8 +15,8 @@ from torch import fx
 from torch.fx import Node
 
 import graphmoe.ops.permute  # noqa: F401  # registers the operations
-from passes.base import MadeBy
-from passes.matching import (
+from graphmoe.passes.base import MadeBy
+from graphmoe.passes.matching import (
     SAME_ELEMENTS,
     argument,
     aten,
@@ -30,7 +30,7 @@ from passes.matching import (
     part,
     shape,
 )
-from passes.replacing import put, viewed
+from graphmoe.passes.replacing import put, viewed
 
 ops = torch.ops.graphmoe
 COUNTS = (aten.scatter_add, aten.histc, aten.bincount)

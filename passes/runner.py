@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import fx
 
-from passes.base import PassSpec, Rewrites, Stage
-from passes.split_backward import SplitBackward
+from graphmoe.passes.base import PassSpec, Rewrites, Stage
+from graphmoe.passes.split_backward import SplitBackward
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphmoe.layout import AXES, SUMMED_OVER, Axis, Layout
-from graphmoe.world import COLLECTIVE_TIMEOUT
+from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
+from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
 
 
 class Mesh:

@@ -1,6 +1,6 @@
 """Stand-ins for other projects' packages: the signatures that their sources have, computed in plain PyTorch.
 
-Suffixes as in graphmoe/benchmarks/peers.py.
+Suffixes as in graphmoe/bench/peers.py.
 """
 
 from __future__ import annotations

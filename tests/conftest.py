@@ -91,17 +91,17 @@ def _refuse_warnings(record: logging.LogRecord) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def passes_match() -> Iterator[None]:
     """A pass that should match in a unit and does not is an error, but for tests with `passes_may_miss`."""
-    logging.getLogger("passes.runner").addFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.runner").addFilter(_refuse_warnings)
     yield
-    logging.getLogger("passes.runner").removeFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.runner").removeFilter(_refuse_warnings)
 
 
 @pytest.fixture
 def passes_may_miss(passes_match: None) -> Iterator[None]:
     """Lets a pass that should match change nothing, with the warning that users get."""
-    logging.getLogger("passes.runner").removeFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.runner").removeFilter(_refuse_warnings)
     yield
-    logging.getLogger("passes.runner").addFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.runner").addFilter(_refuse_warnings)
 
 
 @pytest.fixture

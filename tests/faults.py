@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.fx
 
-from graphmoe.pipelined import Pipelined
-from graphmoe.trainer import Trainer
+from graphmoe.training.pipelined import Pipelined
+from graphmoe.training.trainer import Trainer
 
 WORDS = ("passes.extra=[tests.faults:nothing]",)
 STEP_S = "FAULT_STEP_S"

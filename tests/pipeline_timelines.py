@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.pipeline.actions import Action, Kind, Placement, Together
-from runtime.pipeline.timeline import Span, Timeline
+from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Together
+from graphmoe.plan.pipeline.timeline import Span, Timeline
 
 F0, B0, I0, W0 = (Action(kind, 0, 0) for kind in ("F", "B", "I", "W"))
 

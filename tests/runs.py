@@ -27,11 +27,11 @@ from rich.console import Console
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten
-from graphmoe.config import RunConfig
-from graphmoe.entry import schema, to_config
-from graphmoe.plan import plan_of
-from graphmoe.progress import Progress
-from graphmoe.trainer import Trainer
+from graphmoe.command.hydra import schema, to_config
+from graphmoe.config.schema import RunConfig
+from graphmoe.plan.plan import plan_of
+from graphmoe.run.progress import Progress
+from graphmoe.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,7 +81,7 @@ TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "epoch"}
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["graphmoe.train", "graphmoe.training", "graphmoe.info", "runtime.launch.elastic"]
+    ["graphmoe.train", "graphmoe.training.run", "graphmoe.info", "graphmoe.runtime.launch.elastic"]
 )
 QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "checkpoint.interval=0")
 """Of runs whose steps a test makes one by one."""
@@ -152,7 +152,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert same, name
 
 
-STEP = "graphmoe.trainer:Trainer._train_step"
+STEP = "graphmoe.training.trainer:Trainer._train_step"
 SAVE = "graphmoe.checkpoint.store:write_entries"
 
 

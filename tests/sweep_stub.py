@@ -10,11 +10,11 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from graphmoe.config import RunConfig
-from graphmoe.entry import hydra_app
-from graphmoe.summary import write_json
-from graphmoe.sweep import record_folder
-from runtime.launch.failures import RunFailed
+from graphmoe.command.hydra import hydra_app
+from graphmoe.command.sweep.job import record_folder
+from graphmoe.config.schema import RunConfig
+from graphmoe.run.summary import write_json
+from graphmoe.runtime.launch.failures import RunFailed
 
 FAILS, CRASHES, ENDS_BY_SIGNAL = 0.5, 0.6, 0.7
 """Learning rates at which a job raises a known error, an unknown one, or ends as after a signal."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from graphmoe.cli import LONGEST_LINE
-from graphmoe.config import RunConfig
+from graphmoe.config.arguments import LONGEST_LINE
+from graphmoe.config.schema import RunConfig
 from tests.runs import TINY, Command
 
 pytestmark = pytest.mark.slow

@@ -13,14 +13,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe import bench, timing
-from graphmoe.benchmarks import cases as cases_module
-from graphmoe.benchmarks import peers
-from graphmoe.benchmarks.cases import Alternative, Case, Floor, Run, run_case, without_folders
-from graphmoe.benchmarks.grouped_mlp_cases import grouped_mlp_cases
-from graphmoe.benchmarks.ops_suite import FULL, TINY, _loss_case, ops_suite
-from graphmoe.benchmarks.routing import route
-from graphmoe.cli import run_tool
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench import cases as cases_module
+from graphmoe.bench import peers
+from graphmoe.bench.cases import Alternative, Case, Floor, Run, run_case, without_folders
+from graphmoe.bench.grouped_mlp_cases import grouped_mlp_cases
+from graphmoe.bench.ops_suite import FULL, TINY, _loss_case, ops_suite
+from graphmoe.bench.routing import route
+from graphmoe.config.arguments import run_tool
+from graphmoe.ops import timing
 from tests import bench_peers
 
 CPU = torch.device("cpu")

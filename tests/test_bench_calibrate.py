@@ -7,18 +7,18 @@ import json
 import pytest
 import torch
 
-from graphmoe import bench
-from graphmoe.benchmarks import projection_suite
-from graphmoe.benchmarks.calibrate_suite import CalibrateRow, card_of_device, num_segments, rates_of_rows
-from graphmoe.benchmarks.own_process import ProcessFailed
-from graphmoe.benchmarks.projection_suite import FULL, TINY, projected, projection_cases
-from graphmoe.benchmarks.words import compose_config
-from graphmoe.config import ConfigError
-from graphmoe.metrics_file import METRICS_FILE
-from graphmoe.projected_memory import allocated_bytes
-from graphmoe.projection.hardware import H200
-from graphmoe.projection.rates import CLASSES, NVIDIA, rates_of, share_at
-from graphmoe.run_folder import SUMMARY_FILE
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench import projection_suite
+from graphmoe.bench.calibrate_suite import CalibrateRow, card_of_device, num_segments, rates_of_rows
+from graphmoe.bench.own_process import ProcessFailed
+from graphmoe.bench.projection_suite import FULL, TINY, projected, projection_cases
+from graphmoe.bench.words import compose_config
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.costs.hardware import H200
+from graphmoe.plan.costs.rates import CLASSES, NVIDIA, rates_of, share_at
+from graphmoe.project.projected_memory import allocated_bytes
+from graphmoe.run.folder import SUMMARY_FILE
+from graphmoe.run.metrics_file import METRICS_FILE
 
 
 def run(*words: str):

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from graphmoe import bench
-from graphmoe.benchmarks import ladder_suite
-from graphmoe.benchmarks.cases import FLOPS_PER_S
-from graphmoe.benchmarks.ladder_suite import RUNGS, LadderCase, ladder_cases, run_rung
-from graphmoe.benchmarks.ladder_table import LadderRow, draw_ladder, take_gains
-from graphmoe.benchmarks.words import compose_config, key_of
-from graphmoe.config import ConfigError
-from graphmoe.flops import flops_per_token
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench import ladder_suite
+from graphmoe.bench.cases import FLOPS_PER_S
+from graphmoe.bench.ladder_suite import RUNGS, LadderCase, ladder_cases, run_rung
+from graphmoe.bench.ladder_table import LadderRow, draw_ladder, take_gains
+from graphmoe.bench.words import compose_config, key_of
+from graphmoe.config.schema import ConfigError
+from graphmoe.model.flops import flops_per_token
 from tests.runs import ROOT
 
 EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"
@@ -174,7 +174,7 @@ def test_a_job_that_is_late_is_ended_with_its_workers(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_benchmark_that_is_killed_leaves_no_job(tmp_path, number):
     code = (
-        "import sys, tempfile; from graphmoe.benchmarks.ladder_suite import LadderCase, run_rung;"
+        "import sys, tempfile; from graphmoe.bench.ladder_suite import LadderCase, run_rung;"
         "tempfile.tempdir = sys.argv[1]; run_rung(LadderCase('a', '', tuple(sys.argv[2:])), 2, 10, 300)"
     )
     bench_process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), *endless()], cwd=ROOT)

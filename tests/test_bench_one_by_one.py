@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe import bench
-from graphmoe.benchmarks.one_by_one import keep, one_by_one
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench.one_by_one import keep, one_by_one
 
 
 @dataclass

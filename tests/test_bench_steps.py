@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe import bench
-from graphmoe.benchmarks import step_suite
-from graphmoe.benchmarks.own_process import ProcessFailed, in_own_process
-from graphmoe.benchmarks.step_suite import step_cases
-from graphmoe.benchmarks.step_table import StepRow
-from graphmoe.benchmarks.step_times import (
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench import step_suite
+from graphmoe.bench.own_process import ProcessFailed, in_own_process
+from graphmoe.bench.step_suite import step_cases
+from graphmoe.bench.step_table import StepRow
+from graphmoe.bench.step_times import (
     HOST_STEPS,
     PROFILED_STEPS,
     WARM_UP_STEPS,
@@ -27,8 +27,8 @@ from graphmoe.benchmarks.step_times import (
     largest,
     union_us,
 )
-from graphmoe.benchmarks.words import compose_config, words_of
-from graphmoe.config import ConfigError
+from graphmoe.bench.words import compose_config, words_of
+from graphmoe.config.schema import ConfigError
 
 
 def test_none_is_measured_first_and_last_at_each_shape():

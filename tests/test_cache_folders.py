@@ -4,8 +4,8 @@ import pwd
 
 import pytest
 
-from graphmoe.cache_folders import cache_root
-from graphmoe.config import ConfigError
+from graphmoe.config.cache_folders import cache_root
+from graphmoe.config.schema import ConfigError
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from graphmoe import cache as tool
-from graphmoe.cli import run_tool
-from graphmoe.config import ConfigError, RunConfig
-from graphmoe.config_rules import resolve
-from runtime.cache.key import key_of
-from runtime.cache.store import CompileCache
+from graphmoe.config.arguments import run_tool
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.plan.rules.check import resolve
+from graphmoe.runtime.cache.key import key_of
+from graphmoe.runtime.cache.store import CompileCache
 from tests.runtime.cache.cache_contents import empty_cache
 
 FACTS = {"base.device": "GPU", "graph.scope": ["attn", "mlp"], "model.top_k": 2}

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from graphmoe.cli import emit, file_problems, nearest, parse_args, print_error, run_tool, usage
-from graphmoe.config import ConfigError, OutputFormat
-from graphmoe.field_docs import field_docs
+from graphmoe.config.arguments import emit, file_problems, nearest, parse_args, print_error, run_tool, usage
+from graphmoe.config.field_docs import field_docs
+from graphmoe.config.schema import ConfigError, OutputFormat
 
 
 class Colour(enum.Enum):
@@ -296,7 +296,7 @@ def test_a_tool_reads_the_words_of_the_command_line(monkeypatch):
 def test_a_reader_that_leaves_early_is_no_error(output, text):
     code = f"""
 from rich.console import Group
-from graphmoe.cli import OutputFormat, emit
+from graphmoe.config.arguments import OutputFormat, emit
 emit(["a"] * 100_000, {text}, OutputFormat.{output})
 """
     with subprocess.Popen(

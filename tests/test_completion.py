@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from graphmoe import completion
+from graphmoe.config import completion
 from tests.runs import ROOT
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

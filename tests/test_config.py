@@ -12,20 +12,12 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-import conf
-from graphmoe.config import (
-    ComputeDtype,
-    DeviceChoice,
-    ModelConfig,
-    RunConfig,
-)
-from graphmoe.config_errors import known_keys
-from graphmoe.config_rules import (
-    resolve,
-    violations,
-)
-from graphmoe.entry import to_config, to_plain
-from graphmoe.field_docs import field_docs
+from graphmoe import conf
+from graphmoe.command.errors import known_keys
+from graphmoe.command.hydra import to_config, to_plain
+from graphmoe.config.field_docs import field_docs
+from graphmoe.config.schema import ComputeDtype, DeviceChoice, ModelConfig, RunConfig
+from graphmoe.plan.rules.check import resolve, violations
 from tests.runs import command, config
 
 CONF = Path(conf.__path__[0])
@@ -42,7 +34,7 @@ NEEDED = {  # what an option cannot choose for the user
 def composed():
     """Composes words as the command line does."""
     ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("graphmoe.conf", version_base="1.3"):
         yield lambda *words: to_config(compose("config", list(words)))
 
 

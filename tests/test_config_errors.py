@@ -11,9 +11,9 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from graphmoe.config import RunConfig
-from graphmoe.config_errors import USUAL_NAMES, explain, known_keys, nearest_key
-from graphmoe.entry import to_config
+from graphmoe.command.errors import USUAL_NAMES, explain, known_keys, nearest_key
+from graphmoe.command.hydra import to_config
+from graphmoe.config.schema import RunConfig
 from tests.runs import ROOT, TINY, command
 
 
@@ -29,7 +29,7 @@ def message_of():
             to_config(compose("config", [*words, *path]))
         return explain(caught.value, argv)
 
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("graphmoe.conf", version_base="1.3"):
         yield of
 
 

@@ -8,11 +8,8 @@ import typing
 import pytest
 from omegaconf import OmegaConf
 
-from graphmoe.config import (
-    ConfigError,
-    RunConfig,
-)
-from graphmoe.config_rules import (
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.plan.rules.check import (
     BELOW_ONE,
     NOT_NEGATIVE,
     POSITIVE,

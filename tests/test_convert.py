@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
-from graphmoe.cli import run_tool
-from graphmoe.config import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
+from graphmoe.config.arguments import run_tool
+from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
 from graphmoe.convert import ConvertArgs, WeightDtype, convert, main
 from graphmoe.data.tokenizer import END_OF_TEXT, train_bpe
 from graphmoe.model import build_model
-from graphmoe.weights import (
+from graphmoe.run.weights import (
     FolderKind,
     explained_mismatch,
     kind_of,
@@ -145,7 +145,7 @@ def test_a_disk_that_takes_no_weights_is_one_line(run, tmp_path, monkeypatch):
     def full(*arguments, **named):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("graphmoe.model.hf.shards.save_file", full)
+    monkeypatch.setattr("graphmoe.checkpoint.hf.shards.save_file", full)
     with pytest.raises(ConfigError, match=r"out/model.safetensors cannot be written: .*No space left"):
         main([f"from={run[0]}", f"to={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()

@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from graphmoe import cache, convert, generate, pipeline_view, report, trace, training
-from graphmoe.config import ConfigError
-from graphmoe.entry import to_plain
-from graphmoe.plan import plan_of
-from graphmoe.world import World
-from runtime.launch.failures import RunFailed
-from runtime.pipeline import recording_file
+from graphmoe import cache, convert, generate
+from graphmoe.command.hydra import to_plain
+from graphmoe.config.schema import ConfigError
+from graphmoe.pipeline_view import __main__ as pipeline_view
+from graphmoe.plan.plan import plan_of
+from graphmoe.report import __main__ as report
+from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.runtime.pipeline import recording_file
+from graphmoe.runtime.ranks import World
+from graphmoe.trace import __main__ as trace
+from graphmoe.training import run as training
 from tests.damage import MOST_S, TooLong, damage, fresh_copy, limited
 from tests.kineto import FACTS, two_steps
 from tests.pipeline_timelines import two_ranks

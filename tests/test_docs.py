@@ -24,13 +24,13 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.cli import parse_args
-from graphmoe.config import ConfigError, ModelConfig, MoEConfig, RunConfig
-from graphmoe.config_errors import explain
-from graphmoe.entry import Complete, to_config
+from graphmoe.command.errors import explain
+from graphmoe.command.hydra import Complete, to_config
+from graphmoe.config.arguments import parse_args
+from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig, RunConfig
+from graphmoe.config.segment_names import SEGMENT_NAMES
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
-from graphmoe.projection.arguments import ProjectArgs, completed, split_words
-from graphmoe.segment_names import SEGMENT_NAMES
+from graphmoe.project.arguments import ProjectArgs, completed, split_words
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -138,7 +138,7 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
     assert swept <= args.multirun, "a comma outside brackets is a sweep, which needs -m"
     ConfigStore.instance().store(name="schema", node=RunConfig)
     for chosen in itertools.product(*map(words_for, parsed)):
-        with initialize_config_module("conf", version_base="1.3"):
+        with initialize_config_module("graphmoe.conf", version_base="1.3"):
             to_config(compose("config", overrides=list(chosen)), complete=complete)
 
 

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from graphmoe import doctor
-from graphmoe.cli import run_tool
-from graphmoe.config import AttentionBackend, ExpertsBackend
-from graphmoe.vendor_dispatch import BUFFERED
+from graphmoe.config.arguments import run_tool
+from graphmoe.config.schema import AttentionBackend, ExpertsBackend
+from graphmoe.plan.vendor_dispatch import BUFFERED
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe import doctor_host
-from graphmoe.doctor_host import environment, host, node_of_gpu
+from graphmoe.runtime.host import facts as doctor_host
+from graphmoe.runtime.host.facts import environment, host, node_of_gpu
 from tests.runtime.host.machine import Machine
 from tests.test_doctor import shown
 

@@ -13,31 +13,30 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from graphmoe import layout as layouts
-from graphmoe.config import ComputeDtype, ConfigError
-from graphmoe.dry_run import DryExecution, dry_run, run_watched
-from graphmoe.dry_run_report import FILE, ranks_in_words, render, verdict
-from graphmoe.layout import Layout
+from graphmoe.config.schema import ComputeDtype, ConfigError
 from graphmoe.model import build_model
+from graphmoe.model.sizes import state_bytes
 from graphmoe.ops.collectives import use_groups
-from graphmoe.optim import Optimizer
-from graphmoe.pipelined import micro_batches_of
-from graphmoe.plan import plan_of
+from graphmoe.optim.arriving_weights import ArrivingWeights
+from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan import layout as layouts
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
+from graphmoe.runtime.dispatch import make_dispatcher
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
+from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.segments import run_segments
-from graphmoe.sizes import state_bytes
-from graphmoe.torch_compat import fake_process_group
-from graphmoe.train_step import TrainStep
-from graphmoe.world import World
-from runtime.arriving_weights import ArrivingWeights
-from runtime.dispatch import make_dispatcher
-from runtime.dispatch.balanced import BalancedAllToAll
-from runtime.dry import collectives
-from runtime.dry.collectives import CollectiveLog, WrongGroup, check_experts, check_groups
-from runtime.dry.inside import bytes_inside
-from runtime.dry.memory import MemoryLog
-from runtime.dry.pipeline import WatchedChannels
-from runtime.dry.watch import StepWatch
-from runtime.mesh import Mesh
+from graphmoe.training.dry_run import DryExecution, collectives, dry_run, run_watched
+from graphmoe.training.dry_run.balanced import BalancedAllToAll
+from graphmoe.training.dry_run.collectives import CollectiveLog, WrongGroup, check_experts, check_groups
+from graphmoe.training.dry_run.inside import bytes_inside
+from graphmoe.training.dry_run.memory import MemoryLog
+from graphmoe.training.dry_run.pipeline import WatchedChannels
+from graphmoe.training.dry_run.report import FILE, ranks_in_words, render, verdict
+from graphmoe.training.dry_run.watch import StepWatch
+from graphmoe.training.pipelined import micro_batches_of
+from graphmoe.training.step import TrainStep
 from tests.distributed.ranks import Job
 from tests.runs import command, config
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from graphmoe.dry_run_report import render
-from graphmoe.layout import Layout
-from graphmoe.torch_compat import fake_process_group
-from runtime.dry.collectives import CollectiveLog, WrongGroup
-from runtime.dry.memory import MemoryLog
-from runtime.dry.watch import StepWatch
-from runtime.mesh import Mesh
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.torch_compat import fake_process_group
+from graphmoe.training.dry_run.collectives import CollectiveLog, WrongGroup
+from graphmoe.training.dry_run.memory import MemoryLog
+from graphmoe.training.dry_run.report import render
+from graphmoe.training.dry_run.watch import StepWatch
 from tests.test_dry_run import dry
 
 PIPELINES = {

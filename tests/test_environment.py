@@ -9,10 +9,10 @@ import psutil
 import pytest
 import torch
 
-from graphmoe.config import ConfigError, HostConfig, ModelConfig
-from graphmoe.environment import check_memory, check_processes, describe
-from graphmoe.plan import plan_of
-from graphmoe.sizes import count_parameters, state_bytes
+from graphmoe.config.schema import ConfigError, HostConfig, ModelConfig
+from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.plan.plan import plan_of
+from graphmoe.run.machine import check_memory, check_processes, describe
 from tests.runs import TINY, config
 
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe import execution
-from graphmoe.config import ConfigError
-from graphmoe.execution import Execution, mlp_shape, refuse_waiting_experts
-from graphmoe.layout import Layout
-from graphmoe.plan import plan_of
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
+from graphmoe.training import executor as execution
+from graphmoe.training.executor import Execution, mlp_shape, refuse_waiting_experts
 from tests.runs import config, trainer_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

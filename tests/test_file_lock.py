@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from graphmoe import file_lock
-from graphmoe.checkpoint.durable import write_durably
-from graphmoe.config import ConfigError
-from graphmoe.file_lock import FileLock
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.host import file_lock
+from graphmoe.runtime.host.durable import write_durably
+from graphmoe.runtime.host.file_lock import FileLock
 from tests.runs import ROOT
 
 
@@ -42,7 +42,7 @@ from pathlib import Path
 def refuse(descriptor, operation):
     raise OSError(errno.ENOLCK, "no locks")
 fcntl.flock = refuse
-from graphmoe.file_lock import FileLock
+from graphmoe.runtime.host.file_lock import FileLock
 path, mine = Path(sys.argv[1]), Path(sys.argv[2])
 for number in range(200):
     lock = FileLock.take(path)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from graphmoe.flat_buffers import ALIGNMENT, Placement
-from graphmoe.layout import Layout
-from graphmoe.sizes import count_parameters, state_bytes
+from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.optim.flat_buffers import ALIGNMENT, Placement
+from graphmoe.plan.layout import Layout
 from tests.test_presets import load_preset
 
 SHAPES = ((37, 5), (11,), (20, 20), (3, 9, 8), (70,), (41, 7), (1,), (2, 1000))

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe.cli import run_tool
-from graphmoe.config import ConfigError
+from graphmoe.config.arguments import run_tool
+from graphmoe.config.schema import ConfigError
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.generate import generate, load_model, main, model_of_one_rank
-from graphmoe.layout import Layout
 from graphmoe.model import build_model
-from graphmoe.receive_budget import Load
-from graphmoe.weights import run_config
-from runtime.dispatch.symm import Symm
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.receive_budget import Load
+from graphmoe.run.weights import run_config
+from graphmoe.runtime.dispatch.symm import Symm
 from tests.runs import TINY, assert_same_state, command, config, train_in
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.config import LaunchConfig, ParallelConfig, RunConfig
+from graphmoe.config.schema import LaunchConfig, ParallelConfig, RunConfig
 from graphmoe.info import describe, render, smallest_layout
-from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import with_one_micro_batch
-from graphmoe.plan import plan_of
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.plan import with_one_micro_batch
+from graphmoe.plan.plan import plan_of
 from tests.runs import config
 from tests.test_presets import BILLIONS, PRESETS, load_preset
 

@@ -17,10 +17,10 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from graphmoe.config import ConfigError, LaunchConfig
-from runtime.launch.elastic import RankLogs, _added_to_environment
-from runtime.launch.failures import Failure, RunFailed, first_failure, write_failure
-from runtime.launch.nodes import find_nodes
+from graphmoe.config.schema import ConfigError, LaunchConfig
+from graphmoe.runtime.launch.elastic import RankLogs, _added_to_environment
+from graphmoe.runtime.launch.failures import Failure, RunFailed, first_failure, write_failure
+from graphmoe.runtime.launch.nodes import find_nodes
 from tests.faults import HANG_AT, HOLD, RAISE_AT, SIGNAL_AT, STEP_S
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY, Command, command, metrics, numbers
@@ -385,6 +385,7 @@ def test_nodes_without_a_place_to_meet_are_refused(monkeypatch):
 
 def test_a_worker_whose_launcher_was_gone_before_it_could_ask_ends_at_once():
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "GRAPHMOE_LAUNCHER_PID": "1"}
-    line = [sys.executable, "-c", "from graphmoe.signals import die_with_launcher as d; d(); print('alive')"]
+    script = "from graphmoe.runtime.host import signals as s; s.die_with_launcher(); print('alive')"
+    line = [sys.executable, "-c", script]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")

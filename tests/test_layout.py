@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from graphmoe.config import ConfigError, ParallelConfig
-from graphmoe.layout import ALONE, AXES, DENSE, EXPERT, Cut, Layout, ParameterLayout, own_part
+from graphmoe.config.schema import ConfigError, ParallelConfig
+from graphmoe.plan.layout import ALONE, AXES, DENSE, EXPERT, Cut, Layout, ParameterLayout, own_part
 
 LAYOUTS = [
     Layout(),

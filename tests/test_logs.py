@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from graphmoe.logs import LogFile
+from graphmoe.runtime.host.logs import LogFile
 from tests.faulty_disk import no_file_beyond
 from tests.runs import ROOT, TINY
 
@@ -36,8 +36,8 @@ def test_a_console_that_takes_no_more_is_named_once_in_the_log_and_ends_nothing(
     code = f"""
 import logging, sys
 from pathlib import Path
-from graphmoe.logs import console, start_logging
-from graphmoe.progress import Progress
+from graphmoe.runtime.host.logs import console, start_logging
+from graphmoe.run.progress import Progress
 start_logging(Path({str(tmp_path)!r}), "rank0", on_console=True)
 sys.stdin.readline()
 with Progress(console(), 3, wanted=True):

@@ -4,9 +4,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from graphmoe.entry import load_config, schema, to_config, to_plain
-from graphmoe.masking import masked_line, masked_words
-from graphmoe.run_folder import claim
+from graphmoe.command.hydra import load_config, schema, to_config, to_plain
+from graphmoe.config.masking import masked_line, masked_words
+from graphmoe.run.folder import claim
 from tests.runs import TINY, command
 
 

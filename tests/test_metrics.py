@@ -13,14 +13,23 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from graphmoe.config import ConfigError, LogConfig
-from graphmoe.expert_loads import EXPERT_LOADS_FILE, MAX_LINES, ExpertLoads
-from graphmoe.flops import flops_per_token
-from graphmoe.metrics import MetricsWriter, Throughput, log_line, to_json
-from graphmoe.metrics_file import read_lines, read_rows, summarise
+from graphmoe.config.schema import ConfigError, LogConfig
+from graphmoe.model.flops import flops_per_token
 from graphmoe.model.moe import ROUTER_STATS
-from graphmoe.run_records import ExpertLoad
-from graphmoe.step_rows import OF_STEP, RECEIVED, SCALARS, StepClock, StepRow, StepRows, device_row, seconds
+from graphmoe.run.metrics_file import read_lines, read_rows, summarise
+from graphmoe.run.records import ExpertLoad
+from graphmoe.training.expert_loads import EXPERT_LOADS_FILE, MAX_LINES, ExpertLoads
+from graphmoe.training.metrics import MetricsWriter, Throughput, log_line, to_json
+from graphmoe.training.step_rows import (
+    OF_STEP,
+    RECEIVED,
+    SCALARS,
+    StepClock,
+    StepRow,
+    StepRows,
+    device_row,
+    seconds,
+)
 from tests.faulty_disk import no_file_beyond
 from tests.runs import config, metrics, train_in
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cache.key import source_hashes
+from graphmoe.runtime.cache.key import source_hashes
 from tests.faults import HANG_AT, RAISE_AT, STEP_S
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY
@@ -23,14 +23,14 @@ from tests.runs import ROOT, TINY
 pytestmark = pytest.mark.slow
 
 MOVES = {
-    "graphmoe.world": "runtime.ranks",
-    "graphmoe.agreement": "graphmoe.stop.flag",
-    "graphmoe.reduction": "graphmoe.sums.reduction",
-    "graphmoe.step_rows": "graphmoe.rows",
-    "graphmoe.sweep": "graphmoe.command.job",
+    "graphmoe.runtime.ranks": "graphmoe.runtime.launch.world",
+    "graphmoe.training.stop": "graphmoe.stop.flag",
+    "graphmoe.optim.reduction": "graphmoe.sums.reduction",
+    "graphmoe.training.step_rows": "graphmoe.rows",
+    "graphmoe.command.sweep.job": "graphmoe.command.job",
     "graphmoe.ops.collectives": "graphmoe.ops.axes",
-    "runtime.launch.stamps": "runtime.watch.signs",
-    "runtime.launch.hangs": "runtime.watch.hangs",
+    "graphmoe.runtime.launch.stamps": "graphmoe.runtime.watch.signs",
+    "graphmoe.runtime.launch.hangs": "graphmoe.runtime.watch.hangs",
 }
 TRAIN = ("-m", "graphmoe.train", *TINY, *FAULTY)
 TWO = ("launch.nproc=2", "train.steps=6", "checkpoint.interval=2", "hydra.run.dir=run")
@@ -40,8 +40,8 @@ TWO = ("launch.nproc=2", "train.steps=6", "checkpoint.interval=2", "hydra.run.di
 def moved(tmp_path_factory) -> Path:
     """A copy of the packages in which modules lie elsewhere, and their importers know it."""
     root: Path = tmp_path_factory.mktemp("moved")
-    for package in ("conf", "graphmoe", "passes", "runtime"):
-        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "graphmoe", root / "graphmoe", ignore=ignored)  # with what its links point to
     (root / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "faults.py", root / "tests")
     for before, after in MOVES.items():
@@ -112,7 +112,7 @@ def test_a_sweep_has_its_page(begin, tmp_path):
 
 
 def test_the_cache_key_holds_each_source_wherever_it_lies(begin):
-    code = "import json; from runtime.cache.key import source_hashes; print(json.dumps(source_hashes()))"
+    code = "import json; from graphmoe.runtime.cache import key; print(json.dumps(key.source_hashes()))"
     there, here = json.loads(begin("-c", code).communicate()[0]), source_hashes()
     changed = {folder for folder in {*here, *there} if here.get(folder) != there.get(folder)}
     assert {str(Path(name.replace(".", "/")).parent) for name in (*MOVES, *MOVES.values())} <= changed

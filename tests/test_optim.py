@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config import LrSchedule, OptimConfig, TrainConfig
-from graphmoe.optim import Optimizer, update_selection_bias
-from passes import PassRunner
-from runtime.compiled import CompiledSegments
-from runtime.tracing import fakes_of, trace_in_place
+from graphmoe.config.schema import LrSchedule, OptimConfig, TrainConfig
+from graphmoe.optim.zero1 import Optimizer, update_selection_bias
+from graphmoe.passes import PassRunner
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from tests.tolerances import TOLERANCES, relative_error
 
 LOSS = torch.tensor(1.0)

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from graphmoe.flops import flops_per_token
-from graphmoe.sizes import count_parameters
+from graphmoe.model.flops import flops_per_token
+from graphmoe.model.sizes import count_parameters
 from tests.test_presets import PRESETS, load_preset
 
 

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from graphmoe import pipeline_balance
-from graphmoe.config import ConfigError
-from graphmoe.pipeline_balance import balanced_layout
-from graphmoe.pipeline_layout import parse_layout
-from runtime.pipeline.actions import Placement
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline import balance as pipeline_balance
+from graphmoe.plan.pipeline.actions import Placement
+from graphmoe.plan.pipeline.balance import balanced_layout
+from graphmoe.plan.pipeline.stages import parse_layout
 
 
 def parts_of(costs: list[float]) -> list[tuple[str, float]]:

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from graphmoe.pipeline_comparison import run_slower_than_1f1b, slower_than_1f1b
-from runtime.pipeline.schedules import SCHEDULES, make_table, placement_of
-from runtime.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b, slower_than_1f1b
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
+from graphmoe.plan.pipeline.simulate import Costs, simulate
 from tests.runs import TINY, config
 
 

@@ -7,16 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphmoe.config import ConfigError, ModelConfig, MoEConfig
+from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
-from graphmoe.pipeline_balance import balanced_layout
-from graphmoe.pipeline_costs import (
-    DENSE_SEGMENTS,
-    MOE_SEGMENTS,
-    measured_parts,
-    stage_costs,
-)
-from graphmoe.projection.part_times import modelled_parts
+from graphmoe.plan.costs.part_times import modelled_parts
+from graphmoe.plan.pipeline.balance import balanced_layout
+from graphmoe.plan.pipeline.costs import DENSE_SEGMENTS, MOE_SEGMENTS, measured_parts, stage_costs
 
 
 def test_a_stage_costs_the_sum_of_its_parts():

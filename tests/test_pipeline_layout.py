@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from graphmoe.config import ConfigError
-from graphmoe.pipeline_layout import MAX_SIGNS, StagePieces, parse_layout, pieces_of, short_layout
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.stages import MAX_SIGNS, StagePieces, parse_layout, pieces_of, short_layout
 
 EXAMPLE = "Et|(tt|)*6L"
 
@@ -159,6 +159,6 @@ def test_repetitions_are_shown_where_they_are_shorter():
 
 
 def test_layouts_need_no_torch():
-    code = "import sys, graphmoe.pipeline_layout, graphmoe.pipeline_costs; print('torch' in sys.modules)"
+    code = "import sys; from graphmoe.plan.pipeline import costs, stages; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -10,12 +10,12 @@ import sys
 import pytest
 from matplotlib.image import imread
 
-from graphmoe.config import ConfigError
-from graphmoe.pipeline_pictures.bars import COLOURS, Panel, bars_of, idle_shares, summary, text_colour
-from graphmoe.pipeline_pictures.chart import draw_chart
-from graphmoe.pipeline_pictures.page import timeline_figure, write_page
-from runtime.pipeline.actions import Action
-from runtime.pipeline.timeline import Span
+from graphmoe.config.schema import ConfigError
+from graphmoe.pipeline_view.bars import COLOURS, Panel, bars_of, idle_shares, summary, text_colour
+from graphmoe.pipeline_view.chart import draw_chart
+from graphmoe.pipeline_view.page import timeline_figure, write_page
+from graphmoe.plan.pipeline.actions import Action
+from graphmoe.plan.pipeline.timeline import Span
 from tests.pipeline_timelines import folded_in_turns, long_timeline, two_ranks
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import pipeline_of
-from graphmoe.projection import step_time
-from graphmoe.projection.arguments import ProjectArgs, completed
-from graphmoe.projection.document import project
-from runtime.pipeline.schedules import make_table
-from runtime.pipeline.simulate import simulate
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.plan import pipeline_of
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.simulate import simulate
+from graphmoe.project import step_time
+from graphmoe.project.arguments import ProjectArgs, completed
+from graphmoe.project.document import project
 from tests.runs import config
 
 WORDS = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global_batch_size=64")

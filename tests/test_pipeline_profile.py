@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from graphmoe.pipeline_profile import _Part, in_common_time
-from graphmoe.plan import plan_of
-from graphmoe.training import warn_of_unused
-from graphmoe.world import World
-from runtime.pipeline.actions import Action
-from runtime.pipeline.timeline import Span
+from graphmoe.plan.pipeline.actions import Action
+from graphmoe.plan.pipeline.timeline import Span
+from graphmoe.plan.plan import plan_of
+from graphmoe.runtime.ranks import World
+from graphmoe.training.profile_pipeline import _Part, in_common_time
+from graphmoe.training.run import warn_of_unused
 from tests.runs import config
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe import pipeline_view as tool
-from graphmoe.cli import run_tool
-from graphmoe.config import ConfigError
-from graphmoe.pipeline_pictures.plans import load_preset
-from graphmoe.pipeline_pictures.sources import median_costs
-from graphmoe.projection.part_times import modelled_parts
-from runtime.pipeline.actions import Placement
-from runtime.pipeline.recording_file import FILE_NAME, write
-from runtime.pipeline.schedules import SCHEDULES, make_table
-from runtime.pipeline.simulate import Costs, simulate
+from graphmoe.config.arguments import run_tool
+from graphmoe.config.schema import ConfigError
+from graphmoe.pipeline_view import __main__ as tool
+from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.pipeline_view.sources import median_costs
+from graphmoe.plan.costs.part_times import modelled_parts
+from graphmoe.plan.pipeline.actions import Placement
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.runtime.pipeline.recording_file import FILE_NAME, write
 from tests.pipeline_timelines import two_ranks
 from tests.runs import ROOT
 

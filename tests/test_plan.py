@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe.config import ConfigError, DispatcherChoice, Transport
-from graphmoe.layout import Layout
-from graphmoe.plan import plan_of
+from graphmoe.config.schema import ConfigError, DispatcherChoice, Transport
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
 from tests.runs import ROOT, config
 
 DECISIONS = {
@@ -18,9 +18,10 @@ DECISIONS = {
     "reads_peers", "routed_tokens", "transport_of_run", "worst_load",
 }  # fmt: skip
 BEFORE_THE_PLAN = {
-    "graphmoe/config_rules.py", "graphmoe/dispatch_rules.py", "graphmoe/dry_run_rules.py", "graphmoe/info.py",
-    "graphmoe/pipeline_comparison.py", "graphmoe/pipeline_plan.py", "graphmoe/plan.py",
-    "graphmoe/receive_budget.py", "graphmoe/train.py",
+    "graphmoe/info.py", "graphmoe/plan/rules/check.py", "graphmoe/plan/rules/experts.py",
+    "graphmoe/plan/rules/dry_run.py",
+    "graphmoe/plan/pipeline/comparison.py", "graphmoe/plan/pipeline/plan.py", "graphmoe/plan/plan.py",
+    "graphmoe/plan/receive_budget.py", "graphmoe/train.py",
 }  # fmt: skip
 """Files that check a configuration, or make plans of it."""
 
@@ -62,4 +63,4 @@ def test_what_builds_and_runs_a_model_asks_the_plan():
     files = [*ROOT.glob("graphmoe/*.py"), *ROOT.glob("graphmoe/model/*.py"), *ROOT.glob("runtime/**/*.py")]
     asking = {str(file.relative_to(ROOT)): found for file in files if (found := called_in(file) & DECISIONS)}
     assert {name: found for name, found in asking.items() if name not in BEFORE_THE_PLAN} == {}
-    assert asking.keys() >= {"graphmoe/plan.py"}
+    assert asking.keys() >= {"graphmoe/plan/plan.py"}

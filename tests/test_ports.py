@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from graphmoe.config import LaunchConfig
-from runtime.launch.nodes import find_nodes, interface_of, listen_at
+from graphmoe.config.schema import LaunchConfig
+from graphmoe.runtime.launch.nodes import find_nodes, interface_of, listen_at
 from tests.faults import STEP_S
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY

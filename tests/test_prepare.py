@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import open_data
 from graphmoe.data.cache import sha256_of
 from graphmoe.data.contents import read_summed_file

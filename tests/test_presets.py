@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from graphmoe.config import AttentionKind, AuxLoss, GroupScore, ModelConfig, RopeScaling, ScoreFunction
-from graphmoe.sizes import count_parameters
+from graphmoe.config.schema import AttentionKind, AuxLoss, GroupScore, ModelConfig, RopeScaling, ScoreFunction
+from graphmoe.model.sizes import count_parameters
 
 FOLDER = Path(__file__).parents[1] / "conf" / "model"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

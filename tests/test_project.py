@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-from graphmoe.config_errors import known_keys
-from graphmoe.projection.arguments import check_words
-from graphmoe.projection.memory import MEMORY_KINDS
-from graphmoe.projection.tables import verdict
+from graphmoe.command.errors import known_keys
+from graphmoe.project.arguments import check_words
+from graphmoe.project.memory import MEMORY_KINDS
+from graphmoe.project.tables import verdict
 from tests.runs import ROOT, command
 
 CHART = ("model=moe_1t", "hardware=mi300x", "nodes=96", "train.micro_batch_size=1")

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from graphmoe.project import EXAMPLES
+from graphmoe.project.__main__ import EXAMPLES
 from tests.runs import ROOT, command
 from tests.test_docs import rows_below
 

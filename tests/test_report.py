@@ -12,26 +12,26 @@ from pathlib import Path
 import pytest
 import yaml
 
-import graphmoe.expert_loads
-import graphmoe.projected_memory
-import graphmoe.run_folder
-import runtime.capture
-import runtime.compile_report
-import runtime.pipeline.recording_file
-from graphmoe import report
-from graphmoe.config import ConfigError
-from graphmoe.plan import plan_of
-from graphmoe.projected_memory import allocated_bytes, projected_memory
-from graphmoe.projection.memory import exact_memory
-from graphmoe.reports import run_data
-from graphmoe.reports.comparison import config_differences, names_of, numbers
-from graphmoe.reports.curves import MAX_POINTS, Curve, curve, curves_chart, thinned
-from graphmoe.reports.experts import MAX_CELLS, MAX_FRAMES, loads_chart
-from graphmoe.reports.memory import KINDS, OUTSIDE_ALLOCATOR, memory_remarks, projected_chart
-from graphmoe.reports.page import write_report
-from graphmoe.reports.run_data import read_run
-from graphmoe.reports.work import segments_section
-from graphmoe.training import leave_report
+import graphmoe.project.projected_memory
+import graphmoe.run.folder
+import graphmoe.runtime.capture.capture
+import graphmoe.runtime.compile.report
+import graphmoe.runtime.pipeline.recording_file
+import graphmoe.training.expert_loads
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.plan import plan_of
+from graphmoe.project.memory import exact_memory
+from graphmoe.project.projected_memory import allocated_bytes, projected_memory
+from graphmoe.report import __main__ as report
+from graphmoe.report import run_data
+from graphmoe.report.comparison import config_differences, names_of, numbers
+from graphmoe.report.curves import MAX_POINTS, Curve, curve, curves_chart, thinned
+from graphmoe.report.experts import MAX_CELLS, MAX_FRAMES, loads_chart
+from graphmoe.report.memory import KINDS, OUTSIDE_ALLOCATOR, memory_remarks, projected_chart
+from graphmoe.report.page import write_report
+from graphmoe.report.run_data import read_run
+from graphmoe.report.work import segments_section
+from graphmoe.training.run import leave_report
 from tests.kineto import KinetoTrace
 from tests.runs import config
 
@@ -65,14 +65,14 @@ def outside_scripts(page: Path) -> str:
 
 
 def test_files_have_the_names_that_their_writers_give_them():
-    assert run_data.CONFIG_FILE == graphmoe.run_folder.CONFIG_FILE
-    assert run_data.ENVIRONMENT_FILE == graphmoe.run_folder.ENVIRONMENT_FILE
-    assert run_data.SUMMARY_FILE == graphmoe.run_folder.SUMMARY_FILE
-    assert run_data.EXPERT_LOADS_FILE == graphmoe.expert_loads.EXPERT_LOADS_FILE
-    assert run_data.PROJECTION_FILE == graphmoe.projected_memory.PROJECTION_FILE
-    assert run_data.COMPILE_FILE == runtime.compile_report.REPORT_FILE
-    assert run_data.CAPTURE_FILE == runtime.capture.REPORT_FILE
-    assert run_data.PIPELINE_FILE == runtime.pipeline.recording_file.FILE_NAME
+    assert run_data.CONFIG_FILE == graphmoe.run.folder.CONFIG_FILE
+    assert run_data.ENVIRONMENT_FILE == graphmoe.run.folder.ENVIRONMENT_FILE
+    assert run_data.SUMMARY_FILE == graphmoe.run.folder.SUMMARY_FILE
+    assert run_data.EXPERT_LOADS_FILE == graphmoe.training.expert_loads.EXPERT_LOADS_FILE
+    assert run_data.PROJECTION_FILE == graphmoe.project.projected_memory.PROJECTION_FILE
+    assert run_data.COMPILE_FILE == graphmoe.runtime.compile.report.REPORT_FILE
+    assert run_data.CAPTURE_FILE == graphmoe.runtime.capture.capture.REPORT_FILE
+    assert run_data.PIPELINE_FILE == graphmoe.runtime.pipeline.recording_file.FILE_NAME
 
 
 def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):
@@ -194,7 +194,7 @@ def test_what_the_allocator_does_not_hold_is_apart_from_what_its_peak_is_compare
     document = projected_memory(plan)
     (place,) = exact_memory(compiled, plan.layout, on_nvidia=True)
     (kinds,) = document["places"]
-    assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.projected_memory.OUTSIDE_ALLOCATOR
+    assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.project.projected_memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}
     assert sum(size for kind, size in kinds.items() if kind != "total") == pytest.approx(kinds["total"])
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe import report
-from graphmoe.metrics_file import METRICS_FILE
-from graphmoe.pipeline_pictures.bars import Panel
-from graphmoe.pipeline_pictures.page import write_page as write_pipeline_page
-from graphmoe.sweep_folder import Job, JobStatus
-from graphmoe.sweep_page import write_page as write_sweep_page
-from runtime.pipeline.recording_file import FILE_NAME, write
-from runtime.pipeline.schedules import make_table
-from runtime.pipeline.simulate import Costs, simulate
+from graphmoe.command.sweep.folder import Job, JobStatus
+from graphmoe.command.sweep.page import write_page as write_sweep_page
+from graphmoe.pipeline_view.bars import Panel
+from graphmoe.pipeline_view.page import write_page as write_pipeline_page
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.report import __main__ as report
+from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.runtime.pipeline.recording_file import FILE_NAME, write
 from tests.browser import find_chromium, page_in_chromium
 from tests.runs import COMPILED, TINY, command
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from graphmoe.config import ConfigError
-from graphmoe.run_folder import announce, claim, cut_metrics, passed_over
+from graphmoe.config.schema import ConfigError
+from graphmoe.run.folder import announce, claim, cut_metrics, passed_over
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["graphmoe.run_folder"])
+_CONTEXT.set_forkserver_preload(["graphmoe.run.folder"])
 
 CONFIG = {"model": {"name": "tiny", "norm_eps": 1e-6, "tags": ["a"]}, "optim": {"lr": 3e-4}, "format": "text"}
 OTHER = {**CONFIG, "optim": {"lr": 1e-3}}
@@ -167,8 +167,8 @@ def test_what_cannot_be_read_in_an_old_folder_stops_no_new_run(tmp_path, caplog,
 
 
 def test_many_unfinished_runs_of_a_name_cost_little_and_few_are_listed(tmp_path, caplog):
-    from graphmoe.config import RunConfig
-    from graphmoe.entry import to_plain
+    from graphmoe.command.hydra import to_plain
+    from graphmoe.config.schema import RunConfig
 
     config = to_plain(RunConfig())
     text = yaml.safe_dump({**config, "run": {**config["run"], "seed": 99}}, sort_keys=False)

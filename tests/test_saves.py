@@ -10,11 +10,11 @@ import torch
 import yaml
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
-from graphmoe.config import ConfigError
-from graphmoe.entry import to_plain
+from graphmoe.command.hydra import to_plain
+from graphmoe.config.schema import ConfigError
 from graphmoe.model import Transformer
-from graphmoe.saves import Saves, TrainingStopped, first_not_finite
-from graphmoe.trainer import Trainer
+from graphmoe.training.saves import Saves, TrainingStopped, first_not_finite
+from graphmoe.training.trainer import Trainer
 from tests.runs import assert_same_state, config, final_state, train_in, trainer_in
 
 RUN = ("train.steps=12", "train.log_interval=1", "train.max_nonfinite=3", "checkpoint.interval=2")

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from graphmoe.config import LrSchedule, OptimConfig
-from graphmoe.schedule import LrNumbers, learning_rate
+from graphmoe.config.schema import LrSchedule, OptimConfig
+from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
 
 TOTAL = 50
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from graphmoe.torch_compat.pipelining import ScheduleRuntime
+from graphmoe.runtime.torch_compat.pipelining import ScheduleRuntime
 
 ORDERS = {
     0: [(("F", 0, 0),), (("F", 0, 1),), (("I", 0, 0),), (("B", 0, 1),), (("W", 0, 0),)],

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.segment_names import SEGMENT_NAMES
-from graphmoe.segments import (
-    DISPATCHER_STAGES,
-    Segment,
-    lowest_stage,
-    run_segments,
-    waiting_segments,
-)
+from graphmoe.config.segment_names import SEGMENT_NAMES
+from graphmoe.segments import DISPATCHER_STAGES, Segment, lowest_stage, run_segments, waiting_segments
 
 
 def test_the_names_stand_in_the_order_in_which_a_step_runs_them():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.model import Transformer
-from graphmoe.saves import TrainingStopped
+from graphmoe.training.saves import TrainingStopped
 from tests.runs import QUIET, TINY, command, metrics, train_in, trainer_in
 
 

@@ -12,8 +12,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-import conf
-from graphmoe.config import RunConfig
+from graphmoe import conf
+from graphmoe.config.schema import RunConfig
 from tests.runs import command
 
 SLURM = Path(conf.__path__[0], "hydra/launcher/slurm.yaml")
@@ -24,7 +24,7 @@ def launcher(*words: str) -> dict[str, Any]:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     Plugins.instance()
     ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("graphmoe.conf", version_base="1.3"):
         composed = compose("config", list(words), return_hydra_config=True)
     found = OmegaConf.to_container(composed.hydra.launcher)
     assert isinstance(found, dict)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from graphmoe import training
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.config import ConfigError
-from graphmoe.entry import to_plain
-from graphmoe.plan import plan_of
-from graphmoe.start_state import check_start
-from graphmoe.world import World
+from graphmoe.command.hydra import to_plain
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.plan import plan_of
+from graphmoe.runtime.ranks import World
+from graphmoe.training import run as training
+from graphmoe.training.start_state import check_start
 from tests.runs import TINY, config, train_in
 
 
@@ -38,7 +38,7 @@ def refusal(*words: str) -> str:
 
 @pytest.mark.parametrize("key", ["resume_from", "init_from"])
 def test_a_run_is_refused_before_its_data_are_opened_and_the_error_names_the_key(tmp_path, monkeypatch, key):
-    monkeypatch.setattr("graphmoe.trainer.open_data", lambda *a, **k: pytest.fail("data are opened"))
+    monkeypatch.setattr("graphmoe.training.trainer.open_data", lambda *a, **k: pytest.fail("data are opened"))
     with pytest.raises(ConfigError, match=f"^checkpoint.{key}=nowhere: nowhere (holds|is) no"):
         training.run_worker(plan_of(config(f"checkpoint.{key}=nowhere"), 1), tmp_path, World())
 
@@ -52,7 +52,7 @@ def test_the_command_refuses_before_there_is_a_folder(tmp_path, monkeypatch, cap
     if is_taken:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}')
-    monkeypatch.setattr("graphmoe.run_folder.claim", lambda *a, **k: pytest.fail("a folder is claimed"))
+    monkeypatch.setattr("graphmoe.run.folder.claim", lambda *a, **k: pytest.fail("a folder is claimed"))
     words = ["graphmoe.train", *TINY, f"checkpoint.{key}=nowhere", "hydra.run.dir=run"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as caught:

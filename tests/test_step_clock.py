@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphmoe import pipeline_profile
-from graphmoe.layout import Layout
-from graphmoe.pipeline_profile import PipelineProfile
-from graphmoe.step_rows import StepClock, seconds
+from graphmoe.plan.layout import Layout
+from graphmoe.training import profile_pipeline as pipeline_profile
+from graphmoe.training.profile_pipeline import PipelineProfile
+from graphmoe.training.step_rows import StepClock, seconds
 from tests.runs import config, metrics, trainer_in
 
 
@@ -21,7 +21,9 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("graphmoe.step_rows.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(
+            "graphmoe.training.step_rows.time", SimpleNamespace(perf_counter=lambda: self.now)
+        )
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         self._monkeypatch = monkeypatch
 

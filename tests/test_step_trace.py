@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from graphmoe.config import ConfigError
-from graphmoe.plan import plan_of
-from graphmoe.ranges import ranged, ranges_wanted
-from graphmoe.training import warn_of_unused
-from graphmoe.world import World
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.plan import plan_of
+from graphmoe.profiler_ranges import ranged, ranges_wanted
+from graphmoe.runtime.ranks import World
+from graphmoe.training.run import warn_of_unused
 from tests.runs import config, numbers, train_in, trainer_in
 
 SHORT = ("train.steps=4", "train.val_batches=0", "checkpoint.interval=2")

@@ -12,10 +12,10 @@ import yaml
 from safetensors.torch import save_file
 
 from graphmoe import convert, generate
-from graphmoe.config import ConfigError
-from graphmoe.entry import to_plain
-from graphmoe.stored_run import config_file, read_stored_run
-from graphmoe.weights import FolderKind, kind_of, open_weights, run_config
+from graphmoe.command.hydra import to_plain
+from graphmoe.config.schema import ConfigError
+from graphmoe.run.stored_run import config_file, read_stored_run
+from graphmoe.run.weights import FolderKind, kind_of, open_weights, run_config
 from tests.runs import config
 
 

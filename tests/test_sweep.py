@@ -18,10 +18,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from graphmoe.config import ConfigError, DeviceChoice, LaunchConfig, RunConfig
-from graphmoe.file_lock import FileLock
-from graphmoe.sweep import in_sweep, job_gpus
-from graphmoe.sweep_folder import Job, JobStatus, read_job
+from graphmoe.command.sweep.folder import Job, JobStatus, read_job
+from graphmoe.command.sweep.job import in_sweep, job_gpus
+from graphmoe.config.schema import ConfigError, DeviceChoice, LaunchConfig, RunConfig
+from graphmoe.runtime.host.file_lock import FileLock
 from tests.faults import STEP_S, WORDS
 from tests.runs import ROOT, TINY, Command, command, metrics
 from tests.sweep_stub import CRASHES, ENDS_BY_SIGNAL, FAILS, GONE, STARTS_FILE
@@ -284,7 +284,7 @@ def job_of(monkeypatch):
 
     def start(*words: str) -> None:
         ConfigStore.instance().store(name="schema", node=RunConfig)
-        with initialize_config_module("conf", version_base="1.3"):
+        with initialize_config_module("graphmoe.conf", version_base="1.3"):
             cfg = compose("config", ["hydra.mode=MULTIRUN", *words], return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
 

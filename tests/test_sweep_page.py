@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.metrics_file import METRICS_FILE
-from graphmoe.reports.curves import MAX_POINTS
-from graphmoe.sweep_folder import Job, JobStatus, ranked, varying_words
-from graphmoe.sweep_page import curves_figure, read_curves, sweep_table, write_page
+from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_words
+from graphmoe.command.sweep.page import curves_figure, read_curves, sweep_table, write_page
+from graphmoe.report.curves import MAX_POINTS
+from graphmoe.run.metrics_file import METRICS_FILE
 
 LONG = 0.012345678901234
 

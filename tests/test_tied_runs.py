@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.config import ConfigError
+from graphmoe.command.hydra import to_plain
+from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, convert
-from graphmoe.entry import to_plain
 from graphmoe.model import build_model
-from graphmoe.weights import load_weights
+from graphmoe.run.weights import load_weights
 from tests.runs import assert_same_state, final_state, numbers, train_in, trainer_in
 from tests.test_convert import CONFIG, assert_same_weights, random_model
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.projection.hardware import CARDS, H100
-from graphmoe.trace import main
-from graphmoe.traces.events import Trace, rank_of, read_trace, trace_file
-from graphmoe.traces.floors import Device
-from graphmoe.traces.intervals import apart, length, union
-from graphmoe.traces.reading import summarise
-from graphmoe.traces.summary import SegmentTime, Summary
+from graphmoe.plan.costs.hardware import CARDS, H100
+from graphmoe.trace.__main__ import main
+from graphmoe.trace.events import Trace, rank_of, read_trace, trace_file
+from graphmoe.trace.floors import Device
+from graphmoe.trace.intervals import apart, length, union
+from graphmoe.trace.reading import summarise
+from graphmoe.trace.summary import SegmentTime, Summary
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
 from tests.runs import ROOT
 
@@ -35,7 +35,7 @@ def test_the_name_of_a_trace_says_the_rank_and_is_known_without_torch():
     assert [rank_of(trace_file(rank)) for rank in (0, 7, 1023)] == [0, 7, 1023]
     others = ("rank1.memory.pickle", "rank.trace.json.gz", "rank01.trace.json.gz", "1.trace.json.gz", "notes")
     assert [name for name in others if rank_of(name) is not None] == []
-    code = "import sys, graphmoe.traces.events; print('torch' in sys.modules)"
+    code = "import sys, graphmoe.trace.events; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"
 

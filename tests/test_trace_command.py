@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.config import ConfigError
-from graphmoe.trace import main
+from graphmoe.config.schema import ConfigError
+from graphmoe.trace.__main__ import main
 from tests.kineto import FACTS, KinetoTrace, two_steps
 from tests.runs import ROOT, TINY, command
 

@@ -16,14 +16,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from graphmoe.checkpoint.entries import flatten
+from graphmoe.command.hydra import to_plain
 from graphmoe.data import first_batches
 from graphmoe.data.indexed import write_token_file
-from graphmoe.entry import to_plain
-from graphmoe.layout import Layout
-from graphmoe.plan import plan_of
-from graphmoe.training import _sample, _summarise, warn_of_unused
-from graphmoe.world import World
-from runtime.launch.failures import RunFailed
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
+from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.runtime.ranks import World
+from graphmoe.training.run import _sample, _summarise, warn_of_unused
 from tests.faulty_disk import no_file_beyond
 from tests.runs import (
     QUIET,

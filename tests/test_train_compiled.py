@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
-from passes import PASSES
-from runtime.compile_report import REPORT_FILE
+from graphmoe.config.schema import ConfigError
+from graphmoe.passes import PASSES
+from graphmoe.runtime.compile.report import REPORT_FILE
 from tests.runs import COMPILED_MODEL, TINY, command, metrics, train_in, trainer_in
 
 FUSIONS = [spec.name for spec in PASSES if spec.stage == "forward"]

@@ -6,7 +6,7 @@ from typing import Any, NotRequired, TypedDict
 
 import pytest
 
-from graphmoe.untrusted import FileError, read_json, read_yaml
+from graphmoe.config.untrusted import FileError, read_json, read_yaml
 
 
 class Index(TypedDict):

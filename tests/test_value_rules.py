@@ -7,16 +7,9 @@ import time
 
 import pytest
 
-from graphmoe.config_rules import (
-    BELOW_ONE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_IF_SET,
-    SHARES,
-    violations,
-)
-from graphmoe.value_rules import BELOW_ONE as FP32_BELOW_ONE
-from graphmoe.value_rules import FP32, MOST, divisors
+from graphmoe.plan.rules.check import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_IF_SET, SHARES, violations
+from graphmoe.plan.rules.values import BELOW_ONE as FP32_BELOW_ONE
+from graphmoe.plan.rules.values import FP32, MOST, divisors
 from tests.test_config_rules import changed
 
 RANGES = [

@@ -10,13 +10,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from graphmoe.config import ConfigError, DispatcherChoice, ModelConfig, RunConfig
-from graphmoe.config_rules import violations
-from graphmoe.layout import Layout
-from graphmoe.receive_budget import Load
-from graphmoe.world import World
-from runtime.dispatch import deepep, nvshmem, vendors
-from runtime.dispatch.vendors import check_dispatcher, open_buffer, vendor_dispatcher
+from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.rules.check import violations
+from graphmoe.runtime.dispatch import deepep, nvshmem, vendors
+from graphmoe.runtime.dispatch.vendors import check_dispatcher, open_buffer, vendor_dispatcher
+from graphmoe.runtime.ranks import World
 from tests.vendor_api import bind, install_module, recorded_signature
 
 VALID = (

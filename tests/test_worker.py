@@ -13,10 +13,10 @@ import sys
 import pytest
 import yaml
 
-from graphmoe.config import ConfigError
-from graphmoe.entry import load_config, to_plain
-from graphmoe.run_folder import ENVIRONMENT_FILE, announce, claim
-from graphmoe.signals import (
+from graphmoe.command.hydra import load_config, to_plain
+from graphmoe.config.schema import ConfigError
+from graphmoe.run.folder import ENVIRONMENT_FILE, announce, claim
+from graphmoe.runtime.host.signals import (
     ELASTIC,
     LAUNCHER_PID,
     NOTICES,
@@ -26,9 +26,9 @@ from graphmoe.signals import (
     ends_at_signals,
     heard,
 )
+from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.train import train
 from graphmoe.worker import _adapted, _join
-from runtime.launch.failures import RunFailed
 from tests.runs import ROOT, TINY, Command, command, config, numbers
 
 SHORT = ("train.steps=4", "hydra.run.dir=run")
@@ -150,7 +150,7 @@ finally:
 
 
 def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_folder_free(tmp_path):
-    run = Command(tmp_path, (*TINY, *SHORT), slow={"graphmoe.trainer:Trainer.start": 30})
+    run = Command(tmp_path, (*TINY, *SHORT), slow={"graphmoe.training.trainer:Trainer.start": 30})
     log = tmp_path / "run" / "logs" / "rank0.log"
     run.wait_until(lambda: log.exists() and "data: source synthetic" in log.read_text())
     run.kill(signal.SIGTERM)
@@ -162,7 +162,7 @@ def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_f
 
 def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch):
     monkeypatch.setenv(ELASTIC, "x")
-    monkeypatch.setattr("graphmoe.signals._heard._at", -2.0)
+    monkeypatch.setattr("graphmoe.runtime.host.signals._heard._at", -2.0)
     with StopSignal() as stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
@@ -173,7 +173,7 @@ def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch):
 def ended(monkeypatch) -> list[int]:
     """The statuses with which a handler would have ended this process."""
     statuses: list[int] = []
-    monkeypatch.setattr("graphmoe.signals.os._exit", statuses.append)
+    monkeypatch.setattr("graphmoe.runtime.host.signals.os._exit", statuses.append)
     return statuses
 
 

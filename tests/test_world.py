@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphmoe.agreement import StopAgreement
-from graphmoe.config import ConfigError
-from graphmoe.world import World, sums
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.ranks import World, sums
+from graphmoe.training.stop import StopAgreement
 from tests.distributed.ranks import run_ranks
 
 

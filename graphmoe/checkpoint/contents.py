@@ -25,7 +25,7 @@ from graphmoe.checkpoint.errors import CheckpointError
 from graphmoe.checkpoint.manifest import FileSum
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.checkpoint.planners import CopiesPlanner, FillPlanner
-from graphmoe.world import World
+from graphmoe.runtime.ranks import World
 
 _BUFFER_BYTES = 2**20
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphmoe.layout import Axis, Layout, ParameterLayout, layout_of
+from graphmoe.plan.layout import Axis, Layout, ParameterLayout, layout_of
 
 
 class Box(NamedTuple):
@@ -41,7 +41,7 @@ class FlatShard:
     """[N], contiguous, N may be 0; loading fills it in place."""
     start: int
     shape: torch.Size
-    """Of the own part, `graphmoe.layout.own_part` of the whole parameter."""
+    """Of the own part, `graphmoe.plan.layout.own_part` of the whole parameter."""
     parallel: ParameterLayout
     layout: Layout
     rank: int

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from graphmoe.checkpoint.durable import sync_folder
+from graphmoe.runtime.host.durable import sync_folder
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 RUN_CONFIG = "resolved.yaml"
-"""What tells a run's folder from others; graphmoe.run_folder writes it."""
+"""What tells a run's folder from others; graphmoe.run.folder writes it."""
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 _TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from graphmoe.checkpoint.durable import write_durably
 from graphmoe.checkpoint.errors import CheckpointError
 from graphmoe.checkpoint.metadata_file import METADATA
-from graphmoe.untrusted import FileError, is_file_name, open_at_once, read_json
+from graphmoe.config.untrusted import FileError, is_file_name, open_at_once, read_json
+from graphmoe.runtime.host.durable import write_durably
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from graphmoe.checkpoint.errors import CheckpointError
-from graphmoe.untrusted import FileError, is_file_name, read_bytes
+from graphmoe.config.untrusted import FileError, is_file_name, read_bytes
 
 METADATA = ".metadata"
 Stored = BytesStorageMetadata | TensorStorageMetadata

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.snapshot import local_part
-from graphmoe.world import World
+from graphmoe.runtime.ranks import World
 
 Key = TypeVar("Key", str, tuple[str, tuple[int, ...]])
 """What ranks that give it hold alike: a name, or a name and which part of what it names."""

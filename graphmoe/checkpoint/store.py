@@ -20,8 +20,8 @@ from graphmoe.checkpoint.manifest import FileSum, damage, require_named, write_m
 from graphmoe.checkpoint.metadata_file import file_names, read_metadata
 from graphmoe.checkpoint.shares import own_share
 from graphmoe.checkpoint.snapshot import HostCopies
-from graphmoe.config import CheckpointConfig
-from graphmoe.world import World
+from graphmoe.config.schema import CheckpointConfig
+from graphmoe.runtime.ranks import World
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
+from graphmoe.config.untrusted import FileError, read_text
 from graphmoe.data.cache import META, SMALL_BYTES, sha256_of, sums_of
 from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import TokenFile, pair, read_token_file
-from graphmoe.untrusted import FileError, read_text
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from tokenizers import Tokenizer
 
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data.cache import SMALL_BYTES, cache_folder, cache_key, cached
 from graphmoe.data.contents import ContentCheck, entry_damage, read_entry_file, read_summed_file
 from graphmoe.data.documents import Documents, split_for_validation

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from graphmoe.config import ConfigError, DataConfig
+from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.errors import BadRecords, DataError, one_line
 from graphmoe.data.order import derive_key, permute
 from graphmoe.data.text_files import is_unicode

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.data.cache import cache_key, cached
 from graphmoe.data.indexed import smallest_dtype, write_token_file
 from graphmoe.data.order import held_out

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.data.errors import BadRecords, one_line
 
 ENDINGS = (".txt", ".jsonl", ".parquet")

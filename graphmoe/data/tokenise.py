@@ -20,7 +20,7 @@ from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import pair, smallest_dtype, write_index
 from graphmoe.data.text_files import Part, Place, parts_of, read_documents
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids
-from graphmoe.signals import die_with_parent
+from graphmoe.runtime.host.signals import die_with_parent
 
 log = logging.getLogger(__name__)
 

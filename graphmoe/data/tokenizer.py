@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
+from graphmoe.config.untrusted import FileError, read_json
 from graphmoe.data.errors import one_line
-from graphmoe.untrusted import FileError, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end token in published tokenizers, in the order in which they are looked for.

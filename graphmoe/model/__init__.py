@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config import ModelConfig, MoEConfig
-from graphmoe.dispatch import Dispatcher
-from graphmoe.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import LossOutput, Transformer
-from graphmoe.pipeline_layout import StagePieces
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.plan.pipeline.stages import StagePieces
 
 __all__ = ["LossOutput", "Transformer", "build_model", "init_weights", "materialise"]
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphmoe.config import AttentionBackend, AttentionKind, ModelConfig
-from graphmoe.layout import ALONE, Layout
+from graphmoe.config.schema import AttentionBackend, AttentionKind, ModelConfig
 from graphmoe.model.linear import column_parallel, row_parallel
 from graphmoe.model.norm import RMSNorm
 from graphmoe.model.rope import attention_scale, rotate_halves, rotate_pairs
 from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
 from graphmoe.ops.ring_attention import ring_attention
+from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import part
 
 LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V3, whatever norm_eps is

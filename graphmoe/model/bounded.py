@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from graphmoe.dispatch import Dispatcher
-from graphmoe.gradients import Gradient, delivered, have_begun
 from graphmoe.model.moe import Experts
-from graphmoe.receive_budget import Load
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.ops.gradients import Gradient, delivered, have_begun
+from graphmoe.plan.receive_budget import Load
 
 ROUTED = ("routed", "load")
 """What takes the place of dispatch, experts and the way back writes."""

@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from graphmoe.config import ModelConfig, MoEConfig
-from graphmoe.dispatch import PLANNED, RECEIVED, SEND_PLAN, Dispatcher
-from graphmoe.layout import ALONE, Layout
+from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.attention import build_attention
 from graphmoe.model.bounded import ROUTED, BoundedPath
 from graphmoe.model.moe import (
@@ -27,6 +25,8 @@ from graphmoe.model.moe import (
     dispatch_local,
 )
 from graphmoe.model.travel import Arrival, Return
+from graphmoe.ops.dispatch import PLANNED, RECEIVED, SEND_PLAN, Dispatcher
+from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import Executor, Segment, run_segments
 
 OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load")
@@ -47,7 +47,7 @@ class MoEOutput(NamedTuple):
     counted_E: Tensor | None = None
     """Those that the balance loss counts, int32; None where they are ``counts_E``, or nobody reads them."""
     load_2: Tensor | None = None
-    """A `graphmoe.receive_budget.Load` of what was sent to this rank, int32; None where none is planned."""
+    """A `plan.receive_budget.Load` of what was sent to this rank, int32; None where none is planned."""
 
     @classmethod
     def of(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from graphmoe.layout import Cut, ParameterLayout
+from graphmoe.plan.layout import Cut, ParameterLayout
 
 
 def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Linear:

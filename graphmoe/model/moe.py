@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphmoe.config import AuxLoss, ModelConfig, MoEConfig
-from graphmoe.dispatch import SendPlan, send_plan
-from graphmoe.gradients import Gradient
-from graphmoe.layout import ALONE, Cut, Layout, ParameterLayout
+from graphmoe.config.schema import AuxLoss, ModelConfig, MoEConfig
 from graphmoe.model.linear import column_parallel, row_parallel
 from graphmoe.model.norm import RMSNorm
 from graphmoe.ops import router as ops
 from graphmoe.ops.collectives import all_gather, index_along, reduce_scatter, sums_over
+from graphmoe.ops.dispatch import SendPlan, send_plan
+from graphmoe.ops.gradients import Gradient
 from graphmoe.ops.grouped_mlp.delivery import grouped_mlp_into
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import RoutingPlan, permute, routing_plan, unpermute
+from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout
 from graphmoe.segments import part
 
 ROUTER_STATS = ("balance_loss", "z_loss", "router_entropy")

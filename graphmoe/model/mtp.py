@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config import ModelConfig, MoEConfig
-from graphmoe.dispatch import Dispatcher
-from graphmoe.layout import ALONE, Layout
+from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.layer import MoELayer, MoEOutput
 from graphmoe.model.norm import RMSNorm
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import Executor, Segment, run_segments
 
 

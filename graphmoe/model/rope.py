@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from graphmoe.config import ModelConfig, RopeScaling
+from graphmoe.config.schema import ModelConfig, RopeScaling
 
 
 def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphmoe.layout import Layout
 from graphmoe.ops.collectives import index_along
+from graphmoe.plan.layout import Layout
 
 
 def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:

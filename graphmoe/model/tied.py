@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphmoe.layout import layout_of
+from graphmoe.plan.layout import layout_of
 
 EMBEDDING, HEAD = "embed.weight", "loss_head.head.weight"
 """The two names of the parameter. The state of the model has the first, as ``named_parameters`` does."""

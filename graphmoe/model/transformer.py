@@ -16,9 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphmoe.config import ConfigError, ModelConfig, MoEConfig
-from graphmoe.dispatch import Dispatcher
-from graphmoe.layout import ALONE, Layout, layout_of
+from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.attention import rotary_dim
 from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput
 from graphmoe.model.linear import column_parallel
@@ -30,7 +28,9 @@ from graphmoe.model.sequence import own_positions
 from graphmoe.model.tied import tie_head
 from graphmoe.model.vocabulary import IGNORED, Embedding, cross_entropy_sum
 from graphmoe.ops.collectives import all_gather, sums_over
-from graphmoe.pipeline_layout import StagePieces, all_pieces, any_of, needs_embedding, normalises
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.layout import ALONE, Layout, layout_of
+from graphmoe.plan.pipeline.stages import StagePieces, all_pieces, any_of, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from graphmoe.dispatch import PLANNED, RECEIVED, Dispatcher, plan_received
 from graphmoe.model.moe import combine
+from graphmoe.ops.dispatch import PLANNED, RECEIVED, Dispatcher, plan_received
 
 
 class Arrival(nn.Module):

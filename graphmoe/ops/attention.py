@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphmoe.config import AttentionBackend, ConfigError
+from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.ops.vendors import HALF_DTYPES, is_installed, require_half, require_package
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.layout import Axis
+from graphmoe.plan.layout import Axis
 
 # Their names from torch 2.13 on, which warns of those before.
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,7 +24,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Groups(Protocol):
-    """What knows the process groups of this rank: ``runtime.mesh.Mesh``."""
+    """What knows the process groups of this rank: ``graphmoe.runtime.mesh.Mesh``."""
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
         """None where the rank is alone in it."""
@@ -45,7 +45,7 @@ def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError(
             f"a collective along {axis}, for which this process has no process group; call "
-            f"graphmoe.ops.collectives.use_groups(runtime.mesh.Mesh(layout)) with a layout that has it"
+            f"graphmoe.ops.collectives.use_groups with the Mesh of a layout that has it"
         )
     if size not in (None, group.size()):
         raise RuntimeError(

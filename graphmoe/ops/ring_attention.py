@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.layout import Axis
 from graphmoe.ops.block_attention import accumulated, attend_to_block, gradients_of_block
 from graphmoe.ops.collectives import group_of
+from graphmoe.plan.layout import Axis
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis, size: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphmoe.config import AuxLoss, GroupScore, ModelConfig, ScoreFunction
+from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 
 LOG_FLOOR = 1e-30
 """Smallest share whose logarithm the entropy takes."""

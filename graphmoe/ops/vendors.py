@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 
 PACKAGES = {"turbo": "primus_turbo", "te": "transformer_engine"}
 """Import name of the package behind a backend."""

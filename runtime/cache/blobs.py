@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from graphmoe.untrusted import require_regular
+from graphmoe.config.untrusted import require_regular
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.cache.blobs import make_folder
-from runtime.cache.folders import make_cache
+from graphmoe.runtime.cache.blobs import make_folder
+from graphmoe.runtime.cache.folders import make_cache
 
 BYTECODE = "bytecode"
 """The folder below the compile cache's; in it one for each set of installed packages."""
@@ -22,7 +22,6 @@ PREFIX = "PYTHONPYCACHEPREFIX"
 """Python's variable for where bytecode lies, for the processes that this one starts."""
 SAMPLES = ("torch", "sympy")
 """Where these have bytecode, all that a run imports is taken to have it."""
-OWN = ("graphmoe", "passes", "runtime")
 
 
 def keep_bytecode(cache: Path, *, shared: bool = False) -> None:
@@ -82,12 +81,20 @@ def _environment() -> str:
     found = hashlib.sha256(f"{sys.version}\n{sys.prefix}".encode())
     for name in _installed():
         found.update(f"\n{name}".encode())
-    root = Path(__file__).parents[2]
-    ours = sorted(path for package in OWN for path in (root / package).rglob("*.py"))
+    ours = own_sources()
     if len({int(path.stat().st_mtime) for path in ours}) == 1:
         for path in ours:
             found.update(path.read_bytes())
     return found.hexdigest()[:24]
+
+
+def own_sources() -> list[Path]:
+    """All sources of this package, also those in the folders that it links to, sorted."""
+    (root,) = sys.modules[__name__.partition(".")[0]].__path__
+    folders = os.walk(root, followlinks=True)
+    return sorted(
+        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
+    )
 
 
 def _installed() -> Iterator[str]:

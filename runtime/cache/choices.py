@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from runtime.cache.blobs import read_document
-from runtime.cache.entries import process_name
-from runtime.cache.key import Facts, key_of
+from graphmoe.runtime.cache.blobs import read_document
+from graphmoe.runtime.cache.entries import process_name
+from graphmoe.runtime.cache.key import Facts, key_of
 
 log = logging.getLogger(__name__)
 

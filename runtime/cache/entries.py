@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from runtime.cache.blobs import read_document, write_whole
+from graphmoe.runtime.cache.blobs import read_document, write_whole
 
 log = logging.getLogger(__name__)
 

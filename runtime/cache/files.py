@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.cache.entries import INDUCTOR, TRITON
+from graphmoe.runtime.cache.entries import INDUCTOR, TRITON
 
 GROUP_FILE = "__grp__"
 """Begins the name of the file in which Triton lists the files of a kernel, by their absolute paths."""

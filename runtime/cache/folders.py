@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 
-from graphmoe.config import ConfigError
-from graphmoe.file_lock import FileLock
-from runtime.cache.blobs import age_s, make_folder, write_whole
-from runtime.cache.entries import INDUCTOR, TRITON, process_name
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.cache.blobs import age_s, make_folder, write_whole
+from graphmoe.runtime.cache.entries import INDUCTOR, TRITON, process_name
+from graphmoe.runtime.host.file_lock import FileLock
 
 log = logging.getLogger(__name__)
 

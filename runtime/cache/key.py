@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from graphmoe.config import RunConfig
-from passes import PASSES, PassSpec
+from graphmoe.config.schema import RunConfig
+from graphmoe.passes import PASSES, PassSpec
+from graphmoe.runtime.cache.bytecode import own_sources
 
 Facts = Mapping[str, Any]
 """Plain values by dotted names. Those under ``base.`` say on what and of what the code was made."""
@@ -113,19 +114,16 @@ def base_facts(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def source_hashes() -> dict[str, str]:
-    """A short hash of names and contents of the sources in each folder of our packages.
+    """A short hash of names and contents of the sources in each folder of ours.
 
     All of them: code that makes compiled code may lie anywhere.
     """
     contents: dict[str, list[bytes]] = {}
-    for package in sorted(
-        {name.partition(".")[0] for name in (RunConfig.__module__, PassSpec.__module__, __name__)}
-    ):
-        root = Path(*sys.modules[package].__path__)
-        for file in sorted(root.rglob("*.py")):
-            name, text = file.relative_to(root.parent), file.read_bytes()
-            folder = contents.setdefault(str(name.parent), [])
-            folder.append(b"%s\0%d\0%s" % (name.name.encode(), len(text), text))
+    root = Path(*sys.modules[__name__.partition(".")[0]].__path__)
+    for file in own_sources():
+        name, text = file.relative_to(root.parent), file.read_bytes()
+        folder = contents.setdefault(str(name.parent), [])
+        folder.append(b"%s\0%d\0%s" % (name.name.encode(), len(text), text))
     return {folder: _short_hash(b"".join(content)) for folder, content in contents.items()}
 
 

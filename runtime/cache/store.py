@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.cache.blobs import Blobs
-from runtime.cache.choices import Choices
-from runtime.cache.entries import Entries, Entry
-from runtime.cache.folders import (
+from graphmoe.runtime.cache.blobs import Blobs
+from graphmoe.runtime.cache.choices import Choices
+from graphmoe.runtime.cache.entries import Entries, Entry
+from graphmoe.runtime.cache.folders import (
     make_cache,
     make_temporary_folder,
     make_work_folder,
     point_torch_at,
     remove_dead,
 )
-from runtime.cache.key import Facts, differences, key_of, may_share
-from runtime.cache.work import Nearest, WorkFolder
+from graphmoe.runtime.cache.key import Facts, differences, key_of, may_share
+from graphmoe.runtime.cache.work import Nearest, WorkFolder
 
 __all__ = ["CompileCache", "Nearest", "WorkFolder", "point_torch_at"]
 

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.cache.blobs import ORPHAN_AGE_S, Blob, DamagedBlob, age_s
-from runtime.cache.bytecode import BYTECODE
-from runtime.cache.entries import Document, Entry, unit_of
-from runtime.cache.folders import remove_dead
-from runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.blobs import ORPHAN_AGE_S, Blob, DamagedBlob, age_s
+from graphmoe.runtime.cache.bytecode import BYTECODE
+from graphmoe.runtime.cache.entries import Document, Entry, unit_of
+from graphmoe.runtime.cache.folders import remove_dead
+from graphmoe.runtime.cache.store import CompileCache
 
 
 @dataclass(frozen=True)

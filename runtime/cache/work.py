@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphmoe.file_lock import FileLock
-from runtime.cache.blobs import Blobs, DamagedBlob
-from runtime.cache.entries import Document, Entries, Entry, union, unit_of
-from runtime.cache.files import (
+from graphmoe.runtime.cache.blobs import Blobs, DamagedBlob
+from graphmoe.runtime.cache.entries import Document, Entries, Entry, union, unit_of
+from graphmoe.runtime.cache.files import (
     has_its_group,
     kept_files,
     mark_unread,
@@ -25,8 +24,9 @@ from runtime.cache.files import (
     tells_reads,
     was_read,
 )
-from runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
-from runtime.cache.key import key_of
+from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
+from graphmoe.runtime.cache.key import key_of
+from graphmoe.runtime.host.file_lock import FileLock
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ import logging
 
 import torch
 
-from graphmoe.config import DispatcherChoice, Transport
-from graphmoe.dispatch import Dispatcher
+from graphmoe.config.schema import DispatcherChoice, Transport
+from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.plan import Plan
-from graphmoe.receive_budget import Load
-from graphmoe.vendor_dispatch import BUFFERED
-from runtime.dispatch.alltoall import AllToAll
-from runtime.dispatch.nvshmem import Nvshmem
-from runtime.dispatch.peers import make_peers
-from runtime.dispatch.symm import Symm
-from runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
-from runtime.mesh import Mesh
+from graphmoe.plan.plan import Plan
+from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.vendor_dispatch import BUFFERED
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.dispatch.nvshmem import Nvshmem
+from graphmoe.runtime.dispatch.peers import make_peers
+from graphmoe.runtime.dispatch.symm import Symm
+from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
+from graphmoe.runtime.mesh import Mesh
 
 log = logging.getLogger(__name__)
 

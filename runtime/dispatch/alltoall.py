@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.dispatch import SendPlan
-from graphmoe.receive_budget import Load
-from runtime.launch.stamps import wait_for
-from runtime.mesh import Mesh
+from graphmoe.ops.dispatch import SendPlan
+from graphmoe.plan.receive_budget import Load
+from graphmoe.runtime.launch.stamps import wait_for
+from graphmoe.runtime.mesh import Mesh
 
 
 class AllToAll:

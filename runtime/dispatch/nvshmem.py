@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops.collectives import all_gather_into
-from graphmoe.receive_budget import Load
-from graphmoe.torch_compat import all_to_all_by_splits, nvshmem_empty
+from graphmoe.plan.receive_budget import Load
+from graphmoe.runtime.torch_compat import all_to_all_by_splits, nvshmem_empty
 
 MIN_BYTES = 8 << 20
 """Of a region. From 4 MiB on torch moves the rows of one exchange by 64 programs (16 between nodes), and each

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from graphmoe.ops.symm import CollectivePeers
 from graphmoe.ops.symm.peers import Peers, Region, Side, Sizes
-from graphmoe.torch_compat import symmetric_memory
-from runtime.mesh import Mesh
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.torch_compat import symmetric_memory
 
 log = logging.getLogger(__name__)
 

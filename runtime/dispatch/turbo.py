@@ -1,4 +1,4 @@
-"""The dispatcher ``turbo``: `runtime.dispatch.deepep` on ROCm, through the buffer of Primus-Turbo.
+"""The dispatcher ``turbo``: `graphmoe.runtime.dispatch.deepep` on ROCm, through the buffer of Primus-Turbo.
 
 Its ``primus_turbo.pytorch.deep_ep.Buffer`` has DeepEP's calls and puts rows where DeepEP puts them. Written
 against the source of commit a6a16cdc, and not run with the package yet.
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from runtime.dispatch import deepep
+from graphmoe.runtime.dispatch import deepep
 
 
 def open_buffer(group: dist.ProcessGroup, hidden: int) -> Any:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import torch
 
-from graphmoe.config import ConfigError, DispatcherChoice, ModelConfig
-from graphmoe.layout import Layout
+from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig
 from graphmoe.ops.vendors import is_installed
-from graphmoe.receive_budget import Load
-from graphmoe.torch_compat import has_nvshmem
-from graphmoe.vendor_dispatch import BUFFERED, INSTEAD
-from graphmoe.world import World
-from runtime.dispatch import deepep, nvshmem, turbo
-from runtime.dispatch.deepep import DeepEP
-from runtime.dispatch.nvshmem import Nvshmem
-from runtime.mesh import Mesh
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.vendor_dispatch import BUFFERED, INSTEAD
+from graphmoe.runtime.dispatch import deepep, nvshmem, turbo
+from graphmoe.runtime.dispatch.deepep import DeepEP
+from graphmoe.runtime.dispatch.nvshmem import Nvshmem
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
+from graphmoe.runtime.torch_compat import has_nvshmem
 
 PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
 """Variable of torch: programs of an exchange by NVSHMEM."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from graphmoe.config import ConfigError, DeviceChoice, HostConfig
-from graphmoe.masking import MASK
+from graphmoe.config.masking import MASK
+from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
 
 MARKER = "GRAPHMOE_ENVIRONMENT"
 """Holds, as JSON, what `set_environment` has set, for its next call here or in a child process."""

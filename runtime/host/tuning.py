@@ -10,10 +10,10 @@ from types import TracebackType
 
 import torch
 
-from graphmoe.config import HostConfig, NumaBinding
-from graphmoe.torch_compat import bind_threads
-from runtime.host.environment import HostLine
-from runtime.host.numa import Unbound, cores_here, cpus_near
+from graphmoe.config.schema import HostConfig, NumaBinding
+from graphmoe.runtime.host.environment import HostLine
+from graphmoe.runtime.host.numa import Unbound, cores_here, cpus_near
+from graphmoe.runtime.torch_compat import bind_threads
 
 log = logging.getLogger(__name__)
 

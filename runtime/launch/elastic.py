@@ -28,11 +28,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
-from graphmoe.config import LaunchConfig
-from graphmoe.logs import LogFile
-from graphmoe.signals import NOTICES, SIGNALS, awaited, heard, raised, say
-from runtime.cache.folders import temporary_folder
-from runtime.launch.failures import (
+from graphmoe.config.schema import LaunchConfig
+from graphmoe.runtime.cache.folders import temporary_folder
+from graphmoe.runtime.host.logs import LogFile
+from graphmoe.runtime.host.signals import NOTICES, SIGNALS, awaited, heard, raised, say
+from graphmoe.runtime.launch.failures import (
     RunFailed,
     attempt_of,
     error_file,
@@ -41,8 +41,8 @@ from runtime.launch.failures import (
     of_workers,
     silent_ranks,
 )
-from runtime.launch.hangs import HangWatch, watching
-from runtime.launch.nodes import Nodes, interface_of, listen_at
+from graphmoe.runtime.launch.hangs import HangWatch, watching
+from graphmoe.runtime.launch.nodes import Nodes, interface_of, listen_at
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graphmoe.config import ConfigError
-from runtime.launch.flight_recorder import dump_lines, dumps_since
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.launch.flight_recorder import dump_lines, dumps_since
 
 _OURS = "graphmoe"
 _BROKEN_CONNECTION = re.compile(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.launch.stamps import STAMPS
+from graphmoe.runtime.launch.stamps import STAMPS
 
 NAME = "flight_recorder.rank"
 """What the names of dumps begin with, before the rank."""

@@ -1,6 +1,6 @@
 """Finds workers that hang, says which and where, and ends the job: docs/launch.md.
 
-Each worker says what it does and how long that may take (``runtime.launch.stamps``). One that hangs lets
+Each worker says what it does and how long that may take (``stamps.py``). One that hangs lets
 all others wait for it in a collective, so all are late at about the same time. The one to name is the one
 that waits for nobody, or else that has come least far.
 """
@@ -19,10 +19,19 @@ from pathlib import Path
 
 import psutil
 
-from runtime.cache.folders import ALIVE, temporary_folder
-from runtime.launch.failures import Failure, leave_failure
-from runtime.launch.flight_recorder import ask_for_dumps
-from runtime.launch.stamps import LOG_DIR, STACK, STAMPS, SUFFIX, Stamp, ask_for_stacks, read_stamp, wait_for
+from graphmoe.runtime.cache.folders import ALIVE, temporary_folder
+from graphmoe.runtime.launch.failures import Failure, leave_failure
+from graphmoe.runtime.launch.flight_recorder import ask_for_dumps
+from graphmoe.runtime.launch.stamps import (
+    LOG_DIR,
+    STACK,
+    STAMPS,
+    SUFFIX,
+    Stamp,
+    ask_for_stacks,
+    read_stamp,
+    wait_for,
+)
 
 _FOLDERS = "graphmoe-stamps-"
 _LONGEST_LOOK_S = 1.0

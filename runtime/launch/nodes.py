@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from graphmoe.config import ConfigError, LaunchConfig
+from graphmoe.config.schema import ConfigError, LaunchConfig
 
 log = logging.getLogger(__name__)
 

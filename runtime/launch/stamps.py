@@ -1,6 +1,6 @@
 """Signs of life of a worker: what it does, and how long that may take at most.
 
-They lie in a file in memory that the launching process of the node reads (``runtime.launch.hangs``), so one
+They lie in a file in memory that the launching process of the node reads (``hangs.py``), so one
 costs a worker microseconds and no message. A worker that nobody watches leaves none.
 """
 

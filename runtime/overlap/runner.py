@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from runtime.overlap.order import Direction, Piece, backward_of, interleaved, transfers_first, turns
-from runtime.overlap.tape import Tape
-from runtime.overlap.transfer_stream import TransferStream
-from runtime.unit_code import Later
-from runtime.units import Unit
+from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.compile.units import Unit
+from graphmoe.runtime.overlap.order import Direction, Piece, backward_of, interleaved, transfers_first, turns
+from graphmoe.runtime.overlap.tape import Tape
+from graphmoe.runtime.overlap.transfer_stream import TransferStream
 
 Result = TypeVar("Result")
 Call = Callable[[Sequence[Tensor], Later], Sequence[Tensor]]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from runtime.overlap.order import Piece
-from runtime.unit_code import Later
+from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.overlap.order import Piece
 
 RECEIVED = -1
 """Stands for the number of a piece where something comes from elsewhere."""

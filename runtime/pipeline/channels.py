@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.world import COLLECTIVE_TIMEOUT
-from runtime.launch.stamps import wait_for
-from runtime.pipeline.transfers import Channel, Message
+from graphmoe.plan.pipeline.transfers import Channel, Message
+from graphmoe.runtime.launch.stamps import wait_for
+from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
 
 
 class Spec(NamedTuple):

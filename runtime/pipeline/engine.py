@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from graphmoe.torch_compat.pipelining import Parts, ScheduleRuntime
-from runtime.pipeline.actions import Action, Step, Table, Together, parts
-from runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
-from runtime.pipeline.dependencies import needs, result
-from runtime.pipeline.recorder import StepRecorder
-from runtime.pipeline.schedules import forward_only
-from runtime.pipeline.stages import BackwardOf, Stage, Tensors
-from runtime.pipeline.timeline import Track
-from runtime.pipeline.transfers import Message, Transfers, transfers_of
-from runtime.pipeline.validate import check
+from graphmoe.plan.pipeline.actions import Action, Step, Table, Together, parts
+from graphmoe.plan.pipeline.check import check
+from graphmoe.plan.pipeline.dependencies import needs, result
+from graphmoe.plan.pipeline.schedules import forward_only
+from graphmoe.plan.pipeline.timeline import Track
+from graphmoe.plan.pipeline.transfers import Message, Transfers, transfers_of
+from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
+from graphmoe.runtime.pipeline.recorder import StepRecorder
+from graphmoe.runtime.pipeline.stages import BackwardOf, Stage, Tensors
+from graphmoe.runtime.torch_compat.pipelining import Parts, ScheduleRuntime
 
 
 @dataclass(frozen=True)

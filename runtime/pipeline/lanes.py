@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.pipeline.actions import Table, parts
+from graphmoe.plan.pipeline.actions import Table, parts
 
 Lanes = dict[tuple[int, int], int]
 """By stage and micro-batch, from 0."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.overlap.order import Piece
-from runtime.overlap.runner import Backward, Overlap
-from runtime.overlap.tape import Tape
-from runtime.pipeline.channels import Specs
-from runtime.pipeline.stages import AutogradStage, BackwardOf, Deferring, Roots, Run, Tensors
+from graphmoe.runtime.overlap.order import Piece
+from graphmoe.runtime.overlap.runner import Backward, Overlap
+from graphmoe.runtime.overlap.tape import Tape
+from graphmoe.runtime.pipeline.channels import Specs
+from graphmoe.runtime.pipeline.stages import AutogradStage, BackwardOf, Deferring, Roots, Run, Tensors
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from runtime.pipeline.actions import Step
-from runtime.pipeline.timeline import Span, Track
+from graphmoe.plan.pipeline.actions import Step
+from graphmoe.plan.pipeline.timeline import Span, Track
 
 
 class StepRecorder(Protocol):

@@ -19,12 +19,12 @@ from typing import get_args
 
 import msgspec
 
-from graphmoe.config import ConfigError
-from graphmoe.run_files import replace_text
-from graphmoe.untrusted import read_json
-from runtime.pipeline.actions import Action, Placement, Step, Table, Together
-from runtime.pipeline.timeline import Span, Timeline, Track
-from runtime.pipeline.validate import peak_activations
+from graphmoe.config.schema import ConfigError
+from graphmoe.config.untrusted import read_json
+from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
+from graphmoe.plan.pipeline.check import peak_activations
+from graphmoe.plan.pipeline.timeline import Span, Timeline, Track
+from graphmoe.runtime.host.writing import replace_text
 
 FILE_NAME = "pipeline.json"
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from runtime.pipeline.channels import Specs
-from runtime.unit_code import Later
+from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.pipeline.channels import Specs
 
 Tensors = tuple[Tensor, ...]
 Deferring = Callable[[Later], AbstractContextManager[object]]

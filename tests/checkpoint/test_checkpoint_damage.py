@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
-from graphmoe.config import CheckpointConfig
+from graphmoe.config.schema import CheckpointConfig
 
 
 def make_store(folder: Path, **settings) -> CheckpointStore:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
-from graphmoe.config import CheckpointConfig
+from graphmoe.config.schema import CheckpointConfig
 
 # a server that imports torch once and forks each child: a start costs milliseconds
 _CONTEXT = multiprocessing.get_context("forkserver")

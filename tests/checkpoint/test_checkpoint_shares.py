@@ -6,8 +6,8 @@ import torch
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.shares import assign
-from graphmoe.config import CheckpointConfig
-from graphmoe.world import World
+from graphmoe.config.schema import CheckpointConfig
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import run_ranks
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, contents
-from graphmoe.checkpoint.durable import write_durably
-from graphmoe.config import CheckpointConfig
-from graphmoe.run_folder import CONFIG_FILE
+from graphmoe.config.schema import CheckpointConfig
+from graphmoe.run.folder import CONFIG_FILE
+from graphmoe.runtime.host.durable import write_durably
 
 
 def make_store(folder: Path, **settings) -> CheckpointStore:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.checkpoint.metadata_file import read_metadata
-from graphmoe.config import CheckpointConfig
+from graphmoe.config.schema import CheckpointConfig
 
 TENSOR = torch.arange(6.0).view(2, 3)
 VALUE = "a value of the state"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
-from graphmoe.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, own_part
+from graphmoe.plan.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, own_part
 
 LAYOUTS = [ALONE, Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4, ep=2, etp=2), Layout(dp=3, tp=2, ep=3)]
 

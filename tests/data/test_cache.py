@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.data.cache import cache_folder, cache_key, cached
 from tests.damage import limited
 

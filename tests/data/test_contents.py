@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from graphmoe import trainer, training
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, contents, open_data
 from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.indexed import read_token_file, write_token_file
-from graphmoe.plan import plan_of
-from graphmoe.progress import Progress
-from graphmoe.world import World
-from runtime.launch.failures import RunFailed
+from graphmoe.plan.plan import plan_of
+from graphmoe.run.progress import Progress
+from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.runtime.ranks import World
+from graphmoe.training import run as training
+from graphmoe.training import trainer
 from tests.data.texts import sentences, write_jsonl
 from tests.runs import config, train_in
 

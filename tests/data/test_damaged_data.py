@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import Corpus, DataError, Loader, open_data
 from graphmoe.data.contents import ContentCheck, write_sums
 from graphmoe.data.corpus import open_stdlib

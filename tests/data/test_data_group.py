@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from graphmoe.config import DataConfig, DataSource
+from graphmoe.config.schema import DataConfig, DataSource
 
 GROUP = Path(__file__).parents[2] / "conf" / "data"
 

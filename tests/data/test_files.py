@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, open_data
 from graphmoe.data.errors import one_line
 from graphmoe.data.indexed import read_token_file

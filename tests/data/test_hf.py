@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, first_batches, open_data
 from graphmoe.data import hf as hf_module
 from tests.data.texts import sentences, write_jsonl

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.data.loader import Loader
 from graphmoe.data.samples import IndexedSamples, SyntheticSamples
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, open_data
 from graphmoe.data.indexed import write_token_file
 

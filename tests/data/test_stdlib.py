@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.config import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import Loader, first_batches, open_data
 from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.stdlib import find_sources

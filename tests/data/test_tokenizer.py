@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer
 
 

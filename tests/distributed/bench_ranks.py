@@ -14,12 +14,12 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from graphmoe.benchmarks import dispatch_ways, rank_group
-from graphmoe.benchmarks.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
-from graphmoe.benchmarks.dispatch_table import DispatchRow
-from graphmoe.benchmarks.rank_group import Ranks, RanksFailed
-from graphmoe.config import DispatcherChoice
-from graphmoe.world import World
+from graphmoe.bench import dispatch_ways, rank_group
+from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
+from graphmoe.bench.dispatch_table import DispatchRow
+from graphmoe.bench.rank_group import Ranks, RanksFailed
+from graphmoe.config.schema import DispatcherChoice
+from graphmoe.runtime.ranks import World
 from tests.distributed.buffer_fakes import fake_package
 from tests.distributed.vendor_trips import PACKAGES
 

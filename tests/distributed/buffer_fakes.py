@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.dispatch.alltoall import transfer
+from graphmoe.runtime.dispatch.alltoall import transfer
 from tests.vendor_api import bind, recorded_signature
 
 

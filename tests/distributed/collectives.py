@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.layout import Layout
 from graphmoe.ops import collectives as ops
-from graphmoe.world import World
-from runtime.mesh import Mesh
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 
 SIZE = 2
 LAYOUT = Layout(dp=2, tp=SIZE)

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from graphmoe.torch_compat import storage_of
-from runtime.dispatch import nvshmem
-from runtime.dispatch.alltoall import transfer
+from graphmoe.runtime.dispatch import nvshmem
+from graphmoe.runtime.dispatch.alltoall import transfer
+from graphmoe.runtime.torch_compat import storage_of
 
 
 class FakeExchange:

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.config import RunConfig
-from graphmoe.dispatch import send_plan
-from graphmoe.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.config.schema import RunConfig
 from graphmoe.model import Transformer, build_model
-from graphmoe.world import World
-from passes import PassRunner, select_passes
-from runtime.cache.turns import CompileTurns
-from runtime.compiled import CompiledSegments
-from runtime.dispatch.alltoall import AllToAll
-from runtime.mesh import Mesh
-from runtime.recompute import Recompute
+from graphmoe.ops.dispatch import send_plan
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.runtime.cache.turns import CompileTurns
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.recompute import Recompute
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 from tests.distributed.training import as_traced
 from tests.runs import config
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config import RunConfig
-from graphmoe.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.config.schema import RunConfig
 from graphmoe.model import LossOutput, Transformer, build_model
 from graphmoe.model.vocabulary import IGNORED
 from graphmoe.ops.collectives import use_groups
-from graphmoe.world import World
-from passes import PassRunner, select_passes
-from runtime.cache.turns import CompileTurns
-from runtime.compiled import CompiledSegments
-from runtime.mesh import Mesh
-from runtime.recompute import Recompute, RecomputedSegments
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.runtime.cache.turns import CompileTurns
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 from tests.distributed.training import as_traced
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphmoe.dispatch import Dispatcher
-from graphmoe.layout import layout_of, own_part
 from graphmoe.model import build_model
-from graphmoe.pipelined import Pipelined
-from graphmoe.plan import plan_of
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.layout import layout_of, own_part
+from graphmoe.plan.pipeline.actions import Together
+from graphmoe.plan.plan import plan_of
+from graphmoe.runtime.pipeline.overlapped import OverlappedStage
+from graphmoe.runtime.pipeline.stages import BackwardOf, Tensors
 from graphmoe.segments import FULL_ITERATION
-from graphmoe.step_rows import RECEIVED, SCALARS
-from graphmoe.trainer import Trainer
-from runtime.pipeline.actions import Together
-from runtime.pipeline.overlapped import OverlappedStage
-from runtime.pipeline.stages import BackwardOf, Tensors
+from graphmoe.training.pipelined import Pipelined
+from graphmoe.training.step_rows import RECEIVED, SCALARS
+from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.distributed.turns import num_changes, watched
 from tests.tolerances import assert_forward_close, assert_gradient_close

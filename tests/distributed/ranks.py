@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphmoe.world import World, backend_of
+from graphmoe.runtime.ranks import World, backend_of
 
 Case = Callable[[World, Path], Any]
 """Runs on every rank, with one folder for all of them; what it returns can be pickled."""
@@ -37,8 +37,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "graphmoe.train",
-        "graphmoe.trainer",
-        "graphmoe.torch_compat.pipelining",
+        "graphmoe.training.trainer",
+        "graphmoe.runtime.torch_compat.pipelining",
         "torch._functorch.aot_autograd",
         "torch._inductor.compile_fx",
         "torch.distributed.checkpoint",

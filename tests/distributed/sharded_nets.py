@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config import OptimConfig, TrainConfig
-from graphmoe.layout import Axis, Layout, ParameterLayout
-from graphmoe.optim import Optimizer, StepResult
-from passes import PassRunner
-from runtime.compiled import CompiledSegments
-from runtime.mesh import Mesh
+from graphmoe.config.schema import OptimConfig, TrainConfig
+from graphmoe.optim.zero1 import Optimizer, StepResult
+from graphmoe.passes import PassRunner
+from graphmoe.plan.layout import Axis, Layout, ParameterLayout
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.mesh import Mesh
 
 SHAPES = {
     "embed": (37, 5), "norm": (11,), "first": (20, 20), "experts": (3, 9, 8), "bias": (70,), "head": (41, 7),

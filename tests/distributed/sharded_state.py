@@ -12,9 +12,9 @@ from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.snapshot import local_part
-from graphmoe.config import CheckpointConfig
-from graphmoe.layout import REPLICATED, Cut, Layout, ParameterLayout, own_part
-from graphmoe.world import World
+from graphmoe.config.schema import CheckpointConfig
+from graphmoe.plan.layout import REPLICATED, Cut, Layout, ParameterLayout, own_part
+from graphmoe.runtime.ranks import World
 
 ATTENTION = ParameterLayout((Cut(0, "tp"),), "dp_cp")
 PARAMETERS: dict[str, tuple[tuple[int, ...], ParameterLayout]] = {

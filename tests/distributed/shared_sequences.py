@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.layout import Layout
 from graphmoe.model import Transformer, build_model
 from graphmoe.model.sequence import own_positions
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.ring_attention import ring_attention
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 from graphmoe.segments import Executor, run_segments
-from graphmoe.world import World
-from runtime.mesh import Mesh
 from tests.distributed.parallel_steps import Outcome, compiling, describe
 from tests.runs import config
 

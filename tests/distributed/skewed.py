@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.trainer import Trainer
-from graphmoe.world import World
-from runtime import receive_ladder
+from graphmoe.runtime.dispatch import ladder as receive_ladder
+from graphmoe.runtime.ranks import World
+from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Outcome, Training, on_rank, quiet_trainer
 from tests.runs import config
 

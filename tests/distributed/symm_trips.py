@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.dispatch import send_plan
-from graphmoe.layout import Layout
 from graphmoe.ops import symm
+from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.symm.collective import positions
-from graphmoe.world import World
-from runtime.dispatch.alltoall import AllToAll
-from runtime.dispatch.peers import make_peers
-from runtime.mesh import Mesh
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.dispatch.peers import make_peers
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 
 EXPERTS, TOKENS = 8, 9
 ops = torch.ops.graphmoe

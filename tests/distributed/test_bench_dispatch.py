@@ -12,20 +12,12 @@ import sys
 import pytest
 import torch
 
-from graphmoe import bench
-from graphmoe.benchmarks import dispatch_suite
-from graphmoe.benchmarks.dispatch_suite import (
-    ALL_FOUR,
-    FULL,
-    TINY,
-    dispatch_cases,
-    rows_of,
-    traffic,
-    vendors_of,
-)
-from graphmoe.benchmarks.dispatch_table import LINK_BYTES_PER_S
-from graphmoe.benchmarks.dispatch_ways import EXCHANGES
-from graphmoe.cli import run_tool
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench import dispatch_suite
+from graphmoe.bench.dispatch_suite import ALL_FOUR, FULL, TINY, dispatch_cases, rows_of, traffic, vendors_of
+from graphmoe.bench.dispatch_table import LINK_BYTES_PER_S
+from graphmoe.bench.dispatch_ways import EXCHANGES
+from graphmoe.config.arguments import run_tool
 from tests.distributed.bench_ranks import (
     Suite,
     one_rank_fails,

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from graphmoe.config import ConfigError, ContextMethod
-from graphmoe.config_rules import resolve
-from graphmoe.layout import Layout
+from graphmoe.config.schema import ConfigError, ContextMethod
 from graphmoe.model import build_model
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.rules.check import resolve
 from tests.distributed.parallel_steps import (
     Step,
     assert_gradients_are_those_of_one_process,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.metadata_file import read_metadata
-from graphmoe.world import World
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job, run_ranks
 from tests.distributed.training import (
     Outcome,

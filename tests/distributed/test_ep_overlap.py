@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe.trainer import Trainer
-from graphmoe.world import World
-from runtime.unit_code import Postponing
+from graphmoe.runtime.compile.code import Postponing
+from graphmoe.runtime.ranks import World
+from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Job, selected
 from tests.distributed.skewed import ONE_LAYER, TWO_RANKS, WORDS
 from tests.distributed.training import Outcome, Training

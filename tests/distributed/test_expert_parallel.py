@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphmoe.layout import Layout
+from graphmoe.plan.layout import Layout
 from tests.distributed.expert_steps import (
     EXPERTS,
     NATURAL,

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.config import ConfigError, DpShard
-from graphmoe.config_rules import check
-from graphmoe.layout import own_part
+from graphmoe.checkpoint.hf import save_hf
+from graphmoe.config.schema import ConfigError, DpShard
 from graphmoe.model import build_model
-from graphmoe.model.hf import save_hf
-from graphmoe.sizes import state_bytes
-from graphmoe.trainer import Trainer
-from graphmoe.world import World
+from graphmoe.model.sizes import state_bytes
+from graphmoe.plan.layout import own_part
+from graphmoe.plan.rules.check import check
+from graphmoe.runtime.ranks import World
+from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Case, Job
 from tests.distributed.training import (
     Change,

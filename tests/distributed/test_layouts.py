@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.config import ParallelConfig
-from graphmoe.layout import Layout, layout_of, own_part
+from graphmoe.config.schema import ParallelConfig
 from graphmoe.model import build_model
-from graphmoe.world import World
+from graphmoe.plan.layout import Layout, layout_of, own_part
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.runs import config

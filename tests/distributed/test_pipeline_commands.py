@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe import generate, pipeline_view, trace
-from graphmoe.weights import read_run
-from runtime.pipeline.recording_file import FILE_NAME, read
+from graphmoe import generate
+from graphmoe.pipeline_view import __main__ as pipeline_view
+from graphmoe.run.weights import read_run
+from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read
+from graphmoe.trace import __main__ as trace
 from tests.faults import IN_STAGE
 from tests.faults import WORDS as FAULTY
 from tests.runs import TINY, Command, command, metrics

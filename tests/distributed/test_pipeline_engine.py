@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.pipeline.actions import Placement
-from runtime.pipeline.recording_file import timeline_of
-from runtime.pipeline.schedules import forward_only, make_table
-from runtime.pipeline.simulate import Costs
-from runtime.pipeline.validate import peak_activations
+from graphmoe.plan.pipeline.actions import Placement
+from graphmoe.plan.pipeline.check import peak_activations
+from graphmoe.plan.pipeline.schedules import forward_only, make_table
+from graphmoe.plan.pipeline.simulate import Costs
+from graphmoe.runtime.pipeline.recording_file import timeline_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy_pipeline import Case, Recorded, in_one_process
 

@@ -9,8 +9,8 @@ import functools
 
 import pytest
 
-from graphmoe.world import World
-from runtime.pipeline.schedules import SCHEDULES
+from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.runtime.ranks import World
 from tests.distributed.pipelined import MTP, TIED, Case, assert_same
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome

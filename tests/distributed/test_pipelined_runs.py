@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphmoe.world import World
+from graphmoe.runtime.ranks import World
 from tests.distributed.pipelined import BUDGET, COMPILED, MTP, TIED, TURNS, Case, assert_same
 from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, Training

@@ -16,9 +16,9 @@ from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
 from graphmoe.checkpoint.errors import MismatchError
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.metadata_file import read_metadata
-from graphmoe.config import CheckpointConfig
-from graphmoe.layout import ALONE, REPLICATED, Layout
-from graphmoe.world import World
+from graphmoe.config.schema import CheckpointConfig
+from graphmoe.plan.layout import ALONE, REPLICATED, Layout
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Case, Job, run_ranks
 from tests.distributed.sharded_state import (
     ATTENTION,

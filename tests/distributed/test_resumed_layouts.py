@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe.world import World
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training, assert_went_on
 from tests.runs import assert_same_state

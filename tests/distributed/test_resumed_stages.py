@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphmoe.config import ConfigError
+from graphmoe.checkpoint.hf import save_hf
+from graphmoe.checkpoint.hf.shards import Entry
+from graphmoe.config.schema import ConfigError
 from graphmoe.model import Transformer, build_model
-from graphmoe.model.hf import save_hf
-from graphmoe.model.hf.shards import Entry
-from graphmoe.weights import write_weights
-from graphmoe.world import World
+from graphmoe.run.weights import write_weights
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Case, Job
 from tests.distributed.training import (
     Outcome,

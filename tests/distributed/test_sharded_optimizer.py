@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.layout import Layout, ParameterLayout
-from graphmoe.optim import Optimizer
-from graphmoe.world import World
+from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan.layout import Layout, ParameterLayout
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_nets import SHAPES, TINY, Nets
 from tests.tolerances import assert_forward_close, assert_gradient_close

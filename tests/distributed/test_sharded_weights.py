@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.errors import MismatchError
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
-from graphmoe.config import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
+from graphmoe.checkpoint.hf import save_hf
+from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
 from graphmoe.generate import load_model
-from graphmoe.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.model import build_model
-from graphmoe.model.hf import save_hf
-from graphmoe.weights import FolderKind, load_weights, model_to_yaml, read_run
-from graphmoe.world import World
+from graphmoe.plan.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.run.weights import FolderKind, load_weights, model_to_yaml, read_run
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import run_ranks
 
 CONFIG = ModelConfig(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.layout import Layout
+from graphmoe.plan.layout import Layout
 from tests.distributed.ranks import run_ranks
 from tests.distributed.symm_trips import TOKENS, Checks, Differences, SymmTrip
 

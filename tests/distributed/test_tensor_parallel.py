@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
-from graphmoe.layout import Layout
+from graphmoe.config.schema import ConfigError
 from graphmoe.model import build_model
-from graphmoe.world import World
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.ranks import World
 from tests.distributed.parallel_steps import (
     Outcome,
     Step,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.layout import Layout, layout_of, own_part
 from graphmoe.model import build_model
-from graphmoe.world import World
+from graphmoe.plan.layout import Layout, layout_of, own_part
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.runs import COMPILED, config

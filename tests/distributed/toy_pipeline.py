@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.pipeline.actions import Action, Table
-from runtime.pipeline.channels import Channels, Spec
-from runtime.pipeline.engine import Pipeline
-from runtime.pipeline.recorder import Recorder
-from runtime.pipeline.stages import AutogradStage
-from runtime.pipeline.transfers import channels_of
+from graphmoe.plan.pipeline.actions import Action, Table
+from graphmoe.plan.pipeline.transfers import channels_of
+from graphmoe.runtime.pipeline.channels import Channels, Spec
+from graphmoe.runtime.pipeline.engine import Pipeline
+from graphmoe.runtime.pipeline.recorder import Recorder
+from graphmoe.runtime.pipeline.stages import AutogradStage
 
 B, D = 3, 6
 MESSAGE = (Spec((B, D), torch.float64),)

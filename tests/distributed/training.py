@@ -23,19 +23,19 @@ from torch import Tensor
 from graphmoe.checkpoint import store
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.config import RunConfig
-from graphmoe.metrics import MetricsWriter, NoMetrics
-from graphmoe.optim import Optimizer
-from graphmoe.plan import plan_of
-from graphmoe.progress import Progress
-from graphmoe.saves import TrainingStopped
-from graphmoe.step_rows import SCALARS, StepRow
-from graphmoe.trainer import Trainer
-from graphmoe.world import World
-from passes import PassRunner
-from passes.base import Stage
-from runtime import unit_code
-from runtime.cache.turns import CompileTurns
+from graphmoe.config.schema import RunConfig
+from graphmoe.optim.zero1 import Optimizer
+from graphmoe.passes import PassRunner
+from graphmoe.passes.base import Stage
+from graphmoe.plan.plan import plan_of
+from graphmoe.run.progress import Progress
+from graphmoe.runtime.cache.turns import CompileTurns
+from graphmoe.runtime.compile import code as unit_code
+from graphmoe.runtime.ranks import World
+from graphmoe.training.metrics import MetricsWriter, NoMetrics
+from graphmoe.training.saves import TrainingStopped
+from graphmoe.training.step_rows import SCALARS, StepRow
+from graphmoe.training.trainer import Trainer
 from tests.runs import TIMED, config
 from tests.tolerances import assert_forward_close
 

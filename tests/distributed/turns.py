@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from runtime.overlap.order import Direction
-from runtime.overlap.runner import Backward, Call, Overlap
-from runtime.unit_code import Later
-from runtime.units import Unit
+from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.compile.units import Unit
+from graphmoe.runtime.overlap.order import Direction
+from graphmoe.runtime.overlap.runner import Backward, Call, Overlap
 
 Order = list[tuple[Direction, str]]
 """Directions and names of units."""

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphmoe.dispatch import send_plan
-from graphmoe.layout import Layout
-from graphmoe.receive_budget import Load
-from graphmoe.world import World
-from runtime.dispatch import deepep, nvshmem
-from runtime.dispatch.alltoall import AllToAll
-from runtime.dispatch.deepep import DeepEP
-from runtime.dispatch.nvshmem import Nvshmem, PeerRows
-from runtime.mesh import Mesh
+from graphmoe.ops.dispatch import send_plan
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.receive_budget import Load
+from graphmoe.runtime.dispatch import deepep, nvshmem
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.dispatch.deepep import DeepEP
+from graphmoe.runtime.dispatch.nvshmem import Nvshmem, PeerRows
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 from tests.distributed.buffer_fakes import fake_package
 from tests.distributed.exchange_fakes import fake_exchange
 

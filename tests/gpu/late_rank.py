@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.launch.flight_recorder import set_flight_recorder
+from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
 
 LATE_S = 60
 """Longer than the others wait."""

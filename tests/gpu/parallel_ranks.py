@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.layout import Layout
 from graphmoe.model import build_model
 from graphmoe.ops import collectives as ops
-from graphmoe.world import World
-from passes import PassRunner, select_passes
-from runtime.compiled import CompiledSegments
-from runtime.mesh import Mesh
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 from tests.distributed.parallel_steps import batch
 from tests.gpu.tiny import GPU
 from tests.runs import config

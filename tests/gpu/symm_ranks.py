@@ -12,9 +12,9 @@ from torch import Tensor
 from graphmoe.ops import symm
 from graphmoe.ops.symm.collective import positions
 from graphmoe.ops.symm.product_stream import beside_products_on
-from graphmoe.world import World
-from runtime.dispatch.peers import make_peers
-from runtime.mesh import Mesh
+from graphmoe.runtime.dispatch.peers import make_peers
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 from tests.distributed.symm_trips import SymmTrip, gradients
 from tests.gpu.parallel_ranks import Replayed, captured
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from graphmoe.config import AttentionBackend
+from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
 from graphmoe.ops.vendors import PACKAGES, is_installed
 from tests.ops import attention_cases as cases

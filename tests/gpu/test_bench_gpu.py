@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graphmoe import bench
-from graphmoe.benchmarks.arguments import ShapeChoice
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench.arguments import ShapeChoice
 from tests.test_bench import NAMES
 
 

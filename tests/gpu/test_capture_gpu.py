@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from graphmoe.model.transformer import Transformer
-from runtime.capture import REPORT_FILE
+from graphmoe.runtime.capture.capture import REPORT_FILE
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
 from tests.gpu.tiny import COMPILED, GPU
 from tests.runs import assert_load_swings, numbers, train_in

@@ -5,8 +5,8 @@ import torch
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.config import CheckpointConfig
-from graphmoe.layout import ALONE, Cut, Layout, ParameterLayout, own_part
+from graphmoe.config.schema import CheckpointConfig
+from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout, own_part
 
 
 def test_tensors_changed_after_save_returns_are_saved_as_they_were(tmp_path):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.layout import Layout
 from graphmoe.ops.block_attention import attend_to_block, choose_kernel, gradients_of_block
 from graphmoe.ops.ring_attention import _join
-from graphmoe.world import World
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.ranks import World
 from tests.distributed.parallel_steps import Step, whole_gradient
 from tests.distributed.ranks import Job
 from tests.distributed.shared_sequences import SCALE, Ring

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from graphmoe.dry_run import dry_run
+from graphmoe.training.dry_run import dry_run
 from tests.gpu.tiny import COMPILED, GPU, UNREAD
 from tests.runs import config, trainer_in
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from graphmoe.layout import Layout
+from graphmoe.plan.layout import Layout
 from tests.distributed.expert_steps import ROUTINGS, CompiledStep, Step
 from tests.distributed.ranks import Job
 from tests.tolerances import relative_error

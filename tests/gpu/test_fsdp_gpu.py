@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.world import World
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job
 from tests.distributed.training import quiet_trainer
 from tests.gpu.tiny import GPU, UNREAD

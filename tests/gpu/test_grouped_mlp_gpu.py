@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import choice
-from runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.store import CompileCache
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
 from tests.ops.mlp_cases import (
     CASES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime import compiled
+from graphmoe.runtime.compile import executor as compiled
 from tests.runtime.test_lanes import MIXED, ONE, ONE_F_ONE_B, SCOPES, ZERO_BUBBLE, Stage
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.world import World
+from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training
 from tests.gpu.test_data_parallel_gpu import BASE, EAGER, assert_same_tensors

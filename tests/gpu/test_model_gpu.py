@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from graphmoe.config import GroupScore, ModelConfig, MoEConfig, RopeScaling
+from graphmoe.config.schema import GroupScore, ModelConfig, MoEConfig, RopeScaling
 from graphmoe.model import build_model
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute

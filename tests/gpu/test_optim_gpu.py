@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config import LrSchedule, OptimConfig, TrainConfig
-from graphmoe.optim import Optimizer
-from passes import PassRunner
-from runtime.compiled import CompiledSegments
+from graphmoe.config.schema import LrSchedule, OptimConfig, TrainConfig
+from graphmoe.optim.zero1 import Optimizer
+from graphmoe.passes import PassRunner
+from graphmoe.runtime.compile.executor import CompiledSegments
 
 WIDTH = 2**16
 ROWS = 2**15 + 3

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.step_rows import SCALARS
-from graphmoe.trainer import Trainer
-from graphmoe.world import World
-from runtime.pipeline.recording_file import FILE_NAME, read
+from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read
+from graphmoe.runtime.ranks import World
+from graphmoe.training.step_rows import SCALARS
+from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Job, share_gpus
 from tests.distributed.training import Outcome, Training, whole
 from tests.gpu.tiny import GPU

@@ -1,6 +1,6 @@
 """The router's kernels on a GPU: values, gradients, no sync, capture, determinism.
 
-Suffixes as in graphmoe/ops/router_op.py.
+Suffixes as in graphmoe/ops/fused_router.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from graphmoe.saves import TrainingStopped, first_not_finite
+from graphmoe.training.saves import TrainingStopped, first_not_finite
 from tests.gpu.tiny import COMPILED, GPU
 from tests.runs import metrics, trainer_in
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.layout import Layout
+from graphmoe.plan.layout import Layout
 from tests.distributed.ranks import Job
 from tests.distributed.symm_trips import SymmTrip
 from tests.emulated_peers import Emulation

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from graphmoe.config import ModelConfig, PassesConfig
+from graphmoe.config.schema import ModelConfig, PassesConfig
 from graphmoe.model import build_model
 from graphmoe.model.layer import PLAN
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Executor, run_segments
-from passes import PassRunner, select_passes
-from runtime.compiled import CompiledSegments
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
 
 CONFIG = ModelConfig(

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from graphmoe.layout import Layout
-from graphmoe.world import World
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.ranks import World
 from tests.distributed.parallel_steps import Step, whole_gradient
 from tests.distributed.ranks import Job
 from tests.gpu.parallel_ranks import CapturedStep, all_collectives

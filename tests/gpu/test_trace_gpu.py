@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from graphmoe.step_trace import StepTrace
-from graphmoe.trace import trace_of
-from graphmoe.traces.events import read_trace
-from graphmoe.traces.reading import summarise
+from graphmoe.trace.__main__ import trace_of
+from graphmoe.trace.events import read_trace
+from graphmoe.trace.reading import summarise
+from graphmoe.training.profile_steps import StepTrace
 from tests.gpu.tiny import GPU, UNREAD
 from tests.runs import metrics, numbers, train_in
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphmoe.ops.vendors import is_installed
-from graphmoe.torch_compat import has_nvshmem
+from graphmoe.runtime.torch_compat import has_nvshmem
 from tests.distributed.ranks import Job
 from tests.gpu.vendor_ranks import TOKENS, VendorTrip
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.config import DispatcherChoice, ModelConfig
-from graphmoe.layout import Layout
+from graphmoe.config.schema import DispatcherChoice, ModelConfig
 from graphmoe.ops import collectives
-from graphmoe.receive_budget import Load
-from graphmoe.world import World
-from runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
-from runtime.mesh import Mesh
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.receive_budget import Load
+from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
 from tests.distributed.vendor_trips import (
     EXPERTS,
     TOP_K,

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from graphmoe.config import AttentionKind, ModelConfig, RopeScaling
+from graphmoe.config.schema import AttentionKind, ModelConfig, RopeScaling
 from graphmoe.model.attention import LATENT_NORM_EPS, build_attention, rotary_dim
 from graphmoe.model.rope import inverse_frequencies, rope_tables, rotate_halves, rotate_pairs
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.config import MoEConfig
-from graphmoe.gradients import Gradient
-from graphmoe.layout import Layout
+from graphmoe.config.schema import MoEConfig
 from graphmoe.model.bounded import BoundedPath
 from graphmoe.model.layer import MoELayer
 from graphmoe.model.moe import Experts
-from graphmoe.receive_budget import Load
+from graphmoe.ops.gradients import Gradient
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.receive_budget import Load
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.mesh import Mesh
 from graphmoe.segments import run_segments
-from runtime.dispatch.alltoall import AllToAll
-from runtime.mesh import Mesh
 from tests.runs import config
 from tests.tolerances import relative_error
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphmoe.config import AttentionKind, ModelConfig
-from graphmoe.layout import Layout, layout_of, own_part
+from graphmoe.config.schema import AttentionKind, ModelConfig
 from graphmoe.model import build_model
+from graphmoe.plan.layout import Layout, layout_of, own_part
 
 D, V, E = 16, 40, 6
 CONFIG = ModelConfig(

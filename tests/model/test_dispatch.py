@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config import ModelConfig, MoEConfig
-from graphmoe.dispatch import SEND_PLAN, send_plan
-from graphmoe.gradients import Gradient
-from graphmoe.layout import Layout
+from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.layer import MoELayer
 from graphmoe.model.moe import Experts, Preprocess, SendPreprocess
-from runtime.dispatch.alltoall import AllToAll
-from runtime.mesh import Mesh
+from graphmoe.ops.dispatch import SEND_PLAN, send_plan
+from graphmoe.ops.gradients import Gradient
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.mesh import Mesh
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_forward_close, assert_gradient_close
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config import ModelConfig
+from graphmoe.config.schema import ModelConfig
 from graphmoe.model.moe import DenseMLP, Experts, Preprocess, SwiGLU, combine, dispatch_local
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from graphmoe.config import AuxLoss, ModelConfig
+from graphmoe.config.schema import AuxLoss, ModelConfig
 from graphmoe.model import build_model
 from graphmoe.model.mtp import shift_left
 from graphmoe.model.vocabulary import IGNORED
-from graphmoe.pipeline_layout import pieces_of
+from graphmoe.plan.pipeline.stages import pieces_of
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S, V = 2, 9, 50

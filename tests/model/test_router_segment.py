@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphmoe.config import AuxLoss, GroupScore, ModelConfig, MoEConfig, ScoreFunction
+from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, MoEConfig, ScoreFunction
 from graphmoe.model.moe import Router
 from graphmoe.ops import router as ops
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.config import ModelConfig
+from graphmoe.config.schema import ModelConfig
 from graphmoe.generate import model_of_one_rank
-from graphmoe.layout import Layout
 from graphmoe.model import build_model
 from graphmoe.model.tied import EMBEDDING, HEAD
 from graphmoe.model.transformer import Transformer
+from graphmoe.plan.layout import Layout
 from tests.model.test_transformer import CONFIGS, both, make_batch
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close

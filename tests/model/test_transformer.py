@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from graphmoe.config import AttentionKind, AuxLoss, ModelConfig, MoEConfig, ScoreFunction
+from graphmoe.config.schema import AttentionKind, AuxLoss, ModelConfig, MoEConfig, ScoreFunction
 from graphmoe.model import build_model
 from tests.tolerances import assert_forward_close
 

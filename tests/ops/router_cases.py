@@ -1,6 +1,7 @@
 """Routers and checks for the router's operation, wherever it runs: as plain code, interpreted, or on a GPU.
 
-Suffixes as in graphmoe/ops/router_op.py. What is expected is computed in fp64, the choice from plain lists.
+Suffixes as in graphmoe/ops/fused_router.py. Expected values are computed in fp64, the choice from
+plain lists.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphmoe.ops import router_op  # noqa: F401  # registers the op
+from graphmoe.ops import fused_router as router_op  # noqa: F401  # registers the op
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 

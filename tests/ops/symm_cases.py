@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphmoe.dispatch import SendPlan, send_plan
+from graphmoe.ops.dispatch import SendPlan, send_plan
 from graphmoe.ops.symm import exchange
 from graphmoe.ops.symm.collective import positions
 from tests.emulated_peers import EmulatedPeers, Emulation, GuardedMemory

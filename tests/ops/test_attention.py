@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from graphmoe.config import AttentionBackend, ConfigError
+from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.ops import attention
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
 from graphmoe.ops.vendors import INSTALL, PACKAGES, is_installed

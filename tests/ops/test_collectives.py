@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config import ModelConfig
-from graphmoe.layout import Layout
+from graphmoe.config.schema import ModelConfig
 from graphmoe.model import build_model
 from graphmoe.ops import collectives as ops
-from graphmoe.torch_compat import fake_mode, joint_graph, make_fx
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.torch_compat import fake_mode, joint_graph, make_fx
 
 CALLS = {
     "all_gather": (lambda x, dim: ops.all_gather(x, "tp", 2, dim), 2),

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from graphmoe.config import ModelConfig
+from graphmoe.config.schema import ModelConfig
 from graphmoe.model.moe import Experts
 from graphmoe.ops.grouped_mlp import BACKENDS, backend_of
 from tests.ops.ahead_of_time import ROOT

@@ -9,10 +9,10 @@ import logging
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, milliseconds
-from graphmoe.timing import WARM_UP_CALLS
+from graphmoe.ops.timing import WARM_UP_CALLS
 
 SHAPE = MlpShape(T=32, D=16, F=8, E=4, K=2)
 FP32 = dataclasses.replace(SHAPE, dtype=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import te
 from tests.ops import grouped_mlp_fakes as fakes
 from tests.ops.mlp_cases import (

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from graphmoe.config import AuxLoss, GroupScore, ModelConfig, ScoreFunction
+from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 from graphmoe.ops import router
 from tests.ops.router_cases import best, coarse_choices
 from tests.tolerances import assert_forward_close, assert_gradient_close

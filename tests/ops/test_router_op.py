@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from graphmoe.config import GroupScore, ModelConfig, ScoreFunction
+from graphmoe.config.schema import GroupScore, ModelConfig, ScoreFunction
 from graphmoe.ops import router as plain
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
 from tests.ops.interpreted import assert_passed, names_of

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from graphmoe.config import ModelConfig
+from graphmoe.config.schema import ModelConfig
 from graphmoe.model.moe import Experts
 from graphmoe.ops import swiglu as _registers_the_ops  # noqa: F401
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled

@@ -7,8 +7,8 @@ import pytest
 import transformers
 from omegaconf import OmegaConf
 
-from graphmoe.config import AuxLoss, ConfigError, GroupScore, ModelConfig, RopeScaling
-from graphmoe.model.hf.families import same_function, to_hf_config, to_model_config
+from graphmoe.checkpoint.hf.families import same_function, to_hf_config, to_model_config
+from graphmoe.config.schema import AuxLoss, ConfigError, GroupScore, ModelConfig, RopeScaling
 from tests.parity.published import MIXTRAL, PUBLISHED, V3
 
 PRESETS = Path(__file__).parents[2] / "conf" / "model"

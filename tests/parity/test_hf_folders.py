@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphmoe import load_hf, save_hf
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.model import build_model
 from tests.parity.hf_models import CASES, assert_same_bits, random_model, reload, tensors_in, tokens_of
 
@@ -241,7 +241,7 @@ def test_a_model_that_is_not_of_the_configuration_is_not_written(folder, tmp_pat
 def test_a_failed_write_leaves_the_earlier_files(folder, monkeypatch):
     config, model = load_hf(folder)
     before = (folder / "model.safetensors").read_bytes()
-    monkeypatch.setattr("graphmoe.model.hf.shards.save_file", fail)
+    monkeypatch.setattr("graphmoe.checkpoint.hf.shards.save_file", fail)
     with pytest.raises(OSError, match="no space"):
         save_hf(model, config, folder)
     assert (folder / "model.safetensors").read_bytes() == before

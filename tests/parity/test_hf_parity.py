@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from graphmoe import load_hf, save_hf
-from graphmoe.config import AuxLoss, GroupScore
+from graphmoe.config.schema import AuxLoss, GroupScore
 from tests.parity.hf_models import (
     CASES,
     LIMIT,

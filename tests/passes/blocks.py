@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphmoe.ops.grouped_mm import grouped_mm
-from passes import PASSES, Rewrites
-from runtime.tracing import fakes_of, trace_forward
+from graphmoe.passes import PASSES, Rewrites
+from graphmoe.runtime.compile.tracing import fakes_of, trace_forward
 from tests.tolerances import TOLERANCES, relative_error
 
 T, K, E, D, WIDTH = 18, 2, 4, 16, 8

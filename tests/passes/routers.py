@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.fuse_router import fuse_router
+from graphmoe.passes.fuse_router import fuse_router
 from tests.passes.blocks import Traced, operations, rewritten
 
 INSIDE = {

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from graphmoe.model import build_model
-from graphmoe.torch_compat import joint_graph
-from passes.fuse_activation import fuse_activation
-from passes.fuse_experts import fuse_experts
-from passes.fuse_loss import fuse_loss
-from passes.fuse_permutation import fuse_permutation
-from passes.fuse_router import fuse_router
-from runtime.tracing import fakes_of
+from graphmoe.passes.fuse_activation import fuse_activation
+from graphmoe.passes.fuse_experts import fuse_experts
+from graphmoe.passes.fuse_loss import fuse_loss
+from graphmoe.passes.fuse_permutation import fuse_permutation
+from graphmoe.passes.fuse_router import fuse_router
+from graphmoe.runtime.compile.tracing import fakes_of
+from graphmoe.runtime.torch_compat import joint_graph
 from tests.passes.blocks import (
     DTYPES,
     D,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from graphmoe.ops.grouped_mm import grouped_mm
-from passes.fuse_activation import fuse_activation
+from graphmoe.passes.fuse_activation import fuse_activation
 from tests.passes.blocks import (
     DTYPES,
     WIDTH,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute
-from passes.fuse_activation import fuse_activation
-from passes.fuse_experts import fuse_experts
-from passes.fuse_permutation import fuse_permutation
+from graphmoe.passes.fuse_activation import fuse_activation
+from graphmoe.passes.fuse_experts import fuse_experts
+from graphmoe.passes.fuse_permutation import fuse_permutation
 from tests.passes.blocks import (
     DTYPES,
     ROUTINGS,

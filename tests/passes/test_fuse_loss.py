@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphmoe.config import ModelConfig
-from graphmoe.layout import Layout
+from graphmoe.config.schema import ModelConfig
 from graphmoe.model.transformer import LossHead
-from passes.fuse_loss import fuse_loss
+from graphmoe.passes.fuse_loss import fuse_loss
+from graphmoe.plan.layout import Layout
 from tests.passes.blocks import (
     DTYPES,
     D,

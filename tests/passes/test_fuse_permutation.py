@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphmoe.ops.permute import permute, routing_plan, unpermute
-from passes.base import MadeBy, Rewrites
-from passes.fuse_permutation import fuse_permutation
+from graphmoe.passes.base import MadeBy, Rewrites
+from graphmoe.passes.fuse_permutation import fuse_permutation
 from tests.passes.blocks import (
     DTYPES,
     ROUTINGS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.fuse_permutation import fuse_permutation
+from graphmoe.passes.fuse_permutation import fuse_permutation
 from tests.passes.blocks import (
     D,
     E,

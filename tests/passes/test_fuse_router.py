@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config import AuxLoss, GroupScore, ScoreFunction
-from passes.fuse_router import fuse_router
+from graphmoe.config.schema import AuxLoss, GroupScore, ScoreFunction
+from graphmoe.passes.fuse_router import fuse_router
 from tests.model.test_router_segment import OPTIONS, make_input, make_router
 from tests.passes.blocks import (
     DTYPES,

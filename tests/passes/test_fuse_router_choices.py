@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.fuse_permutation import fuse_permutation
-from passes.fuse_router import fuse_router
+from graphmoe.passes.fuse_permutation import fuse_permutation
+from graphmoe.passes.fuse_router import fuse_router
 from tests.passes.blocks import (
     assert_left,
     assert_same_numbers,

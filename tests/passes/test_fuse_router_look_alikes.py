@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passes.fuse_router import fuse_router
+from graphmoe.passes.fuse_router import fuse_router
 from tests.passes.blocks import (
     assert_left,
     assert_same_numbers,

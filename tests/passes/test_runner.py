@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import fx
 
-from graphmoe.config import ConfigError, PassesConfig
-from passes import PASSES, PassRunner, PassSpec, Rewrites, select_passes
-from runtime.tracing import fakes_of, trace_forward
+from graphmoe.config.schema import ConfigError, PassesConfig
+from graphmoe.passes import PASSES, PassRunner, PassSpec, Rewrites, select_passes
+from graphmoe.runtime.compile.tracing import fakes_of, trace_forward
 from tests.runs import ROOT
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from graphmoe.model import build_model
-from graphmoe.torch_compat import make_fx
-from passes import PASSES, PassRunner
-from passes.matching import origin
-from passes.split_backward import SUMS, split_backward
-from runtime.tracing import fakes_of
-from runtime.unit_graphs import UnitGraphs, unit_graphs
-from runtime.units import BoundUnit, units_of
+from graphmoe.passes import PASSES, PassRunner
+from graphmoe.passes.matching import origin
+from graphmoe.passes.split_backward import SUMS, split_backward
+from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
+from graphmoe.runtime.compile.tracing import fakes_of
+from graphmoe.runtime.compile.units import BoundUnit, units_of
+from graphmoe.runtime.torch_compat import make_fx
 from tests.passes.blocks import assert_agrees
 from tests.runs import config
 from tests.tolerances import TOLERANCES

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from graphmoe import dry_run as dry
-from graphmoe.layout import Layout
-from graphmoe.pipeline_layout import all_pieces, pieces_of
-from graphmoe.projection.activations import RECEIVED, stage_activations
-from graphmoe.projection.sizes import Sizes
-from runtime.dry.memory import MemoryLog
+from graphmoe.plan.costs.activations import RECEIVED, stage_activations
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.stages import all_pieces, pieces_of
+from graphmoe.training import dry_run as dry
+from graphmoe.training.dry_run.memory import MemoryLog
 from tests.runs import config
 
 MODEL = (

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from graphmoe.config import (
+from graphmoe.config.schema import (
     AttentionKind,
     ContextMethod,
     DispatcherChoice,
@@ -12,18 +12,18 @@ from graphmoe.config import (
     RunConfig,
     Transport,
 )
-from graphmoe.flops import attention_scores, flops_per_token
-from graphmoe.layout import Layout
-from graphmoe.pipeline_layout import all_pieces
-from graphmoe.pipeline_pictures.plans import load_preset
-from graphmoe.projection.hardware import H200, MI300X
-from graphmoe.projection.layer_parts import attention_parts, experts, gate, swiglu, travelling_bytes
-from graphmoe.projection.rates import NVIDIA, TIMES
-from graphmoe.projection.second_forward import MOVED, second_forward
-from graphmoe.projection.sizes import Sizes
-from graphmoe.projection.speeds import Speeds
-from graphmoe.projection.step_time import message_seconds, stage_times, total_time
-from graphmoe.receive_budget import balanced_load
+from graphmoe.model.flops import attention_scores, flops_per_token
+from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.costs.hardware import H200, MI300X
+from graphmoe.plan.costs.layer_parts import attention_parts, experts, gate, swiglu, travelling_bytes
+from graphmoe.plan.costs.rates import NVIDIA, TIMES
+from graphmoe.plan.costs.second_forward import MOVED, second_forward
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.speeds import Speeds
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.stages import all_pieces
+from graphmoe.plan.receive_budget import balanced_load
+from graphmoe.project.step_time import message_seconds, stage_times, total_time
 
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name in TIMES else 1.0 for f in fields(NVIDIA)})
 ENDLESS = 1e30

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from graphmoe.config import ConfigError
-from graphmoe.dry_run import dry_run
-from graphmoe.layout import Layout
-from graphmoe.pipeline_plan import pipeline_of
-from graphmoe.projection.memory import MEMORY_KINDS, exact_memory
-from runtime.pipeline.validate import peak_activations
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.check import peak_activations
+from graphmoe.plan.pipeline.plan import pipeline_of
+from graphmoe.project.memory import MEMORY_KINDS, exact_memory
+from graphmoe.training.dry_run import dry_run
 from tests.projection.test_activations import MODEL
 from tests.runs import config
 

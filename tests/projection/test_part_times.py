@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.config import ModelConfig
-from graphmoe.pipeline_costs import stage_costs
-from graphmoe.pipeline_layout import parse_layout, pieces_of
-from graphmoe.pipeline_pictures.plans import load_preset
-from graphmoe.projection.part_times import default_layout, modelled_parts
+from graphmoe.config.schema import ModelConfig
+from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.costs.part_times import default_layout, modelled_parts
+from graphmoe.plan.pipeline.costs import stage_costs
+from graphmoe.plan.pipeline.stages import parse_layout, pieces_of
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 

@@ -4,10 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from graphmoe.config import ConfigError, DataConfig, ParallelConfig, RecomputeConfig, RunConfig, TrainConfig
-from graphmoe.layout import Layout
-from graphmoe.pipeline_pictures.plans import load_preset
-from graphmoe.projection.published import published_bubble, published_memory_gb
+from graphmoe.config.schema import (
+    ConfigError,
+    DataConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfig,
+    TrainConfig,
+)
+from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.layout import Layout
+from graphmoe.project.published import published_bubble, published_memory_gb
 
 KINDS = ("params", "grads", "main_params", "moments", "activations", "total")
 # MoE of 10^12 parameters on 768 GPUs, sequences of 4096, one in a micro-batch; GB of each GPU

@@ -9,21 +9,21 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from graphmoe.config import ConfigError, RunConfig
-from graphmoe.config_rules import check, resolve
-from graphmoe.projection.arguments import ProjectArgs, completed, fixed_keys
-from graphmoe.projection.candidates import TRIED_SCHEDULES, Candidates
-from graphmoe.projection.document import MEMORY_ERROR, project
-from graphmoe.projection.estimates import FASTER, FASTER_ON_A_V
-from graphmoe.projection.hardware import CARDS
-from graphmoe.projection.page import write_search
-from graphmoe.projection.search import search
-from graphmoe.projection.search_table import render_search
-from runtime.pipeline.actions import Placement
-from runtime.pipeline.schedules import SCHEDULES, make_table
-from runtime.pipeline.simulate import Costs, simulate
-from runtime.pipeline.validate import in_flight
-from runtime.pipeline.walk import Walk
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.plan.costs.hardware import CARDS
+from graphmoe.plan.pipeline.actions import Placement
+from graphmoe.plan.pipeline.check import in_flight
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.walk import Walk
+from graphmoe.plan.rules.check import check, resolve
+from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys
+from graphmoe.project.candidates import TRIED_SCHEDULES, Candidates
+from graphmoe.project.document import MEMORY_ERROR, project
+from graphmoe.project.estimates import FASTER, FASTER_ON_A_V
+from graphmoe.project.page import write_search
+from graphmoe.project.search import search
+from graphmoe.project.search_table import render_search
 from tests.projection.test_activations import MODEL
 from tests.runs import config
 

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from graphmoe.dry_run import dry_run
-from graphmoe.flat_buffers import families_of
-from graphmoe.layout import Layout
 from graphmoe.model import build_model
-from graphmoe.pipeline_layout import all_pieces
-from graphmoe.plan import plan_of
-from graphmoe.projection.state import state_of
-from graphmoe.sizes import rank_weights
-from graphmoe.torch_compat import fake_process_group
-from runtime.dispatch import make_dispatcher
-from runtime.mesh import Mesh
+from graphmoe.model.sizes import rank_weights
+from graphmoe.optim.flat_buffers import families_of
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.stages import all_pieces
+from graphmoe.plan.plan import plan_of
+from graphmoe.project.state import state_of
+from graphmoe.runtime.dispatch import make_dispatcher
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.torch_compat import fake_process_group
+from graphmoe.training.dry_run import dry_run
 from tests.runs import config
 
 EIGHT = ("launch.fake_world=8", "train.global_batch_size=16", "optim.bucket_mb=0.01", "compile.enabled=false")

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.benchmarks.projection_suite import projected
-from graphmoe.benchmarks.words import compose_config
-from graphmoe.config import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
-from graphmoe.config_rules import resolve
-from graphmoe.layout import Layout
-from graphmoe.pipeline_config import PipelineConfig
-from graphmoe.pipeline_pictures.plans import load_preset
-from graphmoe.projected_memory import allocated_bytes
-from graphmoe.projection.arguments import Assumptions, ProjectArgs, completed
-from graphmoe.projection.document import project
-from graphmoe.projection.hardware import CARDS, H200, MI300X
-from graphmoe.projection.rates import CLASSES, NVIDIA, rates_of
-from graphmoe.projection.speeds import Speeds
-from graphmoe.projection.tables import render
+from graphmoe.bench.projection_suite import projected
+from graphmoe.bench.words import compose_config
+from graphmoe.config.pipeline import PipelineConfig
+from graphmoe.config.schema import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
+from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
+from graphmoe.plan.costs.rates import CLASSES, NVIDIA, rates_of
+from graphmoe.plan.costs.speeds import Speeds
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.rules.check import resolve
+from graphmoe.project.arguments import Assumptions, ProjectArgs, completed
+from graphmoe.project.document import project
+from graphmoe.project.projected_memory import allocated_bytes
+from graphmoe.project.tables import render
 from tests.projection.test_activations import MODEL
 from tests.runs import config
 

@@ -7,12 +7,12 @@ import itertools
 import torch
 from torch import nn
 
-from graphmoe.gradients import Gradient
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.compile.captured_units import UnitCapture
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment, run_segments
-from passes import PassRunner, select_passes
-from runtime.capture import Capture
-from runtime.captured_units import UnitCapture
-from runtime.compiled import CompiledSegments
 from tests.runs import config
 from tests.tolerances import assert_gradient_close
 

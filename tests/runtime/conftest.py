@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, fx
 
-from graphmoe.torch_compat import joint_graph
-from runtime import compiled, unit_graphs
+from graphmoe.runtime.compile import executor as compiled
+from graphmoe.runtime.compile import graphs as unit_graphs
+from graphmoe.runtime.torch_compat import joint_graph
 
 _JOINTS: dict[str, fx.GraphModule] = {}
 

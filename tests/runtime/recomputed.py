@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from graphmoe.config import RecomputeConfig
-from passes import PassRunner, select_passes
-from runtime.compiled import CompiledSegments
-from runtime.recompute import Recompute
+from graphmoe.config.schema import RecomputeConfig
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.recompute import Recompute
 from tests.runs import config
 from tests.runtime.test_compiled import model_of
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from graphmoe.model import build_model
+from graphmoe.optim.arriving_weights import ArrivingWeights
+from graphmoe.runtime.compile.units import owner_of
 from graphmoe.segments import Segment, run_segments
-from runtime.arriving_weights import ArrivingWeights
-from runtime.units import owner_of
 from tests.runs import config
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from graphmoe.model.transformer import Transformer
-from runtime import graphs
-from runtime.capture import REPORT_FILE, Capture, CaptureReport, Span
-from runtime.graphs import GraphMaker
+from graphmoe.runtime.capture import graphs
+from graphmoe.runtime.capture.capture import REPORT_FILE, Capture, CaptureReport, Span
+from graphmoe.runtime.capture.graphs import GraphMaker
 from tests.runs import COMPILED, assert_same_state, final_state, metrics, numbers, trainer_in
 
 pytestmark = pytest.mark.usefixtures("unmeasured", "as_traced")

@@ -9,12 +9,12 @@ import math
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.model.transformer import Transformer
-from graphmoe.saves import TrainingStopped
-from runtime.capture import REPORT_FILE, Capture
-from runtime.captured_step import CapturedStep
-from runtime.graphs import HostGraph
+from graphmoe.runtime.capture.capture import REPORT_FILE, Capture
+from graphmoe.runtime.capture.graphs import HostGraph
+from graphmoe.runtime.capture.step import CapturedStep
+from graphmoe.training.saves import TrainingStopped
 from tests.runs import (
     COMPILED,
     TINY,

@@ -8,14 +8,14 @@ import logging
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
-from graphmoe.gradients import Gradient
+from graphmoe.config.schema import ConfigError
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PassRunner
+from graphmoe.runtime.capture.capture import REPORT_FILE, Capture
+from graphmoe.runtime.compile.captured_units import UnitCapture
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.report import REPORT_FILE as COMPILE_REPORT
 from graphmoe.segments import CAPTURABLE, SCOPES, Segment, run_segments, segments_of
-from passes import PassRunner
-from runtime.capture import REPORT_FILE, Capture
-from runtime.captured_units import UnitCapture
-from runtime.compile_report import REPORT_FILE as COMPILE_REPORT
-from runtime.compiled import CompiledSegments
 from tests.runs import COMPILED, assert_same_state, config, final_state, numbers, train_in
 from tests.runtime.chains import CPU, Chain, OrderedChain, Scale
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes import PassRunner, PassSpec, Rewrites
-from runtime.compile_report import to_json, to_text
-from runtime.compiled import UnitReport
+from graphmoe.passes import PassRunner, PassSpec, Rewrites
+from graphmoe.runtime.compile.executor import UnitReport
+from graphmoe.runtime.compile.report import to_json, to_text
 
 CACHE = {"fx_hits": 0}
 

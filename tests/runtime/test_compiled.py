@@ -14,13 +14,13 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from graphmoe.gradients import Gradient
 from graphmoe.model import build_model
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PASSES, PassRunner, select_passes
+from graphmoe.runtime.compile import graphs as unit_graphs
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.torch_compat import joint_graph
 from graphmoe.segments import Segment, run_segments
-from graphmoe.torch_compat import joint_graph
-from passes import PASSES, PassRunner, select_passes
-from runtime import unit_graphs
-from runtime.compiled import CompiledSegments
 from tests.runs import COMPILED, ROOT, config
 from tests.tolerances import assert_forward_close, assert_gradient_close
 

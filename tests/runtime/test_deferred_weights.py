@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphmoe.gradients import Gradient
 from graphmoe.model import build_model
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PASSES, PassRunner
+from graphmoe.runtime.compile.code import Later, UnitCode
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.segments import Segment
-from passes import PASSES, PassRunner
-from runtime.compiled import CompiledSegments
-from runtime.overlap.runner import Overlap
-from runtime.unit_code import Later, UnitCode
 from tests.runs import COMPILED, config
 
 pytestmark = pytest.mark.usefixtures("unmeasured", "graphs_as_they_are")

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphmoe.gradients import Gradient
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PASSES, PassRunner
+from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.compile.captured_units import UnitCapture
+from graphmoe.runtime.compile.code import Later, UnitCode
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment
-from passes import PASSES, PassRunner
-from runtime.capture import Capture
-from runtime.captured_units import UnitCapture
-from runtime.compiled import CompiledSegments
-from runtime.unit_code import Later, UnitCode
 from tests.runtime.chains import CPU, Scale
 
 pytestmark = pytest.mark.usefixtures("unmeasured", "graphs_as_they_are")

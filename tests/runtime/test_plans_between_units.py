@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import routing_plan
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment, run_segments
-from passes import PassRunner, select_passes
-from runtime.compiled import CompiledSegments
 from tests.runs import config
 
 T, K, E, D, WIDTH = 12, 2, 4, 8, 5

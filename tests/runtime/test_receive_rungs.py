@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.launches import Launches
-from graphmoe.layout import Layout
 from graphmoe.model.layer import MoELayer
 from graphmoe.ops.symm import CollectivePeers, use_peers
-from graphmoe.plan import plan_of
-from graphmoe.receive_budget import Load, balanced_load, capacity, room_bytes, worst_load
-from graphmoe.step_rows import RECEIVED, SCALARS, StepRows, device_row
-from runtime import receive_ladder
-from runtime.dispatch.symm import Symm
-from runtime.receive_ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
+from graphmoe.plan.receive_budget import Load, balanced_load, capacity, room_bytes, worst_load
+from graphmoe.runtime.dispatch import ladder as receive_ladder
+from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.dispatch.symm import Symm
+from graphmoe.training.rerun import Launches
+from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
 
 LAYOUT = Layout(dp=4, ep=4)

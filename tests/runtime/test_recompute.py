@@ -11,11 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.output_views import root_of
+from graphmoe.runtime.compile.recompute import (
+    Recompute,
+    RecomputedSegments,
+    UnitRecompute,
+    executor_outside_graphs,
+)
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
-from runtime.compiled import CompiledSegments
-from runtime.output_views import root_of
-from runtime.recompute import Recompute, RecomputedSegments, UnitRecompute, executor_outside_graphs
 from tests.runtime.recomputed import (
     ATTENTION,
     GQA,

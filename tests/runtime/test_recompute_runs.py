@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphmoe.gradients import Gradient
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.compile.captured_units import UnitCapture
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment, run_segments
-from passes import PassRunner, select_passes
-from runtime.capture import Capture
-from runtime.captured_units import UnitCapture
-from runtime.compiled import CompiledSegments
 from tests.runs import COMPILED, assert_same_state, config, final_state, numbers, train_in
 from tests.runtime.recomputed import executor, layer_gradients, recompute
 from tests.tolerances import assert_gradient_close

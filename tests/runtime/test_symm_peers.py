@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from graphmoe.dispatch import send_plan
-from graphmoe.layout import Layout
 from graphmoe.ops import symm
+from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.symm.exchange import _take
 from graphmoe.ops.symm.peers import ALIGNMENT, Region, Sizes
-from runtime.dispatch import peers as module
-from runtime.mesh import Mesh
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.dispatch import peers as module
+from graphmoe.runtime.mesh import Mesh
 
 SIZES = Sizes(tokens=6, row_bytes=20, slots=2, places=4, rows=30, block=3)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphmoe.gradients import Gradient
 from graphmoe.model import build_model
 from graphmoe.model.transformer import Transformer
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Executor, Segment, run_segments
-from passes import PassRunner, select_passes
-from runtime.compiled import CompiledSegments
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
 

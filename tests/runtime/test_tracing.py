@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphmoe.passes import PassRunner
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.units import UntraceableSegment
 from graphmoe.segments import Segment, run_segments
-from passes import PassRunner
-from runtime.compiled import CompiledSegments
-from runtime.units import UntraceableSegment
 
 
 def compiled(run, *, writes=("y",), parameters=()):

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe.config import DeviceChoice, RunConfig, Transport
-from graphmoe.config_rules import resolve
-from graphmoe.dispatch_rules import transport_of
-from graphmoe.dry_run import dry_run
-from graphmoe.layout import Layout
-from graphmoe.plan import plan_of
-from graphmoe.projected_memory import projected_memory, with_its_transport
-from graphmoe.projection.sizes import Sizes
-from runtime.dispatch import close_dispatcher, open_dispatcher, planned_dispatcher
+from graphmoe.config.schema import DeviceChoice, RunConfig, Transport
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
+from graphmoe.plan.rules.check import resolve
+from graphmoe.plan.rules.experts import transport_of
+from graphmoe.project.projected_memory import projected_memory, with_its_transport
+from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher, planned_dispatcher
+from graphmoe.training.dry_run import dry_run
 from tests.runs import config
 
 SYMM = ("moe.dispatcher=symm", "parallel.ep=2", "launch.nproc=2", "run.device=cuda")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from graphmoe.model import build_model
+from graphmoe.runtime.compile.units import BoundUnit, Unit, units_of
 from graphmoe.segments import Segment, run_segments
-from runtime.units import BoundUnit, Unit, units_of
 from tests.runs import config
 
 

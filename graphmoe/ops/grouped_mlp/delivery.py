@@ -1,6 +1,6 @@
 """The experts as one operation whose weight gradients are summed in the optimizer's fp32 tensors.
 
-For a backward that no graph holds: compiled units do the same by their graphs (`runtime.accumulation`).
+For a backward that no graph holds: compiled units do so by their graphs (`runtime.compile.accumulation`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.gradients import Gradient, delivered, have_begun
+from graphmoe.ops.gradients import Gradient, delivered, have_begun
 
 
 def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:

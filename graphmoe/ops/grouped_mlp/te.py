@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.config import ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import KEY
 from graphmoe.ops.grouped_mlp.reference import Products
 from graphmoe.ops.vendors import require_half, require_package

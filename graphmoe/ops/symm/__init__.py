@@ -27,15 +27,7 @@ from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.symm import collective
-from graphmoe.ops.symm.peers import (
-    CollectivePeers,
-    MemoryPeers,
-    Region,
-    Sizes,
-    peers_of,
-    reserve,
-    use_peers,
-)
+from graphmoe.ops.symm.peers import CollectivePeers, MemoryPeers, Region, Sizes, peers_of, reserve, use_peers
 
 __all__ = ["CollectivePeers", "MemoryPeers", "Region", "Sizes", "reserve", "use_peers"]
 
@@ -57,7 +49,7 @@ def _dispatch(
     """received_ND, weight_NK, number_NK int32, arrivals_PP int32.
 
     ``number_NK`` counts this rank's ``experts`` experts from 0; slots of others have -1. ``etp`` ranks hold
-    parts of the same experts. The plan is a `graphmoe.dispatch.SendPlan`.
+    parts of the same experts. The plan is a `graphmoe.ops.dispatch.SendPlan`.
     """
     assert block * len(send_counts_P) <= rows, (block, rows)
     peers, places = peers_of(len(send_counts_P)), send_row_TW.shape[1]

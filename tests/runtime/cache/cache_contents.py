@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cache import folders as work_folders
-from runtime.cache.key import Facts, key_of
-from runtime.cache.store import CompileCache, WorkFolder
+from graphmoe.runtime.cache import folders as work_folders
+from graphmoe.runtime.cache.key import Facts, key_of
+from graphmoe.runtime.cache.store import CompileCache, WorkFolder
 
 FACTS = {"base.torch": "2.13.0", "model.num_experts": 8, "passes.enabled": ["fuse_loss"]}
 KERNEL = "triton/ABC/kernel.cubin"

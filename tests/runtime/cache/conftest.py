@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.store import CompileCache
 from tests.runtime.cache.cache_contents import empty_cache
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cache.bytecode import PREFIX
+from graphmoe.runtime.cache.bytecode import PREFIX
 
 RUN = """
 import sys
 from pathlib import Path
-from runtime.cache.bytecode import folder_in_use, keep_bytecode
+from graphmoe.runtime.cache.bytecode import folder_in_use, keep_bytecode
 {before}
 keep_bytecode(Path(sys.argv[1]))
 import torch
@@ -85,14 +85,13 @@ def test_another_version_has_a_folder_of_its_own_though_times_and_sizes_are_the_
 
 def test_our_own_sources_count_by_content_where_all_have_one_time(site, tmp_path):
     repository = tmp_path / "repository"
-    for package in ("graphmoe", "passes", "runtime"):
-        shutil.copytree(Path(__file__).parents[3] / package, repository / package)
-    before = f"sys.path.insert(0, {str(repository)!r}); sys.modules.pop('runtime.cache.bytecode')\n"
-    before += "sys.modules.pop('runtime.cache'); sys.modules.pop('runtime')\n"
-    before += "from runtime.cache.bytecode import folder_in_use, keep_bytecode"
+    shutil.copytree(Path(__file__).parents[3] / "graphmoe", repository / "graphmoe")
+    before = f"sys.path.insert(0, {str(repository)!r})\n"
+    before += "for name in [*sys.modules]: name.partition('.')[0] == 'graphmoe' and sys.modules.pop(name)\n"
+    before += "from graphmoe.runtime.cache.bytecode import folder_in_use, keep_bytecode"
 
     def folder(note: str, *, one_time: bool) -> str:
-        (repository / "passes" / "note.py").write_text(note)
+        (repository / "graphmoe" / "passes" / "note.py").write_text(note)
         for number, path in enumerate(sorted(repository.rglob("*.py"))):
             os.utime(path, (1e9, 1e9 if one_time else 1e9 + number))
         return run(site, tmp_path / "cache", before)[1]
@@ -136,7 +135,7 @@ def test_bytecode_that_is_checked_by_content_counts(site, tmp_path):
 
 
 def test_a_run_says_where_it_is_kept(site, tmp_path, monkeypatch):
-    from runtime.cache import bytecode
+    from graphmoe.runtime.cache import bytecode
 
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode" / "key"))
     assert bytecode.folder_in_use() == tmp_path / "bytecode" / "key"

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.store import CompileCache
 from tests.runtime.cache.cache_contents import FACTS
 
 

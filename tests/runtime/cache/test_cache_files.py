@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cache import files as cache_files
-from runtime.cache import work as cache_work
-from runtime.cache.key import key_of
+from graphmoe.runtime.cache import files as cache_files
+from graphmoe.runtime.cache import work as cache_work
+from graphmoe.runtime.cache.key import key_of
 from tests.runtime.cache.cache_contents import (
     FACTS,
     GROUP,
@@ -142,7 +142,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.store import CompileCache
 
 @triton.jit
 def double(x, BLOCK: tl.constexpr):

@@ -11,11 +11,11 @@ import typing
 import pytest
 import torch
 
-from graphmoe.config import RunConfig
-from graphmoe.config_rules import resolve
-from passes import PASSES, PassSpec, select_passes
-from runtime.cache import key as cache_key
-from runtime.cache.key import base_of, differences, facts_of, key_of, may_share
+from graphmoe.config.schema import RunConfig
+from graphmoe.passes import PASSES, PassSpec, select_passes
+from graphmoe.plan.rules.check import resolve
+from graphmoe.runtime.cache import key as cache_key
+from graphmoe.runtime.cache.key import base_of, differences, facts_of, key_of, may_share
 from tests.runs import config
 
 CPU = torch.device("cpu")

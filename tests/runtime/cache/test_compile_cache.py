@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cache.blobs import DRAFT
-from runtime.cache.key import key_of
-from runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.blobs import DRAFT
+from graphmoe.runtime.cache.key import key_of
+from graphmoe.runtime.cache.store import CompileCache
 from tests.runtime.cache.cache_contents import FACTS, blob_of, kept, read, warnings_of, write
 
 ROOT = Path(__file__).parents[3]
@@ -239,8 +239,8 @@ JOB = """
     import torch
     import torch._inductor.config
     torch._inductor.config.cpp_cache_precompile_headers = False  # takes longer than what it would save here
-    from graphmoe.torch_compat import cache_counts
-    from runtime.cache.store import CompileCache
+    from graphmoe.runtime.torch_compat import cache_counts
+    from graphmoe.runtime.cache.store import CompileCache
 
     work = CompileCache(Path("cache")).open({"base.torch": torch.__version__, "model.width": 8})
     work.activate()

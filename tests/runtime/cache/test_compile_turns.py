@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from graphmoe.torch_compat import fake_mode, make_fx
-from runtime.cache.turns import CompileTurns, fingerprint
+from graphmoe.runtime.cache.turns import CompileTurns, fingerprint
+from graphmoe.runtime.torch_compat import fake_mode, make_fx
 
 
 def graph(width: int = 4, factor: float = 2.0):

@@ -8,10 +8,10 @@ from unittest import mock
 
 from torch._inductor.runtime import compile_tasks
 
-from graphmoe.torch_compat import tuned_kernels
-from graphmoe.world import World
-from runtime.cache import job
-from runtime.cache.job import JobCache
+from graphmoe.runtime.compile import job_cache as job
+from graphmoe.runtime.compile.job_cache import JobCache
+from graphmoe.runtime.ranks import World
+from graphmoe.runtime.torch_compat import tuned_kernels
 from tests.runtime.cache.cache_contents import FACTS, write
 
 

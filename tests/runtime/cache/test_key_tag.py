@@ -8,12 +8,12 @@ import sys
 
 import torch
 
-from graphmoe.torch_compat import set_key_tag
+from graphmoe.runtime.torch_compat import set_key_tag
 
 VARIABLE = "TORCH_COMPILE_CACHE_KEY_TAG"
 IN_A_COMPILE_WORKER = """
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
-from graphmoe.torch_compat import set_key_tag
+from graphmoe.runtime.torch_compat import set_key_tag
 set_key_tag("facts")
 pool = SubprocPool(1)
 print(pool.submit(eval, "__import__('torch').compiler.config.cache_key_tag").result(timeout=100))

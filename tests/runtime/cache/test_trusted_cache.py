@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.config import ConfigError, RunConfig
-from graphmoe.entry import schema, to_config
-from runtime.cache import folders
-from runtime.cache.blobs import write_whole
-from runtime.cache.folders import check_trusted, make_cache
+from graphmoe.command.hydra import schema, to_config
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.runtime.cache import folders
+from graphmoe.runtime.cache.blobs import write_whole
+from graphmoe.runtime.cache.folders import check_trusted, make_cache
 
 
 @pytest.fixture

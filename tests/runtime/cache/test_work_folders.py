@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cache import folders as work_folders
-from runtime.cache.store import CompileCache, point_torch_at
+from graphmoe.runtime.cache import folders as work_folders
+from graphmoe.runtime.cache.store import CompileCache, point_torch_at
 from tests.runtime.cache.cache_contents import (
     FACTS,
     KERNEL,

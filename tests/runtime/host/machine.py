@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.host import numa
+from graphmoe.runtime.host import numa
 
 
 class Machine:

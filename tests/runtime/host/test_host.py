@@ -10,10 +10,10 @@ import threading
 import pytest
 import torch
 
-from graphmoe.config import HostConfig, NumaBinding
-from runtime.host import tuning as host
-from runtime.host.environment import HostLine
-from runtime.host.tuning import GarbageCollection, bind_to_numa, log_host, set_threads, start_host
+from graphmoe.config.schema import HostConfig, NumaBinding
+from graphmoe.runtime.host import tuning as host
+from graphmoe.runtime.host.environment import HostLine
+from graphmoe.runtime.host.tuning import GarbageCollection, bind_to_numa, log_host, set_threads, start_host
 from tests.runs import trainer_in
 from tests.runtime.host.machine import Machine
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from graphmoe.config import ConfigError, DeviceChoice, HostConfig
-from runtime.host.environment import MARKER, MULTICAST, set_environment
+from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
+from graphmoe.runtime.host.environment import MARKER, MULTICAST, set_environment
 
 AUTO, CPU, GPU = DeviceChoice.auto, DeviceChoice.cpu, DeviceChoice.cuda
 

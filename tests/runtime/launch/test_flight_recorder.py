@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.launch.failures import Failure
-from runtime.launch.flight_recorder import NAME, ask_for_dumps, dumps_since, set_flight_recorder
-from runtime.launch.stamps import STAMPS
+from graphmoe.runtime.launch.failures import Failure
+from graphmoe.runtime.launch.flight_recorder import NAME, ask_for_dumps, dumps_since, set_flight_recorder
+from graphmoe.runtime.launch.stamps import STAMPS
 
 NAMES = (
     "TORCH_FR_BUFFER_SIZE",

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import time
 
-from runtime.launch.elastic import _Forwarding
+from graphmoe.runtime.launch.elastic import _Forwarding
 
 
 def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(monkeypatch):
     workers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
     ended: list[int] = []
-    monkeypatch.setattr("runtime.launch.elastic.os._exit", ended.append)
+    monkeypatch.setattr("graphmoe.runtime.launch.elastic.os._exit", ended.append)
     with _Forwarding(["sleep", "60"]) as forwarding:
         while len(forwarding._workers()) < 2:  # a new process has no command line at once
             time.sleep(0.001)

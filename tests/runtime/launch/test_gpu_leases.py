@@ -11,9 +11,9 @@ import threading
 import pytest
 import torch
 
-from graphmoe.config import ConfigError
-from runtime.launch import gpu_leases
-from runtime.launch.gpu_leases import lease_folder, lease_gpus, visible_gpus
+from graphmoe.command.sweep import gpu_leases
+from graphmoe.command.sweep.gpu_leases import lease_folder, lease_gpus, visible_gpus
+from graphmoe.config.schema import ConfigError
 from tests.runs import ROOT
 
 
@@ -89,7 +89,7 @@ def test_the_gpus_of_a_job_that_was_killed_are_free(tmp_path):
     code = (
         f"import torch, tempfile, time; tempfile.tempdir = '{tmp_path}'\n"
         "torch.cuda.device_count = lambda: 4\n"
-        "from runtime.launch.gpu_leases import lease_gpus\n"
+        "from graphmoe.command.sweep.gpu_leases import lease_gpus\n"
         "with lease_gpus(4): print('has them', flush=True); time.sleep(60)"
     )
     words = [sys.executable, "-c", code]

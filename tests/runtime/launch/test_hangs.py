@@ -12,16 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from graphmoe.pace import Pace
-from graphmoe.world import PATIENCE
-from runtime.launch.failures import error_file, first_failure
-from runtime.launch.hangs import HangWatch, watching
-from runtime.launch.stamps import BEFORE_TRAINING_S, SLOW_S, STAMPS
+from graphmoe.runtime.launch.failures import error_file, first_failure
+from graphmoe.runtime.launch.hangs import HangWatch, watching
+from graphmoe.runtime.launch.stamps import BEFORE_TRAINING_S, SLOW_S, STAMPS
+from graphmoe.runtime.ranks import PATIENCE
+from graphmoe.training.heartbeat import Pace
 from tests.runs import ROOT
 
 WORKER = """
 import sys, time
-from runtime.launch.stamps import begin_stamps, put_stamp, wait_for
+from graphmoe.runtime.launch.stamps import begin_stamps, put_stamp, wait_for
 begin_stamps()
 put_stamp("step 3", float(sys.argv[1]), 3)
 exec(compile(f"print('there', flush=True); {sys.argv[3]}", sys.argv[2], "exec"))
@@ -33,7 +33,7 @@ def limits(monkeypatch) -> Iterator[list[tuple[str, float]]]:
     """The signs of life of this process: what it does, and how long it may take. Its clock is ``now``."""
     found: list[tuple[str, float]] = []
     monkeypatch.setattr(
-        "graphmoe.pace.put_stamp", lambda phase, limit_s, step: found.append((phase, limit_s))
+        "graphmoe.training.heartbeat.put_stamp", lambda phase, limit_s, step: found.append((phase, limit_s))
     )
     return found
 
@@ -181,7 +181,7 @@ def test_stamps_are_not_left_where_nobody_watches(tmp_path):
     line = [
         sys.executable,
         "-c",
-        "from runtime.launch.stamps import *; begin_stamps(); put_stamp('x', 1.0, 1)",
+        "from graphmoe.runtime.launch.stamps import *; begin_stamps(); put_stamp('x', 1.0, 1)",
     ]
     subprocess.run(line, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
     assert not list(Path(tmp_path).iterdir())
@@ -190,7 +190,9 @@ def test_stamps_are_not_left_where_nobody_watches(tmp_path):
 def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     script = (
-        "import os; from runtime.launch.hangs import watching\nwith watching(9.0): os.kill(os.getpid(), 9)"
+        "import os\n"
+        "from graphmoe.runtime.launch.hangs import watching\n"
+        "with watching(9.0): os.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     for _ in range(2):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from runtime.overlap.order import Piece, backward_of, interleaved, transfers_first, turns
+from graphmoe.runtime.overlap.order import Piece, backward_of, interleaved, transfers_first, turns
 
 LAYER = ("attn", "dispatch", "shared", "experts", "combine")
 NEEDS = {

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.overlap.order import Piece
-from runtime.overlap.runner import Backward, Overlap
+from graphmoe.runtime.overlap.order import Piece
+from graphmoe.runtime.overlap.runner import Backward, Overlap
 from tests.distributed.turns import watched
 from tests.runtime.overlap.test_overlap_order import model
 

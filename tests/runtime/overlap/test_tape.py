@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.overlap.runner import Backward, Overlap
-from runtime.overlap.tape import Tape
+from graphmoe.runtime.overlap.runner import Backward, Overlap
+from graphmoe.runtime.overlap.tape import Tape
 
 
 def ran(read: list[int], received: list[torch.Tensor]) -> Tape:

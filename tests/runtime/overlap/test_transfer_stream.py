@@ -7,7 +7,7 @@ import torch
 
 from graphmoe.ops.symm import product_stream
 from graphmoe.ops.symm.product_stream import before_products
-from runtime.overlap.transfer_stream import TransferStream
+from graphmoe.runtime.overlap.transfer_stream import TransferStream
 from tests.stand_in_streams import use_streams
 
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from runtime.pipeline.channels import Spec
-from runtime.pipeline.stages import AutogradStage
+from graphmoe.runtime.pipeline.channels import Spec
+from graphmoe.runtime.pipeline.stages import AutogradStage
 
 SPECS = (Spec((2, 3), torch.float64),)
 

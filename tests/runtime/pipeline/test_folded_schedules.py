@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from runtime.pipeline.actions import Action, Placement
-from runtime.pipeline.dependencies import needs
-from runtime.pipeline.schedules import make_table
-from runtime.pipeline.schedules.folded import _best_block
-from runtime.pipeline.simulate import Costs, simulate
-from runtime.pipeline.validate import check, peak_activations
+from graphmoe.plan.pipeline.actions import Action, Placement
+from graphmoe.plan.pipeline.check import check, peak_activations
+from graphmoe.plan.pipeline.dependencies import needs
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.schedules.v_shaped import _best_block
+from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 ON_A_V = ("zbv", "v_half", "v_min")
 RATIOS = [

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.pipeline.actions import Action, Placement, Table, Together
-from runtime.pipeline.dependencies import TableError
-from runtime.pipeline.schedules import forward_only, make_table
-from runtime.pipeline.simulate import Costs, simulate
-from runtime.pipeline.validate import check, peak_activations, peaks
+from graphmoe.plan.pipeline.actions import Action, Placement, Table, Together
+from graphmoe.plan.pipeline.check import check, peak_activations, peaks
+from graphmoe.plan.pipeline.dependencies import TableError
+from graphmoe.plan.pipeline.schedules import forward_only, make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 
 def act(text):

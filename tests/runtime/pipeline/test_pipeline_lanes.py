@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from runtime.pipeline.actions import parts
-from runtime.pipeline.lanes import lanes_of
-from runtime.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.actions import parts
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.runtime.pipeline.lanes import lanes_of
 from tests.runtime.pipeline.test_transfers import TABLES
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from graphmoe.config import ConfigError
-from runtime.pipeline.actions import Together
-from runtime.pipeline.schedules import SCHEDULES, forward_only, make_table
-from runtime.pipeline.simulate import Costs, simulate
-from runtime.pipeline.validate import check, peak_activations
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.actions import Together
+from graphmoe.plan.pipeline.check import check, peak_activations
+from graphmoe.plan.pipeline.schedules import SCHEDULES, forward_only, make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 VARIANTS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4)]
 

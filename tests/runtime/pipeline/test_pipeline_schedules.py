@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from graphmoe.config import ConfigError
-from runtime.pipeline.actions import Action, Placement
-from runtime.pipeline.schedules import SCHEDULES, forward_only, make_table
-from runtime.pipeline.simulate import Costs, simulate
-from runtime.pipeline.validate import check, peak_activations
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.actions import Action, Placement
+from graphmoe.plan.pipeline.check import check, peak_activations
+from graphmoe.plan.pipeline.schedules import SCHEDULES, forward_only, make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 PUBLISHED = [
     # schedule, virtual stages, makespan, activations of the rank that keeps most

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.pipeline.actions import Placement, Together
-from runtime.pipeline.schedules import make_table
-from runtime.pipeline.simulate import Costs, simulate
-from runtime.pipeline.timeline import Timeline
+from graphmoe.plan.pipeline.actions import Placement, Together
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.timeline import Timeline
 
 
 def rows(timeline: Timeline, track="compute"):

@@ -6,10 +6,10 @@ import time
 
 import torch
 
-from runtime.pipeline.actions import Action
-from runtime.pipeline.recorder import Recorder
-from runtime.pipeline.recording_file import read, timeline_of, write
-from runtime.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.actions import Action
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.runtime.pipeline.recorder import Recorder
+from graphmoe.runtime.pipeline.recording_file import read, timeline_of, write
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
 CPU = torch.device("cpu")

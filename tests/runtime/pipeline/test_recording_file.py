@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from graphmoe.config import ConfigError
-from runtime.pipeline.actions import Action, Placement, Together
-from runtime.pipeline.recording_file import FILE_NAME, read, table_of, timeline_of, write
-from runtime.pipeline.schedules import make_table
-from runtime.pipeline.simulate import Costs, simulate
-from runtime.pipeline.timeline import Span, Timeline
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.actions import Action, Placement, Together
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.timeline import Span, Timeline
+from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read, table_of, timeline_of, write
 from tests.pipeline_timelines import folded_in_turns
 
 

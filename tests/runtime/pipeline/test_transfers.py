@@ -6,10 +6,10 @@ import functools
 
 import pytest
 
-from runtime.pipeline.actions import Action, Placement, parts
-from runtime.pipeline.dependencies import needs, result
-from runtime.pipeline.schedules import forward_only, make_table
-from runtime.pipeline.transfers import HELD, channels_of, transfers_of
+from graphmoe.plan.pipeline.actions import Action, Placement, parts
+from graphmoe.plan.pipeline.dependencies import needs, result
+from graphmoe.plan.pipeline.schedules import forward_only, make_table
+from graphmoe.plan.pipeline.transfers import HELD, channels_of, transfers_of
 
 TRAINING = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
 TRAINING += [("interleaved", virtual) for virtual in (2, 3)]

@@ -1,0 +1,173 @@
+"""What the benchmark tool is asked, and what speaks against it."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from graphmoe.bench.dispatch_suite import BLOCKS
+from graphmoe.config.arguments import file_problems
+from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat
+
+
+class Suite(enum.Enum):
+    ops = "ops"
+    step = "step"
+    dispatch = "dispatch"
+    ladder = "ladder"
+    calibrate = "calibrate"
+    projection = "projection"
+
+
+class ShapeChoice(enum.Enum):
+    auto = "auto"
+    full = "full"
+    tiny = "tiny"
+
+
+@dataclass
+class BenchArgs:
+    """What the tool is asked."""
+
+    suite: Suite = Suite.ops
+    """What is measured: operations alone; training by graph.scope; by torchrun, how tokens travel;
+    training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
+    between its GPUs too; or short runs beside what is projected of them."""
+    only: list[str] = field(default_factory=list)
+    """Measure only cases whose name starts with one of these, separated by commas; default: all."""
+    repeats: int = 20
+    """Timed calls of each alternative, or steps, >= 1; slow operations take fewer, but at least 3."""
+    shapes: ShapeChoice = ShapeChoice.auto
+    """full: layers of published models; tiny: to see that it runs; auto is full on a GPU, else tiny."""
+    device: DeviceChoice = DeviceChoice.auto
+    """Where it runs; auto takes the GPU if there is one."""
+    peers: bool = True
+    """ops: measure other projects' kernels that are installed too; some take minutes to tune themselves."""
+    scopes: str = "none,partial,layer,full_iteration"
+    """step: values of graph.scope; none is measured first and once more last."""
+    micro_batch_sizes: str | None = None
+    """step: sequences per micro-batch, with each of seq_lens; default: 1 and 4 of 4096 tokens, 1 of 512.
+    ladder: those of all rungs, then of larger ones at its end; default: 2, then 4."""
+    seq_lens: str | None = None
+    """step: tokens per sequence; default: 4096."""
+    overrides: str | None = None
+    """step, ladder, projection: what else is set, separated by commas, such as
+    model=mixtral_8x7b,model.num_layers=2."""
+    limit_s: int = 300
+    """step, ladder, projection: seconds that a row may take, > 0; calibrate: of the row of the host."""
+    nproc: int | None = None
+    """ladder: GPUs, which share the experts, >= 2; default: all that are visible, or 2 ranks on a CPU.
+    projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
+    rates: Path | None = None
+    """projection: document of suite=calibrate, or another file of rates; default: the tool's own."""
+    blocks: str = BLOCKS
+    """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
+    out: Path | None = None
+    """File that ends in .json for the document, written at the end, with the ladder's chart beside it.
+    Until then a file that ends in .rows.jsonl has the rows that are there."""
+    format: OutputFormat = OutputFormat.text
+    """text, or json: one document on stdout and nothing else there."""
+
+
+def check(args: BenchArgs) -> tuple[torch.device, bool]:
+    """The device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
+    problems: list[str] = []
+    gpu = torch.cuda.is_available()
+    if args.repeats < 1:
+        problems.append(f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20")
+    if not 1 <= args.limit_s <= MOST_S:
+        problems.append(f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120")
+    problems += [*_without_effect(args), *_wrong_ranks(args)]
+    if args.device is DeviceChoice.cuda and not gpu:
+        problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
+    on_gpu = gpu and args.device is not DeviceChoice.cpu
+    problems += _too_many_or_few(args, torch.cuda.device_count() if on_gpu else 0)
+    if args.shapes is ShapeChoice.full and not on_gpu:
+        problems.append("shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto")
+    problems += file_problems("out", args.out, f"{args.suite.value}.json")
+    brings_chart = args.suite is Suite.ladder and args.out is not None
+    if brings_chart and importlib.util.find_spec("matplotlib") is None:
+        problems.append(f"out={args.out} brings a chart, which needs matplotlib: {MATPLOTLIB}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    device = torch.device("cuda", _own_gpu()) if on_gpu else torch.device("cpu")
+    return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
+
+
+MOST_S = 86_400
+"""A day: the longest that a row may be given."""
+CPU_RANKS = 2
+MATPLOTLIB = "pip install 'graphmoe[dev]'"
+OF_SUITES = {
+    "peers": (Suite.ops,),
+    "scopes": (Suite.step,),
+    "seq_lens": (Suite.step,),
+    "micro_batch_sizes": (Suite.step, Suite.ladder),
+    "overrides": (Suite.step, Suite.ladder, Suite.projection),
+    "limit_s": (Suite.step, Suite.ladder, Suite.calibrate, Suite.projection),
+    "rates": (Suite.projection,),
+    "blocks": (Suite.dispatch,),
+    "nproc": (Suite.ladder, Suite.projection),
+}
+
+
+def _without_effect(args: BenchArgs) -> Iterator[str]:
+    """Arguments of other suites that were set."""
+    default = BenchArgs()
+    for name, suites in OF_SUITES.items():
+        if args.suite not in suites and (value := getattr(args, name)) != getattr(default, name):
+            others = " or ".join(f"suite={suite.name}" for suite in suites)
+            yield f"{name}={value} has no effect with suite={args.suite.name}; use {others}"
+
+
+def _wrong_ranks(args: BenchArgs) -> Iterator[str]:
+    """What speaks against so many processes: suite=dispatch needs several, suite=calibrate may have them."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.suite is Suite.dispatch and size == 1:
+        yield (
+            "suite=dispatch measures how tokens travel between ranks, and here is one; start it with "
+            "torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch"
+        )
+    joins = args.suite in (Suite.dispatch, Suite.calibrate)
+    if joins and size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        yield f"suite={args.suite.name} is for the ranks of one node; use torchrun --nnodes=1"
+    if joins and args.device is not DeviceChoice.cpu:
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < size:
+            name = args.suite.name
+            yield f"suite={name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
+    if not joins and size > 1:
+        yield f"suite={args.suite.name} is for one process; start it with python -m graphmoe.bench"
+
+
+def _too_many_or_few(args: BenchArgs, gpus: int) -> Iterator[str]:
+    """What speaks against the ranks of jobs; ``gpus`` is 0 on a CPU."""
+    if args.suite is Suite.projection and args.nproc is not None and args.nproc < 1:
+        yield f"nproc={args.nproc} must be 1 or more"
+    elif args.suite is Suite.projection and 0 < gpus < (args.nproc or 1):
+        yield f"nproc={args.nproc}, but {gpus} GPUs are visible; use nproc={gpus}"
+    if args.suite is not Suite.ladder:
+        return
+    wanted = args.nproc if args.nproc is not None else gpus or CPU_RANKS
+    if wanted < 2:
+        given = f"nproc={wanted}" if args.nproc is not None else f"{wanted} visible GPU"
+        yield f"{given}: the rungs of suite=ladder share experts between GPUs; use nproc=2 or more"
+    elif 0 < gpus < wanted:
+        yield f"nproc={wanted}, but {gpus} GPUs are visible; use nproc={gpus}"
+
+
+def _own_gpu() -> int:
+    """The one of this rank, where torchrun started several."""
+    local = os.environ.get("LOCAL_RANK")
+    return torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
+
+
+def visible(device: torch.device) -> int:
+    """The ranks of a ladder that names no number."""
+    return torch.cuda.device_count() if device.type == "cuda" else CPU_RANKS

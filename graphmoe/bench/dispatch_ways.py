@@ -1,0 +1,141 @@
+"""Ways by which tokens travel between ranks: the dispatchers, with each of their four exchanges by itself.
+
+Suffixes: T tokens, K slots, P ranks, W places of a token in the send plan, N rows received, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import graphmoe.ops.symm  # noqa: F401  # registers the operations
+from graphmoe.ops.dispatch import SendPlan
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.mesh import Mesh
+
+ops = torch.ops.graphmoe
+EXCHANGES = ("dispatch", "combine", "combine_grad", "dispatch_grad")
+"""In the order of a training step. The first and last carry slot weights, the first expert numbers too."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one rank sends."""
+
+    h_TD: Tensor
+    weight_TK: Tensor
+    expert_TK: Tensor
+    plan: SendPlan
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way with all that its exchanges need in place."""
+
+    calls: Mapping[str, Callable[[], object]]
+    """By name of the exchange. Collectives of all ranks, on the stream that the way was made on."""
+    results: Mapping[str, Tensor]
+    """What must be the same, bit for bit, by every way."""
+    captures: bool
+    """Whether the exchanges can be part of a graph."""
+
+
+def by_alltoall(tokens: Tokens, mesh: Mesh, num_experts: int) -> Way:
+    """The dispatcher `alltoall`, whose host waits for counts in each dispatch."""
+    dispatcher, plan = AllToAll(mesh, num_experts), tokens.plan
+    leaves = tokens.h_TD.clone().requires_grad_(), tokens.weight_TK.clone().requires_grad_()
+    received_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(*leaves, tokens.expert_TK, *plan)
+    sum_ND = received_ND.detach().requires_grad_()
+    y_TD = dispatcher.combine(sum_ND, *plan, *handle)
+    of_rows = received_ND.detach(), of_experts_here(weight_NK.detach(), number_NK)
+
+    def dispatch() -> tuple[Tensor, ...]:
+        return dispatcher.dispatch(tokens.h_TD, tokens.weight_TK, tokens.expert_TK, *plan)
+
+    def combine(of_N: Tensor = of_rows[0]) -> Tensor:
+        return dispatcher.combine(of_N, *plan, *handle)
+
+    def combine_grad() -> Tensor:
+        return torch.autograd.grad(y_TD, sum_ND, tokens.h_TD, retain_graph=True)[0]
+
+    def dispatch_grad() -> tuple[Tensor, ...]:
+        return torch.autograd.grad((received_ND, weight_NK), leaves, of_rows, retain_graph=True)
+
+    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=False)
+
+
+def by_symm(tokens: Tokens, rows: int, experts: int, block: int) -> Way:
+    """The operations of `symm`: the first ``block`` rows for each rank go by copy engines, others by pull."""
+    given = tokens.h_TD, tokens.weight_TK, tokens.expert_TK
+    plan = tokens.plan
+
+    def dispatch() -> tuple[Tensor, ...]:
+        return ops.symm_dispatch(*given, *plan, rows, experts, 1, block)
+
+    received_ND, weight_NK, number_NK, arrivals_PP = dispatch()
+    dweight_NK = of_experts_here(weight_NK, number_NK)
+
+    def combine(of_N: Tensor = received_ND) -> Tensor:
+        return ops.symm_combine(of_N, *plan, arrivals_PP, block)
+
+    def combine_grad() -> Tensor:
+        return ops.symm_combine_grad(tokens.h_TD, *plan, arrivals_PP, rows, block)
+
+    def dispatch_grad() -> tuple[Tensor, ...]:
+        way = plan.send_ends_P, plan.send_row_TW, arrivals_PP, block
+        return ops.symm_dispatch_grad(received_ND, dweight_NK, *way)
+
+    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=given[0].is_cuda)
+
+
+def by_buffer(tokens: Tokens, ranks: int, experts: int) -> Way:
+    """The operations of `deepep` and `turbo`, through the buffer in use, with room for the worst case."""
+    rows = ranks * len(tokens.h_TD)
+
+    def dispatch() -> tuple[Tensor, ...]:
+        return ops.buffer_dispatch(tokens.h_TD, tokens.weight_TK, tokens.expert_TK, rows, experts)
+
+    received_ND, weight_NK, number_NK, _, *handle = dispatch()
+    dweight_NK = of_experts_here(weight_NK, number_NK)
+
+    def combine(of_N: Tensor = received_ND) -> Tensor:
+        return ops.buffer_combine(of_N, *handle)
+
+    def combine_grad() -> Tensor:
+        return ops.buffer_combine_grad(tokens.h_TD, *handle)
+
+    def dispatch_grad() -> tuple[Tensor, ...]:
+        return ops.buffer_dispatch_grad(received_ND, dweight_NK, number_NK, *handle)
+
+    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=tokens.h_TD.is_cuda)
+
+
+def of_experts_here(weight_NK: Tensor, number_NK: Tensor) -> Tensor:
+    """Of slots of experts elsewhere, whose weight a way may send or not, 0."""
+    return weight_NK.masked_fill(number_NK < 0, 0)
+
+
+def differing(actual: Way, expected: Way) -> list[str]:
+    """Names of the results that are not the same in every bit. Waits for the device."""
+    return [name for name, wanted in expected.results.items() if not actual.results[name].equal(wanted)]
+
+
+def _way(
+    dispatch: Callable[[], tuple[Tensor, ...]],
+    combine: Callable[..., Tensor],
+    combine_grad: Callable[[], Tensor],
+    dispatch_grad: Callable[[], tuple[Tensor, ...]],
+    *,
+    captures: bool,
+) -> Way:
+    """The four exchanges, each called once for its results; `combine` takes other rows too."""
+    exchanges = (dispatch, combine, combine_grad, dispatch_grad)
+    calls: dict[str, Callable[[], object]] = dict(zip(EXCHANGES, exchanges, strict=True))
+    y_TD = combine().detach()
+    again_TD = combine(combine_grad())
+    dh_TD, dweight_TK = dispatch_grad()
+    results = {"y": y_TD, "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
+    return Way(calls, results, captures)

@@ -1,0 +1,136 @@
+"""config.json of deepseek_v2 and deepseek_v3 (Moonlight and Kimi-K2 too), to and from ModelConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.rope_keys import read_rope, write_rope
+from graphmoe.config.schema import AttentionKind, AuxLoss, GroupScore, ModelConfig, ScoreFunction
+
+BEST_IN_GROUP = 2  # scores that DeepSeek-V3's published code sums for a group, whatever top-k is
+
+
+def read_v2(keys: Keys) -> dict[str, Any]:
+    """ModelConfig fields of a DeepSeek-V2 config.json."""
+    keys.only("scoring_func", "softmax")
+    keys.only("topk_method", "greedy", "group_limited_greedy")
+    keys.only("norm_topk_prob", False)  # transformers ignores it, DeepSeek's code drops the scale with it
+    keys.only("mlp_bias", False)
+    fields = _read_common(keys)
+    if keys.raw.get("topk_method") == "group_limited_greedy":
+        fields |= {"num_groups": keys.int("n_group"), "topk_groups": keys.int("topk_group")}
+    return fields | {
+        "score_function": ScoreFunction.softmax,
+        "group_score": GroupScore.max,
+        "routed_scale": keys.float("routed_scaling_factor", 1.0),
+    }
+
+
+def write_v2(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that comes nearest to the configuration."""
+    limited = config.num_groups > 1
+    return _write_common(config) | {
+        "scoring_func": "softmax",
+        "topk_method": "group_limited_greedy" if limited else "greedy",
+        "norm_topk_prob": False,
+    }
+
+
+def read_v3(keys: Keys) -> dict[str, Any]:
+    """ModelConfig fields of a DeepSeek-V3 config.json."""
+    keys.only("scoring_func", "sigmoid")
+    keys.only("topk_method", "noaux_tc")
+    keys.only("rope_interleave", True)
+    fields = _read_common(keys)
+    groups, kept = keys.int("n_group"), keys.int("topk_group")
+    if groups > 1:
+        as_in_paper = kept > 0 and fields["top_k"] // kept == BEST_IN_GROUP
+        fields["group_score"] = GroupScore.topk_sum if as_in_paper else GroupScore.top2_sum
+    return fields | {
+        "num_groups": groups,
+        "topk_groups": kept,
+        "score_function": ScoreFunction.sigmoid,
+        "selection_bias": True,
+        "renormalise": keys.bool("norm_topk_prob", True),
+        "routed_scale": keys.float("routed_scaling_factor", 2.5),
+        "mtp_depth": keys.int("num_nextn_predict_layers", "num_mtp_layers", default=0),
+    }
+
+
+def write_v3(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that comes nearest to the configuration."""
+    return _write_common(config) | {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": config.renormalise,
+        "num_nextn_predict_layers": config.mtp_depth,
+    }
+
+
+def _read_common(keys: Keys) -> dict[str, Any]:
+    keys.only("moe_layer_freq", 1)
+    heads, context = keys.int("num_attention_heads"), keys.int("max_position_embeddings")
+    keys.only("num_key_value_heads", heads)
+    keys.require("q_lora_rank", null="none")
+    keys.require("n_shared_experts", null="none")
+    expert = keys.int("moe_intermediate_size")
+    return {
+        "attention": AttentionKind.mla,
+        "num_heads": heads,
+        "q_lora_rank": keys.int("q_lora_rank", default=0),
+        "kv_lora_rank": keys.int("kv_lora_rank"),
+        "qk_nope_head_dim": keys.int("qk_nope_head_dim"),
+        "qk_rope_head_dim": keys.int("qk_rope_head_dim"),
+        "v_head_dim": keys.int("v_head_dim"),
+        "num_dense_layers": keys.int("first_k_dense_replace"),
+        "dense_ffn_size": keys.int("intermediate_size"),
+        "num_experts": keys.int("n_routed_experts", "num_local_experts", "num_experts"),
+        "expert_ffn_size": expert,
+        "shared_ffn_size": expert * keys.int("n_shared_experts", default=0),
+        "top_k": keys.int("num_experts_per_tok"),
+        "context_length": context,
+        "norm_eps": keys.float("rms_norm_eps", 1e-6),
+        **read_rope(keys, AttentionKind.mla, default_theta=10000.0, context=context),
+        **_read_aux_loss(keys),
+    }
+
+
+def _read_aux_loss(keys: Keys) -> dict[str, Any]:
+    """The balance loss; none without aux_loss_alpha, as transformers' code adds none."""
+    coefficient = keys.float("aux_loss_alpha", 0.0)
+    if coefficient <= 0:
+        return {"aux_loss": AuxLoss.none}
+    by_sequence = keys.bool("seq_aux", True)
+    return {
+        "aux_loss": AuxLoss.sequence if by_sequence else AuxLoss.micro_batch,
+        "aux_loss_coef": coefficient,
+    }
+
+
+def _write_common(config: ModelConfig) -> dict[str, Any]:
+    with_loss = config.aux_loss is not AuxLoss.none
+    return {
+        "num_key_value_heads": config.num_heads,
+        "num_attention_heads": config.num_heads,
+        "q_lora_rank": config.q_lora_rank or None,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "first_k_dense_replace": config.num_dense_layers,
+        "moe_layer_freq": 1,
+        "intermediate_size": config.dense_ffn_size,
+        "n_routed_experts": config.num_experts,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "n_shared_experts": config.shared_ffn_size // config.expert_ffn_size,
+        "num_experts_per_tok": config.top_k,
+        "n_group": config.num_groups,
+        "topk_group": config.topk_groups,
+        "routed_scaling_factor": config.routed_scale,
+        "aux_loss_alpha": config.aux_loss_coef if with_loss else 0.0,
+        "seq_aux": config.aux_loss is AuxLoss.sequence,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        **write_rope(config),
+    }

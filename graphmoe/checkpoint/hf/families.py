@@ -1,0 +1,211 @@
+"""The model families on the Hugging Face hub that graphmoe reads and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from graphmoe.checkpoint.hf import deepseek, grouped_query
+from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.config.schema import AttentionKind, ConfigError, GroupScore, ModelConfig, RopeScaling, RunConfig
+from graphmoe.plan.rules.check import violations
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family writes its configuration and names its tensors."""
+
+    name: str
+    """model_type in config.json."""
+    architecture: str
+    attention: AttentionKind
+    read: Callable[[Keys], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    moe: str = "mlp"
+    """Name of a MoE block inside its layer."""
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of a routed expert's three matrices."""
+    aliases: tuple[str, ...] = ()
+    """Further model_types with the same code."""
+
+
+MLA, GQA = AttentionKind.mla, AttentionKind.gqa
+FAMILIES = (
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", MLA, deepseek.read_v2, deepseek.write_v2),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", MLA, deepseek.read_v3, deepseek.write_v3, aliases=("kimi_k2",)
+    ),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", GQA, grouped_query.read_qwen3, grouped_query.write_qwen3),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        GQA,
+        grouped_query.read_mixtral,
+        grouped_query.write_mixtral,
+        moe="block_sparse_moe",
+        gate_up_down=("w1", "w3", "w2"),
+    ),
+)
+# What a config.json does not say, or says about training only.
+TRAINING_KEYS = {
+    "name",
+    "attention_backend",
+    "bias_update_rate",
+    "aux_loss",
+    "aux_loss_coef",
+    "z_loss_coef",
+    "mtp_loss_weight",
+    "init_std",
+    "peak_lr",
+}
+MLA_KEYS = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+GQA_KEYS = {"num_kv_heads", "head_dim", "qk_norm"}
+
+
+def family_of(raw: dict[str, Any], where: str) -> Family:
+    """The family that a config.json names. *Raises* ConfigError for any other."""
+    wanted, architectures = raw.get("model_type"), raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ConfigError(f"{where}: architectures={architectures} must be a list")
+    for family in FAMILIES:
+        known = wanted in (family.name, *family.aliases)
+        if known and all(name == family.architecture for name in architectures):
+            return family
+        if wanted is None and architectures == [family.architecture]:
+            return family
+    supported = "; ".join(f"{'/'.join((f.name, *f.aliases))} ({f.architecture})" for f in FAMILIES)
+    raise ConfigError(f"{where}: model_type={wanted}, architectures={architectures}; supported: {supported}")
+
+
+def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family, ModelConfig]:
+    """Family and ModelConfig of a config.json. *Raises* ConfigError listing every problem."""
+    family = family_of(raw, where)
+    config, problems = _read(family, raw, name)
+    if problems:
+        lines = [f"{where} cannot be represented:", *problems]
+        raise ConfigError("\n  ".join(lines))
+    return family, config
+
+
+def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+    """The family that can express the model, and its config.json without dtype and token ids.
+
+    *Raises* ConfigError naming the keys that keep the nearest family from it.
+    """
+    attempts = []
+    for family in FAMILIES:
+        if family.attention is config.attention:
+            raw = _common_keys(family, config) | family.write(config)
+            lost = _lost(config, family, raw)
+            if not lost:
+                return family, raw
+            attempts.append((len(lost), family, lost))
+    _, family, lost = min(attempts, key=lambda attempt: attempt[0])
+    lines = [f"no Hugging Face family can express this model; {family.name} comes nearest but for:", *lost]
+    raise ConfigError("\n  ".join(lines))
+
+
+def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
+    """Lines for the keys in which two models would compute something else; empty if none."""
+    ours, theirs = _effective(a), _effective(b)
+    lines = []
+    for key in dict.fromkeys((*ours, *theirs)):
+        if ours.get(key) != theirs.get(key):
+            lines.append(f"model.{key}={_shown(getattr(a, key))}, not {_shown(getattr(b, key))}")
+    return lines
+
+
+def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """The keys with another value in ``b`` among those that decide what either model computes."""
+    keys = dict.fromkeys((*_effective(a), *_effective(b)))
+    values = [(key, _shown(getattr(a, key)), _shown(getattr(b, key))) for key in keys]
+    return [(key, before, after) for key, before, after in values if before != after]
+
+
+def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, list[str]]:
+    keys = Keys(raw)
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        keys.refuse(
+            "quantization_config.quant_method",
+            method,
+            "unquantized weights only: cast them to bf16 first (DeepSeek-V3 ships "
+            "inference/fp8_cast_bf16.py) and take quantization_config out of config.json",
+        )
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", False)
+    keys.only("attention_dropout", 0.0)
+    config = ModelConfig(
+        name=name,
+        vocab_size=keys.int("vocab_size"),
+        hidden_size=keys.int("hidden_size"),
+        tie_embeddings=keys.bool("tie_word_embeddings", False),
+        num_layers=keys.int("num_hidden_layers"),
+        init_std=keys.float("initializer_range", 0.02),
+        **family.read(keys),
+    )
+    if keys.problems:
+        return config, keys.problems
+    return config, [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
+
+
+def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "initializer_range": config.init_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+    }
+
+
+def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]:
+    """What another reading of the config.json would make of the model, one line per key."""
+    again, problems = _read(family, raw, config.name)
+    if family.name == "deepseek_v2" and config.hidden_size % config.num_heads:
+        problems.append(
+            f"model.hidden_size={config.hidden_size} is no multiple of model.num_heads={config.num_heads}, "
+            "which transformers demands"
+        )
+    return [*same_function(config, again), *problems]
+
+
+def _effective(config: ModelConfig) -> dict[str, Any]:
+    """The keys that decide what the model computes, in one spelling for each computation."""
+    keys = dataclasses.asdict(config)
+    dropped = TRAINING_KEYS | (GQA_KEYS if config.attention is MLA else MLA_KEYS)
+    if config.softmax_after_topk:
+        keys |= {"softmax_after_topk": False, "renormalise": True}
+    if config.topk_groups >= config.num_groups:
+        keys["num_groups"] = 1
+        dropped |= {"topk_groups", "group_score"}
+    else:
+        keys["group_score"] = _scores_summed(config)
+    if config.rope_scaling is RopeScaling.none:
+        dropped |= {key for key in keys if key.startswith("yarn_")}
+    if config.num_dense_layers == 0:
+        dropped.add("dense_ffn_size")
+    return {key: value for key, value in keys.items() if key not in dropped}
+
+
+def _scores_summed(config: ModelConfig) -> int:
+    """How many of its experts' scores make up the score of a group."""
+    return {
+        GroupScore.max: 1,
+        GroupScore.topk_sum: config.top_k // config.topk_groups,
+        GroupScore.top2_sum: 2,
+    }[config.group_score]
+
+
+def _shown(value: Any) -> Any:
+    return value.name if isinstance(value, enum.Enum) else value

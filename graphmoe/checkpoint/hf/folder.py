@@ -1,0 +1,206 @@
+"""Hugging Face folders (config.json and safetensors) to models and back."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.hf.families import Family, to_hf_config, to_model_config
+from graphmoe.checkpoint.hf.names import Index, Piece, pieces
+from graphmoe.checkpoint.hf.shards import DEFAULT_SHARD, Entry, parse_size, write_shards
+from graphmoe.checkpoint.hf.tensor_files import TensorFiles
+from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.config.untrusted import read_json
+from graphmoe.model import Transformer, build_model
+
+STEM = "model"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+Progress = Callable[[int], None]
+
+
+def load_hf(
+    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[ModelConfig, Transformer]:
+    """Configuration and model of a Hugging Face folder, by default in its own dtype.
+
+    Families: deepseek_v2, deepseek_v3 (Moonlight and Kimi-K2 too), qwen3_moe, mixtral. The weights are
+    read from the memory mapped files straight into the model.
+
+    *Raises* ConfigError that lists all keys with unsupported values, or all tensors that are missing,
+    extra or mis-shaped.
+    """
+    source = open_hf(Path(folder))
+    source.files.check(source.pieces, shapes_of(source.config))
+    model = build_model(source.config, device=device, dtype=dtype or source.dtype(), seed=None)
+    source.fill(model.state_dict())
+    return source.config, model
+
+
+def save_hf(
+    model: Transformer,
+    config: ModelConfig,
+    folder: str | Path,
+    *,
+    max_shard_size: int | str = DEFAULT_SHARD,
+    token_ids: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a folder that ``transformers`` reads, in the family of the configuration.
+
+    Weights keep their dtype. token_ids: bos_token_id, eos_token_id and pad_token_id for config.json.
+
+    *Raises* ConfigError naming the keys that no family can express, or the tensors of the model that do
+    not belong to the configuration.
+    """
+    family, raw = to_hf_config(config)
+    state = model.state_dict()
+    _check_state(state, shapes_of(config))
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    entries = hf_entries(family, config, dtypes, lambda name, index: state[name][index])
+    write_hf(Path(folder), raw, entries, max_bytes=parse_size(max_shard_size), token_ids=token_ids)
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """An opened folder: what it holds is known, nothing of it is read yet."""
+
+    raw: dict[str, Any]
+    family: Family
+    config: ModelConfig
+    files: TensorFiles
+    pieces: list[Piece]
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights; the router's bias, which is fp32 everywhere, does not count."""
+        weights = (piece.theirs for piece in self.pieces if not _is_bias(piece))
+        return self.files.dtype(name for name in weights if name in self.files.headers)
+
+    def fill(self, state: dict[str, Tensor], on_bytes: Progress = lambda num_bytes: None) -> None:
+        """Copy the weights into our tensors, in place; ``files.check`` comes first."""
+        fill(state, self.files, self.pieces, on_bytes)
+
+
+def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> HfFolder:
+    """Read the headers of a folder; no weights yet.
+
+    *Raises* ConfigError that lists all keys with unsupported values. shaped_as: another
+    configuration than the folder's own to lay out the pieces by.
+    """
+    path = folder / "config.json"
+    raw = read_json(path, dict[str, Any])
+    family, config = to_model_config(raw, str(path), folder_name(folder))
+    files = TensorFiles(folder, STEM)
+    files.require_parts(config, str(path), "num_experts")
+    if config.mtp_depth and not _has_layer(files, config.num_layers):
+        config = replace(config, mtp_depth=0)  # transformers writes the depth, but no such layer
+    return HfFolder(raw, family, config, files, pieces(family, shaped_as or config))
+
+
+def fill(
+    state: Mapping[str, Tensor | FlatShard],
+    files: TensorFiles,
+    found: list[Piece],
+    on_bytes: Progress = lambda num_bytes: None,
+) -> None:
+    """Copy the tensors of the files into ours, in place; of a shard only what it covers is read."""
+    with torch.no_grad():
+        for piece in found:
+            ours = state[piece.ours]
+            if piece.repeats is None and isinstance(ours, FlatShard):
+                for part, index in ours.within(piece.index):
+                    part.copy_(files.read(piece.theirs, index))
+                    on_bytes(part.nbytes)
+            elif piece.repeats is None and isinstance(ours, Tensor):
+                tensor = files.read(piece.theirs)
+                ours[piece.index].copy_(tensor)
+                on_bytes(tensor.nbytes)
+
+
+def hf_entries(
+    family: Family,
+    config: ModelConfig,
+    dtypes: dict[str, torch.dtype],
+    read: Callable[[str, Index], Tensor],
+) -> Iterator[Entry]:
+    """The tensors of a published folder, cut out of ours as they are written."""
+    ours = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
+    for piece in pieces(family, config):
+        if not piece.written:
+            continue
+
+        def make(piece: Piece = piece) -> Tensor:
+            part = read(piece.ours, piece.index)
+            return part.clone() if piece.repeats else part  # a file must not hold one memory twice
+
+        shape = tuple(ours[piece.ours][piece.index].shape)
+        yield Entry(piece.theirs, shape, dtypes[piece.ours], make)
+
+
+def write_hf(
+    folder: Path,
+    raw: dict[str, Any],
+    entries: Iterator[Entry],
+    *,
+    max_bytes: int,
+    token_ids: Mapping[str, Any] | None = None,
+    on_bytes: Progress = lambda num_bytes: None,
+) -> list[Path]:
+    """Write weights and then config.json; the files written."""
+    planned = list(entries)
+    common = Counter(entry.dtype for entry in planned).most_common(1)[0][0]
+    ids = {key: (token_ids or {}).get(key) for key in TOKEN_IDS}
+    document = raw | ids | {"torch_dtype": str(common).removeprefix("torch.")}
+    written = write_shards(folder, STEM, planned, max_bytes, on_bytes)
+    path = folder / "config.json"
+    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [path, *written]
+
+
+def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
+    """Shape of each weight of the model by our name, without allocating it. *Raises* ConfigError."""
+    try:
+        model = build_model(config, device="meta")
+    except (
+        RuntimeError,
+        OverflowError,
+        TypeError,
+    ) as error:  # a tensor of more elements than there are numbers
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.name={config.name}: no model has such sizes ({reason})") from error
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def folder_name(folder: Path) -> str:
+    """The folder's name, or the repository's for a snapshot in the hub's cache."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.split("--")[-1]
+    return folder.name or "imported"
+
+
+def _check_state(state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> None:
+    problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in state]
+    problems += [f"extra: {name} {list(state[name].shape)}" for name in state if name not in shapes]
+    problems += [
+        f"mis-shaped: {name} is {list(state[name].shape)}, not {list(shape)}"
+        for name, shape in shapes.items()
+        if name in state and state[name].shape != shape
+    ]
+    if problems:
+        head = f"the model does not fit the configuration in {len(problems)} tensors:"
+        raise ConfigError("\n  ".join([head, *problems]))
+
+
+def _has_layer(files: TensorFiles, number: int) -> bool:
+    return any(name.startswith(f"model.layers.{number}.") for name in files.headers)
+
+
+def _is_bias(piece: Piece) -> bool:
+    return piece.ours.endswith(".selection_bias")

@@ -1,0 +1,103 @@
+"""config.json of qwen3_moe and mixtral, to and from ModelConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.rope_keys import read_rope, write_rope
+from graphmoe.config.schema import AttentionKind, AuxLoss, ModelConfig, ScoreFunction
+
+
+def read_qwen3(keys: Keys) -> dict[str, Any]:
+    """ModelConfig fields of a Qwen3-MoE config.json."""
+    keys.only("mlp_only_layers", [])
+    keys.only("decoder_sparse_step", 1)
+    fields = _read_common(keys, default_theta=10000.0, default_eps=1e-6)
+    if keys.bool("use_sliding_window", False):
+        _refuse_window(keys, fields["context_length"])
+    return fields | {
+        "dense_ffn_size": keys.int("intermediate_size"),
+        "num_experts": keys.int("num_experts", "num_local_experts"),
+        "expert_ffn_size": keys.int("moe_intermediate_size"),
+        "qk_norm": True,
+        "renormalise": keys.bool("norm_topk_prob", False),
+    }
+
+
+def write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that comes nearest to the configuration."""
+    return _write_common(config) | {
+        "intermediate_size": config.dense_ffn_size,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "num_experts": config.num_experts,
+        "norm_topk_prob": config.renormalise or config.softmax_after_topk,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    }
+
+
+def read_mixtral(keys: Keys) -> dict[str, Any]:
+    """ModelConfig fields of a Mixtral config.json."""
+    keys.only("router_jitter_noise", 0.0)
+    fields = _read_common(keys, default_theta=1e6, default_eps=1e-5)
+    _refuse_window(keys, fields["context_length"])
+    width = keys.int("intermediate_size")
+    return fields | {
+        "dense_ffn_size": width,
+        "num_experts": keys.int("num_local_experts", "num_experts"),
+        "expert_ffn_size": width,
+        "softmax_after_topk": True,
+    }
+
+
+def write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that comes nearest to the configuration."""
+    return _write_common(config) | {
+        "intermediate_size": config.expert_ffn_size,
+        "num_local_experts": config.num_experts,
+    }
+
+
+def _read_common(keys: Keys, *, default_theta: float, default_eps: float) -> dict[str, Any]:
+    heads, width = keys.int("num_attention_heads"), keys.int("hidden_size")
+    context = keys.int("max_position_embeddings")
+    keys.require("num_key_value_heads", null="num_attention_heads")
+    with_loss = keys.bool("output_router_logits", False)  # transformers adds its balance loss with it only
+    return {
+        "attention": AttentionKind.gqa,
+        "num_dense_layers": 0,
+        "num_heads": heads,
+        "num_kv_heads": keys.int("num_key_value_heads", default=heads),
+        "head_dim": keys.int("head_dim", default=width // max(heads, 1)),
+        "shared_ffn_size": 0,
+        "top_k": keys.int("num_experts_per_tok"),
+        "score_function": ScoreFunction.softmax,
+        "context_length": context,
+        "norm_eps": keys.float("rms_norm_eps", default_eps),
+        "aux_loss": AuxLoss.micro_batch if with_loss else AuxLoss.none,
+        "aux_loss_coef": keys.float("router_aux_loss_coef", 0.001),
+        **read_rope(keys, AttentionKind.gqa, default_theta=default_theta, context=context),
+    }
+
+
+def _refuse_window(keys: Keys, context: int) -> None:
+    window = keys.int("sliding_window", default=context)
+    if window < context:
+        keys.refuse("sliding_window", window, f"null, or at least max_position_embeddings={context}")
+
+
+def _write_common(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_experts_per_tok": config.top_k,
+        "output_router_logits": False,
+        "router_aux_loss_coef": config.aux_loss_coef,
+        "sliding_window": None,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        **write_rope(config),
+    }

@@ -1,0 +1,112 @@
+"""Which published tensor is which part of which of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphmoe.checkpoint.hf.families import Family
+from graphmoe.config.schema import AttentionKind, ModelConfig
+
+Index = tuple[int | slice, ...]
+WHOLE: Index = (slice(None),)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``theirs`` equals ``ours[index]``, bit for bit."""
+
+    theirs: str
+    ours: str
+    index: Index = WHOLE
+    repeats: str | None = None
+    """Another published tensor that this one must equal; a folder may leave the repetition out."""
+    written: bool = True
+    """Whether a folder that we write has it."""
+
+
+def pieces(family: Family, config: ModelConfig) -> list[Piece]:
+    """Every tensor of a published folder; those without ``repeats`` cover each of ours once."""
+    found = [
+        Piece(EMBEDDING, "embed.weight"),
+        Piece("model.norm.weight", "loss_head.norm.weight"),
+        _head(config),
+    ]
+    for i in range(config.num_layers):
+        found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=i < config.num_dense_layers)
+    for k in range(config.mtp_depth):
+        found += _mtp(family, config, f"model.layers.{config.num_layers + k}", f"mtp.{k}")
+    return found
+
+
+def _head(config: ModelConfig) -> Piece:
+    """The head, which tied models are published without."""
+    if config.tie_embeddings:
+        return Piece(HEAD, "embed.weight", repeats=EMBEDDING, written=False)
+    return Piece(HEAD, "loss_head.head.weight")
+
+
+def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
+    """One multi-token-prediction layer; it ships copies of the embedding and of the head."""
+    head = _head(config)
+    yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
+    yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")
+    yield Piece(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
+    yield Piece(f"{theirs}.eh_proj.weight", f"{ours}.proj.weight")
+    yield from _layer(family, config, theirs, f"{ours}.layer", dense=False)
+    yield Piece(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
+    yield Piece(f"{theirs}.shared_head.head.weight", head.ours, repeats=head.repeats or head.theirs)
+
+
+def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
+    names = _latent_attention(config) if config.attention is AttentionKind.mla else _grouped_attention(config)
+    for their_name, our_name in names.items():
+        yield Piece(f"{theirs}.self_attn.{their_name}.weight", f"{ours}.attn.{our_name}.weight")
+    yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
+    block = f"{theirs}.{family.moe}"
+    their_norm = f"{theirs}.post_attention_layernorm.weight"
+    if dense:
+        yield Piece(their_norm, f"{ours}.mlp.norm.weight")
+        yield from _swiglu(block, f"{ours}.mlp", config.dense_ffn_size)
+        return
+    yield Piece(their_norm, f"{ours}.moe_router.norm.weight")
+    yield Piece(f"{block}.gate.weight", f"{ours}.moe_router.gate.weight")
+    if config.selection_bias:
+        yield Piece(f"{block}.gate.e_score_correction_bias", f"{ours}.moe_router.selection_bias")
+    if config.shared_ffn_size:
+        yield from _swiglu(f"{block}.shared_experts", f"{ours}.shared_experts", config.shared_ffn_size)
+    yield from _experts(family, config, block, f"{ours}.moe_experts")
+
+
+def _experts(family: Family, config: ModelConfig, block: str, ours: str) -> Iterator[Piece]:
+    gate, up, down = family.gate_up_down
+    width = config.expert_ffn_size
+    for e in range(config.num_experts):
+        expert = f"{block}.experts.{e}"
+        yield Piece(f"{expert}.{gate}.weight", f"{ours}.w_gate_up", (e, slice(0, width)))
+        yield Piece(f"{expert}.{up}.weight", f"{ours}.w_gate_up", (e, slice(width, 2 * width)))
+        yield Piece(f"{expert}.{down}.weight", f"{ours}.w_down", (e,))
+
+
+def _swiglu(theirs: str, ours: str, width: int) -> Iterator[Piece]:
+    yield Piece(f"{theirs}.gate_proj.weight", f"{ours}.gate_up.weight", (slice(0, width),))
+    yield Piece(f"{theirs}.up_proj.weight", f"{ours}.gate_up.weight", (slice(width, 2 * width),))
+    yield Piece(f"{theirs}.down_proj.weight", f"{ours}.down.weight")
+
+
+def _latent_attention(config: ModelConfig) -> dict[str, str]:
+    query = {"q_proj": "q_proj"}
+    if config.q_lora_rank:
+        query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}
+    return query | {
+        "kv_a_proj_with_mqa": "kv_down",
+        "kv_a_layernorm": "kv_norm",
+        "kv_b_proj": "kv_up",
+        "o_proj": "out_proj",
+    }
+
+
+def _grouped_attention(config: ModelConfig) -> dict[str, str]:
+    norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
+    return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}

@@ -1,0 +1,152 @@
+"""Reads the safetensors files of a folder, one or sharded, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from graphmoe.checkpoint.hf.names import WHOLE, Index, Piece
+from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+class _Index(msgspec.Struct):
+    """The field of an index that is read."""
+
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name of it."""
+    file: Path
+
+
+class TensorFiles:
+    """The tensors in ``<stem>.safetensors``, or in the shards that its index names.
+
+    Files are memory mapped. *Raises* ConfigError for files that are missing or damaged.
+    """
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.folder = folder
+        self._open: dict[Path, Any] = {}
+        self.headers: dict[str, TensorHeader] = {}
+        problems = []
+        for path in _paths(folder, stem):
+            try:
+                require_regular(path)
+                self._open[path] = safe_open(path, framework="pt")
+            except (OSError, FileError, SafetensorError) as error:
+                problems.append(f"{path.name}: {error}")
+                continue
+            for name in self._open[path].keys():  # noqa: SIM118 (not a dict)
+                part = self._open[path].get_slice(name)
+                self.headers[name] = TensorHeader(tuple(part.get_shape()), part.get_dtype(), path)
+        if problems:
+            raise ConfigError("\n  ".join([f"{folder} has unreadable weights:", *problems]))
+
+    def read(self, name: str, index: Index = WHOLE) -> Tensor:
+        """The part ``[index]`` of a tensor, on the CPU."""
+        return self._open[self.headers[name].file].get_slice(name)[index]
+
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """The narrowest dtype that holds each of these tensors exactly."""
+        common = {DTYPES[self.headers[name].dtype] for name in names}
+        widest = common.pop()
+        for dtype in common:
+            widest = torch.promote_types(widest, dtype)
+        return widest
+
+    def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
+        """Raise ConfigError where a model has more layers, or of these keys, than there are tensors.
+
+        Its shapes alone would take for ever to make.
+        """
+        for key in ("num_layers", "mtp_depth", *keys):
+            if (asked := getattr(config, key)) > len(self.headers):
+                raise ConfigError(
+                    f"{where}: model.{key}={asked}, but the weights have {len(self.headers)} tensors"
+                )
+
+    def check(self, pieces: list[Piece], shapes: dict[str, torch.Size], *, hints: Iterable[str] = ()) -> None:
+        """Raise one ConfigError listing what is missing, extra, mis-shaped or no float.
+
+        shapes: of our tensors. hints: lines put in front of the list, if there is one.
+        """
+        problems = self._fp8() or self._differences(pieces, shapes)
+        if problems:
+            head = f"{self.folder} does not fit the model in {len(problems)} tensors:"
+            raise ConfigError("\n  ".join([*hints, head, *problems]))
+
+    def _differences(self, pieces: list[Piece], shapes: dict[str, torch.Size]) -> list[str]:
+        assert {piece.ours for piece in pieces} == shapes.keys()
+        ours = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        problems = []
+        for piece in pieces:
+            wanted = tuple(ours[piece.ours][piece.index].shape)
+            header = self.headers.get(piece.theirs)
+            if header is None:
+                if piece.repeats is None:
+                    problems.append(f"missing: {piece.theirs} {list(wanted)}")
+            elif header.shape != wanted:
+                problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
+            elif header.dtype not in DTYPES:
+                problems.append(f"no float tensor: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
+            elif piece.repeats in self.headers and not self._equal(piece.theirs, piece.repeats):
+                problems.append(f"different: {piece.theirs} must equal {piece.repeats}; the model has one")
+        known = {piece.theirs for piece in pieces}
+        for name, header in self.headers.items():
+            if name not in known and not NO_WEIGHTS.search(name) and 0 not in header.shape:
+                problems.append(f"extra: {name} {list(header.shape)}")
+        return problems
+
+    def _equal(self, name: str, other: str) -> bool:
+        return torch.equal(self.read(name), self.read(other))
+
+    def _fp8(self) -> list[str]:
+        quantized = [
+            name
+            for name, header in self.headers.items()
+            if header.dtype.startswith("F8") or name.endswith("_scale_inv")
+        ]
+        if not quantized:
+            return []
+        return [
+            f"{len(quantized)} are fp8 weights or their scales, {quantized[0]} for one; fp8 checkpoints are "
+            "not read: cast them to bf16 first (DeepSeek-V3 ships inference/fp8_cast_bf16.py)"
+        ]
+
+
+def _paths(folder: Path, stem: str) -> list[Path]:
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if index.is_file():
+        names = sorted(set(read_json(index, _Index).weight_map.values()))
+        if not names or not all(map(is_file_name, names)):
+            raise ConfigError(f"{index}: weight_map must name files of its folder, and names {names[:3]}")
+        return [folder / name for name in names]
+    if single.is_file():
+        return [single]
+    others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    found = f"; it has {', '.join(others)}, which are not read: save them as safetensors" if others else ""
+    raise ConfigError(f"{folder} has neither {single.name} nor {index.name}{found}")

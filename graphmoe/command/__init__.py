@@ -1,0 +1,1 @@
+"""Start of a command: configuration, errors, sweeps."""

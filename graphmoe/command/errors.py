@@ -1,0 +1,190 @@
+"""Words configuration errors: the key, where it stands, and the nearest valid one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from graphmoe import conf
+from graphmoe.config.schema import RunConfig
+
+
+def explain(error: BaseException, argv: Sequence[str]) -> str:
+    """One message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
+    # A folder of the user's own may add options to a group: Hydra knows those, this module does not.
+    own_folder = any(word.startswith(("--config-dir", "-cd")) for word in argv)
+    unknown = [text for override in _overrides(argv) for text in _unknown(override, own_folder)]
+    if unknown:
+        return "; ".join(unknown)
+    if unreadable := _unreadable(argv):
+        return unreadable
+    plugin = re.search(r"Could not (?:find|load) 'hydra/(\w+/\w+)'", str(error))
+    if plugin and plugin[1] in PLUGINS:
+        asked = plugin[1].replace("/", "=")
+        return (
+            f"hydra/{asked} is a plugin that is not installed; pip install 'graphmoe[{PLUGINS[plugin[1]]}]'"
+        )
+    chain = list(_chain(error))
+    file = next((m[1] for e in chain if (m := re.search(r"In '([^']+)'", str(e)))), None)
+    for cause in reversed(chain):
+        stated = re.search(r"^ *full_key: (\S+)$", str(cause), re.MULTILINE)  # of what Python raises
+        key = getattr(cause, "full_key", None) or (stated and stated[1])
+        if not key or key == "_dummy_":  # Hydra's, for a group's option
+            continue
+        if key not in known_keys() and file:
+            return f"unknown key '{key}' in {file}.yaml; did you mean '{nearest_key(key)}'?"
+        where = f"in {file}.yaml" if file else "on the command line"
+        text = str(getattr(cause, "msg", None) or cause).splitlines()[0]
+        if "ListConfig" in text:
+            text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
+        return f"{key} {where}: {text}"
+    text = "\n  ".join(line for line in str(error).splitlines() if line.strip())
+    own = " ".join(word for word in argv if word.lstrip("+~").startswith("hydra"))
+    if own and not isinstance(error, (HydraException, yaml.YAMLError)):  # which say what they are about
+        return f"{own} cannot be used: {text or type(error).__name__}"
+    return text
+
+
+PLUGINS = {
+    "launcher/joblib": "sweeps",
+    "launcher/submitit_local": "slurm",
+    "launcher/submitit_slurm": "slurm",
+    "sweeper/optuna": "optuna",
+}
+"""The extra that brings an option of Hydra's groups."""
+
+
+def known_keys() -> list[str]:
+    """Every key of the schema, dotted."""
+    hints = typing.get_type_hints(RunConfig)
+    keys: list[str] = []
+    for section, kind in hints.items():
+        keys.append(section)
+        if dataclasses.is_dataclass(kind):
+            keys += [f"{section}.{field.name}" for field in dataclasses.fields(kind)]
+    return keys
+
+
+USUAL_NAMES = {
+    "batch_size": "train.global_batch_size",
+    "device": "run.device",
+    "dtype": "precision.compute",
+    "epochs": "train.steps",
+    "gradient_accumulation_steps": "train.micro_batch_size",
+    "iterations": "train.steps",
+    "learning_rate": "optim.lr",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "seq_length": "data.seq_len",
+    "sequence_length": "data.seq_len",
+}
+"""What other trainers call a key, where no spelling leads to ours."""
+
+
+def nearest_key(key: str) -> str:
+    """The valid key that is meant most likely: by its last word, a usual name, or its spelling."""
+    last = key.split(".")[-1]
+    same_word = [k for k in known_keys() if k.endswith(f".{last}")]
+    if last in USUAL_NAMES or len(same_word) == 1:
+        return USUAL_NAMES.get(last) or same_word[0]
+    section = key.split(".")[0]
+    same_section = [k for k in known_keys() if k.startswith(f"{section}.")]
+    leaf = key.split(".")[1] if "." in key else key
+    if same_section:
+        by_leaf = {k.split(".")[-1]: k for k in same_section}
+        close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.0)
+        return by_leaf[close[0]]
+    candidates = [k for k in known_keys() if ("." in k) == ("." in key)]
+    return difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)[0]
+
+
+def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
+    """Says what is wrong with the key, group or option of one override, if anything is."""
+    key = str(override.key_or_group)
+    line = override.input_line or ""
+    groups = _groups()
+    if key.split(".")[0].split("/")[0] in ("hydra", "format"):
+        return
+    if key in groups and not override.is_delete():
+        options = _options(key)
+        value = override.value()
+        asked = [] if override.is_sweep_override() else value if isinstance(value, list) else [value]
+        for option in ("null" if one is None else str(one) for one in asked):
+            if options and option not in options and not own_folder:
+                close = difflib.get_close_matches(option, options, n=1, cutoff=0.0)[0]
+                yield (
+                    f"'{line}' on the command line: there is no {key} '{option}'; did you mean "
+                    f"{key}={close}? (options: {', '.join(options)})"
+                )
+    elif key.startswith("host.env."):
+        if not line.startswith(("+", "~")) and not own_folder:
+            yield f"'{line}' on the command line: a variable is added with a plus: ++{line}"
+    elif key not in known_keys():
+        if "." in key or key in {k.split(".")[0] for k in known_keys()}:
+            yield f"unknown key '{key}' on the command line ('{line}'); did you mean '{nearest_key(key)}'?"
+        else:
+            spelt = difflib.get_close_matches(key, groups, n=1, cutoff=0.6)
+            close = spelt[0] if spelt else nearest_key(key)
+            yield f"unknown key or group '{key}' on the command line ('{line}'); did you mean '{close}'?"
+
+
+def _overrides(argv: Sequence[str]) -> list[Override]:
+    """The words of the command line that Hydra can read as overrides."""
+    parser = OverridesParser.create()
+    found: list[Override] = []
+    for word in argv:
+        if "=" not in word and not word.startswith("~") or word.startswith("--"):
+            continue
+        try:
+            found.append(parser.parse_override(word))
+        except HydraException:
+            continue  # Hydra's own message about the syntax is shown
+    return found
+
+
+def _unreadable(argv: Sequence[str]) -> str | None:
+    """The first word whose value Hydra's grammar cannot read, with the quotes that it wants."""
+    parser = OverridesParser.create()
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if not equals or word.startswith("-"):
+            continue
+        try:
+            parser.parse_override(word)
+        except HydraException:
+            quoted = value.strip("'\"").replace("'", "\\'")
+            return (
+                f"{key}={value} on the command line cannot be read: its value needs quotes of its own inside "
+                f"those of the shell, as in \"{key}='{quoted}'\""
+            )
+    return None
+
+
+def _conf_folder() -> Path:
+    return Path(conf.__path__[0])
+
+
+def _groups() -> list[str]:
+    return sorted(p.name for p in _conf_folder().iterdir() if p.is_dir() and not p.name.startswith("_"))
+
+
+def _options(group: str) -> list[str]:
+    """The options of a group; those in a folder of its own, as experiment=sweep/graph_scope, with that."""
+    folder = _conf_folder() / group
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__

@@ -1,0 +1,203 @@
+"""Starts a tool whose whole configuration is composed by Hydra, and words its errors.
+
+Nothing here imports torch before the configuration is composed: a misspelt key is answered at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from graphmoe.command.errors import explain
+from graphmoe.command.sweep.job import (
+    SweepReport,
+    check_single,
+    end_sweep,
+    has_unfinished_jobs,
+    in_sweep,
+    restore_run_folder,
+    run_job,
+)
+from graphmoe.command.sweep.process import SweepError
+from graphmoe.config import completion
+from graphmoe.config.arguments import print_error
+from graphmoe.config.cache_folders import compiled_folder
+from graphmoe.config.masking import masked, note_interpolations
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.untrusted import load_yaml
+from graphmoe.runtime.cache.bytecode import keep_bytecode
+from graphmoe.runtime.cache.folders import check_trusted
+from graphmoe.runtime.host.signals import Interrupted
+
+Task = Callable[[RunConfig], Any]
+Prepare = Callable[[RunConfig], Any]
+Complete = Callable[[RunConfig], RunConfig]
+
+
+def hydra_app(
+    task: Task,
+    *,
+    prog: str,
+    examples: Sequence[str],
+    makes_folder: bool = False,
+    known_errors: tuple[type[Exception], ...] = (),
+    prepare: Prepare | None = None,
+    complete: Complete | None = None,
+) -> None:
+    """Compose the configuration, check it and hand it to ``task``.
+
+    A ConfigError is printed without a traceback and ends the process with status 2, one of
+    ``known_errors`` likewise with status 1. ``makes_folder`` says whether the tool writes into Hydra's
+    run folder, and makes it itself once all is checked. ``prepare`` is called between check and resolve,
+    before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
+    """
+    if completion.is_install(sys.argv):
+        print(completion.BASH, end="")
+        return
+    completion.adapt_query()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what goes wrong, so that it can be worded here
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    OmegaConf.register_new_resolver("graphmoe.prog", lambda: prog, replace=True)
+    OmegaConf.register_new_resolver("graphmoe.examples", lambda: "\n".join(examples), replace=True)
+    report = f"{SweepReport.__module__}.{SweepReport.__qualname__}"
+    OmegaConf.register_new_resolver("graphmoe.sweep_report", lambda: report, replace=True)
+    OmegaConf.register_new_resolver("graphmoe.sweep_dir", _sweep_dir, replace=True)
+    if not makes_folder and not {"-sc", "--shell-completion"} & set(sys.argv):
+        sys.argv += ["hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."]
+    errors: list[Exception] = []
+    composed: list[DictConfig] = []
+    known: tuple[type[Exception], ...] = (ConfigError, *known_errors)
+
+    @hydra.main(version_base="1.3", config_path="pkg://graphmoe.conf", config_name="config")
+    def run(cfg: DictConfig) -> Any:
+        composed.append(cfg)
+        restore_run_folder()
+        try:
+            if makes_folder and in_sweep():
+                return run_job(lambda: task(to_config(cfg, prepare, complete)), known)
+            check_single(cfg.sweep.resume)
+            return task(to_config(cfg, prepare, complete))
+        except known as error:
+            errors.append(error)  # Hydra would print a second line about the job
+            return None
+
+    interrupted = _run(run, composed, errors)
+    status = end_sweep()
+    for message in dict.fromkeys(str(error) for error in errors):
+        print_error(message)
+    if errors:
+        sys.exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
+    if interrupted or status:
+        sys.exit(interrupted or status)
+
+
+def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Exception]) -> int:
+    """Let Hydra compose and run; 0, or the status that a signal asks for. Adds to ``errors``."""
+    if nameless := next((word for word in sys.argv[1:] if word.startswith("=")), None):
+        errors.append(ConfigError(f"'{nameless}' on the command line names no key; type key=value"))
+        return 0
+    try:
+        run()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        errors.append(ConfigError(explain(error, sys.argv[1:])))
+    except KeyboardInterrupt as error:  # outside the steps, which take it themselves, or to end a sweep
+        return error.status if isinstance(error, Interrupted) else 130
+    except SweepError as error:
+        errors.append(ConfigError(str(error)))
+    except Exception as error:
+        if not composed:  # a value that Hydra does not foresee
+            errors.append(ConfigError(explain(error, sys.argv[1:])))
+            return 0
+        if not has_unfinished_jobs():
+            raise
+        errors.append(error)  # a sweeper that cannot go on without the jobs that failed
+    return 0
+
+
+def _sweep_dir(resume: str | None, new: str) -> str:
+    """The folder of a sweep: the one to go on with, or a new one."""
+    return str(Path(resume).expanduser()) if resume else new
+
+
+def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None) -> RunConfig:
+    """The typed, checked and resolved configuration.
+
+    The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
+    """
+    try:
+        note_interpolations(cfg)
+        config = _typed(OmegaConf.to_container(cfg, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, sys.argv[1:])) from error
+    return _resolved(config if complete is None else complete(config), prepare)
+
+
+def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
+    """The configuration in a YAML file such as a run's ``resolved.yaml``, typed, checked and resolved.
+
+    *Raises* ConfigError for a file that is not there, is no YAML, or has keys or values that are wrong.
+    """
+    try:
+        plain = load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); give the resolved.yaml of a run, which "
+            f"python -m graphmoe.train launch.write_only=true writes"
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} holds no keys of a configuration; give the resolved.yaml of a run")
+    try:
+        merged = OmegaConf.merge(schema(), plain)
+        assert isinstance(merged, DictConfig)
+        note_interpolations(merged)
+        config = _typed(plain)
+    except (OmegaConfBaseException, ArithmeticError) as error:
+        in_file = HydraException(f"In '{path.with_suffix('')}':")  # as Hydra names the file of an error
+        in_file.__cause__ = error
+        raise ConfigError(explain(in_file, [])) from error
+    return _resolved(config, prepare)
+
+
+def _typed(plain: Any) -> RunConfig:
+    config = OmegaConf.to_object(OmegaConf.merge(schema(), plain))
+    assert isinstance(config, RunConfig)
+    return config
+
+
+@functools.cache
+def schema() -> DictConfig:
+    """``RunConfig`` with its defaults, for merges, which do not change it; made once, as it takes long."""
+    return OmegaConf.structured(RunConfig)
+
+
+def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
+    if config.compile.cache:
+        folder = compiled_folder(config.compile.cache_dir)
+        check_trusted(folder, shared=config.compile.cache_shared)
+        keep_bytecode(folder, shared=config.compile.cache_shared)
+    from graphmoe.plan.rules.check import check, resolve  # imports torch
+
+    check(config)
+    if prepare is not None:
+        prepare(config)
+    return resolve(config)
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain values, enums by name and `masked`: what ``resolved.yaml`` holds."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return masked({str(key): value for key, value in plain.items()})

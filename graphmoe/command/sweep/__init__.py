@@ -1,0 +1,1 @@
+"""Sweeps: one job after the other, or side by side."""

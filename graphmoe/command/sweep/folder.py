@@ -1,0 +1,134 @@
+"""What a sweep leaves on disk: a job.json for each job, and sweep.json above them.
+
+``<sweep>/sweep.json`` has the command and, once the sweep has ended, all of its jobs. The ``job.json`` in a
+job's folder is what is known of that job. Both are replaced atomically.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import math
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphmoe.config.untrusted import FileError, read_json
+from graphmoe.run.records import JobRecord, Summary
+
+log = logging.getLogger(__name__)
+
+JOB_FILE = "job.json"
+SWEEP_FILE = "sweep.json"
+SUMMARY_FILE = "summary.json"
+FREE_KEYS = ("format", "sweep.resume", "launch.gpus_per_job")
+"""Keys that may differ between a sweep and its continuation."""
+
+
+class JobStatus(enum.StrEnum):
+    """How far a job of a sweep is."""
+
+    waiting = "not started"
+    running = "running"  # if its process is gone, it was killed
+    finished = "finished"
+    failed = "failed"
+    interrupted = "interrupted"  # by a signal
+    written = "written"  # launch.write_only: nothing is trained
+
+
+@dataclass
+class Job:
+    """A job of a sweep."""
+
+    number: int
+    overrides: list[str]
+    path: Path | None = None
+    """Its folder, None before it began."""
+    status: JobStatus = JobStatus.waiting
+    run_folder: str = "."
+    """Where its run writes, as seen from ``path``."""
+    value: float | None = None
+    """What the sweep compares: the final validation loss, or without validation the final loss."""
+    error: str | None = None
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of its run."""
+        return Path(os.path.normpath(self.path / self.run_folder)) if self.path else None
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary.json of its run, if there is one."""
+        return read_object(self.folder / SUMMARY_FILE, Summary) if self.folder else None
+
+    @property
+    def brief_error(self) -> str:
+        """The line of the error that says most: the first, but for a heading."""
+        lines = [line.strip() for line in (self.error or "").splitlines() if line.strip()]
+        if len(lines) > 1 and lines[0].endswith(":"):
+            return lines[1]
+        return lines[0] if lines else ""
+
+    def write(self) -> None:
+        """Replace ``job.json`` in its folder."""
+        from graphmoe.runtime.host.durable import write_durably  # imports torch
+
+        assert self.path is not None
+        kept = {name: value for name, value in vars(self).items() if name != "path"}
+        write_durably(self.path / JOB_FILE, json.dumps(kept, indent=2) + "\n")
+
+
+def read_job(path: Path) -> Job | None:
+    """The job that a folder belongs to, or None."""
+    record = read_object(path / JOB_FILE, JobRecord)
+    if record is None:
+        return None
+    try:
+        return Job(**{**record, "path": path, "status": JobStatus(record["status"])})
+    except ValueError as error:
+        log.warning("%s: %s; it counts as no job", path / JOB_FILE, error)
+        return None
+
+
+def jobs_of(sweep: Path) -> list[Job]:
+    """All jobs that have begun, by number."""
+    found = [job for file in sweep.rglob(JOB_FILE) if (job := read_job(file.parent))]
+    return sorted(found, key=lambda job: job.number)
+
+
+def fixed_words(overrides: Sequence[str]) -> set[str]:
+    """The overrides that make a job what it is."""
+    return {word for word in overrides if word.partition("=")[0].lstrip("+") not in FREE_KEYS}
+
+
+def varying_words(jobs: Sequence[Job]) -> dict[int, list[str]]:
+    """For each job's number the overrides that make it what it is and that not all jobs have."""
+    words = {job.number: fixed_words(job.overrides) for job in jobs}
+    common = set.intersection(*words.values()) if words else set()
+    return {job.number: [w for w in job.overrides if w in words[job.number] - common] for job in jobs}
+
+
+def ranked(jobs: Sequence[Job]) -> list[Job]:
+    """Best first; then finished ones without a value, failed ones, and those that have not ended."""
+    order = [JobStatus.finished, JobStatus.written, JobStatus.failed]
+
+    def place(job: Job) -> tuple[int, float, int]:
+        group = order.index(job.status) if job.status in order else len(order)
+        return group, job.value if job.value is not None else math.inf, job.number
+
+    return sorted(jobs, key=place)
+
+
+def read_object(path: Path, kind: type[Any]) -> dict[str, Any] | None:
+    """The object of a ``TypedDict`` in a JSON file; None without the file, and with a warning for another."""
+    try:
+        return read_json(path, kind) if path.exists() else None
+    except FileError as error:
+        log.warning("%s", error)
+        return None

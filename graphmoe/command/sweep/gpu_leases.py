@@ -1,0 +1,105 @@
+"""GPUs for jobs that run side by side: each takes some of this machine's for itself.
+
+A GPU is leased by a lock on a file in a folder that all processes of the user share. The kernel frees it
+when its holder dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.host.file_lock import FileLock
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+_GATE = "gate.lock"
+
+
+@contextlib.contextmanager
+def lease_gpus(count: int) -> Iterator[dict[str, str]]:
+    """Variables that show a process ``count`` GPUs, which no other lease has until the block ends.
+
+    Waits until so many are free. Every process must name a GPU in the same way, as its number or by its
+    UUID. *Raises* ConfigError if fewer are visible at all.
+    """
+    visible = visible_gpus(os.environ, torch.cuda.device_count())
+    if count > len(visible):
+        valid = f"use at most {len(visible)}" if visible else "leave it out"
+        raise ConfigError(
+            f"launch.gpus_per_job={count} is more than the visible GPUs, {len(visible)}; {valid}"
+        )
+    leases = _wait_for(count, visible, lease_folder(os.environ))
+    try:
+        chosen = ",".join(leases)
+        log.info("this job has GPU %s", chosen)
+        yield dict.fromkeys(_variables(), chosen)
+    finally:
+        for lock in leases.values():
+            lock.release()
+
+
+def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES or its like names them."""
+    for name in reversed(_variables()):
+        if name in environment:
+            named = [word.strip() for word in environment[name].split(",")]
+            return [word for word in named if word][:count]
+    return [str(index) for index in range(count)]
+
+
+def lease_folder(environment: Mapping[str, str]) -> Path:
+    """Where the locks are: one folder for each user, and within it for each Slurm job.
+
+    Slurm may number the GPUs of each of its jobs from 0.
+    """
+    slurm = f"-slurm-{environment['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environment else ""
+    return Path(tempfile.gettempdir(), f"graphmoe-gpus-{os.getuid()}{slurm}")
+
+
+def _variables() -> list[str]:
+    """What hides GPUs from a process; the last one that is set counts."""
+    return ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if torch.version.hip else [])]
+
+
+def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock]:
+    """Locks on ``count`` GPUs, as soon as so many are free."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} is not this user's, and GPUs are leased there; remove it, or set TMPDIR")
+    waited = False
+    while True:
+        leases = _try_to_take(count, visible, folder)
+        if leases is not None:
+            return leases
+        if not waited:
+            log.info("waiting until %d of the GPUs %s are free", count, ",".join(visible))
+        waited = True
+        time.sleep(POLL_S)
+
+
+def _try_to_take(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock] | None:
+    """All locks or none. Only one process tries at a time, so that two do not take halves."""
+    gate = FileLock.take(folder / _GATE, wait=True)
+    assert gate is not None
+    try:
+        leases: dict[str, FileLock] = {}
+        for gpu in visible:
+            if len(leases) < count and (lock := FileLock.take(folder / f"{gpu.replace('/', '-')}.lock")):
+                leases[gpu] = lock
+        if len(leases) == count:
+            return leases
+        for lock in leases.values():
+            lock.release()
+        return None
+    finally:
+        gate.release()

@@ -1,0 +1,309 @@
+"""Sweeps: what happens around each job of ``-m``, and before and after all of them.
+
+``graphmoe.command.hydra`` runs each job through `run_job` and calls `end_sweep` when Hydra has returned;
+``graphmoe.train`` calls `record_folder` and `job_gpus`. Hydra calls `SweepReport` in the process that
+starts the sweep. Jobs may run in other processes, so they speak to it by files
+(``graphmoe.command.sweep.folder``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
+
+from graphmoe.command.sweep.folder import Job, JobStatus, read_job
+from graphmoe.command.sweep.process import STOP_FILE, RunningSweep, SweepError
+from graphmoe.config.masking import MASK, masked_line, masked_words
+from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
+from graphmoe.run.summary import value_of
+from graphmoe.runtime.host.signals import end_with_parent
+
+log = logging.getLogger(__name__)
+
+_SIDE_BY_SIDE = {"JoblibLauncher": "joblib", "LocalLauncher": "submitit_local"}
+"""Launchers that start several jobs on this machine at once, and what Hydra calls them."""
+
+_LAUNCHER_LOGS = (
+    "hydra._internal.core_plugins.basic_launcher",
+    "hydra_plugins.hydra_joblib_launcher._core",
+    "hydra_plugins.hydra_submitit_launcher.submitit_launcher",
+)
+"""Loggers of Hydra's launchers, which list the words of each job."""
+
+_begun: RunningSweep | None = None
+_run_folder: str | None = None
+
+
+class SweepReport(Callback):
+    """Tells this module where Hydra begins a run or a sweep of ``graphmoe.train``, and of no other tool."""
+
+    def __init__(self, tool: str) -> None:
+        self.tool = tool
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Take over Hydra's run folder: Hydra would make it before anything is checked.
+
+        Not where Hydra itself is asked to write there, or to work there.
+        """
+        global _run_folder
+        hydra, _run_folder = config.hydra, None
+        uses_folder = hydra.output_subdir is not None or hydra.job.chdir or hydra.job_logging.get("root")
+        if self.tool != "graphmoe.train" or uses_folder:
+            return
+        with contextlib.suppress(OmegaConfBaseException), flag_override(hydra, ["readonly", "struct"], False):
+            _run_folder = os.path.abspath(str(hydra.run.dir))  # what does not resolve Hydra will say
+            hydra.run.dir = "."
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        global _begun
+        for name in _LAUNCHER_LOGS:
+            logging.getLogger(name).addFilter(_mask_record)
+        if self.tool == "graphmoe.train" and _is_first_node():
+            _begun = RunningSweep.begin(config)
+
+
+def restore_run_folder() -> None:
+    """Let HydraConfig name the folder that `SweepReport` took over, for interpolations too."""
+    if _run_folder is not None and not in_sweep():
+        hydra: Any = HydraConfig.get()
+        with flag_override(hydra, ["readonly", "struct"], False):
+            hydra.run.dir = hydra.runtime.output_dir = _run_folder
+
+
+def end_sweep() -> int:
+    """Print the table, write the page, and return the exit status; 0 where no sweep was begun.
+
+    1 stands for jobs that failed, 130 for a signal that ended jobs side by side.
+    """
+    global _begun
+    sweep, _begun = _begun, None
+    return sweep.end() if sweep else 0
+
+
+def in_sweep() -> bool:
+    """Whether Hydra runs a job of a sweep in this process now."""
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def check_single(resume: str | None) -> None:
+    """Refuse ``sweep.resume`` for a run that is no job of a sweep."""
+    if resume is not None:
+        raise ConfigError(
+            f"sweep.resume={resume} goes on with a sweep, and this is one run; add -m and the words that "
+            f"began it"
+        )
+
+
+def has_unfinished_jobs() -> bool:
+    """Whether a sweep was begun here and some of its jobs did not finish."""
+    return _begun is not None and any(job.status is not JobStatus.finished for job in _begun.jobs())
+
+
+def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...]) -> float | None:
+    """The value of a job of a sweep, None for one that failed; job.json says what became of it.
+
+    An error is kept for the end of the sweep; it is logged now, with a traceback if it is not one of
+    ``known``. A job that an earlier start of the sweep finished is not run again. *Raises*
+    KeyboardInterrupt to end the sweep after a signal, SweepError where the folder has another job.
+    """
+    hydra = HydraConfig.get()
+    words = masked_words(OmegaConf.to_container(hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
+    record = Job(hydra.job.num, words, Path(hydra.runtime.output_dir))
+    _mask_file(Path(hydra.sweep.dir) / "multirun.yaml")
+    earlier = _earlier(record)
+    if earlier is not None and _is_finished(earlier):
+        log.info("job %d is finished already", record.number)
+        return earlier.value
+    record.status = JobStatus.running
+    _note(record)
+    if (Path(hydra.sweep.dir) / STOP_FILE).exists():  # read after the write: see RunningSweep._stop
+        _end(record, JobStatus.waiting)
+        return None
+    own_process, parent = _launcher() == "joblib", os.getppid()
+    try:
+        with _signals_of_a_job() if own_process else contextlib.nullcontext():
+            value = job()
+    except KeyboardInterrupt:
+        _end_at_signal(record)
+        if not own_process:
+            raise
+        if os.getppid() != parent:  # nobody waits for this process any more
+            os._exit(130)
+        return None  # what is raised here would end the jobs beside this one at once
+    except Exception as error:
+        if not isinstance(error, known):
+            log.error("%s", traceback.format_exc())
+        record.error = str(error) if isinstance(error, known) else repr(error)
+        _end(record, JobStatus.failed, error=record.error)
+        log.error("job %d failed: %s", record.number, record.brief_error)
+        return None
+    _end(record, None, value=value)
+    return value
+
+
+def _mask_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = masked_line(record.getMessage()), None
+    return True
+
+
+def _mask_file(path: Path) -> None:
+    """Take the values of host.env out of what Hydra wrote of a sweep."""
+    if not path.is_file() or not _is_first_node():
+        return
+    config = OmegaConf.load(path)
+    environment, words = OmegaConf.select(config, "host.env"), config.hydra.overrides.task
+    shown = masked_words(OmegaConf.to_container(words, resolve=False))  # type: ignore[arg-type]
+    if shown == words and all(value == MASK for value in (environment or {}).values()):
+        return
+    config.hydra.overrides.task, config.hydra.job.override_dirname = shown, ",".join(shown)
+    for name in environment or {}:
+        environment[name] = MASK
+    from graphmoe.runtime.host.durable import write_durably  # imports torch
+
+    write_durably(path, OmegaConf.to_yaml(config))
+
+
+def record_folder(folder: Path) -> None:
+    """Note in job.json where the run writes; nothing outside a sweep."""
+    if in_sweep() and (job := read_job(Path(HydraConfig.get().runtime.output_dir))) is not None:
+        assert job.path is not None
+        job.run_folder = os.path.relpath(folder, job.path)
+        _note(job)
+
+
+@contextlib.contextmanager
+def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
+    """Environment variables for the workers of a job, which keep its GPUs to itself until the block ends.
+
+    Waits until ``launch.gpus_per_job`` GPUs are free. Empty outside a sweep, on a CPU and without
+    gpus_per_job. *Raises* ConfigError where jobs run side by side and would share GPUs.
+    """
+    count, workers = config.launch.gpus_per_job, config.launch.nproc
+    if not in_sweep() or config.run.device is not DeviceChoice.cuda:
+        yield {}
+        return
+    if count is None:
+        if (launcher := _launcher()) in _SIDE_BY_SIDE.values():
+            raise ConfigError(
+                f"hydra/launcher={launcher} runs jobs side by side, and each would take the same GPUs; "
+                f"launch.gpus_per_job={workers} gives each job its own"
+            )
+        yield {}
+        return
+    if workers > count:
+        raise ConfigError(
+            f"launch.nproc={workers} workers need a GPU each, and launch.gpus_per_job={count}; use "
+            f"launch.gpus_per_job={workers} or launch.nproc={count}"
+        )
+    if workers < count:
+        log.warning(
+            "launch.nproc=%d leaves %d of the launch.gpus_per_job=%d GPUs of this job idle; "
+            "launch.nproc=auto takes them all",
+            workers,
+            count - workers,
+            count,
+        )
+    from graphmoe.command.sweep.gpu_leases import lease_gpus  # imports torch
+
+    with lease_gpus(count) as environment:
+        yield environment
+
+
+def _launcher() -> str | None:
+    """The launcher's name, if it starts jobs side by side on this machine."""
+    return _SIDE_BY_SIDE.get(HydraConfig.get().launcher._target_.rpartition(".")[2])
+
+
+def _earlier(record: Job) -> Job | None:
+    """What the folder knows of the job from an earlier start of the sweep. *Raises* SweepError."""
+    assert record.path is not None
+    earlier = read_job(record.path)
+    if earlier is not None:
+        SweepError.unless_same(earlier, record.overrides)
+    return earlier
+
+
+def _is_finished(job: Job) -> bool:
+    """Whether the job's run has come to its end, even if its process died before it could say so here."""
+    summary = job.summary
+    if job.status is not JobStatus.finished and summary is not None and summary.get("finished") is True:
+        job.value = value_of(summary)
+        job.status = JobStatus.finished
+        _note(job)
+    return job.status is JobStatus.finished
+
+
+def _end(
+    record: Job, status: JobStatus | None, *, value: float | None = None, error: str | None = None
+) -> None:
+    """Write what became of a job; without a status its run's summary says it."""
+    assert record.path is not None
+    job = read_job(record.path) or record  # with the folder that the run has noted there
+    if status is None:
+        summary = job.summary
+        ended = JobStatus.finished if summary and summary.get("finished") else JobStatus.interrupted
+        status = JobStatus.written if summary is None else ended
+    job.status, job.error = status, error
+    job.value = value if value is not None and math.isfinite(value) else None
+    _note(job)
+
+
+def _end_at_signal(record: Job) -> None:
+    """Write what became of a job that a signal ended, or that finished when it came."""
+    assert record.path is not None
+    summary = (read_job(record.path) or record).summary
+    if summary and summary.get("finished"):
+        _end(record, JobStatus.finished, value=value_of(summary))
+    else:
+        _end(record, JobStatus.interrupted)
+
+
+def _note(job: Job) -> None:
+    """Write job.json, on the first node of those that run the job together."""
+    if _is_first_node():
+        job.write()
+
+
+def _is_first_node() -> bool:
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) == 1 or os.environ.get("SLURM_NODEID") == "0"
+
+
+@contextlib.contextmanager
+def _signals_of_a_job() -> Iterator[None]:
+    """Let a process that runs a job beside others be told to stop by SIGTERM alone.
+
+    It comes from the process that began the sweep, or from the system when that one is gone (Linux).
+    Ctrl-C would go to all processes of the terminal's group at once, idle ones too.
+    """
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    previous = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, _end_with_parent),
+    }
+    end_with_parent(signal.SIGHUP)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end_with_parent(number: int, frame: FrameType | None) -> None:
+    """Stop as at SIGTERM, once: the system sends a signal for each thread of a parent that is gone."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)

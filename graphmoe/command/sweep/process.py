@@ -1,0 +1,232 @@
+"""The process that starts a sweep: what it refuses, how it takes signals, and what it prints at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from graphmoe.command.sweep.folder import (
+    SWEEP_FILE,
+    Job,
+    JobStatus,
+    fixed_words,
+    jobs_of,
+    ranked,
+    read_object,
+    varying_words,
+)
+from graphmoe.command.sweep.page import sweep_table, write_page
+from graphmoe.config.arguments import emit
+from graphmoe.config.masking import masked_words
+from graphmoe.config.schema import OutputFormat
+from graphmoe.run.records import SweepRecord
+from graphmoe.run.summary import shown, write_json
+from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.runtime.host.signals import NOTICES, ends_at_signals, heard, say
+
+PAGE_FILE = "sweep.html"
+STOP_FILE = "sweep.stop"
+_LOCK_FILE = "sweep.lock"
+
+
+class SweepError(BaseException):
+    """Ends the whole sweep; after an Exception in one job Hydra would go on with the next."""
+
+    @classmethod
+    def unless_same(cls, earlier: Job, now: Sequence[str]) -> None:
+        """Raise it where a job's words are not those that the sweep's folder has for its number."""
+        was, is_now = fixed_words(earlier.overrides), fixed_words(now)
+        old, new = (" ".join(sorted(words)) or "no such word" for words in (was - is_now, is_now - was))
+        if was != is_now:
+            raise cls(
+                f"job {earlier.number} of this sweep was run with {old}, now it has {new}; go on with the "
+                f"words that began the sweep, or begin another one without sweep.resume"
+            )
+
+
+@dataclass
+class RunningSweep:
+    """A sweep that this process has started, and whose folder it has locked."""
+
+    folder: Path
+    format: OutputFormat
+    planned: list[list[str]]
+    """The overrides of each job, where they are known ahead."""
+    side_by_side: bool
+    _lock: FileLock
+    _stopping: bool = False
+    _signals: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @classmethod
+    def begin(cls, config: DictConfig) -> RunningSweep:
+        """Take the sweep's folder. *Raises* SweepError where it is not this sweep's."""
+        folder, resume = Path(config.hydra.sweep.dir).absolute(), config.sweep.resume
+        planned = _planned_jobs(config)
+        _check_folder(folder, resume, planned)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock.take(folder / _LOCK_FILE)
+        if lock is None:
+            raise SweepError(f"{folder} belongs to a sweep that is going on")
+        (folder / STOP_FILE).unlink(missing_ok=True)
+        if resume is None:
+            write_json(folder / SWEEP_FILE, {"command": _command(), "jobs": []})
+        side_by_side = config.hydra.launcher._target_.endswith(".JoblibLauncher")
+        sweep = cls(folder, config.format, planned, side_by_side, lock)
+        if side_by_side:
+            for number in heard():
+                sweep._signals.callback(signal.signal, number, signal.signal(number, sweep._stop))
+        else:
+            sweep._signals.enter_context(ends_at_signals())
+        return sweep
+
+    def jobs(self) -> list[Job]:
+        """All jobs by number, those that have not begun too where they are known ahead."""
+        begun = {job.number: job for job in jobs_of(self.folder)}
+        waiting = {n: Job(n, words) for n, words in enumerate(self.planned) if n not in begun}
+        return [job for _, job in sorted({**begun, **waiting}.items())]
+
+    def end(self) -> int:
+        """Print and write the results; the exit status of the command."""
+        self._signals.close()
+        jobs = self.jobs()
+        for job in jobs:
+            _settle(job)
+        if any(job.path for job in jobs):
+            self._report(jobs)
+        else:  # refused before the first job
+            (self.folder / SWEEP_FILE).unlink(missing_ok=True)
+        (self.folder / STOP_FILE).unlink(missing_ok=True)
+        self._lock.release()
+        if self._stopping:
+            return 130
+        return 0 if all(job.status in (JobStatus.finished, JobStatus.written) for job in jobs) else 1
+
+    def _report(self, jobs: list[Job]) -> None:
+        words = varying_words(jobs)
+        command = _command(resume=self.folder)
+        documents = [_document(job, words[job.number]) for job in jobs]
+        begun = read_object(self.folder / SWEEP_FILE, SweepRecord) or {}
+        whole = {"command": begun.get("command"), "resume": command, "jobs": documents}
+        write_json(self.folder / SWEEP_FILE, whole)
+        emit(documents, sweep_table(ranked(jobs), words), self.format)
+        try:
+            write_page(self.folder / PAGE_FILE, str(begun.get("command")), ranked(jobs), words)
+            print(f"curves: {shown(self.folder / PAGE_FILE)}", file=sys.stderr)
+        except ImportError as error:
+            print(f"no {PAGE_FILE}: {error}; pip install plotly", file=sys.stderr)
+        if any(job.status is not JobStatus.finished for job in jobs):
+            print(f"to go on with what is not finished: {command}", file=sys.stderr)
+        for text in dict.fromkeys(job.error for job in jobs if job.error):
+            failed = [job for job in jobs if job.error == text]
+            names = ", ".join(f"job {job.number}{_in_brackets(words[job.number])}" for job in failed)
+            print(f"error: {names}: {text}", file=sys.stderr)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Hand a signal on to the jobs that run beside each other, and start no others.
+
+        A job says that it runs before it looks for the file, so none slips through.
+        """
+        if self._stopping and number in NOTICES:
+            return
+        if self._stopping:
+            raise KeyboardInterrupt
+        self._stopping = True
+        (self.folder / STOP_FILE).touch()
+        running = {job.pid for job in jobs_of(self.folder) if job.status is JobStatus.running}
+        for child in psutil.Process().children():
+            if child.pid in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.terminate()
+        name = signal.Signals(number).name
+        say(f"{name}: ending when the running jobs have saved; again ends them at once")
+
+
+def _settle(job: Job) -> None:
+    """Set the state of a job whose process ended before it could."""
+    gone = job.pid == os.getpid() or not psutil.pid_exists(job.pid)
+    if job.status is JobStatus.running and job.host == socket.gethostname() and gone:
+        job.status = JobStatus.interrupted
+        job.write()
+
+
+def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[str]]) -> None:
+    """Refuse a folder that holds no sweep to go on with, or another one."""
+    earlier = jobs_of(folder) if folder.is_dir() else []
+    if resume is None:
+        if earlier:
+            raise SweepError(
+                f"hydra.sweep.dir={folder} holds a sweep already; sweep.resume={_word(folder)} goes on with "
+                f"it, another folder begins a new one"
+            )
+        return
+    if Path(resume).expanduser().absolute() != folder:
+        raise SweepError(f"sweep.resume={resume} is not hydra.sweep.dir={folder}; leave hydra.sweep.dir out")
+    if read_object(folder / SWEEP_FILE, SweepRecord) is None:
+        raise SweepError(
+            f"sweep.resume={resume} is no sweep's folder: it has no {SWEEP_FILE}; name one that a command "
+            f"with -m has made, multirun/<run.name>/<time> by default"
+        )
+    for job in earlier:
+        if job.number < len(planned):
+            SweepError.unless_same(job, planned[job.number])
+
+
+def _planned_jobs(config: DictConfig) -> list[list[str]]:
+    """The overrides of each job of a grid, none for a sweeper that chooses as it goes."""
+    if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        return []
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    try:
+        words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        overrides = parser.parse_overrides([*params, *words])
+        return [masked_words(job) for job in BasicSweeper.split_arguments(overrides, None)[0]]
+    except HydraException:  # the sweeper will say it
+        return []
+
+
+def _command(resume: Path | None = None) -> str:
+    """This command line, or the one that goes on with its sweep."""
+    words = [word for word in masked_words(sys.argv[1:]) if not word.startswith("sweep.resume=")]
+    words += [f"sweep.resume={_word(resume)}"] if resume else []
+    return shlex.join(["python", "-m", "graphmoe.train", *words])
+
+
+def _in_brackets(words: Sequence[str]) -> str:
+    return f" ({' '.join(words)})" if words else ""
+
+
+def _word(folder: Path) -> str:
+    """The folder as Hydra's grammar wants it on the command line."""
+    text = shown(folder)
+    return text if re.fullmatch(r"[\w/.@-]+", text) else "'" + text.replace("'", "\\'") + "'"
+
+
+def _document(job: Job, words: Sequence[str]) -> dict[str, Any]:
+    """A job as sweep.json has it: its summary and what the sweep knows."""
+    return {
+        "job": job.number,
+        "status": job.status.value,
+        "overrides": job.overrides,
+        "differs_by": list(words),
+        "value": job.value,
+        "error": job.error,
+        **(job.summary or {}),
+    }

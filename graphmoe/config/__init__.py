@@ -1,0 +1,1 @@
+"""Every key of a run: its section, type, range and documentation."""

@@ -1,0 +1,224 @@
+"""What the small command-line tools share: ``key=value`` arguments, output and errors.
+
+The tools that read a run's whole configuration are Hydra applications (``graphmoe.command.hydra``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console, RenderableType
+
+from graphmoe.config.field_docs import field_docs
+from graphmoe.config.schema import ConfigError, OutputFormat
+
+Args = TypeVar("Args")
+
+LONGEST_LINE = 1600
+"""Characters of a line of an error."""
+NUMBERS = {int: "whole number", float: "number"}
+
+
+def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
+    """Run ``main`` on the command line.
+
+    A known error is one line on stderr and exit status 2, and one of a disk status 1.
+    """
+    try:
+        main(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        print_error(error)
+        sys.exit(2)
+    except OSError as error:
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else error)
+        sys.exit(2 if isinstance(error, (FileNotFoundError, PermissionError)) else 1)
+
+
+def print_error(error: object) -> None:
+    """Print ``error: ...`` on stderr, control characters as escapes and long lines without their middle."""
+    half = LONGEST_LINE // 2
+    lines = [
+        "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in str(error).split("\n")
+    ]
+    short = [
+        line if len(line) <= LONGEST_LINE else f"{line[:half]}...({len(line)} characters)...{line[-half:]}"
+        for line in lines
+    ]
+    print("error:", "\n".join(short), file=sys.stderr)
+
+
+def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:
+    """Fill the dataclass from ``key=value`` words; values are taken verbatim.
+
+    Lists are split at commas, ``none`` clears an optional value; a field that is a dataclass itself has keys
+    with a dot. ``--help`` prints the keys and ends the process. *Raises* ConfigError naming each unknown,
+    malformed or missing key.
+    """
+    if any(word in ("-h", "--help", "help") for word in argv):
+        print(usage(cls, prog))
+        sys.exit(0)
+    keys = {key.word: key for key in _keys(cls)}
+    problems: list[str] = []
+    values: dict[tuple[str, ...], Any] = {}
+    for word in argv:
+        name, equals, text = word.partition("=")
+        if not equals:
+            problems.append(f"'{word}' is not of the form key=value")
+        elif name not in keys:
+            problems.append(f"unknown key '{name}'{nearest(name, list(keys))}")
+        else:
+            try:
+                values[keys[name].path] = _convert(text, keys[name].hint)
+            except ValueError as error:
+                problems.append(f"{name}={text}: {error}")
+    for name, key in keys.items():
+        if key.default is dataclasses.MISSING and key.path not in values and not problems:
+            problems.append(f"{name}=... is required ({key.doc})")
+    if problems:
+        raise ConfigError("; ".join(problems) + f"\n{usage(cls, prog)}")
+    return _filled(cls, values)
+
+
+def usage(cls: type, prog: str) -> str:
+    """One line for each key of the tool, with its default."""
+    lines = [f"usage: python -m {prog} key=value ..."]
+    for key in _keys(cls):
+        default = key.default
+        if isinstance(default, enum.Enum):
+            default = default.name
+        elif isinstance(default, list):
+            default = ",".join(map(str, default)) or None
+        shown = f"{key.word}=..." if default in (None, dataclasses.MISSING) else f"{key.word}={default}"
+        lines.append(f"  {shown:<28} {key.doc}")
+    return "\n".join(lines)
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """'; did you mean ...?', or the list of choices where none is near."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; valid: {', '.join(choices)}"
+
+
+def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
+    """What keeps ``key=path`` from being a file to write, whose name ends as that of the ``example`` does."""
+    if path is None:
+        return
+    suffix = Path(example).suffix
+    if path.is_dir():
+        yield f"{key}={path} is a folder; name a file, such as {key}={path / example}"
+    elif path.suffix.lower() != suffix:
+        yield f"{key}={path} must end in {suffix}; use {key}={path.with_suffix(suffix)}"
+    if not path.parent.is_dir():
+        yield f"{key}={path}: there is no folder {path.parent}; make it, or name another file"
+
+
+def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
+    """Print one JSON document, or the text form, on stdout; a string is printed as it is.
+
+    A reader that closes the pipe, as ``head`` does, gets no more.
+    """
+    try:
+        if output is OutputFormat.json:
+            print(json.dumps(document, indent=2), flush=True)
+        elif isinstance(text, str):  # rich would take brackets in generated text for its own markup
+            print(text, flush=True)
+        else:
+            console = Console()
+            with console.capture() as captured:  # rich itself would end the process at a closed pipe
+                console.print(text, crop=False)  # a command to copy is a line, however long
+            print(captured.get(), end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+
+
+@dataclass(frozen=True)
+class _Key:
+    """One key of a tool, and the field that it fills."""
+
+    word: str
+    """How it is spelled on the command line."""
+    path: tuple[str, ...]
+    """Names of fields, from the tool's dataclass inwards."""
+    hint: Any
+    doc: str
+    default: Any
+    """``MISSING`` where it has to be given."""
+
+
+def _keys(cls: type, outer: tuple[str, ...] = (), base: Any = dataclasses.MISSING) -> Iterator[_Key]:
+    """The keys in the order of the fields; those of a dataclass within have its field's name before a dot.
+
+    Defaults are those of ``base``, an instance, if there is one.
+    """
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    for f in dataclasses.fields(cls):
+        path = (*outer, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from _keys(hints[f.name], path, _default(f, base))
+            continue
+        # from_ is spelled from, which Python keeps for itself
+        word = ".".join(name.removesuffix("_") for name in path)
+        yield _Key(word, path, hints[f.name], docs.get(f.name, ""), _default(f, base))
+
+
+def _default(f: dataclasses.Field[Any], base: Any) -> Any:
+    """What a field is where nothing is given, in ``base`` if that is an instance; else ``MISSING``."""
+    if base is not dataclasses.MISSING:
+        return getattr(base, f.name)
+    return f.default_factory() if callable(f.default_factory) else f.default
+
+
+def _filled(
+    cls: type[Args],
+    values: Mapping[tuple[str, ...], Any],
+    outer: tuple[str, ...] = (),
+    base: Any = dataclasses.MISSING,
+) -> Args:
+    """The dataclass, and those within, with the values given by path; others are those of ``base``."""
+    hints = typing.get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        path = (*outer, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            given[f.name] = _filled(hints[f.name], values, path, _default(f, base))
+        elif path in values:
+            given[f.name] = values[path]
+    return cls(**given) if base is dataclasses.MISSING else dataclasses.replace(base, **given)
+
+
+def _convert(text: str, hint: Any) -> Any:
+    """The value that ``text`` spells for a field of type ``hint``."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if text.lower() in ("none", "null"):
+            return None
+        return _convert(text, options[0])
+    if typing.get_origin(hint) is list:
+        return [_convert(part, typing.get_args(hint)[0]) for part in text.split(",") if part]
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("expected true or false")
+        return text.lower() == "true"
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        if text not in hint.__members__:
+            raise ValueError(f"expected one of {', '.join(hint.__members__)}")
+        return hint[text]
+    if hint is Path:
+        return Path(text).expanduser()
+    try:
+        return hint(text)
+    except ValueError:
+        raise ValueError(f"expected a {NUMBERS[hint]}") from None

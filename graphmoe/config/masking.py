@@ -1,0 +1,151 @@
+"""Values that stay in the process: those of host.env, and what ${oc.env:NAME} reads from the environment.
+
+Run folders, reports and logs are made to be shared. There host.env keeps its names, and an interpolation
+stands as it was written, to be resolved again where the file is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.resolvers import oc
+
+from graphmoe.config.schema import RunConfig
+
+MASK = "***"
+"""Stands for a value of host.env that is not written."""
+_WHOLE = re.compile(r"\$\{oc\.env:[^,${}]*\}")
+_OTHER_CALL = re.compile(r"\$\{(?!oc\.)[^${}]*:[^${}]*\}")
+_ROUNDS = 2_000
+_GIVEN = r"([+~]*host(?:\.env[^=]*|(?==\s*\{.*env)))="
+"""A word that gives values of host.env: host.env.A=b, host.env={A:b} or host={env:{A:b}}."""
+
+_written: dict[str, tuple[Any, Any]] = {}
+
+
+def note_interpolations(cfg: DictConfig) -> None:
+    """Keep how the values of a configuration are written that come from the environment, for `masked`.
+
+    *Raises* OmegaConfBaseException where one does not resolve.
+    """
+    _written.clear()
+    if "oc.env" not in str(OmegaConf.to_container(cfg)):
+        return
+    used: list[str] = []
+
+    def read(key: str, *default: str | None) -> str | None:
+        used.append(key)
+        return oc.env(key, *default)
+
+    OmegaConf.register_new_resolver("oc.env", read, replace=True)
+    try:
+        _note(cfg, "", used)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def masked(plain: dict[str, Any]) -> dict[str, Any]:
+    """The plain configuration as files may have it; changes and returns it."""
+    environment = plain["host"]["env"]
+    for name in environment:
+        environment[name] = MASK
+    for key, (text, _) in _written.items():
+        is_secret = key.startswith("host.env.") and not _WHOLE.fullmatch(text)
+        if not is_secret and (place := _place(plain, key)) is not None:
+            place[key.rpartition(".")[2]] = text
+    return plain
+
+
+def prints() -> dict[str, str]:
+    """A salted hash of each value from the environment, by key: which tells runs apart without it."""
+    salt = os.urandom(8).hex()
+    values = {key: value for key, (_, value) in _written.items() if not key.startswith("host.env.")}
+    return {key: f"{salt}:{_hash(salt, value)}" for key, value in values.items()}
+
+
+def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]) -> dict[str, Any]:
+    """Another run's configuration in the words of ours, which is `masked`, where values are the same.
+
+    ``prints`` are theirs. Changes and returns ``theirs``.
+    """
+    for key in {**_written, **prints}:
+        their_place, our_place = _place(theirs, key), _place(ours, key)
+        name = key.rpartition(".")[2]
+        if their_place is None or our_place is None:
+            continue
+        text, value = _written.get(key, (our_place[name], our_place[name]))
+        salt, _, digest = str(prints.get(key, "")).partition(":")
+        if digest:
+            is_same = digest == _hash(salt, value)
+        else:
+            is_same = their_place[name] == text or _plain(their_place[name]) == _plain(value)
+        if is_same:
+            their_place[name] = our_place[name]
+        elif their_place[name] == our_place[name]:
+            their_place[name] = f"{text} (another value)"
+    return theirs
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """Words of a command line without values of host.env, in whatever form they are given."""
+    return [re.sub(rf"^{_GIVEN}.*", rf"\1={MASK}", word, flags=re.DOTALL) for word in words]
+
+
+def masked_line(text: str) -> str:
+    """A line of log that lists words of a command line, without values of host.env."""
+    sections = "|".join([field.name for field in dataclasses.fields(RunConfig)])
+    quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+    end = rf" [+~]*(?:{sections}|hydra)[.=/@]|$"
+    return re.sub(rf"\b{_GIVEN}(?:{quoted}|.*?)(?={end})", rf"\1={MASK}", text, flags=re.DOTALL)
+
+
+def _place(plain: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """The section that has a dotted key."""
+    place: Any = plain
+    *path, name = key.split(".")
+    for part in path:
+        place = place.get(part) if isinstance(place, dict) else None
+    return place if isinstance(place, dict) and name in place else None
+
+
+def _plain(value: Any) -> str:
+    return value.name if isinstance(value, enum.Enum) else str(value)
+
+
+def _hash(salt: str, value: Any) -> str:
+    return hashlib.pbkdf2_hmac("sha256", _plain(value).encode(), salt.encode(), _ROUNDS).hex()[:32]
+
+
+def _note(node: DictConfig, prefix: str, used: list[str]) -> None:
+    for name in map(str, node):
+        key = f"{prefix}{name}"
+        value = node[name] if not node._is_none() else None
+        if isinstance(value, DictConfig):
+            _note(value, f"{key}.", used)
+            continue
+        used.clear()
+        value, raw = (_items(node, name, resolve) for resolve in (True, False))
+        if used:
+            _written[key] = raw, value
+
+
+def _items(node: DictConfig, name: Any, resolve: bool) -> Any:
+    """A value, or how it is written, without calls of resolvers that only this process has."""
+    raw = OmegaConf.to_container(OmegaConf.masked_copy(node, [name]), resolve=False)[name]  # type: ignore[index]
+    if not resolve:
+        return [_kept(item) for item in raw] if isinstance(raw, list) else _kept(raw)
+    value = node[name]
+    return list(value) if isinstance(value, ListConfig) else value
+
+
+def _kept(raw: Any) -> Any:
+    if not isinstance(raw, str):
+        return raw
+    return _OTHER_CALL.sub(lambda call: str(OmegaConf.create({"value": call[0]}).value), raw)

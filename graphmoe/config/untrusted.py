@@ -1,0 +1,136 @@
+"""Small files that anybody may have written: nothing in them runs, and a wrong one is one line.
+
+``read_json`` and ``read_yaml`` take the type that a file must have: a class of annotated fields (a
+dataclass, a ``TypedDict``, a ``msgspec.Struct``) or ``dict[str, int]`` and the like. Fields that the type
+does not name are let by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from graphmoe.config.schema import ConfigError
+
+T = TypeVar("T")
+
+LARGEST_BYTES = 1 << 30
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""C takes a seventh of the time."""
+_DEEPEST = 100
+
+
+class FileError(ConfigError):
+    """A file that is not what it should be; names the path, the field, what is there and what is valid."""
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for the other end of a FIFO: the ``opener`` of `open`."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
+    """Return the content of a regular file; a FIFO or a device is refused without waiting for it.
+
+    *Raises* FileError.
+    """
+    try:
+        with open(path, "rb", opener=open_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise FileError(f"{path} is no regular file; give a file")
+            if found.st_size > largest_bytes:
+                raise FileError(f"{path} has {found.st_size:,} bytes; at most {largest_bytes:,} are read")
+            return file.read()
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileError):
+            raise
+        why = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path} cannot be read ({why})") from error
+
+
+def require_regular(path: Path) -> None:
+    """Raise FileError for a path that is no regular file, such as a FIFO, which a reader waits for."""
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            return
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    raise FileError(f"{path} is no regular file; give a file")
+
+
+def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
+    """Return the content of a regular file of UTF-8. *Raises* FileError."""
+    try:
+        return read_bytes(path, largest_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} is no UTF-8 text (byte {error.start})") from error
+
+
+def read_json(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> T:
+    """Return a JSON file as a ``kind``. *Raises* FileError."""
+    return from_json(read_text(path, largest_bytes), kind, str(path))
+
+
+def read_yaml(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> T:
+    """Return a YAML file of plain values as a ``kind``. *Raises* FileError."""
+    return _typed(read_text(path, largest_bytes), load_yaml, "YAML", kind, str(path))
+
+
+def is_file_name(name: str) -> bool:
+    """Whether the name is that of a file in its folder, and leads to no other place."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def from_json(text: str, kind: type[T], source: str) -> T:
+    """Return JSON text as a ``kind``; ``source`` is what errors call it. *Raises* FileError."""
+    return _typed(text, json.loads, "JSON", kind, source)
+
+
+def load_yaml(text: str) -> Any:
+    """Return YAML of plain values.
+
+    Aliases are refused, since aliases of aliases grow without end; tags, whose constructors raise anything;
+    and depths at which the C loader ends the process. *Raises* YAMLError or ValueError.
+    """
+    depth = 0
+    for event in yaml.parse(text, _LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        is_tagged = getattr(event, "tag", None) is not None
+        if depth > _DEEPEST or is_tagged or isinstance(event, yaml.AliasEvent):
+            what = "tags" if is_tagged else "aliases" if depth <= _DEEPEST else f"more than {_DEEPEST} levels"
+            line = event.start_mark.line + 1 if event.start_mark else 0
+            raise yaml.YAMLError(f"{what} are not taken (line {line})")
+    return yaml.load(text, _LOADER)  # a SafeLoader
+
+
+def _typed(text: str, load: Callable[[str], Any], name: str, kind: type[T], source: str) -> T:
+    try:
+        found = load(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise FileError(f"{source} is no {name}: {why}") from error
+    return typed(found, kind, source)
+
+
+def typed(found: Any, kind: type[T], source: str) -> T:
+    """Return plain values as a ``kind``; ``source`` is what errors call them. *Raises* FileError."""
+    try:
+        return msgspec.convert(found, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise FileError(f"{source}: {_worded(str(error))}") from error
+
+
+def _worded(message: str) -> str:
+    """Turn 'Expected `str`, got `int` - at `$.a.b`' into 'a.b: expected str, found int'."""
+    what, _, place = message.partition(" - at `")
+    place = place.rstrip("`").removeprefix("$").removeprefix(".")
+    what = what.replace("`", "").replace(", got ", ", found ")
+    return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"{what[:1].lower()}{what[1:]}"

@@ -1,5 +1,0 @@
-"""Models in the format of the Hugging Face hub."""
-
-from graphmoe.model.hf.folder import load_hf, save_hf
-
-__all__ = ["load_hf", "save_hf"]

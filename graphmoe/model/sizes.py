@@ -1,0 +1,188 @@
+"""Sizes of parameters, and of the state that a rank keeps of them: sums over a model on the meta device.
+
+A small model with one layer of each kind is built there; its parameters are those of all layers of that kind.
+Two totals of parameters are in use. ``full`` counts every one. ``body`` leaves out embedding, head, norms and
+multi-token prediction; docs/models.md states it for each preset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graphmoe.config.schema import DpShard, ModelConfig
+from graphmoe.model import build_model
+from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of
+from graphmoe.plan.pipeline.stages import StagePieces, all_pieces, any_of, needs_embedding, normalises
+
+COMPONENTS = {
+    "mtp.": "mtp",
+    "norm": "norms",
+    "embed.": "embedding",
+    "head.weight": "head",
+    "attn.": "attention",
+    "mlp.": "dense_mlp",
+    "moe_router.": "router",
+    "moe_experts.": "routed_experts",
+    "shared_experts.": "shared_experts",
+}
+"""Component of a parameter, by the first of these parts that its name has."""
+
+
+class Weight(NamedTuple):
+    """A parameter of a rank, as far as sizes are concerned."""
+
+    component: str
+    size: int
+    dims: int
+    summed_over: Axis
+    """Axis whose ranks hold the same part of it."""
+
+    def numel(self) -> int:
+        return self.size
+
+    def dim(self) -> int:
+        return self.dims
+
+
+@dataclass(frozen=True)
+class Components:
+    """Parameters of each part of a model; ``mtp`` is everything of the multi-token-prediction layers.
+
+    A tied head has none of its own: its weight counts as the embedding's.
+    """
+
+    embedding: int = 0
+    head: int = 0
+    attention: int = 0
+    dense_mlp: int = 0
+    router: int = 0
+    routed_experts: int = 0
+    shared_experts: int = 0
+    norms: int = 0
+    mtp: int = 0
+
+    @property
+    def full(self) -> int:
+        """Sum of all components."""
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def body(self) -> int:
+        """Sum without embedding, head, norms and multi-token prediction."""
+        return self.attention + self.dense_mlp + self.router + self.routed_experts + self.shared_experts
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters that exist, and those that one token uses (all but the experts it is not sent to)."""
+
+    total: Components
+    active: Components
+
+
+def count_parameters(model: ModelConfig) -> ParameterCounts:
+    """Count the parameters of ``model`` without allocating it.
+
+    The selection bias is a buffer and not counted. The embedding counts as active in full, as published
+    figures do.
+    """
+    total, active = Counter[str](), Counter[str]()
+    for weight in rank_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
+        total[weight.component] += weight.size
+        used = weight.size * model.top_k // model.num_experts if weight.dims == 3 else weight.size
+        active[weight.component] += used  # of routed experts, which have one matrix each, the chosen ones
+    return ParameterCounts(Components(**total), Components(**active))
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Weights of one layer's attention projections, without norms."""
+    layer = next(part for kind, part in _parts(model, ALONE).items() if kind in ("dense", "moe", "mtp"))
+    return sum(weight.size for name, weight in layer.items() if "attn." in name and weight.dims == 2)
+
+
+def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Weight]:
+    """Parameters of the rank that has these stages, in the order of the model's modules."""
+    stages, parts = [*stages], _parts(model, layout)
+    layers = sorted(i for stage in stages for i in stage.layers)
+    kinds = ["dense" if i < model.num_dense_layers else "moe" for i in layers]
+    if any_of(stages, lambda stage: needs_embedding(stage, tied=model.tie_embeddings)):
+        kinds.insert(0, "embed")
+    if any_of(stages, lambda stage: normalises(stage, model.mtp_depth)):
+        kinds.append("norm")
+    if any_of(stages, lambda stage: stage.loss) and not model.tie_embeddings:
+        kinds.append("head")
+    kinds += ["mtp" for stage in stages for _ in stage.mtp]
+    return [weight for kind in kinds for weight in parts[kind].values()]
+
+
+def state_bytes(
+    model: ModelConfig,
+    layout: Layout,
+    stages: Sequence[StagePieces] = (),
+    *,
+    rounded: bool = True,
+    dp_shard: DpShard = DpShard.zero1,
+) -> dict[str, float]:
+    """Bytes on each rank that has these stages, by kind; without activations. Without stages it has all.
+
+    Where layers are shared out the layout says which places hold the embedding. ``rounded``: weights are
+    bf16, beside fp32 main weights. With zero1 gradients and weights are held whole, as far as tp, ep and etp
+    leave them on a rank; the rest, and a sum of the gradients, is shared out to those that hold the same.
+    With fsdp2 all is shared out; what is gathered for a layer is not counted.
+    """
+    assert stages or layout.pp == 1
+    if dp_shard is DpShard.fsdp2:
+        owned = count_parameters(model).total.full / layout.size("world")
+        return {"main_weights_fp32": 4 * owned, "gradients_fp32": 4 * owned, "moments_fp32": 8 * owned}
+    kinds = ("weights_bf16" if rounded else "weights_fp32", "main_weights_fp32", "gradients_fp32")
+    found = dict.fromkeys((*kinds, "moments_fp32"), 0.0)
+    element_bytes = 2 if rounded else 4
+    held = Counter[Axis]()
+    for weight in rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)]):
+        held[weight.summed_over] += weight.size
+    for axis, size in held.items():
+        owned, shared = size / layout.size(axis), layout.size(axis) > 1
+        found[kinds[0]] += element_bytes * (size + (owned if rounded and shared else 0))
+        found["main_weights_fp32"] += 4 * owned if rounded or shared else 0
+        found["gradients_fp32"] += 4 * size + (4 * owned if shared else 0)
+        found["moments_fp32"] += 8 * owned
+    return {kind: size for kind, size in found.items() if size}
+
+
+def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
+    """Parameters by name of each kind of part that there is: embed, dense, moe, norm, head, mtp."""
+    dense, moe = min(model.num_dense_layers, 1), int(model.num_layers > model.num_dense_layers)
+    small = dataclasses.replace(
+        model, num_layers=dense + moe, num_dense_layers=dense, mtp_depth=min(model.mtp_depth, 1)
+    )
+    key = repr(small), layout.tp, layout.ep, layout.etp, len(layout.embed_on) > 1
+    if key not in _built:
+        places = (0, 1) if len(layout.embed_on) > 1 else (0,)
+        ep, etp = layout.ep, layout.etp
+        like = Layout(dp=ep * etp, tp=layout.tp, pp=len(places), ep=ep, etp=etp, embed_on=places)
+        _built[key] = _build(small, like)
+    return _built[key]
+
+
+_built: dict[tuple[object, ...], dict[str, dict[str, Weight]]] = {}
+
+
+def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
+    """Build a model with one layer of each kind, and sort its parameters by part."""
+    built = build_model(
+        model, device="meta", seed=None, layout=layout, stages=[all_pieces(model.num_layers, model.mtp_depth)]
+    )
+    layers = [*["dense"] * model.num_dense_layers, "moe"]
+    kinds = {"embed": "embed", "loss_head.norm": "norm", "loss_head.head": "head", "mtp.0": "mtp"}
+    kinds |= {f"layers.{number}": kind for number, kind in enumerate(layers)}
+    parts: dict[str, dict[str, Weight]] = {}
+    for name, parameter in built.named_parameters():
+        kind = next(kind for prefix, kind in kinds.items() if name.startswith(f"{prefix}."))
+        component = next(component for part, component in COMPONENTS.items() if part in name)
+        weight = Weight(component, parameter.numel(), parameter.dim(), layout_of(parameter).summed_over)
+        parts.setdefault(kind, {})[name] = weight
+    return parts

@@ -1,0 +1,1 @@
+"""Optimizers and the sums of gradients over ranks."""

@@ -1,0 +1,158 @@
+"""What a trainer asks of an optimizer, and what all of them share: counters, schedule, norm and clipping.
+
+They differ in where weights, gradients and moments lie: ``graphmoe.optim.zero1`` keeps them in flat buffers,
+``graphmoe.optim.fsdp`` leaves them to torch's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.config.schema import OptimConfig, TrainConfig
+from graphmoe.ops.collectives import all_gather_into
+from graphmoe.ops.gradients import Gradient
+from graphmoe.optim.adamw import AdamWNumbers, StepScalars
+from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
+from graphmoe.runtime.capture.capture import Place
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.segments import Executor
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step says about itself; fp32 scalars on the device."""
+
+    grad_norm: Tensor
+    lr: Tensor
+    finite: Tensor
+    """1.0 if the step was applied, 0.0 if it was skipped."""
+
+
+class StepOptimizer(ABC):
+    """Holds main weights, gradients, moments and counters of a model, and applies steps.
+
+    All ranks of the mesh call its methods alike.
+    """
+
+    gradient_of: Callable[[Tensor], Gradient] | None
+    """Where the gradients of a parameter are summed, in its shape; None where autograd gets them."""
+    model_is_whole: bool
+    """Whether each rank can read, after ``gather``, all that it has of the model."""
+
+    def __init__(self, optim: OptimConfig, train: TrainConfig, mesh: Mesh, device: torch.device) -> None:
+        self.config, self.train, self.mesh = optim, train, mesh
+        self.applied, self.skipped, self.skipped_in_row, self.longest_skip = (
+            torch.zeros((), device=device) for _ in range(4)
+        )
+        self.void = torch.zeros((), device=device)
+        """0.0, or 1.0 while ``step`` must leave everything as it is; others set it, and take it back."""
+        numbers = [*LrNumbers.of(optim, train.steps), *AdamWNumbers.of(optim), train.clip_grad_norm]
+        self._numbers = torch.tensor(numbers, device=device)
+        """What the update reads of the configuration: other values need no other code."""
+
+    @abstractmethod
+    def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
+        """Let ``compiler(function, arguments)`` compile the update, a function that changes its arguments."""
+
+    @abstractmethod
+    def executor(self, execute: Executor) -> Executor:
+        """What runs segments when their weights are there, by an executor that takes them for granted."""
+
+    @abstractmethod
+    def start_gather(self) -> None:
+        """Begin a step: weights that are on other ranks start to travel, where they do so ahead of use."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Make the model's weights as the last step has left them. A collective."""
+
+    @abstractmethod
+    def step(self, loss: Tensor) -> StepResult:
+        """Apply the gradients since the last step; where loss or norm is not finite, count a skip only.
+
+        So it does where the square of the norm, once clipped, is not finite in fp32.
+
+        A collective. The loss must be that of all ranks. Nothing is counted either while ``void`` is 1.0.
+        """
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Tensor | FlatShard]:
+        """The model's state by name as a checkpoint keeps it. A collective."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Main weights and moments by parameter name, and the counters; tensors are not copied.
+
+        On several ranks, what this rank owns of them.
+        """
+
+    @abstractmethod
+    def restored(self) -> None:
+        """Take over what was loaded in place into the tensors of ``state_dict`` and ``model_state``."""
+
+    @abstractmethod
+    def places(self) -> dict[str, Place]:
+        """All tensors that a captured step uses without being given them, by name."""
+
+    @abstractmethod
+    def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
+        """The fp32 weights by parameter name, for new values from a folder; then call ``adopt``."""
+
+    @abstractmethod
+    def adopt(self, weights: Mapping[str, Any]) -> None:
+        """Take the values of what ``weights_to_fill`` gave for the main weights."""
+
+    def _counters(self) -> dict[str, Tensor]:
+        """As a checkpoint keeps them."""
+        return {
+            "applied": self.applied,
+            "skipped": self.skipped,
+            "skipped_in_row": self.skipped_in_row,
+            "longest_skip": self.longest_skip,
+        }
+
+    def _scalars(
+        self, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor
+    ) -> StepScalars:
+        """What an update reads on the device, by the fp32 norm of all gradients."""
+        *each, clip = numbers.unbind()
+        of_lr, of_adamw = LrNumbers(*each[: len(LrNumbers._fields)]), each[len(LrNumbers._fields) :]
+        lr = learning_rate(self.config.schedule, of_lr, applied)
+        clips = self.train.clip_grad_norm > 0
+        shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clips else torch.ones_like(norm)
+        # Above 1.8e19 the square, which the second moment takes up, is infinite in fp32, and would stay so.
+        ok = torch.isfinite((norm / shrink).square()) & torch.isfinite(shrink)
+        ok = ok & torch.isfinite(loss) & (void == 0.0)
+        return StepScalars(lr, shrink, applied, ok, AdamWNumbers(*of_adamw))
+
+    def _over_ranks(self, own: Tensor) -> Tensor:
+        """The norm over all ranks, of each rank's: no element of a gradient is counted by two."""
+        norms = own.new_empty(self.mesh.layout.size("world"))
+        all_gather_into(norms, own.reshape(1), group=self.mesh.group("world"))
+        return torch.linalg.vector_norm(norms).float()
+
+
+def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of them together; fp64 on a CPU."""
+    # On a CPU an eager norm adds one element after the other: fp32 would lose three digits.
+    exact = torch.float64 if gradients[0].device.type == "cpu" else None
+    norms = [torch.linalg.vector_norm(gradient, dtype=exact) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def count_step(
+    done: Tensor, void: Tensor, applied: Tensor, skipped: Tensor, skipped_in_row: Tensor, longest_skip: Tensor
+) -> None:
+    """Count a step in place that was applied (``done`` 1.0) or skipped (0.0); a void one (1.0) is neither."""
+    counts = 1.0 - void
+    applied += done
+    skipped += counts - done
+    skipped_in_row.add_(counts).mul_(1.0 - done)
+    longest_skip.copy_(torch.maximum(longest_skip, skipped_in_row * counts))

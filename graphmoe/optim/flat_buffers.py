@@ -1,0 +1,245 @@
+"""Flat buffers of parameters whose gradients are summed over the same ranks, and who owns what of them.
+
+Parameters lie one behind the other in the model's order, those that decay and then the others, cut into
+buckets. Each of n ranks owns an n-th of every bucket, wherever that cuts a parameter; what it owns lies
+in its shards one behind the other. Of three ranks, the second owns what is marked::
+
+    whole    | bucket 0           | bucket 1     | bucket of norms |
+                     ------             ----             -----
+    shard    | ------ | ---- | ----- |
+
+On one rank a shard is the whole buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
+from graphmoe.plan.layout import Axis, layout_of
+from graphmoe.runtime.mesh import Mesh
+
+ALIGNMENT = 64
+"""Elements; every parameter and every shard of a bucket starts at a multiple, 128 bytes in bf16, and zeros
+fill the gaps."""
+
+
+class Sized(Protocol):
+    """A parameter, or the sizes of one."""
+
+    def numel(self) -> int: ...
+
+    def dim(self) -> int: ...
+
+
+class Bucket(NamedTuple):
+    """Neighbouring parameters whose gradients are reduced, and whose weights are gathered, at once."""
+
+    members: tuple[int, ...]
+    """Their places in the family."""
+    whole: slice
+    """In whole buffers."""
+    own: slice
+    """What this rank owns of it, in whole buffers."""
+    shard: slice
+    """The same in the shards."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters lie in the buffers of one of ``num_ranks`` ranks."""
+
+    starts: tuple[int, ...]
+    """Of each parameter in whole buffers."""
+    buckets: tuple[Bucket, ...]
+    size: int
+    """Of whole buffers."""
+    decayed: int
+    """Where in the shards those begin that do not decay."""
+
+    @classmethod
+    def of(cls, weights: Sequence[Sized], num_ranks: int, index: int, bucket_elements: float) -> Placement:
+        """Whole parameters are cut into buckets of at most ``bucket_elements``, or of one parameter."""
+        starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
+        for decays in (True, False):
+            members = [i for i, weight in enumerate(weights) if _decays(weight) is decays]
+            for group in _neighbours(members, weights, bucket_elements):
+                start = end
+                for i in group:
+                    starts[i] = end
+                    end += _aligned(weights[i].numel(), ALIGNMENT)
+                length = _aligned(end - start, num_ranks * ALIGNMENT)
+                part, end = length // num_ranks, start + length
+                own = slice(start + index * part, start + (index + 1) * part)
+                shard = slice(start // num_ranks, end // num_ranks)
+                buckets.append(Bucket(tuple(group), slice(start, end), own, shard))
+            if decays:
+                decayed = end // num_ranks
+        return cls(tuple(starts), tuple(buckets), end, decayed)
+
+
+class Region(NamedTuple):
+    """What of a family's shards is updated alike."""
+
+    decays: bool
+    tensors: list[Tensor]
+    """Main weights, gradient, both moments, and the weights that the main ones are rounded into, if any."""
+
+    @property
+    def grad(self) -> Tensor:
+        return self.tensors[1]
+
+
+class Family:
+    """Parameters whose gradients are summed over one axis: whole buffers, and the shards of this rank.
+
+    The parameters become views of ``weight``. Nothing changes its address.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        order: Sequence[int],
+        mesh: Mesh,
+        axis: Axis,
+        bucket_elements: float,
+    ) -> None:
+        """``order`` has the places of the weights in the model."""
+        self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
+        self.group = mesh.group(axis)
+        """None where this rank owns all."""
+        ranks, index = (mesh.layout.size(axis), mesh.index(axis)) if self.group is not None else (1, 0)
+        self.placement = Placement.of(self.weights, ranks, index, bucket_elements)
+        dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.placement.size
+        self.weight = torch.zeros(size, dtype=dtype, device=device)
+        """What the model reads, whole; of the other ranks' parts it has what was last gathered."""
+        self._adopt_weights()
+        self.grad = torch.zeros(size, device=device)
+        """fp32, whole: what this rank has computed."""
+        self.weight_shard = self._own(self.weight)
+        self.main = self.weight_shard.float()
+        """fp32 weights; ``weight_shard`` itself where that is fp32, else that is rounded from them."""
+        self.grad_shard = self.grad if self.group is None else torch.zeros_like(self.main)
+        """The sum over the ranks."""
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """A view of a whole buffer for each parameter, by name."""
+        places = zip(self.names, self.placement.starts, self.weights, strict=True)
+        return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
+
+    def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
+        """Of each parameter that this rank owns a part of: its first element here, and the part, [N]."""
+        found = {}
+        for bucket in self.placement.buckets:
+            for i in bucket.members:
+                start = self.placement.starts[i]
+                first = max(bucket.own.start, start)
+                last = min(bucket.own.stop, start + self.weights[i].numel())
+                if first < last:
+                    to_shard = bucket.shard.start - bucket.own.start
+                    found[self.names[i]] = first - start, shard[first + to_shard : last + to_shard]
+        return found
+
+    def regions(self) -> list[Region]:
+        """The shards of what decays, and of what does not; none that is empty."""
+        shards = [self.main, self.grad_shard, self.exp_avg, self.exp_avg_sq]
+        if self.weight_shard is not self.main:
+            shards.append(self.weight_shard)
+        end = self.placement.decayed
+        parts = {True: slice(0, end), False: slice(end, self.main.numel())}
+        return [Region(d, [s[part] for s in shards]) for d, part in parts.items() if part.stop > part.start]
+
+    def reduce(self, bucket: Bucket) -> dist.Work:
+        """Start to sum a bucket's gradients over the ranks, into the shards of their owners."""
+        shard, whole = self.grad_shard[bucket.shard], self.grad[bucket.whole]
+        return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
+
+    def gather(self, bucket: Bucket) -> dist.Work:
+        """Start to bring a bucket's weights from their owners."""
+        shard, whole = self.weight_shard[bucket.shard], self.weight[bucket.whole]
+        return all_gather_into(whole, shard, group=self.group, async_op=True)
+
+    def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
+        """Whole tensors by parameter name, of the shards of all ranks. A collective.
+
+        They are views of ``into``, a whole buffer; on one rank of ``shard``, which is whole.
+        """
+        if self.group is None:
+            return self.views(shard)
+        for bucket in self.placement.buckets:
+            all_gather_into(into[bucket.whole], shard[bucket.shard], group=self.group)
+        return self.views(into)
+
+    def shard_weights(self) -> None:
+        """Take the own part of the model's weights for the shard's; the main weights stay."""
+        if self.group is not None:
+            self.weight_shard.copy_(self._own(self.weight))
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a whole buffer; a copy on several ranks."""
+        return whole if self.group is None else torch.cat([whole[b.own] for b in self.placement.buckets])
+
+    @torch.no_grad()
+    def _adopt_weights(self) -> None:
+        """Move the parameters into their flat buffer."""
+        for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
+            view.copy_(weight)
+            weight.data = view
+
+
+def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float) -> list[Family]:
+    """The model's parameters by the ranks that their gradients are summed over."""
+    members: dict[Any, dict[str, nn.Parameter]] = {}
+    order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    for name, weight in model.named_parameters():
+        members.setdefault(mesh.group(layout_of(weight).summed_over), {})[name] = weight
+    return [
+        Family(
+            weights,
+            [order[name] for name in weights],
+            mesh,
+            layout_of(next(iter(weights.values()))).summed_over,
+            bucket_elements,
+        )
+        for weights in members.values()
+    ]
+
+
+def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
+    """All buckets that several ranks share, by the place of their first parameter in the model.
+
+    It is the order in which a forward needs them, and the reverse of that in which a backward finishes
+    them. It is the same on all ranks, as communicators want it.
+    """
+    buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.placement.buckets]
+    return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))
+
+
+def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) -> list[list[int]]:
+    """Cut into groups from the end, so that the small one is the first: it is waited for, whoever waits."""
+    groups: list[list[int]] = []
+    room = 0.0
+    for i in reversed(members):
+        length = _aligned(weights[i].numel(), ALIGNMENT)
+        if not groups or length > room:
+            groups.insert(0, [])
+            room = limit
+        groups[0].insert(0, i)
+        room -= length
+    return groups
+
+
+def _decays(weight: Sized) -> bool:
+    """Matrices and experts decay, norms and biases do not."""
+    return weight.dim() > 1
+
+
+def _aligned(length: int, to: int) -> int:
+    return -(-length // to) * to

@@ -1,0 +1,136 @@
+"""When ranks exchange gradients and weights: while the backward still runs, and while the forward does.
+
+Both go bucket by bucket, and every rank queues its collectives in the same order. No device sync anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from graphmoe.ops.gradients import Gradient
+from graphmoe.optim.flat_buffers import Bucket, Family, in_forward_order
+from graphmoe.profiler_ranges import ranged
+from graphmoe.runtime.launch.stamps import wait_for
+
+
+class GradientReduction:
+    """Sums each step's gradients over the ranks, bucket by bucket, into the shards of their owners.
+
+    The sum of a bucket starts once its gradients are complete: when as many deliveries have come as in the
+    whole step before. A parameter has several, of micro-batches and of places that share it. In the first
+    step nobody knows how many there will be, and all sums start at its end.
+
+    Should the number change, no sum is wrong. With fewer deliveries, the bucket and those behind it in the
+    queue are summed at the end of the step. One more than expected may come after the start: then the bucket
+    is summed again at the end. The ranks of a group must agree on that, as they do where they run the same
+    program.
+    """
+
+    def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:
+        """``gradients`` by parameter name; they report their deliveries from now on."""
+        self._queue: list[_BucketSum] = []
+        for family, bucket in reversed(in_forward_order(families)):
+            members = [gradients[family.names[i]] for i in bucket.members]
+            self._queue.append(_BucketSum(family, bucket, members, self._start_complete))
+        self._num_started = 0
+        """Of the queue, in this step."""
+
+    def finish(self) -> None:
+        """After the last backward: start what is left, and let the current stream wait for all sums."""
+        late = [bucket for bucket in self._queue[: self._num_started] if bucket.incomplete]
+        for bucket in [*self._queue[self._num_started :], *late]:
+            bucket.start()
+        for bucket in self._queue:
+            bucket.finish()
+        self._num_started = 0
+
+    def _start_complete(self) -> None:
+        while self._num_started < len(self._queue) and self._queue[self._num_started].complete:
+            self._queue[self._num_started].start()
+            self._num_started += 1
+
+
+class _BucketSum:
+    """The sum of one bucket over the ranks of its family."""
+
+    def __init__(
+        self, family: Family, bucket: Bucket, gradients: Sequence[Gradient], on_complete: Callable[[], None]
+    ) -> None:
+        self._family, self._bucket, self._gradients, self._on_complete = (
+            family,
+            bucket,
+            gradients,
+            on_complete,
+        )
+        self._come = 0
+        self._expected: int | None = None
+        """Deliveries to all parameters in a step; None before the first is over."""
+        self.incomplete = False
+        """Whether something came after the start."""
+        self._work: dist.Work | None = None
+        for gradient in gradients:
+            gradient.on_delivery = self._count
+
+    @property
+    def complete(self) -> bool:
+        return self._come == self._expected
+
+    def start(self) -> None:
+        """Start the sum of what has come so far."""
+        self._wait()
+        with ranged("gradients", "sum"):
+            for gradient in self._gradients:
+                gradient.fill()
+            self._work = self._family.reduce(self._bucket)
+
+    def finish(self) -> None:
+        """Let the current stream wait for the sum, and be ready for the next step."""
+        self._wait()
+        self._expected, self._come, self.incomplete = self._come, 0, False
+
+    def _count(self) -> None:
+        self._come += 1
+        self.incomplete = self._work is not None
+        if self.complete:
+            self._on_complete()
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            wait_for(self._work.wait)
+            self._work = None
+
+
+class WeightGather:
+    """Brings the weights that other ranks have updated, bucket by bucket in the order of the forward."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._queue = in_forward_order(families)
+        self._bucket_of = {
+            id(family.weights[i]): number
+            for number, (family, bucket) in enumerate(self._queue)
+            for i in bucket.members
+        }
+        self._underway: dict[int, dist.Work] = {}
+        """Collectives that the current stream has not waited for yet, by place in the queue."""
+
+    def start(self) -> None:
+        """Queue all collectives. The update that made the weights comes before them on the current stream."""
+        self.wait()
+        with ranged("weights", "gather"):
+            self._underway = {
+                number: family.gather(bucket) for number, (family, bucket) in enumerate(self._queue)
+            }
+
+    def wait(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Let the current stream wait for these parameters of the model, or for all."""
+        if not self._underway:
+            return
+        numbers = [*self._underway]
+        if weights is not None:
+            numbers = [self._bucket_of[id(weight)] for weight in weights if id(weight) in self._bucket_of]
+        for number in numbers:
+            if number in self._underway:
+                wait_for(self._underway.pop(number).wait)

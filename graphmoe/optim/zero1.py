@@ -1,0 +1,279 @@
+"""AdamW over fp32 main weights, with clipping, skipping and the schedule on the device.
+
+Weights, gradients and moments lie in flat buffers at fixed addresses. Of several ranks that would all make
+the same update, each owns an n-th of main weights and moments and updates that (ZeRO-1, arXiv 1910.02054):
+a step is the sum of the gradients, of which a rank gets its shard; the norm of all shards; the update of the
+shards; and, when the next step begins, the new weights from their owners.
+
+Compiled, the update reads the gradients for their norm and then walks all shards once; otherwise torch's
+fused AdamW walks them. Nothing here waits for the device: a step that is not finite leaves what was there,
+and counters live on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
+from graphmoe.config.schema import OptimConfig, TrainConfig
+from graphmoe.ops.gradients import Gradient
+from graphmoe.optim.adamw import adamw_, fused_adamw_
+from graphmoe.optim.arriving_weights import ArrivingWeights
+from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
+from graphmoe.optim.flat_buffers import Region, families_of
+from graphmoe.optim.reduction import GradientReduction, WeightGather
+from graphmoe.plan.layout import ALONE, layout_of
+from graphmoe.runtime.capture.capture import Place
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.segments import Executor
+
+
+class Optimizer(StepOptimizer):
+    """A StepOptimizer over flat buffers.
+
+    The model's parameters become views of flat buffers of their dtype: bf16, rounded from the fp32 main
+    weights, or on one rank those main weights themselves. On several ranks they are whole, and as the last
+    step has made them, after ``gather``; a step calls ``start_gather`` before its forward.
+    """
+
+    model_is_whole = True
+
+    def __init__(
+        self, model: nn.Module, optim: OptimConfig, train: TrainConfig, mesh: Mesh | None = None
+    ) -> None:
+        """``model`` is what this rank of the mesh has of it, in the default mesh of one rank all."""
+        super().__init__(optim, train, mesh or Mesh(ALONE), next(model.parameters()).device)
+        self.model = model
+        self.names = [name for name, _ in model.named_parameters()]
+        self.weights = list(model.parameters())
+        assert all(w.dtype == self.weights[0].dtype and w.requires_grad for w in self.weights)
+        self.families = families_of(model, self.mesh, optim.bucket_mb * 1e6 / torch.float32.itemsize)
+        totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
+        gradients = {name: Gradient(total) for name, total in totals.items()}
+        self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
+        # Weakly: autograd's hooks are out of sight of the garbage collector, which else would free neither.
+        collect = weakref.WeakMethod(self._collect)
+        for weight in self.weights:
+            weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
+        self._regions = [region for family in self.families for region in family.regions()]
+        self._reduction = GradientReduction(self.families, gradients)
+        self._weight_gather = WeightGather(self.families)
+        self._alone = self.mesh.group("world") is None
+        self._norm: Function = self._norm_of_shards
+        self._update: Function = self._norm_and_update if self._alone else self._update_in_place
+
+    def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
+        """Compile the update.
+
+        On several ranks the norm is a function of its own, since they exchange it.
+        """
+        arguments = self._arguments(self.applied)
+        if self._alone:
+            self._update = compiler(functools.partial(self._norm_and_update, rule=adamw_), arguments)
+        else:
+            self._norm = compiler(self._norm_of_shards, self._gradient_shards())
+            update = functools.partial(self._update_in_place, rule=adamw_)
+            self._update = compiler(update, [self.applied, *arguments])
+
+    def executor(self, execute: Executor) -> Executor:
+        """On several ranks one that waits for the weights on their way, for those that it needs only."""
+        return execute if self._alone else ArrivingWeights(execute, self.wait_for)
+
+    def start_gather(self) -> None:
+        """Start to bring the weights of the last step from their owners; ``wait_for`` those to be read."""
+        self._weight_gather.start()
+
+    def wait_for(self, weights: Iterable[Tensor]) -> None:
+        """Let the current stream wait until these parameters of the model are whole. No device sync."""
+        self._weight_gather.wait(weights)
+
+    def gather(self) -> None:
+        """Make the model's weights whole, for whoever reads them outside a step. A collective."""
+        self._weight_gather.start()
+        self._weight_gather.wait()
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> StepResult:
+        """As ``StepOptimizer.step``."""
+        self._weight_gather.wait()  # reads what the update writes
+        self._reduction.finish()
+        for gradient in self._gradients.values():
+            gradient.finish()
+        arguments = self._arguments(loss.detach().float())
+        if self._alone:
+            return StepResult(*self._update(*arguments))
+        return StepResult(*self._update(self._norm_of_all(), *arguments))
+
+    def model_state(self) -> dict[str, Tensor | FlatShard]:
+        """The model's state by name as a checkpoint keeps it. A collective."""
+        self.gather()
+        return shards_of(self.model, self.mesh.layout, self.mesh.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Main weights and moments by parameter name, and the counters; tensors are not copied.
+
+        On several ranks, what this rank owns of them.
+        """
+        rounded = any(family.main is not family.weight_shard for family in self.families)
+        return {
+            "exp_avg": self._state([family.exp_avg for family in self.families]),
+            "exp_avg_sq": self._state([family.exp_avg_sq for family in self.families]),
+            "main": self._state([family.main for family in self.families]) if rounded else {},
+            "counters": self._counters(),
+        }
+
+    def restored(self) -> None:
+        """Take over what was loaded in place into the tensors of ``state_dict`` and of the model."""
+        self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
+        for family in self.families:
+            family.shard_weights()
+        self.publish()
+
+    def places(self) -> dict[str, Place]:
+        """All tensors that a captured step uses without being given them, by name."""
+        found: dict[str, Place] = {}
+        for name, gradient in zip(self.names, self._gradients.values(), strict=True):
+            found[f"the gradient of {name}"] = vars(gradient), "total"
+        holders = [("", vars(self))]
+        for family in self.families:
+            holders.append((f" over {family.axis}" if len(self.families) > 1 else "", vars(family)))
+        for which, holder in holders:
+            for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
+                found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
+        return found
+
+    def gradient_of(self, weight: Tensor) -> Gradient:
+        """Where the gradients of a step's micro-batches are summed, in the weight's shape."""
+        return self._gradients[id(weight)]
+
+    def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
+        """``main_weights``."""
+        return self.main_weights()
+
+    @property
+    def main(self) -> list[Tensor]:
+        """``main_weights`` in the order of ``weights``."""
+        return list(self.main_weights().values())
+
+    def main_weights(self) -> dict[str, Tensor]:
+        """The fp32 weights by parameter name, whole; after a change of their values call ``adopt``.
+
+        A collective. On several ranks they lie where the next backward puts its gradients.
+        """
+        found = [family.gathered(family.main, into=family.grad) for family in self.families]
+        return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
+
+    @torch.no_grad()
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Take whole fp32 weights by parameter name, the same on all ranks, for the main weights."""
+        for family in self.families:
+            for name, (start, own) in family.owned(family.main).items():
+                own.copy_(weights[name].reshape(-1)[start : start + own.numel()])
+        self.publish()
+        self.gather()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the main weights into the weights that the model has, or gathers."""
+        for family in self.families:
+            if family.weight_shard is not family.main:
+                family.weight_shard.copy_(family.main)
+
+    def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """In the order of the model, whatever the families."""
+        return {name: tensors[name] for name in self.names}
+
+    def _state(self, shards: Sequence[Tensor]) -> dict[str, Any]:
+        """Entries of a checkpoint: whole tensors on one rank, the ranges that this rank owns on several."""
+        pairs = list(zip(self.families, shards, strict=True))
+        if self._alone:
+            return self._by_name(
+                {n: view for family, flat in pairs for n, view in family.views(flat).items()}
+            )
+        found = {}
+        for family, flat in pairs:
+            weights = dict(zip(family.names, family.weights, strict=True))
+            for name, (start, own) in family.owned(flat).items():
+                shape, parallel = weights[name].shape, layout_of(weights[name])
+                found[name] = FlatShard(own, start, shape, parallel, self.mesh.layout, self.mesh.rank)
+        return found
+
+    def _collect(self, weight: Tensor) -> None:
+        """Take a gradient from autograd as soon as it has made it."""
+        if weight.grad is not None:  # None: whoever computed it has added it already
+            self.gradient_of(weight).add(weight.grad)
+            weight.grad = None
+
+    def _norm_of_all(self) -> Tensor:
+        """The norm over all ranks: each element of a gradient is in the shard of one rank only."""
+        (own,) = self._norm(*self._gradient_shards())
+        return self._over_ranks(own)
+
+    def _gradient_shards(self) -> list[Tensor]:
+        return [region.grad for region in self._regions]
+
+    def _arguments(self, loss: Tensor) -> list[Tensor]:
+        """Loss, counters, the flag of void steps, numbers, and the tensors of all regions."""
+        counters = [self.applied, self.skipped, self.skipped_in_row, self.longest_skip]
+        tensors = [tensor for region in self._regions for tensor in region.tensors]
+        return [loss, *counters, self.void, self._numbers, *tensors]
+
+    def _norm_of_shards(self, *gradients: Tensor) -> tuple[Tensor]:
+        """The norm of the regions' gradients; fp64 on a CPU."""
+        return (norm_of(gradients),)
+
+    def _norm_and_update(
+        self, *arguments: Tensor, rule: Callable[..., None] = fused_adamw_
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The update of ``_arguments`` in place, by the norm of what is there."""
+        flats = arguments[-sum(len(region.tensors) for region in self._regions) :]
+        (norm,) = self._norm_of_shards(*(region.grad for region in self._regions_of(flats)))
+        return self._update_in_place(norm.float(), *arguments, rule=rule)
+
+    def _update_in_place(
+        self,
+        norm: Tensor,
+        loss: Tensor,
+        applied: Tensor,
+        skipped: Tensor,
+        skipped_in_row: Tensor,
+        longest_skip: Tensor,
+        void: Tensor,
+        numbers: Tensor,
+        *flats: Tensor,
+        rule: Callable[..., None] = fused_adamw_,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The update of ``_arguments`` in place, by a fp32 norm -> the values of a StepResult."""
+        scalars = self._scalars(norm, loss, applied, void, numbers)
+        for region in self._regions_of(flats):
+            rule(*region.tensors, config=self.config, decays=region.decays, scalars=scalars)
+        done = scalars.ok.float()
+        count_step(done, void, applied, skipped, skipped_in_row, longest_skip)
+        return norm, scalars.lr, done
+
+    def _regions_of(self, flats: Sequence[Tensor]) -> list[Region]:
+        """The regions, of the tensors that a function was given for theirs."""
+        given = iter(flats)
+        return [region._replace(tensors=[next(given) for _ in region.tensors]) for region in self._regions]
+
+
+@torch.no_grad()
+def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float, done: Tensor) -> None:
+    """Move the bias of under-loaded experts up and of over-loaded ones down, in place.
+
+    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1); a no-op where ``done`` is 0.0.
+    """
+    load_E = counts_E.float()
+    bias_E.add_((load_E.mean() - load_E).sign() * rate * done)
+
+
+def _if_alive(collect: Callable[[], Callable[[Tensor], None] | None], weight: Tensor) -> None:
+    call = collect()
+    if call is not None:
+        call(weight)

@@ -1,0 +1,163 @@
+"""A page with the timelines of a pipeline: one file, which needs no network."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphmoe.pipeline_view.bars import (
+    COLOURS,
+    WORDS,
+    Bar,
+    BarKind,
+    Panel,
+    bars_of,
+    idle_shares,
+    kinds_of,
+    shown_peak,
+    summary,
+    text_colour,
+)
+from graphmoe.web_page.page import Chart, chart_of, grid, paragraph, table
+from graphmoe.web_page.page import write_page as write_whole
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Bar as Trace
+    from plotly.graph_objects import Figure
+
+ROW_PX = 40
+"""Height of a rank's row."""
+HEAD_PX, GAP_PX = 70, 60
+"""Room above the first panel, and for title and axis between two."""
+
+
+def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
+    """The panels one below the other on a common axis of time, then their numbers by rank."""
+    says = "A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter."
+    head, *rows = _table(panels)
+    content = grid([timeline_chart(panels)]) + table(head, rows)
+    write_whole(path, "graphmoe: pipeline", paragraph(f"`{command}`") + paragraph(says), [("", content)])
+
+
+def timeline_chart(panels: Sequence[Panel]) -> Chart:
+    """``timeline_figure`` for a page."""
+    said = "; ".join(f"{panel.title}: {summary(panel)}" for panel in panels)
+    alt = f"Timelines of a pipeline, a row for each rank: {said}"
+    return chart_of(timeline_figure(panels), "Pipeline", alt, min_width_px=640, is_zoomed=True)
+
+
+def timeline_figure(panels: Sequence[Panel]) -> Figure:
+    """A row for each rank, and a trace for each kind of action of each panel.
+
+    A click in the legend hides a kind in all panels.
+    """
+    from plotly.subplots import make_subplots
+
+    heights = [panel.timeline.placement.num_ranks * ROW_PX for panel in panels]
+    plot_px = sum(heights) + GAP_PX * (len(panels) - 1)
+    figure = make_subplots(
+        rows=len(panels),
+        cols=1,
+        shared_xaxes=True,
+        row_heights=heights,
+        vertical_spacing=GAP_PX / plot_px,
+        subplot_titles=[f"<b>{html.escape(panel.title)}</b>  {summary(panel)}" for panel in panels],
+    )
+    shown: set[BarKind] = set()
+    for row, panel in enumerate(panels, start=1):
+        bars = bars_of(panel)
+        for kind in kinds_of(bars):
+            trace = _trace(kind, [bar for bar in bars if bar.kind == kind], panel, kind not in shown)
+            figure.add_trace(trace, row=row, col=1)
+            shown.add(kind)
+        ranks = range(panel.timeline.placement.num_ranks)
+        figure.update_yaxes(
+            range=[ranks.stop - 0.5, -0.5],
+            tickvals=list(ranks),
+            ticktext=_side(panel),
+            fixedrange=True,
+            row=row,
+            col=1,
+        )
+    end = max(bar.end for panel in panels for bar in bars_of(panel))
+    figure.update_xaxes(range=[0, end * 1.005], minallowed=0, maxallowed=end * 1.02, showticklabels=True)
+    figure.update_xaxes(title_text=_axis_title(panels), row=len(panels), col=1)
+    figure.update_yaxes(automargin=True, ticks="", showgrid=False, zeroline=False)
+    figure.update_annotations(x=0, xanchor="left", font_size=13)
+    figure.update_layout(
+        barmode="overlay",
+        height=plot_px + HEAD_PX + 60,
+        uniformtext={"minsize": 8, "mode": "hide"},
+        legend={"orientation": "h", "y": 1 + 28 / plot_px, "yanchor": "bottom", "x": 0},
+        margin={"t": HEAD_PX, "b": 60, "l": 10, "r": 10},
+    )
+    return figure
+
+
+def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) -> Trace:
+    """All bars of a kind as one trace."""
+    from plotly.graph_objects import Bar as Trace
+
+    unit = f" {panel.unit}" if panel.unit else ""
+    bars = sorted(bars, key=lambda bar: bar.colour != COLOURS[kind])  # the legend has the first bar's colour
+    border_px = 0 if kind == "comm" else 0.5  # transfers may be as narrow as the border
+    return Trace(
+        orientation="h",
+        name=WORDS[kind],
+        legendgroup=kind,
+        legendrank=list(COLOURS).index(kind),
+        showlegend=in_legend,
+        y=[(bar.low + bar.high) / 2 for bar in bars],
+        width=[bar.high - bar.low for bar in bars],
+        base=[bar.start for bar in bars],
+        x=[bar.end - bar.start for bar in bars],
+        marker={"color": [bar.colour for bar in bars], "line": {"width": border_px, "color": "#ffffff"}},
+        text=None if kind == "comm" else [bar.label for bar in bars],
+        textposition="none" if kind == "comm" else "inside",
+        insidetextanchor="middle",
+        textangle=0,
+        insidetextfont={"color": [text_colour(bar.colour) for bar in bars], "size": 11},
+        customdata=[[bar.what, bar.start, bar.end] for bar in bars],
+        hovertemplate=(
+            "%{customdata[0]}<br>"
+            f"%{{customdata[1]:,.6~g}} to %{{customdata[2]:,.6~g}}{unit}, takes %{{x:,.6~g}}{unit}"
+            "<extra></extra>"
+        ),
+    )
+
+
+def _side(panel: Panel) -> list[str]:
+    """What stands beside the rows."""
+    return [
+        f"rank {rank}<br><span style='font-size:9px'>{idle:.0%} idle, "
+        f"{re.sub('activations?', 'act.', shown_peak(panel.timeline, rank))}</span>"
+        for rank, idle in enumerate(idle_shares(panel.timeline))
+    ]
+
+
+def _axis_title(panels: Sequence[Panel]) -> str:
+    unit = panels[0].unit
+    return f"time, {unit}" if unit else "time, in the unit of the costs"
+
+
+def _table(panels: Sequence[Panel]) -> list[list[str]]:
+    """Makespan and bubble of each panel, then idle share and peak of each rank."""
+    head = ["", *(panel.title for panel in panels)]
+    timelines = [panel.timeline for panel in panels]
+    rows: list[list[str]] = [
+        ["makespan", *(f"{p.timeline.makespan * p.scale:,.6g} {p.unit}".strip() for p in panels)],
+        ["bubble", *(f"{timeline.bubble:.2%}" for timeline in timelines)],
+        ["micro-batches", *(str(timeline.num_micro_batches) for timeline in timelines)],
+    ]
+    for rank in range(max(timeline.placement.num_ranks for timeline in timelines)):
+        cells = [
+            f"{idle_shares(timeline)[rank]:.1%} idle, peak {shown_peak(timeline, rank)}"
+            if rank < timeline.placement.num_ranks
+            else ""
+            for timeline in timelines
+        ]
+        rows.append([f"rank {rank}", *cells])
+    return [head, *rows]

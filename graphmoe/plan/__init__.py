@@ -1,0 +1,1 @@
+"""Decisions that follow from a configuration by arithmetic, without a device."""

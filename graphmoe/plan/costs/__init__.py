@@ -1,0 +1,1 @@
+"""Seconds and bytes that parts of a step take on a card."""

@@ -1,0 +1,284 @@
+"""What the parts of a model keep of one micro-batch for its backward, by segment.
+
+It follows what compiled units keep with all passes, in the terms of docs/recompute.md. A tensor that a
+segment makes is kept unless it is made again: with its part, or in a run of segments that are all made again
+and that all its readers are in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from graphmoe.config.schema import AttentionKind, RecomputeConfig
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.pipeline.costs import DENSE_SEGMENTS, MOE_SEGMENTS
+from graphmoe.plan.pipeline.stages import StagePieces, normalises
+
+Bytes = Counter[str]
+"""Bytes by segment."""
+RECEIVED = "received"
+"""The name of what another stage has sent, beside those of segments."""
+
+
+class Kept(NamedTuple):
+    """A tensor that a backward reads."""
+
+    segment: str
+    """That makes it."""
+    size: float
+    """In bytes."""
+    readers: tuple[str, ...] = ()
+    """Other segments of the layer that read it, forward or backward."""
+    part: str = ""
+    """Of `graphmoe.segments.PARTS`, with which it is made again."""
+
+
+def stage_activations(sizes: Sizes, recompute: RecomputeConfig, pieces: StagePieces) -> dict[str, Bytes]:
+    """What a stage keeps of one micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
+    model, found = sizes.model, dict[str, Bytes]()
+    dense = model.num_dense_layers
+    if pieces.embed:
+        found["embed"] = _sum(_embed(sizes))
+    elif len(pieces.layers) or pieces.loss or len(pieces.mtp):
+        found[RECEIVED] = Counter({RECEIVED: _carried(sizes, pieces)})
+    for i in pieces.layers:
+        found[f"layer {i}"] = layer_activations(sizes, recompute, i)
+    ends_here = pieces.loss or len(pieces.mtp)
+    if len(pieces.layers) and not ends_here:  # sent on, and let go
+        last = pieces.layers[-1]
+        found[f"layer {last}"]["mlp" if last < dense else "moe_combine"] -= sizes.state
+    for k in pieces.mtp:
+        joined = _sum(_join(sizes))
+        found[f"mtp {k}"] = joined + layer_activations(sizes, recompute, model.num_layers + k)
+    if ends_here:
+        found["loss"] = _loss(sizes, pieces)
+    return found
+
+
+def layer_activations(sizes: Sizes, recompute: RecomputeConfig, index: int) -> Bytes:
+    """What a layer keeps beside its input, its result included; MTP layers come last."""
+    is_dense = index < sizes.model.num_dense_layers
+    segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
+    again = frozenset(name for name in segments if covers(recompute, name, index))
+    here = not recompute.layer_ids or index in recompute.layer_ids
+    return _layer(sizes, is_dense, again, frozenset(recompute.ops if here else ())).copy()
+
+
+def made_again(sizes: Sizes, recompute: RecomputeConfig, index: int) -> float:
+    """Bytes that the backward of a layer makes a second time."""
+    whole = layer_activations(sizes, RecomputeConfig(), index)
+    return max(whole.total() - layer_activations(sizes, recompute, index).total(), 0)
+
+
+@functools.lru_cache(maxsize=8192)
+def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
+    """What all layers keep whose segments in ``again``, and ``parts`` of others, are made again."""
+    if is_dense:
+        return _kept([*_attn(sizes, "mlp"), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
+    travels = sizes.layout.size("ep_etp") > 1
+    tensors = [*_attn(sizes, "moe_router"), *_router(sizes, travels), *_shared(sizes)]
+    tensors += _travelling(sizes, "moe_experts" in again) if travels else _experts(sizes)
+    tensors.append(Kept("moe_combine", sizes.state, ("next",)))
+    once = {"moe_dispatch", "moe_combine"} if travels else set[str]()
+    return _kept(tensors, MOE_SEGMENTS, again - once, parts)
+
+
+def _kept(
+    tensors: Iterable[Kept], segments: Sequence[str], again: frozenset[str], parts: frozenset[str]
+) -> Bytes:
+    """The sum of what a layer keeps where segments of ``again`` run again."""
+    regions: dict[str, int] = {}
+    for number, (runs_again, run) in enumerate(itertools.groupby(segments, again.__contains__)):
+        regions.update({name: number for name in run if runs_again})
+
+    def is_kept(tensor: Kept) -> bool:
+        if tensor.part and tensor.part in parts:
+            return False
+        region = regions.get(tensor.segment)
+        return region is None or any(regions.get(reader) != region for reader in tensor.readers)
+
+    return _sum(tensor for tensor in tensors if is_kept(tensor))
+
+
+def covers(recompute: RecomputeConfig, segment: str, index: int) -> bool:
+    """Whether a segment of a layer is made again as a whole."""
+    if recompute.layer_ids and index not in recompute.layer_ids:
+        return False
+    named = recompute.segments or recompute.ops
+    return recompute.all or segment in recompute.segments or bool(recompute.layer_ids and not named)
+
+
+def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
+    """The attn segment, and its result, which the next one reads."""
+    tokens, e, d = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size
+    is_latent = sizes.model.attention is AttentionKind.mla
+    yield Kept("attn", 4 * tokens, part="layernorm")
+    if is_latent or sizes.layout.tp == 1:
+        yield Kept("attn", e * tokens * d, part="layernorm")
+    else:
+        yield Kept("attn", e * sizes.gathered * d)
+    yield from _latent_heads(sizes) if is_latent else _grouped_heads(sizes)
+    yield Kept("attn", sizes.state, (next_segment,))
+
+
+def _grouped_heads(sizes: Sizes) -> Iterator[Kept]:
+    model, e = sizes.model, sizes.element_bytes
+    size, heads, groups = model.head_dim, model.num_heads, model.num_kv_heads
+    attended = e * sizes.attended * size
+    if model.qk_norm:
+        for count in (heads // sizes.layout.tp, groups // sizes.layout.tp):
+            yield Kept("attn", e * sizes.gathered * count * size)
+            yield Kept("attn", 4 * sizes.gathered * count, part="layernorm")
+    yield Kept("attn", attended * (sizes.heads(heads) + sizes.heads(groups)))
+    # after an exchange, values are a part of what came with queries and keys
+    values = sizes.heads(groups) if sizes.exchanging == 1 else sizes.heads(heads + 2 * groups)
+    yield Kept("attn", attended * values)
+    yield from _attention_result(sizes, size, size)
+
+
+def _latent_heads(sizes: Sizes) -> Iterator[Kept]:
+    model, layout, e = sizes.model, sizes.layout, sizes.element_bytes
+    tokens, rank, latent, rope = sizes.tokens, model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim
+    if rank:
+        yield Kept("attn", e * tokens * rank)
+        yield Kept("attn", 4 * tokens, part="layernorm")
+    yield Kept("attn", e * tokens * (latent + rope))
+    yield Kept("attn", 4 * tokens, part="layernorm")
+    of_queries = rank or model.hidden_size
+    if sizes.exchanging > 1:
+        yield Kept("attn", e * sizes.attended * (latent + rope))
+        up = sizes.heads(model.num_heads) * (model.qk_nope_head_dim + model.v_head_dim)
+        yield Kept("attn", e * latent * up)
+    elif layout.tp == 1:
+        yield Kept("attn", e * tokens * latent, part="layernorm")
+    if layout.tp > 1:
+        with_keys = latent + rope if sizes.exchanging == 1 else 0
+        yield Kept("attn", e * sizes.gathered * (of_queries + with_keys))
+    elif rank:
+        yield Kept("attn", e * tokens * rank, part="layernorm")
+    heads, size, value = sizes.heads(model.num_heads), model.qk_nope_head_dim + rope, model.v_head_dim
+    # values that are not padded are a part of what keys come from
+    of_values = size if sizes.pads_values else model.qk_nope_head_dim + value
+    yield Kept("attn", e * sizes.attended * heads * (2 * size + of_values), part="mla_up_proj")
+    yield from _attention_result(sizes, size if sizes.pads_values else value, value)
+
+
+def _attention_result(sizes: Sizes, size: int, value: int) -> Iterator[Kept]:
+    """What attention returns for its backward, and what the last projection reads where that is a copy."""
+    e, heads = sizes.element_bytes, sizes.model.num_heads
+    yield Kept("attn", e * sizes.attended * sizes.heads(heads) * size, part="core_attn")
+    yield Kept("attn", 4 * sizes.attended * sizes.heads(heads), part="core_attn")
+    if size != value or sizes.exchanging > 1:
+        part = "core_attn" if sizes.exchanging == 1 else ""
+        yield Kept("attn", e * sizes.gathered * (heads // sizes.layout.tp) * value, part=part)
+
+
+def _mlp(sizes: Sizes) -> Iterator[Kept]:
+    yield Kept("mlp", 4 * sizes.tokens, part="layernorm")
+    if sizes.layout.tp == 1:
+        yield Kept("mlp", sizes.state, part="layernorm")
+    yield from _swiglu(sizes, "mlp", sizes.model.dense_ffn_size)
+    yield Kept("mlp", sizes.state, ("next",))
+
+
+def _swiglu(sizes: Sizes, name: str, inner: int) -> Iterator[Kept]:
+    """Gate, up and the activation; on ranks of tp the tokens of all of them."""
+    e, tp = sizes.element_bytes, sizes.layout.tp
+    if tp > 1:
+        yield Kept(name, e * sizes.gathered * sizes.model.hidden_size, part=name)
+    yield Kept(name, e * sizes.gathered * 3 * inner // tp, part=name)
+
+
+def _router(sizes: Sizes, travels: bool) -> Iterator[Kept]:
+    model, tokens = sizes.model, sizes.tokens
+    readers = ("shared_experts", "moe_dispatch") if travels else ("shared_experts", "moe_experts")
+    yield Kept("moe_router", 4 * tokens, part="layernorm")
+    if not travels or model.shared_ffn_size:
+        # what travels is a result of its unit, so it is there whatever is made again
+        yield Kept("moe_router", sizes.state, readers, "" if travels else "layernorm")
+    if sizes.element_bytes != 4:
+        yield Kept("moe_router", 4 * tokens * model.hidden_size, part="layernorm")
+        yield Kept("moe_router", 4 * model.num_experts * model.hidden_size)
+    yield Kept("moe_router", 4 * tokens * (model.num_experts + model.top_k))
+    if not travels:
+        yield Kept("moe_router", 4 * tokens * model.top_k, ("moe_experts",))
+    plan = 8 * tokens * model.top_k * (sizes.layout.etp if travels else 1)
+    yield Kept("moe_preprocess", plan, ("moe_combine",) if travels else ("moe_experts",))
+
+
+def _shared(sizes: Sizes) -> Iterator[Kept]:
+    if sizes.model.shared_ffn_size:
+        yield from _swiglu(sizes, "shared_experts", sizes.model.shared_ffn_size)
+
+
+def _experts(sizes: Sizes) -> Iterator[Kept]:
+    """Gate and up of every slot; the activation is always made again."""
+    model = sizes.model
+    yield Kept("moe_experts", sizes.element_bytes * sizes.tokens * model.top_k * 2 * model.expert_ffn_size)
+
+
+def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
+    """What has arrived, its plan, and gate and up of its slots.
+
+    Where the host counts, the plan is made by the experts, which read the experts' numbers.
+    """
+    model, (rows, slots) = sizes.model, sizes.room
+    e, k, inner = sizes.element_bytes, model.top_k, model.expert_ffn_size // sizes.layout.etp
+    yield Kept("moe_dispatch", e * rows * model.hidden_size + 4 * rows * k)
+    if sizes.is_planned:
+        yield Kept("moe_dispatch", 8 * rows * k)
+    else:
+        yield Kept("moe_dispatch" if again else "moe_experts", 4 * rows * k)
+    yield Kept("moe_experts", e * slots * 2 * inner)
+
+
+def _embed(sizes: Sizes) -> Iterator[Kept]:
+    yield Kept("embed", sizes.state)
+    if sizes.layout.tp > 1:
+        yield Kept("embed", 9 * sizes.gathered)
+
+
+def _join(sizes: Sizes) -> Iterator[Kept]:
+    """The state so far and the embedding of a later token, normed, and the product of both."""
+    yield from _embed(sizes)
+    yield Kept("embed", 3 * sizes.state + 8 * sizes.tokens)
+
+
+def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
+    """Final norms and losses of a stage: of every depth where the head is here."""
+    model, e, tp = sizes.model, sizes.element_bytes, sizes.layout.tp
+    depths = model.mtp_depth
+    found: Bytes = Counter()
+    norms = len(pieces.mtp) + normalises(pieces, depths)
+    found["loss"] += 4 * sizes.tokens * norms
+    # the next depth reads each of them, but for the last, which is sent on or goes into its loss
+    found["loss"] += sizes.state * max(norms - 1, 0)
+    if not pieces.loss:
+        return found
+    if tp == 1:
+        of_depth = e * sizes.tokens * model.hidden_size + 4 * model.vocab_size * model.hidden_size
+    else:
+        logits = 4 * sizes.gathered * model.vocab_size // tp
+        of_depth = e * sizes.gathered * model.hidden_size + logits + 22 * sizes.gathered
+    found["loss"] += of_depth * (depths + 1)
+    return found
+
+
+def _carried(sizes: Sizes, pieces: StagePieces) -> int:
+    """Bytes of what a stage has received: the state, or the normed states of all depths so far."""
+    model = sizes.model
+    if normalises(pieces, model.mtp_depth) or not (pieces.loss or len(pieces.mtp)):
+        return sizes.state
+    first = pieces.mtp.start if len(pieces.mtp) else model.mtp_depth
+    return sizes.state * (first + 1)
+
+
+def _sum(tensors: Iterable[Kept]) -> Bytes:
+    found: Bytes = Counter()
+    for tensor in tensors:
+        found[tensor.segment] += int(tensor.size)
+    return found

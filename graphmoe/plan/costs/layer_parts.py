@@ -1,0 +1,151 @@
+"""Seconds of what the segments of a layer are made of, for one micro-batch: products, scores and exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphmoe.config.schema import AttentionKind
+from graphmoe.model.flops import attention_scores, swiglu_weights
+from graphmoe.plan.costs.hardware import GPUS_PER_NODE
+from graphmoe.plan.costs.products import attention_products, mla_up_products, swiglu_products
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.speeds import FP32, Product, Speeds
+from graphmoe.plan.receive_budget import balanced_load
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """Of attn; exchange as far as it is waited for, and as long backward where it has one number."""
+
+    before: Product
+    """Products that make queries, keys and values."""
+    up: Product
+    """Those of them that are ``mla_up_proj``."""
+    scores: Product
+    """Attention's own products."""
+    after: Product
+    """The last product."""
+    gather: float
+    """Before the products: along tp, and of latents along cp where heads are exchanged."""
+    scatter: float
+    """After the last product, along tp."""
+    heads: float
+    """Positions for heads along cp, and back."""
+    ring: tuple[float, float]
+    """Of keys and values round the ring, forward and backward: what the blocks' products do not cover."""
+
+    @property
+    def exchange(self) -> tuple[float, float]:
+        """Forward and backward."""
+        both = self.gather + self.scatter + self.heads
+        return both + self.ring[0], both + self.ring[1]
+
+
+def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
+    """The parts of attn."""
+    model, layout, rates = sizes.model, sizes.layout, speeds.rates
+    *before, last = attention_products(model, layout.tp)
+    is_latent = model.attention is AttentionKind.mla
+    head = model.qk_nope_head_dim + model.qk_rope_head_dim if is_latent else model.head_dim
+    flops = sizes.tokens * attention_scores(model, sizes.seq_len)
+    scores = Product(
+        speeds.seconds(flops, rates.attention_forward, head, sizes.seq_len),
+        speeds.seconds(2 * flops, rates.attention_backward, head, sizes.seq_len),
+    )
+    return AttentionParts(
+        speeds.dense(sizes.gathered, before),
+        speeds.dense(sizes.gathered, mla_up_products(model, layout.tp) if is_latent else []),
+        scores,
+        speeds.dense(sizes.gathered, [last]),
+        _latents_gathered(sizes, speeds) if is_latent else along_tp(sizes, speeds),
+        along_tp(sizes, speeds),
+        _heads_exchanged(sizes, speeds),
+        _ring(sizes, speeds, scores),
+    )
+
+
+def along_tp(sizes: Sizes, speeds: Speeds) -> float:
+    """To gather the residual stream along tp, or to sum and scatter it."""
+    return speeds.gather(sizes.state * sizes.layout.tp, sizes.layout.tp)
+
+
+def swiglu(sizes: Sizes, speeds: Speeds, inner: int) -> tuple[Product, Product]:
+    """Gate and up, and down, of a dense MLP or the shared experts."""
+    first, second = swiglu_products(sizes.model, inner, sizes.layout.tp)
+    return speeds.dense(sizes.gathered, [first]), speeds.dense(sizes.gathered, [second])
+
+
+def gate(sizes: Sizes, speeds: Speeds) -> Product:
+    """The router's product, in fp32."""
+    model = sizes.model
+    flops = 2 * sizes.tokens * model.hidden_size * model.num_experts
+    seconds = speeds.seconds(flops, speeds.rates.router, model.num_experts, sizes.tokens)
+    return Product(seconds, seconds, seconds)
+
+
+def experts(sizes: Sizes, speeds: Speeds) -> Product:
+    """What a rank's experts compute of the slots that it gets, balanced; two thirds of it are gate and up."""
+    model, rates = sizes.model, speeds.rates
+    flops = 2 * sizes.tokens * model.top_k * swiglu_weights(model, model.expert_ffn_size)
+    inner = model.expert_ffn_size / sizes.layout.etp
+    of_expert = sizes.tokens * model.top_k * sizes.layout.size("ep_etp") / model.num_experts
+    forward = speeds.seconds(flops, rates.grouped, inner, of_expert)
+    weights = speeds.weights_seconds(flops, "grouped_weights", inner, of_expert)
+    return Product(forward, forward, weights)
+
+
+def travelling_bytes(sizes: Sizes) -> float:
+    """Of the tokens that arrive at a rank, its own among them, where routing is balanced; sums are as large.
+
+    Blocks of copy engines travel whole.
+    """
+    ranks = sizes.layout.size("ep_etp")
+    rows = balanced_load(sizes.model, sizes.layout, sizes.tokens).rows
+    return sizes.element_bytes * sizes.model.hidden_size * (ranks * sizes.block if sizes.block else rows)
+
+
+def _latents_gathered(sizes: Sizes, speeds: Speeds) -> float:
+    model, tp = sizes.model, sizes.layout.tp
+    of_queries, of_keys = (
+        model.q_lora_rank or model.hidden_size,
+        model.kv_lora_rank + model.qk_rope_head_dim,
+    )
+    if sizes.exchanging == 1:
+        return speeds.gather(sizes.element_bytes * sizes.gathered * (of_queries + of_keys), tp)
+    return speeds.gather(sizes.element_bytes * sizes.gathered * of_queries, tp) + speeds.gather(
+        sizes.element_bytes * sizes.attended * of_keys, tp * sizes.exchanging
+    )
+
+
+def _key_sizes(sizes: Sizes) -> tuple[int, int]:
+    """Elements of a key head and of a value head."""
+    model = sizes.model
+    if model.attention is AttentionKind.gqa:
+        return model.head_dim, model.head_dim
+    return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+
+
+def _heads_exchanged(sizes: Sizes, speeds: Speeds) -> float:
+    """Queries go there and results back; keys and values go too where no latents were gathered."""
+    model, layout = sizes.model, sizes.layout
+    head, value = _key_sizes(sizes)
+    of_keys = model.num_kv_heads * (head + value) if model.attention is AttentionKind.gqa else 0
+    here = sizes.element_bytes * sizes.gathered / layout.tp
+    return speeds.exchange(here * (model.num_heads * (head + value) + of_keys), sizes.exchanging, layout.tp)
+
+
+def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
+    """Each block goes on to the next rank beside the products with it, backward with its fp32 gradients.
+
+    The last gradients go home when all products are done (`graphmoe.ops.ring_attention`).
+    """
+    model, layout, e = sizes.model, sizes.layout, sizes.element_bytes
+    if not layout.ring:
+        return 0.0, 0.0
+    groups = model.num_kv_heads if model.attention is AttentionKind.gqa else model.num_heads
+    block = e * sizes.gathered / layout.tp * groups * sum(_key_sizes(sizes))
+    passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= GPUS_PER_NODE)
+    gradients, steps = passing * FP32 / e, layout.cp - 1
+    forward = steps * max(passing - scores.forward / layout.cp, 0.0)
+    backward = steps * max(passing + gradients - scores.inputs / layout.cp, 0.0) + gradients
+    return forward, backward

@@ -1,0 +1,81 @@
+"""What the parts of a model take, which balances the stages of a pipeline where nothing was measured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, RecomputeConfig, RunConfig
+from graphmoe.plan.costs.hardware import H200
+from graphmoe.plan.costs.rates import default_rates
+from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, layer_times
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.speeds import Speeds
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.balance import balanced_layout
+from graphmoe.plan.pipeline.costs import PartCost
+
+NOTHING_AGAIN = RecomputeConfig()
+
+
+def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> str:
+    """The layout whose busiest rank takes least, by `modelled_parts`. ``rank_of`` says where each stage is.
+
+    *Raises* ConfigError where there are more stages than parts.
+    """
+    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
+
+
+def modelled_parts(
+    model: ModelConfig,
+    seq_len: int,
+    recompute: RecomputeConfig = NOTHING_AGAIN,
+    *,
+    expert_ranks: int = 1,
+    joint_experts: bool = False,
+) -> list[PartCost]:
+    """Seconds of one sequence in each part, in the order of the model: E, layers, MTP layers, L.
+
+    Those of an H200 that has the part whole, but for experts that ``expert_ranks`` share, from a step's
+    second micro-batch on: they are the same on every card. Head and loss of all depths are in L, where a
+    pipeline has them. With ``joint_experts`` the experts' weight gradients come with those of their inputs.
+    """
+    sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
+    depths = model.mtp_depth
+
+    @functools.cache
+    def layer(is_dense: bool, is_named: bool) -> list[SegmentTime]:
+        like = RecomputeConfig() if recompute.layer_ids and not is_named else replace(recompute, layer_ids=[])
+        index = 0 if is_dense else model.num_dense_layers
+        return layer_times(sizes, speeds, like, index, host_counts=joint_experts, hidden=0.0)
+
+    layers = [
+        layer(index < model.num_dense_layers, index in recompute.layer_ids)
+        for index in range(model.num_layers + depths)
+    ]
+    return [
+        _part("E", [embed_time(sizes, speeds)]),
+        *(_part("t", times) for times in layers[: model.num_layers]),
+        *(_part("m", [*times, join_time(sizes, speeds)]) for times in layers[model.num_layers :]),
+        _part("L", [head_time(sizes, speeds, depths + 1)]),
+    ]
+
+
+def modelled_message(model: ModelConfig, seq_len: int) -> float:
+    """Seconds that the state of one sequence takes from such a card to one of another node."""
+    sizes, speeds = _on_a_card(model, seq_len)
+    return speeds.pass_on(sizes.state, in_node=False)
+
+
+def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple[Sizes, Speeds]:
+    run = RunConfig(model=model)
+    run.data.seq_len, run.train.micro_batch_size = seq_len, 1
+    run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, DispatcherChoice.local
+    layout = Layout(ep=expert_ranks)
+    return Sizes.of(run, layout, on_nvidia=True), Speeds(H200, default_rates(H200), adding=1.0)
+
+
+def _part(letter: str, times: Sequence[SegmentTime]) -> PartCost:
+    sums = (sum(getattr(time, kind) for time in times) for kind in ("forward", "inputs", "weights"))
+    return PartCost(letter, *sums)

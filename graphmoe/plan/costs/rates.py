@@ -1,0 +1,274 @@
+"""What a card reaches of its peaks: measured on H200s, assumed of AMD's cards, or given by a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from graphmoe.config.arguments import nearest
+from graphmoe.config.schema import ConfigError
+from graphmoe.config.untrusted import FileError, read_json
+from graphmoe.plan.costs.hardware import H200, Card
+
+Point = tuple[float, float, float]
+"""The two sizes of `CLASSES` that a product has, and the share of the peak that it reached."""
+Share = float | tuple[Point, ...]
+"""0 to 1: one for products of every size, or measured points."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a card's peaks, 0 to 1, and times that are lost whatever is computed."""
+
+    dense: Share
+    """Products with dense weights: forward, and gradients of what they read."""
+    dense_weights: Share
+    """Gradients of dense weights, stored in fp32."""
+    dense_weights_added: Share
+    """The same, added to what is there, as from a step's second micro-batch on."""
+    grouped: Share
+    """Products of experts, with what gathers, activates and sums rows: forward, gradients of rows."""
+    grouped_weights: Share
+    """Gradients of experts' weights, stored in fp32."""
+    grouped_weights_added: Share
+    """The same, added to what is there."""
+    router: Share
+    """The router's products, in fp32 but as a share of the peak of bf16."""
+    head: Share
+    """The three products of the head with its loss, where a rank has the whole vocabulary."""
+    attention_forward: Share
+    """Attention's own products, causal ones counted by half."""
+    attention_backward: Share
+    """Four products are counted, though kernels compute five."""
+    hbm: float
+    """What moves data in the card's memory: norms, activations, routing, the optimizer."""
+    node: float
+    """Between GPUs of a node."""
+    network: float
+    """Between nodes."""
+    hidden_exchange: float
+    """Share of the experts' exchange that pipeline.ep_overlap=true hides."""
+    hidden_gradients: float
+    """Share of the exchange of gradients and weights that computation covers."""
+    segment_us: float
+    """Launches and tails of a segment on the device, forward; as much again backward."""
+    host_us: float
+    """What the host takes to start a segment, or a graph of segments, forward; as much again backward."""
+
+
+LARGEST = 1e300
+CLASSES = {
+    "dense": ("square root of the weight's elements", "rows"),
+    "dense_weights": ("square root of the weight's elements", "rows"),
+    "dense_weights_added": ("square root of the weight's elements", "rows"),
+    "grouped": ("width of an expert", "rows of an expert"),
+    "grouped_weights": ("width of an expert", "rows of an expert"),
+    "grouped_weights_added": ("width of an expert", "rows of an expert"),
+    "router": ("experts", "tokens"),
+    "head": ("hidden size", "tokens"),
+    "attention_forward": ("size of a query head", "tokens of a sequence"),
+    "attention_backward": ("size of a query head", "tokens of a sequence"),
+}
+"""Rates that may be points, and the two sizes of each: the class, and what is interpolated within it."""
+TIMES = ("segment_us", "host_us")
+MAY_BE_ZERO = (*TIMES, "hidden_exchange", "hidden_gradients")
+
+
+def _points(shares: Mapping[int, Mapping[int, float]]) -> tuple[Point, ...]:
+    """Shares by first and second size, as points."""
+    return tuple((kind, size, share) for kind, sizes in shares.items() for size, share in sizes.items())
+
+
+NVIDIA = Rates(
+    dense=_points(
+        {
+            1086: {512: 0.13, 2048: 0.362, 4096: 0.486, 16384: 0.665},
+            1448: {512: 0.182, 2048: 0.446, 4096: 0.547, 16384: 0.681},
+            2048: {512: 0.335, 2048: 0.616, 4096: 0.705, 16384: 0.77},
+            3396: {512: 0.509, 2048: 0.746, 4096: 0.754, 16384: 0.795},
+            4096: {512: 0.6, 2048: 0.749, 4096: 0.777, 16384: 0.783},
+            9385: {512: 0.692, 2048: 0.787, 4096: 0.799, 16384: 0.725},
+        }
+    ),
+    dense_weights=_points(
+        {
+            1086: {512: 0.0795, 2048: 0.223, 4096: 0.343, 16384: 0.559},
+            1448: {512: 0.12, 2048: 0.346, 4096: 0.492, 16384: 0.702},
+            2048: {512: 0.178, 2048: 0.442, 4096: 0.584, 16384: 0.766},
+            3396: {512: 0.203, 2048: 0.445, 4096: 0.565, 16384: 0.727},
+            4096: {512: 0.207, 2048: 0.471, 4096: 0.606, 16384: 0.759},
+            9385: {512: 0.218, 2048: 0.498, 4096: 0.6, 16384: 0.668},
+        }
+    ),
+    dense_weights_added=_points(
+        {
+            1086: {512: 0.0711, 2048: 0.203, 4096: 0.326, 16384: 0.543},
+            1448: {512: 0.105, 2048: 0.315, 4096: 0.471, 16384: 0.692},
+            2048: {512: 0.149, 2048: 0.394, 4096: 0.554, 16384: 0.755},
+            3396: {512: 0.171, 2048: 0.413, 4096: 0.54, 16384: 0.717},
+            4096: {512: 0.177, 2048: 0.437, 4096: 0.576, 16384: 0.753},
+            9385: {512: 0.189, 2048: 0.459, 4096: 0.57, 16384: 0.657},
+        }
+    ),
+    grouped=_points(
+        {
+            768: {256: 0.426, 1024: 0.551},
+            1408: {48: 0.17, 384: 0.489, 1536: 0.557},
+            2048: {1024: 0.645},
+        }
+    ),
+    grouped_weights=_points(
+        {
+            768: {256: 0.265, 1024: 0.387},
+            1408: {48: 0.0783, 384: 0.316, 1536: 0.449},
+            2048: {1024: 0.423},
+        }
+    ),
+    grouped_weights_added=_points(
+        {
+            768: {256: 0.128, 1024: 0.305},
+            1408: {48: 0.0268, 384: 0.173, 1536: 0.401},
+            2048: {1024: 0.36},
+        }
+    ),
+    router=_points(
+        {
+            64: {512: 0.00897, 4096: 0.028, 16384: 0.0377},
+            128: {4096: 0.0357},
+            256: {4096: 0.0451},
+        }
+    ),
+    head=_points(
+        {
+            2048: {512: 0.626, 4096: 0.679, 16384: 0.639},
+        }
+    ),
+    attention_forward=_points(
+        {
+            128: {1024: 0.447, 4096: 0.593, 8192: 0.62},
+            192: {512: 0.283, 2048: 0.478, 4096: 0.539},
+        }
+    ),
+    attention_backward=_points(
+        {
+            128: {1024: 0.239, 4096: 0.383, 8192: 0.427},
+            192: {512: 0.146, 2048: 0.278, 4096: 0.328},
+        }
+    ),
+    hbm=0.86,
+    node=0.62,
+    network=0.8,
+    hidden_exchange=0.8,
+    hidden_gradients=0.2,
+    segment_us=8.4,
+    host_us=360,
+)
+"""Measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
+cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). Assumed: what leaves the node, what
+other work hides, and that other cards reach the same shares."""
+AMD = Rates(
+    dense=0.5,
+    dense_weights=0.45,
+    dense_weights_added=0.4,
+    grouped=0.42,
+    grouped_weights=0.35,
+    grouped_weights_added=0.3,
+    router=0.04,
+    head=0.45,
+    attention_forward=0.35,
+    attention_backward=0.28,
+    hbm=0.75,
+    node=0.65,
+    network=0.8,
+    hidden_exchange=0.8,
+    hidden_gradients=0.2,
+    segment_us=30,
+    host_us=350,
+)
+"""Assumed, lower than NVIDIA's: nothing was measured on these cards by this project."""
+
+
+def share_at(share: Share, kind: float, size: float) -> float:
+    """The share of a product: of the nearest class by ratio, between its points or at an end of them."""
+    if isinstance(share, float | int):
+        return share
+    nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
+    points = sorted((point[1], point[2]) for point in share if point[0] == nearest_kind)
+    below = [point for point in points if point[0] <= size] or points[:1]
+    above = [point for point in points if point[0] >= size] or points[-1:]
+    (low, first), (high, last) = below[-1], above[0]
+    if low == high:
+        return first
+    part = math.log(size / low) / math.log(high / low)
+    return math.exp((1 - part) * math.log(first) + part * math.log(last))
+
+
+def default_rates(card: Card) -> Rates:
+    """Those of a card for which no others are given."""
+    return NVIDIA if card.is_nvidia else AMD
+
+
+def source_of_rates(card: Card, path: Path | None) -> str:
+    """Where `rates_of` has its rates from, in words."""
+    if path is not None:
+        return f"the rates of {path}"
+    if not card.is_nvidia:
+        return "assumed rates"
+    of_others = "" if card is H200 else f", and assumed to hold for {card.name}"
+    return f"rates measured on H200s{of_others}; network and overlap are assumed"
+
+
+def rates_of(card: Card, path: Path | None = None) -> Rates:
+    """Those of a card; a JSON file may give some or all of them. *Raises* ConfigError.
+
+    It is an object of rates, or a document of ``graphmoe.bench suite=calibrate``, which has one as ``rates``.
+    """
+    rates = default_rates(card)
+    if path is None:
+        return rates
+    names = [field.name for field in fields(Rates)]
+    try:
+        given = read_json(path, dict[str, Any])
+    except FileError as error:
+        raise ConfigError(f"rates={error}; it must hold an object with some of {', '.join(names)}") from error
+    if isinstance(given.get("rates"), dict):
+        given = given["rates"]
+    unknown = [f"'{name}' is no rate{nearest(name, names)}" for name in given if name not in names]
+    wrong = [_wrong(name, value) for name, value in given.items() if name in names]
+    if problems := [*unknown, *(problem for problem in wrong if problem)]:
+        raise ConfigError(f"rates={path}: {'; '.join(problems)}")
+    as_points = {name: _plain(value) for name, value in given.items()}
+    return replace(rates, **as_points)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(tuple(point) for point in value) if isinstance(value, list) else value
+
+
+def _wrong(name: str, value: Any) -> str | None:
+    """What speaks against a rate, with what is valid."""
+    if name in CLASSES and isinstance(value, list):
+        if value and all(_is_point(point) for point in value):
+            return None
+        kind, size = CLASSES[name]
+        return f"{name} must be a share, or points [{kind}, {size}, share] with sizes and shares above 0"
+    is_time = name in TIMES
+    limit = "microseconds, 0 or more" if is_time else "a share of the peak, 0 to 1"
+    if not _is_number(value) or value < 0 or (not is_time and value > 1):
+        return f"{name}={value} must be {limit}"
+    if value == 0 and name not in MAY_BE_ZERO:
+        return f"{name}=0 would take for ever; use a share above 0"
+    return None
+
+
+def _is_point(point: Any) -> bool:
+    if not (isinstance(point, Sequence) and len(point) == 3 and all(map(_is_number, point))):
+        return False
+    return min(point) > 0 and point[2] <= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < LARGEST

@@ -1,0 +1,153 @@
+"""How long a rank takes for the segments of a layer, of one micro-batch: products, memory and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from graphmoe.config.schema import RecomputeConfig
+from graphmoe.plan.costs.activations import Bytes, layer_activations
+from graphmoe.plan.costs.layer_parts import along_tp, attention_parts, experts, gate, swiglu, travelling_bytes
+from graphmoe.plan.costs.second_forward import second_forward
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.speeds import Product, Speeds
+
+
+@dataclass(frozen=True)
+class SegmentTime:
+    """Seconds of a segment for one micro-batch."""
+
+    name: str
+    forward: float = 0.0
+    inputs: float = 0.0
+    """Gradients of what it reads, exchange and what is made again included."""
+    weights: float = 0.0
+    """Gradients of its weights."""
+    exchange: float = 0.0
+    """Of the forward and inputs: what waits for other ranks."""
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+
+def layer_times(
+    sizes: Sizes,
+    speeds: Speeds,
+    recompute: RecomputeConfig,
+    index: int,
+    *,
+    host_counts: bool,
+    hidden: float,
+) -> list[SegmentTime]:
+    """Those of a layer. ``hidden``: the share of the experts' exchange that other work covers.
+
+    ``host_counts``: whether the host waits for the counts of rows, starts dispatch and experts after that,
+    and makes the experts' weight gradients with those of their inputs.
+    """
+    model = sizes.model
+    kept = layer_activations(sizes, RecomputeConfig(), index)
+    if index < model.num_dense_layers:
+        times = [_attention(sizes, speeds, kept), _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)]
+    else:
+        times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
+    if recompute == RecomputeConfig():
+        return times
+    again = second_forward(sizes, speeds, recompute, index)
+    return [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
+
+
+def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
+    """Final norm, head and loss, once for each depth.
+
+    Where a rank has the whole vocabulary the forward makes both gradients, and the backward scales them.
+    Where ranks of tp share it, logits are written and read a few times.
+    """
+    model, tp, rates = sizes.model, sizes.layout.tp, speeds.rates
+    d, vocabulary = model.hidden_size, model.vocab_size
+    if tp == 1:
+        flops = 3 * 2 * sizes.tokens * d * vocabulary
+        forward = speeds.seconds(flops, rates.head, d, sizes.tokens) + 2 * sizes.state / speeds.hbm
+        scaled = speeds.stored(d * vocabulary) + 3 * sizes.state / speeds.hbm
+        return _scaled(SegmentTime("loss", forward, scaled), depths)
+    product = speeds.dense(sizes.gathered, [(d, vocabulary / tp)])
+    moved = 4 * sizes.element_bytes * sizes.gathered * vocabulary / tp / speeds.hbm
+    gather = along_tp(sizes, speeds)
+    once = SegmentTime(
+        "loss", product.forward + moved + gather, product.inputs + gather, product.weights, 2 * gather
+    )
+    return _scaled(once, depths)
+
+
+def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
+    """The product that joins a state and the embedding of a later token."""
+    d = sizes.model.hidden_size
+    product = speeds.dense(sizes.tokens, [(2 * d, d)])
+    return SegmentTime(
+        "embed", product.forward + 4 * sizes.state / speeds.hbm, product.inputs, product.weights
+    )
+
+
+def embed_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
+    """The lookup, and its gradient's sum into the weight, all of which is written in fp32 and read once."""
+    model, tp = sizes.model, sizes.layout.tp
+    moved = 2 * sizes.state / speeds.hbm
+    gather = along_tp(sizes, speeds)
+    gradient = speeds.stored(model.vocab_size * model.hidden_size / tp)
+    return SegmentTime("embed", moved + gather, gather, 2 * moved + gradient, 2 * gather)
+
+
+def _attention(sizes: Sizes, speeds: Speeds, kept: Bytes) -> SegmentTime:
+    parts = attention_parts(sizes, speeds)
+    products = [parts.before, parts.scores, parts.after]
+    return _segment("attn", products, kept["attn"], parts.exchange, speeds)
+
+
+def _mlp(name: str, sizes: Sizes, speeds: Speeds, kept: Bytes, inner: int) -> SegmentTime:
+    exchange = 2 * along_tp(sizes, speeds)
+    return _segment(name, swiglu(sizes, speeds, inner), kept[name], (exchange, exchange), speeds)
+
+
+def _moe(
+    sizes: Sizes, speeds: Speeds, kept: Bytes, *, host_counts: bool, hidden: float
+) -> Iterator[SegmentTime]:
+    model, none = sizes.model, (0.0, 0.0)
+    yield _attention(sizes, speeds, kept)
+    yield _segment("moe_router", [gate(sizes, speeds)], kept["moe_router"], none, speeds)
+    yield _segment("moe_preprocess", [], kept["moe_preprocess"], none, speeds)
+    ranks = sizes.layout.size("ep_etp")
+    arriving = travelling_bytes(sizes) if ranks > 1 else 0.0
+    travel = speeds.exchange(arriving, ranks) * (1 - hidden)
+    dispatch = _segment("moe_dispatch", [], arriving, (travel, travel), speeds)
+    waiting = 2 * speeds.rates.host_us * 1e-6 if host_counts else 0.0
+    yield replace(dispatch, forward=dispatch.forward + waiting)
+    if model.shared_ffn_size:
+        yield _mlp("shared_experts", sizes, speeds, kept, model.shared_ffn_size)
+    products = experts(sizes, speeds)
+    if host_counts:
+        products = Product(products.forward, products.inputs + products.weights)
+    yield _segment("moe_experts", [products], 0, none, speeds)
+    yield _segment("moe_combine", [], arriving + 2 * sizes.state, (travel, travel), speeds)
+
+
+def _segment(
+    name: str, products: Iterable[Product], kept: float, exchange: tuple[float, float], speeds: Speeds
+) -> SegmentTime:
+    """What is kept is written once and read twice over forward and backward, and so are its gradients.
+
+    ``exchange`` is that of the forward and of the backward.
+    """
+    moved, launch = kept / speeds.hbm, speeds.rates.segment_us * 1e-6
+    forward, inputs, weights = (sum(seconds) for seconds in zip(Product(), *products, strict=True))
+    there, back = exchange
+    return SegmentTime(
+        name,
+        forward + 1.5 * moved + there + launch,
+        inputs + 2 * moved + back + launch,
+        weights,
+        there + back,
+    )
+
+
+def _scaled(time: SegmentTime, by: int) -> SegmentTime:
+    return SegmentTime(time.name, time.forward * by, time.inputs * by, time.weights * by, time.exchange * by)

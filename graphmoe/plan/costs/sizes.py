@@ -1,0 +1,118 @@
+"""Tokens, rows and heads of one micro-batch on one rank: what the sizes of its tensors are made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from graphmoe.config.schema import (
+    AttentionBackend,
+    AttentionKind,
+    ComputeDtype,
+    DispatcherChoice,
+    ModelConfig,
+    RunConfig,
+    Transport,
+)
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.receive_budget import Load, balanced_load, capacity, routed_tokens
+from graphmoe.plan.rules.experts import transport_of
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """Of a rank; all ranks of a layout have the same. Equal to itself alone: a key of caches."""
+
+    model: ModelConfig
+    layout: Layout
+    element_bytes: int
+    """Of weights and activations."""
+    sequences: int
+    seq_len: int
+    room: Load
+    """What arrives at the experts of a rank, or the room that is made for it."""
+    is_planned: bool
+    """Whether there is room for what arrives without a count of the host."""
+    pads_values: bool
+    """Whether attention pads value heads to the size of query heads."""
+    block: int = 0
+    """Rows for each pair of ranks that copy engines move."""
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
+        """Of a resolved configuration.
+
+        ``on_nvidia``: on a card of NVIDIA, whose attention takes heads of two sizes, and whose copies take
+        no multiprocessor from kernels beside them.
+        """
+        assert config.data.seq_len is not None
+        choice = config.moe.dispatcher
+        travels = choice not in (DispatcherChoice.local, DispatcherChoice.alltoall)
+        backend = config.model.attention_backend
+        unequal = config.model.attention is AttentionKind.mla
+        asked = backend is AttentionBackend.padded_flash
+        block, room = _room(config, layout, on_nvidia) if travels else (0, _arriving(config, layout))
+        return cls(
+            config.model,
+            layout,
+            2 if config.precision.compute is ComputeDtype.bf16 else 4,
+            config.train.micro_batch_size,
+            config.data.seq_len,
+            room,
+            travels,
+            unequal and (asked or (not on_nvidia and backend is AttentionBackend.auto)),
+            block,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of which a rank has the residual stream."""
+        return self.sequences * self.seq_len // (self.layout.tp * self.layout.cp)
+
+    @property
+    def gathered(self) -> int:
+        """Tokens of all ranks of tp together."""
+        return self.tokens * self.layout.tp
+
+    @property
+    def exchanging(self) -> int:
+        """Ranks of cp that exchange positions for heads."""
+        return 1 if self.layout.ring else self.layout.cp
+
+    @property
+    def attended(self) -> int:
+        """Tokens whose queries a rank attends with."""
+        return self.gathered * self.exchanging
+
+    @property
+    def state(self) -> int:
+        """Bytes of the residual stream of a rank."""
+        return self.tokens * self.model.hidden_size * self.element_bytes
+
+    def heads(self, count: int) -> int:
+        """Those of so many heads that a rank attends with."""
+        return count // (self.layout.tp * self.exchanging)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Of the whole model, those that predict later tokens included."""
+        return self.model.num_layers - self.model.num_dense_layers + self.model.mtp_depth
+
+
+def _room(config: RunConfig, layout: Layout, on_nvidia: bool) -> tuple[int, Load]:
+    """Rows of a block, if any, and the room by ``moe.receive_budget``."""
+    model, tokens = config.model, routed_tokens(config, layout)
+    room = capacity(config.moe, model, layout, tokens)
+    if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
+        from graphmoe.runtime.dispatch import blocks_of  # imports process groups
+
+        block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
+        return block, room._replace(rows=rows)
+    return 0, room
+
+
+def _arriving(config: RunConfig, layout: Layout) -> Load:
+    """With a balanced routing that spreads each token over as many ranks as it can, as in a dry run."""
+    model, tokens = config.model, routed_tokens(config, layout)
+    rows_of_each = math.ceil(tokens * min(model.top_k, layout.ep) / layout.ep)
+    return Load(rows_of_each * layout.size("ep_etp"), tokens * model.top_k * layout.etp)

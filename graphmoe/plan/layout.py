@@ -1,0 +1,197 @@
+"""How the ranks of a job are laid out along the parallel dimensions.
+
+The same ranks are folded twice (parallel folding, arXiv 2504.14960, section 3): for attention and all that
+is dense as PP x DP x CP x TP, for routed experts as PP x EDP x EP x ETP. Neighbours along the last dimension
+are neighbouring ranks. This module is arithmetic; ``graphmoe.runtime.mesh`` makes process groups of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graphmoe.config.schema import ConfigError, ContextMethod, ParallelConfig
+
+Axis = Literal[
+    "pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "dp_pp", "cp_tp", "ep_etp", "stage", "embed", "world"
+]  # fmt: skip
+"""Dimensions, and those that several span: ``dp_cp`` holds ranks with the same shards of dense weights,
+``dp_pp`` those with other tokens or other layers, ``cp_tp`` those with parts of the same sequences,
+``ep_etp`` one copy of all experts, ``stage`` all ranks with the same layers, ``embed`` those with the same
+rows of the embedding, on whichever places along pp it is."""
+DENSE: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+EXPERT: tuple[Axis, ...] = ("pp", "edp", "ep", "etp")
+_SPANS: dict[Axis, tuple[tuple[Axis, ...], tuple[Axis, ...]]] = {
+    **{axis: (DENSE, (axis,)) for axis in DENSE},
+    **{axis: (EXPERT, (axis,)) for axis in EXPERT[1:]},
+    "dp_cp": (DENSE, ("dp", "cp")),
+    "dp_pp": (DENSE, ("pp", "dp")),
+    "cp_tp": (DENSE, ("cp", "tp")),
+    "ep_etp": (EXPERT, ("ep", "etp")),
+    "stage": (DENSE, ("dp", "cp", "tp")),
+    "world": (DENSE, DENSE),
+}
+AXES: tuple[Axis, ...] = (*_SPANS, "embed")
+SUMMED_OVER: tuple[Axis, ...] = ("dp", "dp_cp", "dp_pp", "edp", "stage", "embed", "world")
+"""Those along which gradients, new weights and what a step says of itself travel."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions; the default is one rank alone."""
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    ring: bool = False
+    """Ranks of cp pass keys and values round instead of exchanging heads, and hold chunks in zigzag order."""
+    embed_on: tuple[int, ...] = (0,)
+    """Places along pp of the ranks that hold the embedding: its stage, and others that use it again."""
+
+    @classmethod
+    def of(cls, config: ParallelConfig, world_size: int) -> Layout:
+        """The layout of so many ranks; what is left over is data parallel.
+
+        *Raises* ConfigError, with the arithmetic, where the dimensions do not multiply out.
+        """
+        given = {name: getattr(config, name) for name in ("tp", "cp", "pp")}
+        rest = math.prod(given.values())
+        words = " * ".join(f"parallel.{name}={value}" for name, value in given.items())
+        if world_size % rest:
+            raise ConfigError(
+                f"{words} = {rest} does not divide the {world_size} rank{'s' * (world_size > 1)} "
+                f"(launch.nproc * nodes); use a "
+                f"multiple of {rest} ranks, or smaller dimensions"
+            )
+        dp = world_size // rest
+        if config.dp not in (None, dp):
+            raise ConfigError(
+                f"parallel.dp={config.dp} * {words} = {config.dp * rest} is not the number of ranks, "
+                f"{world_size}; use parallel.dp={dp}, or leave it out"
+            )
+        ring = config.cp > 1 and config.cp_method is ContextMethod.ring
+        layout = cls(dp, config.tp, config.cp, config.pp, config.ep, config.etp, ring)
+        stage, experts = layout.size("stage"), config.ep * config.etp
+        if stage % experts:
+            raise ConfigError(
+                f"parallel.ep={config.ep} * parallel.etp={config.etp} = {experts} does not divide the "
+                f"{stage} ranks of a pipeline stage (dp={dp} * cp={config.cp} * tp={config.tp}); "
+                f"use ep * etp of "
+                f"{', '.join(str(n) for n in range(1, stage + 1) if stage % n == 0)}"
+            )
+        return layout
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert in a pipeline stage."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    def size(self, axis: Axis) -> int:
+        """Ranks in a group of the axis; of ``embed``, in the one that holds the embedding."""
+        if axis == "embed":
+            return self.size("dp_cp") * len(self.embed_on)
+        return math.prod(getattr(self, name) for name in _SPANS[axis][1])
+
+    def index(self, axis: Axis, rank: int) -> int:
+        """The place of a rank in its group of the axis."""
+        return self.group(axis, rank).index(rank)
+
+    def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's group of the axis, in order."""
+        return next(group for group in self.groups(axis) if rank in group)
+
+    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
+        """All groups of the axis; each rank is in one."""
+        if axis == "embed":
+            return self._embed_groups()
+        offsets, starts = self._offsets(axis, inside=True), self._offsets(axis, inside=False)
+        return [tuple(start + offset for offset in offsets) for start in starts]
+
+    def first_group(self, axis: Axis) -> tuple[int, ...]:
+        """The group of rank 0, which holds the embedding, without a list of all others."""
+        if axis != "embed":
+            return tuple(self._offsets(axis, inside=True))
+        of_place = self._offsets("dp_cp", inside=True)
+        return tuple(place * self.size("stage") + rank for place in self.embed_on for rank in of_place)
+
+    def _offsets(self, axis: Axis, *, inside: bool) -> list[int]:
+        """From the first rank of a group to each of its ranks, or from rank 0 to the first of each group."""
+        folding, spanned = _SPANS[axis]
+        sizes = [getattr(self, name) for name in folding]
+        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        chosen = [i for i, name in enumerate(folding) if (name in spanned) is inside]
+        return _offsets([sizes[i] for i in chosen], [strides[i] for i in chosen])
+
+    def _embed_groups(self) -> list[tuple[int, ...]]:
+        """For each place along tp the ranks that hold the embedding, and others by what they hold alike."""
+        holders: dict[int, tuple[int, ...]] = {}
+        others = []
+        for group in self.groups("dp_cp"):
+            if self.index("pp", group[0]) in self.embed_on:
+                place = self.index("tp", group[0])
+                holders[place] = (*holders.get(place, ()), *group)
+            else:
+                others.append(group)
+        return [*holders.values(), *others]
+
+
+ALONE = Layout()
+"""One rank."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension of a parameter, shared out to the ranks of an axis."""
+
+    dim: int
+    axis: Axis
+    pieces: int = 1
+    """Equal pieces along the dimension, each cut for itself: 2 for gate and up rows in one matrix."""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Which part of a parameter a rank holds, and which ranks hold the same part."""
+
+    cuts: tuple[Cut, ...] = ()
+    summed_over: Axis = "stage"
+    """The axis whose ranks hold the same part: their gradients are summed, its optimizer state is shared out.
+
+    ``stage`` for what is not cut (ranks of tp see other tokens, so each has a part of the gradient),
+    ``dp_cp`` for what is cut along tp, ``edp`` for experts.
+    """
+
+
+REPLICATED = ParameterLayout()
+
+
+def layout_of(parameter: object) -> ParameterLayout:
+    """What the model's constructor has said about a parameter; replicated if it said nothing."""
+    found = getattr(parameter, "parallel", REPLICATED)
+    assert isinstance(found, ParameterLayout)
+    return found
+
+
+def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> Tensor:
+    """The part of a whole parameter that a rank holds; a copy where anything is cut."""
+    for cut in parallel.cuts:
+        count, index = layout.size(cut.axis), layout.index(cut.axis, rank)
+        pieces = whole.chunk(cut.pieces, dim=cut.dim)
+        whole = torch.cat([piece.chunk(count, dim=cut.dim)[index] for piece in pieces], dim=cut.dim)
+    return whole
+
+
+def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """All sums of index * stride, the last dimension fastest."""
+    found = [0]
+    for size, stride in zip(sizes, strides, strict=True):
+        found = [start + i * stride for start in found for i in range(size)]
+    return found

@@ -1,0 +1,139 @@
+"""Layouts that balance a pipeline: contiguous stages with no rank, and no stage, far busier than others.
+
+Neither this module nor what it imports needs torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.stages import short_layout
+
+Borders = list[int]
+"""Where stages begin and end among the parts of a model: from 0 to their number."""
+Key = tuple[float, ...]
+"""Costs, rounded: sums of the same parts in another order are equal."""
+MOST_TRIED = 20_000
+"""Layouts that are tried one by one, in some 0.3 s; where there are more, neighbours of a good one are."""
+
+
+def balanced_layout(costs: Sequence[tuple[str, float]], rank_of: Sequence[int]) -> str:
+    """The layout of contiguous stages, none empty, whose busiest rank has least to do.
+
+    ``costs`` has letter and cost of each part, in the order of the model; ``rank_of`` the rank of each stage.
+    Of several such layouts it is one whose largest stage is smallest, and of these the most even one (least
+    sum of squares), with the lighter stages first, whose ranks keep the most activations. Where ranks have
+    several stages and there are more than `MOST_TRIED` layouts, it is the best that moves of borders lead to.
+    *Raises* ConfigError where there are more stages than parts.
+    """
+    return _balanced(tuple(costs), tuple(rank_of))
+
+
+@functools.lru_cache(maxsize=1024)
+def _balanced(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
+    """Schedules that place stages alike share a layout; the largest take a second."""
+    num_stages = len(rank_of)
+    if not 1 <= num_stages <= len(costs):
+        raise ConfigError(
+            f"parallel.pp * pipeline.virtual_stages = {num_stages}, and the model has {len(costs)} parts "
+            f"({short_layout([''.join(letter for letter, _ in costs)])}), of which each stage needs one; use "
+            f"1 to {len(costs)} stages"
+        )
+    total = sum(cost for _, cost in costs) or 1.0
+    sums = [0.0, *itertools.accumulate(cost / total for _, cost in costs)]
+    borders = _even_stages(sums, num_stages)
+    if len(set(rank_of)) < num_stages:
+        borders = _even_ranks(sums, rank_of, borders)
+    letters = "".join(letter for letter, _ in costs)
+    return short_layout([letters[start:end] for start, end in itertools.pairwise(borders)])
+
+
+def _even_stages(sums: Sequence[float], num_stages: int) -> Borders:
+    """The stages whose largest is smallest, and of these the most even ones."""
+    largest, _ = _cheapest(sums, num_stages, max)
+
+    def evenness(before: float, stage: float) -> float:
+        return before + stage * stage if stage <= largest + 1e-12 else math.inf
+
+    return _cheapest(sums, num_stages, evenness)[1]
+
+
+def _cheapest(
+    sums: Sequence[float], num_stages: int, join: Callable[[float, float], float]
+) -> tuple[float, Borders]:
+    """The least joint cost of contiguous stages, and their borders.
+
+    ``sums`` are the costs of all parts before each; ``join`` adds a stage to the cost of those before it.
+    """
+    num_parts = len(sums) - 1
+    table: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+    starts: list[dict[int, int]] = []
+    for stage in range(1, num_stages + 1):
+        after: dict[int, tuple[float, int]] = {}
+        for end in range(stage, num_parts - (num_stages - stage) + 1):
+            after[end] = min(
+                (join(table[start][0], sums[end] - sums[start]), start) for start in table if start < end
+            )
+        starts.append({end: start for end, (_, start) in after.items()})
+        table = after
+    borders = [num_parts]
+    for by_end in reversed(starts):
+        borders.append(by_end[borders[-1]])
+    return table[num_parts][0], borders[::-1]
+
+
+def _even_ranks(sums: Sequence[float], rank_of: Sequence[int], borders: Borders) -> Borders:
+    """The stages whose busiest rank has least, from ``borders`` on where not all can be tried."""
+    num_parts, num_stages = len(sums) - 1, len(rank_of)
+
+    def costs(of: Borders) -> tuple[list[float], list[float]]:
+        stages = [sums[end] - sums[start] for start, end in itertools.pairwise(of)]
+        ranks = [0.0] * num_stages
+        for rank, cost in zip(rank_of, stages, strict=True):
+            ranks[rank] += cost
+        return stages, ranks
+
+    def by_rank(of: Borders) -> Key:
+        _, ranks = costs(of)
+        return _rounded(max(ranks), _squares(ranks))
+
+    def by_stage(of: Borders) -> Key:
+        stages, ranks = costs(of)
+        return _rounded(max(ranks), max(stages), _squares(stages))
+
+    if math.comb(num_parts - 1, num_stages - 1) <= MOST_TRIED:
+        inner = itertools.combinations(range(1, num_parts), num_stages - 1)
+        return min(([0, *places, num_parts] for places in inner), key=by_stage)
+    return _descend(_descend(borders, by_rank), by_stage)
+
+
+def _descend(borders: Borders, key: Callable[[Borders], Key]) -> Borders:
+    """Go on to the best neighbour as long as there is a better one."""
+    here = key(borders)
+    while True:
+        best, found = min(((key(other), other) for other in _neighbours(borders)), default=(here, borders))
+        if best >= here:
+            return borders
+        here, borders = best, found
+
+
+def _neighbours(borders: Borders) -> Iterator[Borders]:
+    """Layouts in which one stage has a part more, and another one less: those between them are moved on."""
+    inner = range(1, len(borders) - 1)
+    for first, last in itertools.combinations_with_replacement(inner, 2):
+        for step in (-1, 1):
+            moved = [place + step for place in borders[first : last + 1]]
+            if borders[first - 1] < moved[0] and moved[-1] < borders[last + 1]:
+                yield [*borders[:first], *moved, *borders[last + 1 :]]
+
+
+def _rounded(*costs: float) -> Key:
+    return tuple(round(cost, 12) for cost in costs)
+
+
+def _squares(costs: Iterable[float]) -> float:
+    return sum(cost * cost for cost in costs)

@@ -1,0 +1,146 @@
+"""Whether a table can be run, and how many activations it keeps."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable
+
+from graphmoe.plan.pipeline.actions import Action, Kind, Table, Together
+from graphmoe.plan.pipeline.dependencies import TableError, in_order
+
+FORWARD_ONLY = "forward_only"
+"""The schedule of tables that evaluate."""
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+
+def check(table: Table) -> None:
+    """Passes where each rank does all of its work once, in an order that all ranks can keep.
+
+    A border of two stages delivers messages in the order in which they were sent. So all stages go through
+    micro-batches in one order, the increasing one, forward as well as backward.
+
+    Raises `TableError`, which names what is missing, twice, misplaced, out of order or never gets its turn.
+    """
+    _check_shape(table)
+    for rank in range(len(table.ranks)):
+        _check_work(table, rank)
+        _check_order(table, rank)
+    for _ in in_order(table):
+        pass
+
+
+def peak_activations(table: Table) -> tuple[float, ...]:
+    """The most activations that each rank keeps at once, in those of its whole stage for one micro-batch.
+
+    A virtual stage counts one part in as many as the rank has. An activation is kept from the start of F to
+    the end of B or W: weight gradients read it. In a table without backward it goes when F ends.
+    """
+    sizes = [1] * table.placement.num_stages
+    shares = [len(table.placement.stages_of(rank)) for rank in range(table.placement.num_ranks)]
+    return tuple(peak / share for peak, share in zip(peaks(table, sizes), shares, strict=True))
+
+
+def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
+    """The most that each rank keeps at once, where an activation of a stage has the size given for it."""
+    size_of, found = list(sizes), []
+    for rank, moments in enumerate(in_flight(table)):
+        own = [size_of[stage] for stage in table.placement.stages_of(rank)]
+        found.append(max(float(sum(map(operator.mul, counts, own))) for counts in moments))
+    return tuple(found)
+
+
+def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank the moments in which it keeps most: of each of its stages, how many micro-batches.
+
+    Of two moments of which one has no less of any stage, only that one is there.
+    """
+    found = []
+    for rank in range(len(table.ranks)):
+        stages = table.placement.stages_of(rank)
+        counts, moments = dict.fromkeys(stages, 0), {(0,) * len(stages)}
+        actions = table.actions(rank)
+        trained = {action[1:] for action in actions if action.kind != "F"}
+        for action in actions:
+            if action.kind == "F":
+                counts[action.stage] += 1
+                moments.add(tuple(counts.values()))
+            if action.kind in "BW" or action[1:] not in trained:
+                counts[action.stage] -= 1
+        found.append(_largest(moments))
+    return tuple(found)
+
+
+def _largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Those that no other exceeds."""
+    kept: list[tuple[int, ...]] = []
+    for counts in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(operator.le, counts, other)) for other in kept):
+            kept.append(counts)
+    return tuple(kept)
+
+
+def _check_shape(table: Table) -> None:
+    """The table has a list for each rank, stages are on ranks that exist, pairs are F and B."""
+    placement = table.placement
+    if len(table.ranks) != placement.num_ranks:
+        raise TableError(f"{table.schedule}: steps of {len(table.ranks)} ranks for {placement.num_ranks}")
+    nowhere = [stage for stage, rank in enumerate(placement.rank_of) if not 0 <= rank < placement.num_ranks]
+    if nowhere:
+        raise TableError(f"{table.schedule}: stages {nowhere} are on none of {placement.num_ranks} ranks")
+    for rank, steps in enumerate(table.ranks):
+        for pair in (step for step in steps if isinstance(step, Together)):
+            if (pair.forward.kind, pair.backward.kind) != ("F", "B"):
+                raise TableError(f"{table.schedule}: {pair} of rank {rank} is not a forward and a backward")
+            if pair.forward.micro_batch == pair.backward.micro_batch:
+                raise TableError(f"{table.schedule}: {pair} of rank {rank} is one micro-batch, not two")
+
+
+def _check_work(table: Table, rank: int) -> None:
+    """The rank does F, and B or both I and W, once for each of its stages and each micro-batch."""
+    found = Counter(table.actions(rank))
+    for action in found:
+        if not 0 <= action.stage < table.placement.num_stages:
+            raise TableError(f"{table.schedule}: {action} of rank {rank} is of no stage")
+        home = table.placement.rank_of[action.stage]
+        if home != rank:
+            raise TableError(f"{table.schedule}: {action} is on rank {rank}, its stage on rank {home}")
+        if not 0 <= action.micro_batch < table.num_micro_batches:
+            raise TableError(f"{table.schedule}: {action} of rank {rank} is of no micro-batch")
+        if found[action] > 1:
+            raise TableError(f"{table.schedule}: rank {rank} does {action} {found[action]} times")
+    for stage in table.placement.stages_of(rank):
+        for micro_batch in range(table.num_micro_batches):
+            every = [Action(kind, stage, micro_batch) for kind in KINDS]
+            _check_kinds(table.schedule, rank, every[0], [action for action in every if action in found])
+
+
+def _check_kinds(schedule: str, rank: int, forward: Action, done: list[Action]) -> None:
+    """``done`` is what a rank does with one micro-batch of one stage."""
+    who, kinds = f"{schedule}: rank {rank}", "".join(action.kind for action in done)
+    backwards = ", ".join(map(str, done[1:]))
+    if "F" not in kinds:
+        raise TableError(f"{who} lacks {forward}")
+    if schedule == FORWARD_ONLY:
+        if backwards:
+            raise TableError(f"{who} does {backwards}, but only forwards are wanted")
+    elif not backwards:
+        raise TableError(f"{who} lacks {forward._replace(kind='B')}, or I and W in its place")
+    elif kinds not in ("FB", "FIW"):
+        raise TableError(f"{who} does {backwards}; B alone is wanted, or I and W")
+
+
+def _check_order(table: Table, rank: int) -> None:
+    """Micro-batches of each stage come in increasing order, forward as well as backward."""
+    last: dict[tuple[str, int], Action] = {}
+    for action in table.actions(rank):
+        if action.kind == "W":
+            continue  # it sends nothing
+        key = ("forward" if action.kind == "F" else "backward", action.stage)
+        before = last.get(key)
+        if before and before.micro_batch > action.micro_batch:
+            raise TableError(
+                f"{table.schedule}: rank {rank} does {action} after {before}; the micro-batches of a stage "
+                f"go {key[0]} in increasing order"
+            )
+        last[key] = action

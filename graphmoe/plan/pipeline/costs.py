@@ -1,0 +1,135 @@
+"""What the parts of a model cost a pipeline, and the times of parts that a user has measured.
+
+Neither this module nor what it imports needs torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.config.segment_names import SEGMENT_NAMES
+
+DENSE_SEGMENTS = ("attn", "mlp")
+MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))
+"""The segments of layers in their order, as `graphmoe.model.layer` has them."""
+KINDS = ("embed", "dense", "moe", "mtp", "loss")
+"""Words for the parts of a model of which costs may be given whole."""
+
+
+class PartCost(NamedTuple):
+    """What a part of the model takes."""
+
+    letter: str
+    """Of layout strings."""
+    forward: float
+    inputs: float
+    """For the gradients of what it reads."""
+    weights: float
+    """For the gradients of its weights."""
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+    def taking(self, total: float) -> PartCost:
+        """The part with another total, of which all three have their shares."""
+        by = total / self.total if self.total else 0.0
+        return PartCost(self.letter, self.forward * by, self.inputs * by, self.weights * by)
+
+
+def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Letter and milliseconds of each part, forward and backward together, from times that were measured.
+
+    Names are kinds of parts (`KINDS`), segments (``attn``) or units of neighbouring segments
+    (``attn..moe_combine``). A layer without a time of its own costs what its segments do, an MTP layer as
+    much as a MoE layer, the embedding nothing; the loss is that of all depths. *Raises* ConfigError.
+    """
+    known = {*KINDS, *DENSE_SEGMENTS, *MOE_SEGMENTS}
+    for name, ms in measured_ms.items():
+        unit = name.split("..")
+        unknown = [word for word in unit if word not in known]
+        if (
+            not unknown
+            and len(unit) > 1
+            and not any(_is_unit(unit, of) for of in (DENSE_SEGMENTS, MOE_SEGMENTS))
+        ):
+            raise ConfigError(f"'{name}' is no unit: give the first and the last of neighbouring segments")
+        if unknown:
+            raise ConfigError(
+                f"'{name}' is no part whose time balances a pipeline; use {', '.join(KINDS)}, a segment of a "
+                f"layer such as attn, or a unit such as attn..moe_combine"
+            )
+        if not 0 <= ms < math.inf:
+            raise ConfigError(f"the time of '{name}' is {ms} ms; it must be 0 or greater")
+    has_shared = model.shared_ffn_size > 0
+    moe_segments = [s for s in MOE_SEGMENTS if s != "shared_experts" or has_shared]
+    num_moe_layers = model.num_layers - model.num_dense_layers
+    needs_moe = num_moe_layers or (model.mtp_depth and "mtp" not in measured_ms)
+    read = {"embed", *(["mtp"] if model.mtp_depth else [])}
+    dense = _kind_ms("dense", DENSE_SEGMENTS, measured_ms, read) if model.num_dense_layers else 0.0
+    moe = _kind_ms("moe", moe_segments, measured_ms, read) if needs_moe else 0.0
+    embed, loss = measured_ms.get("embed", 0.0), _kind_ms("loss", ("loss",), measured_ms, read)
+    if unread := [name for name in measured_ms if name not in read]:
+        raise ConfigError(
+            f"{', '.join(unread)}: the model has no such part, or its time is given as a whole; leave it out"
+        )
+    return [
+        ("E", embed),
+        *[("t", dense)] * model.num_dense_layers,
+        *[("t", moe)] * num_moe_layers,
+        *[("m", measured_ms.get("mtp", moe))] * model.mtp_depth,
+        ("L", loss),
+    ]
+
+
+def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCost]:
+    """The sum of each stage's parts; its letter is the piece."""
+    assert "".join(pieces) == "".join(part.letter for part in parts)
+    found, rest = [], iter(parts)
+    for piece in pieces:
+        own = list(itertools.islice(rest, len(piece)))
+        sums = (sum(part[field] for part in own) for field in (1, 2, 3))  # type: ignore[misc]
+        found.append(PartCost(piece, *sums))
+    return found
+
+
+def _is_unit(words: Sequence[str], segments: Sequence[str]) -> bool:
+    """Whether these are the first and the last of neighbouring segments of a layer."""
+    return (
+        len(words) == 2 and {*words} <= {*segments} and segments.index(words[0]) <= segments.index(words[1])
+    )
+
+
+def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float], read: set[str]) -> float:
+    """Milliseconds of a part: its own entry, or the sum of those of its segments and units.
+
+    Names of entries that it takes are added to ``read``. The model has ``segments``; a unit may span others.
+    """
+    if kind in measured_ms:
+        read.add(kind)
+        return measured_ms[kind]
+    order = DENSE_SEGMENTS if kind == "dense" else MOE_SEGMENTS if kind == "moe" else segments
+    found: dict[str, str] = {}
+    for name in measured_ms:
+        first, _, last = name.partition("..")
+        if first not in order or (last or first) not in order:
+            continue
+        for segment in order[order.index(first) : order.index(last or first) + 1]:
+            if segment in found:
+                raise ConfigError(
+                    f"'{found[segment]}' and '{name}' both have the time of {segment}; leave one out"
+                )
+            if segment in segments:
+                found[segment] = name
+    if missing := [segment for segment in segments if segment not in found]:
+        raise ConfigError(
+            f"no time for {', '.join(missing)}; give it, perhaps in a unit such as attn..moe_combine, or the "
+            f"time of the whole part, {kind}"
+        )
+    names = [*dict.fromkeys(found.values())]
+    read.update(names)
+    return sum(measured_ms[name] for name in names)

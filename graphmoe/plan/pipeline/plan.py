@@ -1,0 +1,189 @@
+"""What a run's configuration makes of the pipeline: stages, their ranks, and the schedule's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.plan.costs.hardware import GPUS_PER_NODE
+from graphmoe.plan.costs.part_times import default_layout, modelled_message, modelled_parts
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.actions import Placement, Table
+from graphmoe.plan.pipeline.balance import balanced_layout
+from graphmoe.plan.pipeline.costs import measured_parts, stage_costs
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
+from graphmoe.plan.pipeline.simulate import Costs
+from graphmoe.plan.pipeline.stages import StagePieces, needs_embedding, parse_layout, pieces_of, short_layout
+from graphmoe.plan.rules.experts import dispatcher_of
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The pipeline of a run whose layers are shared out along pp."""
+
+    layout: str
+    """What each stage has, as `graphmoe.plan.pipeline.stages` writes it."""
+    stages: tuple[StagePieces, ...]
+    table: Table
+    costs: Costs
+    """Modelled or given times of the stages, which the tables of some schedules follow."""
+    embed_on: tuple[int, ...]
+    """Places along pp that hold the embedding."""
+
+    @property
+    def placement(self) -> Placement:
+        return self.table.placement
+
+    def own_stages(self, place: int) -> dict[int, StagePieces]:
+        """Those of a place along pp, by number."""
+        return {number: self.stages[number] for number in self.placement.stages_of(place)}
+
+    @property
+    def stages_of_places(self) -> list[list[StagePieces]]:
+        """Those of each place along pp, in the order of the model."""
+        return [[*self.own_stages(place).values()] for place in range(self.placement.num_ranks)]
+
+    def pieces_of_place(self, place: int) -> list[str]:
+        """What the stages of a place have, as a layout says it: ``['Et', 'L']``."""
+        pieces = parse_layout(self.layout)
+        return [short_layout([pieces[number]]) for number in self.placement.stages_of(place)]
+
+    def describe(self) -> str:
+        """A line for the log."""
+        return (
+            f"pipeline.schedule={self.table.schedule}: {len(self.stages)} stages on "
+            f"{self.placement.num_ranks} ranks, {self.table.num_micro_batches} micro-batches a step, "
+            f"layout {self.layout}"
+        )
+
+
+def pipeline_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
+    """The pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
+
+    The schedule must be one that there is.
+    """
+    if layout.pp == 1:
+        return None
+    if problems := [*_schedule_problems(config, layout)]:
+        raise ConfigError("; ".join(problems))
+    pipeline, model = config.pipeline, config.model
+    placement = placement_of(pipeline.schedule, layout.pp, pipeline.virtual_stages)
+    text = pipeline.layout or _balanced(config, placement)
+    stages = pieces_of(text, model.num_layers, model.mtp_depth, placement.num_stages)
+    costs = _costs(config, layout, text)
+    table = make_table(
+        pipeline.schedule,
+        layout.pp,
+        num_micro_batches(config, layout),
+        pipeline.virtual_stages,
+        overlap=pipeline.ep_overlap,
+        costs=costs,
+    )
+    embeds = (
+        placement.rank_of[number]
+        for number, stage in enumerate(stages)
+        if needs_embedding(stage, tied=model.tie_embeddings)
+    )
+    return PipelinePlan(text, stages, table, costs, tuple(sorted(set(embeds))))
+
+
+def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:
+    """A copy that any ranks can share: who has which stages does not depend on how many micro-batches."""
+    train = replace(config.train, global_batch_size=config.train.micro_batch_size * layout.dp)
+    return replace(config, train=train, pipeline=replace(config.pipeline, microbatches=None))
+
+
+def _balanced(config: RunConfig, placement: Placement) -> str:
+    """The layout of a run that names none. *Raises* ConfigError."""
+    if not config.pipeline.costs:
+        return default_layout(config.model, config.data.seq_len or 1, placement.rank_of)
+    try:
+        return balanced_layout(_given_parts(config), placement.rank_of)
+    except ConfigError as error:
+        raise ConfigError(f"pipeline.costs={config.pipeline.costs}: {error}") from error
+
+
+def expert_ranks(model: ModelConfig, layout: Layout) -> int:
+    """Ranks that share the experts, for the times of stages: some of a node, or some of several nodes."""
+    ranks = layout.size("ep_etp")
+    alike = ranks if ranks == 1 else GPUS_PER_NODE if ranks <= GPUS_PER_NODE else 2 * GPUS_PER_NODE
+    return min(alike, model.num_experts) or 1
+
+
+def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
+    """Times of the stages of a layout string, which follow from the configuration: all ranks have the same.
+
+    With pipeline.costs the parts take what was measured, and of that F, I and W the modelled shares.
+    """
+    model, seq_len, again = config.model, config.data.seq_len or 1, config.recompute
+    is_joint = dispatcher_of(config.moe, config.parallel) is DispatcherChoice.alltoall
+    ranks = expert_ranks(model, layout)
+    parts = modelled_parts(model, seq_len, again, expert_ranks=ranks, joint_experts=is_joint)
+    message = modelled_message(model, seq_len)
+    if config.pipeline.costs:
+        before = sum(part.total for part in parts)
+        parts = [part.taking(ms) for part, (_, ms) in zip(parts, _given_parts(config), strict=True)]
+        message *= sum(part.total for part in parts) / before
+    if not config.compile.enabled:
+        parts = [part._replace(inputs=part.inputs + part.weights, weights=0.0) for part in parts]
+    stages = stage_costs(parse_layout(text), parts)
+    forward, inputs, weights = (
+        tuple(getattr(stage, kind) for stage in stages) for kind in ("forward", "inputs", "weights")
+    )
+    return Costs(forward, inputs, weights, message)
+
+
+def _given_parts(config: RunConfig) -> list[tuple[str, float]]:
+    """Letters and milliseconds by pipeline.costs. *Raises* ConfigError."""
+    given = dict(map(_cost, config.pipeline.costs))
+    if len(given) < len(config.pipeline.costs):
+        raise ConfigError("a part has several times; give it one")
+    return measured_parts(config.model, given)
+
+
+def _cost(entry: str) -> tuple[str, float]:
+    """A part of the model and its milliseconds."""
+    name, _, value = entry.partition(":")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ConfigError(f"'{entry}' must be a part and its milliseconds, such as moe:6.7") from None
+
+
+def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Why there is no pipeline of a configuration, for ranks whose number is known."""
+    if config.pipeline.schedule not in SCHEDULES:
+        return  # another rule says so
+    try:
+        pipeline_of(config, layout)
+    except ConfigError as error:
+        yield str(error)
+
+
+def num_micro_batches(config: RunConfig, layout: Layout) -> int:
+    """Micro-batches of a step on each rank."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * layout.dp)
+
+
+def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Violated rules of the schedule, for ranks whose number is known."""
+    pipeline, train = config.pipeline, config.train
+    if pipeline.layout is not None and pipeline.costs:
+        yield (
+            f"pipeline.layout={pipeline.layout} says what each stage has, and pipeline.costs would balance "
+            f"them; leave one out"
+        )
+    count = num_micro_batches(config, layout)
+    if pipeline.microbatches not in (None, count):
+        wanted = pipeline.microbatches * train.micro_batch_size * layout.dp
+        yield (
+            f"pipeline.microbatches={pipeline.microbatches}, and train.global_batch_size="
+            f"{train.global_batch_size} over train.micro_batch_size={train.micro_batch_size} times "
+            f"{layout.dp} data-parallel ranks is {count}; use pipeline.microbatches={count}, or "
+            f"train.global_batch_size={wanted}"
+        )
+    if count:
+        yield from schedule_rules(
+            pipeline.schedule, layout.pp, count, pipeline.virtual_stages, overlap=pipeline.ep_overlap
+        )

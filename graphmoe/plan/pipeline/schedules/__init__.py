@@ -1,0 +1,152 @@
+"""Schedules by name: what each needs, and how its table is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.actions import Placement, Table
+from graphmoe.plan.pipeline.schedules.alternating import interleaved, one_forward_one_backward
+from graphmoe.plan.pipeline.schedules.forward_first import forward_only, gpipe
+from graphmoe.plan.pipeline.schedules.v_shaped import v_half, v_min, zbv
+from graphmoe.plan.pipeline.schedules.zero_bubble import zb1p
+from graphmoe.plan.pipeline.simulate import Costs
+
+Build = Callable[..., Table]
+"""Of the number of ranks, of micro-batches, and of virtual stages of each rank, on a V of ``costs`` too."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A line of `SCHEDULES`."""
+
+    build: Build
+    description: str
+    virtual_stages: tuple[int, int | None] = (1, 1)
+    """The fewest and the most on each rank; None: any number."""
+    splits_backward: bool = False
+    """Whether tables have I and W in the place of B."""
+    is_folded: bool = False
+    """Whether stages lie on a V, on which tables follow the costs of stages; others go round the ranks."""
+    build_overlapped: Build | None = None
+    """Makes the table whose forwards and backwards run together, where there is one."""
+
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe, "all forwards, then all backwards"),
+    "1f1b": Schedule(
+        one_forward_one_backward,
+        "a forward and a backward in turns",
+        build_overlapped=partial(one_forward_one_backward, overlap=True),
+    ),
+    "interleaved": Schedule(
+        interleaved,
+        "1f1b on several stages of each rank: less bubble, more messages and activations",
+        virtual_stages=(2, None),
+        build_overlapped=partial(interleaved, overlap=True),
+    ),
+    "zb1p": Schedule(
+        zb1p,
+        "1f1b with weight gradients where ranks would wait: a third of the bubble",
+        splits_backward=True,
+    ),
+    "zbv": Schedule(
+        zbv,
+        "two stages on each rank, there and back: least bubble, with the activations of 1f1b",
+        virtual_stages=(2, 2),
+        splits_backward=True,
+        is_folded=True,
+    ),
+    "v_half": Schedule(
+        v_half,
+        "zbv with half of the activations and some bubble",
+        virtual_stages=(2, 2),
+        splits_backward=True,
+        is_folded=True,
+    ),
+    "v_min": Schedule(
+        v_min,
+        "zbv with a third of the activations and more bubble",
+        virtual_stages=(2, 2),
+        splits_backward=True,
+        is_folded=True,
+    ),
+}
+
+__all__ = ["SCHEDULES", "Schedule", "forward_only", "make_table", "placement_of", "schedule_rules"]
+
+
+def make_table(
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int | None = None,
+    *,
+    overlap: bool = False,
+    costs: Costs | None = None,
+) -> Table:
+    """The table of a schedule; with None for the fewest virtual stages that it takes.
+
+    On a V it follows ``costs``, by default F, I and W that take equally long; other tables do not.
+    With ``overlap`` a forward and a backward that a rank has to do in steady state become one `Together`, of
+    two micro-batches: longer warm-ups make all pairs independent.
+
+    Raises ConfigError with all that `schedule_rules` finds.
+    """
+    problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    schedule = SCHEDULES[name]
+    build = schedule.build_overlapped if overlap else schedule.build
+    assert build
+    sizes = num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0]
+    return build(*sizes, costs=costs) if schedule.is_folded else build(*sizes)
+
+
+def placement_of(name: str, num_ranks: int, virtual_stages: int | None = None) -> Placement:
+    """Where a schedule has its stages, as its tables say."""
+    schedule = SCHEDULES[name]
+    if schedule.is_folded:
+        return Placement.folded(num_ranks)
+    return Placement.loop(num_ranks, virtual_stages or schedule.virtual_stages[0])
+
+
+def schedule_rules(
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int | None = None,
+    *,
+    overlap: bool = False,
+) -> Iterator[str]:
+    """What keeps a schedule from running with these numbers, and which ones would work."""
+    if num_ranks < 1:
+        yield f"parallel.pp={num_ranks} is no number of ranks; use 1 or more"
+    if num_micro_batches < 1:
+        yield f"pipeline.microbatches={num_micro_batches} leaves nothing to do; use 1 or more"
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        yield f"pipeline.schedule={name}: there is no such schedule; use one of {', '.join(SCHEDULES)}"
+        return
+    if virtual_stages is not None and not _takes(schedule, virtual_stages):
+        fewest, most = schedule.virtual_stages
+        wanted = f"{fewest}" if fewest == most else f"{fewest} or more"
+        takers = ", ".join(other for other, line in SCHEDULES.items() if _takes(line, virtual_stages))
+        instead = f", or a schedule that takes {virtual_stages}: {takers}" if takers else ""
+        yield (
+            f"pipeline.virtual_stages={virtual_stages} does not suit pipeline.schedule={name}, which has "
+            f"{wanted} on each rank; use {wanted}{instead}"
+        )
+    if overlap and schedule.build_overlapped is None:
+        able = ", ".join(other for other, line in SCHEDULES.items() if line.build_overlapped)
+        yield (
+            f"pipeline.ep_overlap=true runs a forward and a backward together, and pipeline.schedule={name} "
+            f"pairs none; use one of {able}"
+        )
+
+
+def _takes(schedule: Schedule, virtual_stages: int) -> bool:
+    fewest, most = schedule.virtual_stages
+    return fewest <= virtual_stages <= (most or virtual_stages)

@@ -1,0 +1,86 @@
+"""Forwards and backwards in turns, as soon as enough micro-batches are under way: 1F1B and interleaved 1F1B.
+
+Source: "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473),
+sections 2.2.1 and 2.2.2.
+"""
+
+from __future__ import annotations
+
+from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
+
+
+def one_forward_one_backward(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, overlap: bool = False
+) -> Table:
+    """1F1B: a rank keeps as many activations as stages follow, its own included.
+
+    With overlap it keeps twice as many: see `_num_warm_up`.
+    """
+    assert virtual_stages == 1
+    return _table("1f1b", num_ranks, num_micro_batches, virtual_stages, overlap)
+
+
+def interleaved(
+    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, overlap: bool = False
+) -> Table:
+    """1F1B on several stages of each rank: less bubble, for more messages and activations.
+
+    A rank takes micro-batches in rounds of ``num_ranks``, each round through all of its stages. Where the
+    last round is not full, the table is that of full rounds without what is missing: what is left keeps its
+    order, so it can run, and ends no later than full rounds do.
+    """
+    assert virtual_stages > 1
+    return _table("interleaved", num_ranks, num_micro_batches, virtual_stages, overlap)
+
+
+def _table(
+    schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, overlap: bool
+) -> Table:
+    ranks = []
+    for rank in range(num_ranks):
+        forwards, backwards = _turns(rank, num_ranks, num_micro_batches, virtual_stages)
+        # In a single round the first ranks have fewer forwards than a whole warm-up: then all come first.
+        warm_up = min(_num_warm_up(rank, num_ranks, virtual_stages, overlap), len(forwards))
+        steps: list[Step] = [*forwards[:warm_up]]
+        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+            steps += (Together(forward, backward),) if overlap else (forward, backward)
+        steps += backwards[len(forwards) - warm_up :]
+        ranks.append(tuple(kept for step in steps if (kept := _without(step, num_micro_batches))))
+    placement = Placement.loop(num_ranks, virtual_stages)
+    return Table(schedule, placement, num_micro_batches, tuple(ranks))
+
+
+def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
+    """Forwards of a rank before its first backward.
+
+    A `Together` ends as a whole. If each rank had one more than the next, as in 1F1B, a pair would wait for
+    the last pair of the rank before, and that one for the last pair of this rank: neighbours would take
+    turns. So each rank has two more than the next, as interleaving does anyway. The one that is added on all
+    ranks makes the pairs of the last stage two micro-batches instead of one.
+    """
+    after = num_ranks - 1 - rank
+    if overlap:
+        return 2 * after + (virtual_stages - 1) * num_ranks + 1
+    return after if virtual_stages == 1 else 2 * after + (virtual_stages - 1) * num_ranks
+
+
+def _turns(
+    rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int
+) -> tuple[list[Action], list[Action]]:
+    """The rank's forwards and its backwards, in order, in full rounds."""
+    stages = range(rank, num_ranks * virtual_stages, num_ranks)
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    for first in range(0, num_micro_batches, num_ranks):
+        numbers = range(first, first + num_ranks)
+        forwards += [Action("F", stage, number) for stage in stages for number in numbers]
+        backwards += [Action("B", stage, number) for stage in reversed(stages) for number in numbers]
+    return forwards, backwards
+
+
+def _without(step: Step, num_micro_batches: int) -> Step | None:
+    """A step less what is of micro-batches beyond the last one."""
+    if isinstance(step, Action):
+        return step if step.micro_batch < num_micro_batches else None
+    left = [action for action in step if action.micro_batch < num_micro_batches]
+    return step if len(left) == 2 else left[0] if left else None

@@ -1,0 +1,167 @@
+"""Building blocks of tables on a V: when each rank works on one micro-batch, if each follows a period later.
+
+Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A period is as long as
+the rank with most to do is busy with a micro-batch, or longer. A rank does the same in each period, so what
+it does for one micro-batch must not overlap in the time of the period. The orders of all ranks are chosen
+here from the costs of the stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from graphmoe.plan.pipeline.simulate import Costs
+
+Work = tuple[Literal["F", "I"], int]
+"""F or I, and the stage."""
+Array = npt.NDArray[np.float64]
+
+ORDERS = np.array([(0, *order) for order in itertools.permutations(range(1, 6))])
+"""All orders of a rank's work in a period: F there, F back, I there, I back, and W of both stages."""
+NOTHING = 1e-9
+"""Share of a period that rounding may make."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The times of micro-batch 0 on each rank; others are later by the period."""
+
+    times: tuple[dict[Work, float], ...]
+    period: float
+
+    def kept(self, costs: Costs) -> int:
+        """Activations of virtual stages that the rank with most keeps if W follows I at once."""
+        num_stages, most = 2 * len(self.times), 0
+        for rank, times in enumerate(self.times):
+            lives = [
+                (times["F", s], times["I", s] + costs.backward_input[s])
+                for s in (rank, num_stages - 1 - rank)
+            ]
+            for moment, _ in lives:
+                open_ones = (self._between(moment, start, end) for start, end in lives)
+                most = max(most, sum(open_ones))
+        return most
+
+    def _between(self, moment: float, start: float, end: float) -> int:
+        """Micro-batches whose interval has the moment, the one that begins then included."""
+        begun = np.floor((moment - start) / self.period + NOTHING)
+        return int(begun - np.floor((moment - end) / self.period + NOTHING))
+
+
+def busy(costs: Costs, num_ranks: int) -> float:
+    """Time that the rank with most to do is busy with a micro-batch."""
+    return max(sum(_durations(costs, rank, num_ranks)) for rank in range(num_ranks))
+
+
+def block_of(
+    costs: Costs, num_ranks: int, period: float, slower: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+) -> Block:
+    """The block in which the way of a micro-batch is shortest.
+
+    The way has four legs: F there and back, I there and back. ``slower``: how much longer than it must a
+    micro-batch takes from rank to rank, by leg. A rank keeps the less, the shorter the way is; where there
+    is room, a longer one leaves weight gradients for the end. Time that a rank has left is beside W.
+    """
+    works = []
+    for rank in range(num_ranks):
+        *inner, first, second = _durations(costs, rank, num_ranks)
+        rest = (period - sum(inner) - first - second) / 2
+        works.append((*inner, first + rest, second + rest))
+    between = [costs.comm + more for more in slower]
+    phases = _phases([np.array(work) for work in works], between, period)
+    times: list[dict[Work, float]] = [{} for _ in range(num_ranks)]
+    ready, before = phases[0][0], 0
+    for leg, forwards in enumerate((True, False, True, False)):
+        for rank in range(num_ranks) if forwards else reversed(range(num_ranks)):
+            ready += between[leg] if rank != before else 0.0
+            start = ready + float(_later(phases[rank][leg] - ready, period))
+            stage = rank if leg in (0, 3) else 2 * num_ranks - 1 - rank
+            times[rank]["F" if leg < 2 else "I", stage] = start
+            ready, before = start + works[rank][leg], rank
+    return Block(tuple(times), period)
+
+
+def _durations(costs: Costs, rank: int, num_ranks: int) -> tuple[float, ...]:
+    """Of what `ORDERS` numbers."""
+    back = 2 * num_ranks - 1 - rank
+    forward, inputs, weights = costs.forward, costs.backward_input, costs.backward_weight
+    return (forward[rank], forward[back], inputs[back], inputs[rank], weights[rank], weights[back])
+
+
+def _phases(works: list[Array], between: list[float], period: float) -> list[list[float]]:
+    """When each rank begins with F and I, but for whole periods, such that the way is shortest.
+
+    From the last rank to the first: for each order of a rank the best one of the rank after it is known. A
+    micro-batch turns on the last rank, twice, and on the first.
+    """
+    starts = [_starts(work) for work in works]
+    last, work = starts[-1], works[-1]
+    waits = _later(last[:, 1] - last[:, 0] - work[0], period) + _later(
+        last[:, 3] - last[:, 2] - work[2], period
+    )
+    chosen: list[tuple[npt.NDArray[np.intp], Array]] = []
+    known: dict[bytes, tuple[Array, Array]] = {}
+    for here in reversed(range(len(works) - 1)):
+        key = works[here].tobytes() + works[here + 1].tobytes()
+        if key not in known:
+            known[key] = _hop(starts[here], starts[here + 1], works[here], works[here + 1], between, period)
+        of_hop, shift = known[key]
+        both = of_hop + waits
+        best = _first_least(both / period, axis=1)
+        chosen.append((best, shift))
+        waits = both[np.arange(len(best)), best]
+    first = starts[0]
+    waits = waits + _later(first[:, 2] - first[:, 1] - works[0][1], period)
+    order, offset = int(_first_least(waits / period, axis=0)), 0.0
+    phases = [first[order, :4].tolist()]
+    for rank, (best, shift) in enumerate(reversed(chosen), start=1):
+        after = int(best[order])
+        offset += float(shift[order, after])
+        order = after
+        phases.append((starts[rank][order, :4] + offset).tolist())
+    return phases
+
+
+def _starts(work: Array) -> Array:
+    """By order and kind of work: when it begins, if the rank never waits and begins with its first F."""
+    in_order = work[ORDERS]
+    found = np.empty_like(in_order)
+    np.put_along_axis(found, ORDERS, np.cumsum(in_order, axis=1) - in_order, axis=1)
+    return found
+
+
+def _hop(
+    here: Array, after: Array, work: Array, work_after: Array, between: list[float], period: float
+) -> tuple[Array, Array]:
+    """By order of a rank and of the one after it: waits of all legs, and how much later that one begins.
+
+    It begins such that one of the legs does not wait, the one with which all wait least.
+    """
+    x, y = here[:, None, :], after[None, :, :]
+    legs = np.stack(
+        (
+            x[..., 0] - y[..., 0] + work[0] + between[0],
+            x[..., 1] - y[..., 1] - work_after[1] - between[1],
+            x[..., 2] - y[..., 2] + work[2] + between[2],
+            x[..., 3] - y[..., 3] - work_after[3] - between[3],
+        )
+    )
+    towards = np.array([1.0, -1.0, 1.0, -1.0])[:, None, None]
+    waits = np.stack([_later((shift - legs) * towards, period).sum(axis=0) for shift in legs])
+    best = _first_least(waits / period, axis=0)[None]
+    return np.take_along_axis(waits, best, 0)[0], np.take_along_axis(legs, best, 0)[0]
+
+
+def _later(time: Array | float, period: float) -> Array:
+    """The same moment of the first period from 0 on."""
+    return np.asarray(time - np.floor(time / period + NOTHING) * period)
+
+
+def _first_least(values: Array, axis: int) -> npt.NDArray[np.intp]:
+    """The first of equals, rounding aside."""
+    return np.asarray(np.argmin(np.round(values, 8), axis=axis))

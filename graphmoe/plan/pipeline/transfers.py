@@ -1,0 +1,153 @@
+"""Which messages a rank of a table sends and receives, and when; nothing here knows tensors.
+
+A channel is an ordered pair of ranks. What its source sends arrives in that order, so its destination posts
+receives in that order too: each just before the step that reads the message, or earlier where a message
+behind it is read first. No earlier than that: a receive that waits on an AMD GPU holds up other collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graphmoe.plan.pipeline.actions import Action, Step, Table, parts
+from graphmoe.plan.pipeline.check import FORWARD_ONLY
+from graphmoe.plan.pipeline.dependencies import needs, result
+
+HELD = 2
+"""How many messages of a channel a rank holds while it evaluates, where no answers come back."""
+Channel = tuple[int, int]
+"""Source and destination, ranks of the pipeline."""
+
+
+class Message(NamedTuple):
+    """A result on its way to the rank with the next stage, or with the one before."""
+
+    content: Action
+    """F: activations for the next stage. I: gradients for the stage before."""
+    source: int
+    destination: int
+
+    @property
+    def channel(self) -> Channel:
+        return self.source, self.destination
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """The messages of one rank."""
+
+    posts: Mapping[Step, tuple[Message, ...]]
+    """Those whose receives are posted just before a step, in order."""
+    sends: Mapping[Action, Message]
+    """By their content; each is sent as soon as the action is over."""
+    over: Mapping[Step, tuple[Message, ...]]
+    """Sent ones whose memory is free once a step has its inputs: one of these was made after the message
+    arrived, by the rank that it went to. So waiting for the message takes no time."""
+
+
+def channels_of(table: Table) -> list[Channel]:
+    """The channels that a table uses, sorted. A table that evaluates uses some of those of its schedule."""
+    ranks = range(table.placement.num_ranks)
+    return sorted({message.channel for rank in ranks for message in _sent(table, rank)})
+
+
+def transfers_of(table: Table, rank: int) -> Transfers:
+    """What a rank has to do so that all of its steps get what they read from other ranks."""
+    sent = _sent(table, rank)
+    received = [
+        message
+        for source in range(table.placement.num_ranks)
+        for message in _sent(table, source)
+        if message.destination == rank
+    ]
+    return Transfers(
+        _by_step(table, rank, _times_to_post(table, rank, received)),
+        {message.content: message for message in sent},
+        _by_step(table, rank, _times_over(table, rank, sent, received)),
+    )
+
+
+def _sent(table: Table, rank: int) -> list[Message]:
+    """All messages of a rank, in the order in which it sends them."""
+    placement = table.placement
+    found = []
+    for action in table.actions(rank):
+        if action.kind != "W":
+            stage = action.stage + (1 if action.kind == "F" else -1)
+            home = placement.rank_of[stage] if 0 <= stage < placement.num_stages else rank
+            if home != rank:
+                found.append(Message(result(action), rank, home))
+    return found
+
+
+def _times_to_post(table: Table, rank: int, received: list[Message]) -> dict[Message, int]:
+    """The step of the rank before which each receive is posted; messages of a channel stand in its order."""
+    read = _times_read(table, rank)
+    times = {}
+    earliest: dict[Channel, int] = {}
+    for message in reversed(received):
+        channel = message.channel
+        earliest[channel] = min(read[message.content], earliest.get(channel, read[message.content]))
+        times[message] = earliest[channel]
+    return {message: times[message] for message in received}
+
+
+def _times_over(table: Table, rank: int, sent: list[Message], received: list[Message]) -> dict[Message, int]:
+    """The step of the rank by which each sent message is over, where one tells before the end."""
+    times: dict[Message, int] = {}
+    for other in {message.destination for message in sent}:
+        there = [message for message in sent if message.destination == other]
+        answers = [message for message in received if message.source == other]
+        if table.schedule == FORWARD_ONLY:
+            times |= _times_replaced(table, rank, there)
+        else:
+            times |= _times_answered(table, rank, other, there, answers)
+    return {message: times[message] for message in sent if message in times}
+
+
+def _times_answered(
+    table: Table, rank: int, other: int, sent: list[Message], answers: list[Message]
+) -> dict[Message, int]:
+    """When the rank has read the first of the other rank's answers that was made after it read a message."""
+    made, read, read_there = _times_made(table, other), _times_read(table, rank), _times_read(table, other)
+    of_answers = [(made[answer.content], read[answer.content]) for answer in answers]
+    times = {}
+    for message in sent:
+        after = [seen for since, seen in of_answers if since >= read_there[message.content]]
+        if after:
+            times[message] = min(after)
+    return times
+
+
+def _times_replaced(table: Table, rank: int, sent: list[Message]) -> dict[Message, int]:
+    """When the rank sends the `HELD`-th message after it. In tables that evaluate nobody waits in a circle
+    for that (tests/runtime/pipeline/test_transfers.py); a rank that is so far ahead gains nothing by more."""
+    made = _times_made(table, rank)
+    return {message: made[later.content] for message, later in zip(sent, sent[HELD:], strict=False)}
+
+
+def _times_read(table: Table, rank: int) -> dict[Action, int]:
+    """The step of a rank that reads each result."""
+    num_stages = table.placement.num_stages
+    return {
+        need: time
+        for time, step in enumerate(table.ranks[rank])
+        for action in parts(step)
+        for need in needs(action, num_stages)
+        if need.stage != action.stage
+    }
+
+
+def _times_made(table: Table, rank: int) -> dict[Action, int]:
+    """The step of a rank that makes each result."""
+    return {result(action): time for time, step in enumerate(table.ranks[rank]) for action in parts(step)}
+
+
+def _by_step(table: Table, rank: int, times: dict[Message, int]) -> dict[Step, tuple[Message, ...]]:
+    steps = table.ranks[rank]
+    found: dict[Step, tuple[Message, ...]] = {}
+    for message, time in times.items():
+        found[steps[time]] = (*found.get(steps[time], ()), message)
+    return found

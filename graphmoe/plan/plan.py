@@ -1,0 +1,103 @@
+"""The plan of a run: all that follows from its configuration and number of ranks by arithmetic.
+
+It is made once, when the number of ranks is known; what builds and runs the model asks the plan, and does not
+derive the same from the configuration again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphmoe.config.schema import ComputeDtype, DispatcherChoice, RunConfig, Transport
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
+from graphmoe.plan.pipeline.stages import StagePieces
+from graphmoe.plan.receive_budget import Load, balanced_load, capacity, routed_tokens, worst_load
+from graphmoe.plan.rules.experts import dispatcher_of, reads_peers, transport_of_run
+from graphmoe.segments import FULL_ITERATION, segments_of
+
+DTYPES = {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.fp32: torch.float32}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions about a run on some number of ranks; ``plan_of`` makes it."""
+
+    config: RunConfig
+    """Resolved."""
+    layout: Layout
+    """Places of the ranks along the parallel dimensions, with those that hold the embedding."""
+    pipeline: PipelinePlan | None
+    """How ranks along pp share the layers; None where each has all of them."""
+    dispatcher: DispatcherChoice
+    """Never auto."""
+    transport: Transport | None
+    """Mover of the rows of symm, never auto; None with other dispatchers."""
+    num_micro_batches: int
+    """Micro-batches of a step on each rank."""
+    tokens: int
+    """Tokens that each rank routes at once."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights and activations of the model."""
+        return DTYPES[self.config.precision.compute]
+
+    @property
+    def reads_peers(self) -> bool:
+        """True where ranks reach the memory of each other's GPUs, and room is made without a count."""
+        return reads_peers(self.config.moe, self.config.parallel)
+
+    @property
+    def global_micro_batches(self) -> int:
+        """Micro-batches of a step on all ranks together."""
+        return self.num_micro_batches * self.layout.dp
+
+    @property
+    def captures_step(self) -> bool:
+        """True where one graph holds the whole step."""
+        return self.config.graph.scope == FULL_ITERATION
+
+    @property
+    def captured(self) -> frozenset[str]:
+        """Names of the segments that replay from graphs of their own."""
+        return frozenset(segments_of(self.config.graph.scope))
+
+    @functools.cached_property
+    def balanced(self) -> Load:
+        """Rows and slots that arrive at a rank where routing is balanced."""
+        return balanced_load(self.config.model, self.layout, self.tokens)
+
+    @property
+    def worst(self) -> Load:
+        """Rows and slots that arrive at a rank if all tokens go there."""
+        return worst_load(self.config.model, self.layout, self.tokens)
+
+    def room(self, factor: float = 1.0) -> Load:
+        """Return the room for ``factor`` times the receive budget."""
+        return capacity(self.config.moe, self.config.model, self.layout, self.tokens, factor)
+
+    def own_stages(self, place: int) -> Sequence[StagePieces]:
+        """Return the stages of a place along pp, in the model's order; none where layers are not shared."""
+        return [*self.pipeline.own_stages(place).values()] if self.pipeline else []
+
+
+def plan_of(config: RunConfig, num_ranks: int) -> Plan:
+    """Return the plan of a resolved configuration on so many ranks. *Raises* ConfigError."""
+    layout = Layout.of(config.parallel, num_ranks)
+    pipeline = pipeline_of(config, layout)
+    if pipeline is not None:
+        layout = replace(layout, embed_on=pipeline.embed_on)
+    return Plan(
+        config,
+        layout,
+        pipeline,
+        dispatcher_of(config.moe, config.parallel),
+        transport_of_run(config),
+        num_micro_batches(config, layout),
+        routed_tokens(config, layout),
+    )

@@ -1,0 +1,1 @@
+"""Rules that a configuration must keep, by their subject."""

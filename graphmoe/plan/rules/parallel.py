@@ -1,0 +1,135 @@
+"""Rules that the parallel dimensions make for sizes of the model and of its sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from graphmoe.config.schema import (
+    AttentionBackend,
+    AttentionKind,
+    ContextMethod,
+    DpShard,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+)
+from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.rules.experts import splits_backward
+from graphmoe.plan.rules.values import divisors
+from graphmoe.segments import FULL_ITERATION
+
+RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
+"""Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
+
+
+def pipeline_rules(config: RunConfig) -> Iterator[str]:
+    """Schedules that there are, and what ``parallel.pp`` does not go together with."""
+    parallel, schedule = config.parallel, config.pipeline.schedule
+    if schedule not in SCHEDULES:
+        yield f"pipeline.schedule={schedule} is unknown; use one of {', '.join(SCHEDULES)}"
+    if parallel.pp < 2:
+        return
+    if parallel.dp_shard is DpShard.fsdp2:
+        yield (
+            f"parallel.dp_shard=fsdp2 gathers weights for each micro-batch anew, and parallel.pp="
+            f"{parallel.pp} has many under way; use parallel.dp_shard=zero1"
+        )
+    if config.graph.scope == FULL_ITERATION and config.profile.pipeline:
+        yield (
+            f"profile.pipeline=true measures each action of a step, and graph.scope={FULL_ITERATION} replays "
+            f"all of them at once; use profile.pipeline=false, or another graph.scope such as layer"
+        )
+    splits = schedule in SCHEDULES and SCHEDULES[schedule].splits_backward
+    if splits and config.compile.enabled and not splits_backward(config.passes):
+        yield (
+            f"pipeline.schedule={schedule} makes weight gradients apart from those of inputs; let the pass "
+            f"split_backward run (passes.enabled, passes.disabled), or use pipeline.schedule=1f1b"
+        )
+
+
+def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
+    """What the ranks of tp share equally and cannot."""
+    if parallel.tp < 2:
+        return
+    for key, value, what in _shared(model, seq_len if parallel.cp == 1 else 0):
+        if value > 0 and value % parallel.tp:
+            below = value - value % parallel.tp
+            lower, upper = (below, below + parallel.tp) if below else (parallel.tp, 2 * parallel.tp)
+            valid = " or ".join(map(str, divisors(value, parallel.tp)))
+            yield (
+                f"parallel.tp={parallel.tp} does not divide {key}={value}, the {what} that its ranks share; "
+                f"use tp={valid}, or {key}={lower} or {upper}"
+            )
+
+
+def shard_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
+    """What ``parallel.dp_shard`` does not go together with."""
+    if parallel.dp_shard is DpShard.fsdp2 and scope != "none":
+        yield (
+            f"parallel.dp_shard=fsdp2 gives the memory of a layer's weights back after each use, and "
+            f"graph.scope={scope} replays from graphs that read them at fixed addresses; use "
+            f"graph.scope=none, or parallel.dp_shard=zero1"
+        )
+
+
+def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMethod:
+    """How attention works over the ranks of cp; never auto."""
+    if parallel.cp_method is not ContextMethod.auto:
+        return parallel.cp_method
+    return ContextMethod.ring if _undivided_heads(parallel, model) else ContextMethod.alltoall
+
+
+def context_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
+    """What the ranks of cp share equally and cannot, and attention that has no ring."""
+    cp, tp = parallel.cp, parallel.tp
+    if cp < 2 or tp < 1:
+        return
+    ring = context_method(parallel, model) is ContextMethod.ring
+    parts = cp * math.lcm(2, tp) if ring else cp * tp
+    if seq_len % parts:
+        below = seq_len - seq_len % parts
+        wanted = " or ".join(str(length) for length in (below, below + parts) if length)
+        chunks = f"chunks of 2 * cp={2 * cp}, in shares of" if ring else "shares of"
+        yield (
+            f"data.seq_len={seq_len} cannot be cut into {chunks} parallel.cp={cp} * parallel.tp={tp} ranks: "
+            f"it is no multiple of {parts}; use data.seq_len={wanted}"
+        )
+    undivided = _undivided_heads(parallel, model)
+    if not ring and undivided and undivided[1] % tp == 0:
+        key, heads = undivided
+        valid = " or ".join(str(n) for n in range(1, cp) if heads % (n * tp) == 0)
+        yield (
+            f"parallel.cp_method=alltoall gives each rank of parallel.cp={cp} a part of the heads, and "
+            f"{key}={heads}, of which a rank of parallel.tp={tp} has {heads / tp:g}, cannot be shared so; "
+            f"use parallel.cp_method=ring{f', or parallel.cp={valid}' if valid else ''}"
+        )
+    if ring and model.attention_backend not in RING_BACKENDS:
+        backends = ", ".join(backend.value for backend in RING_BACKENDS)
+        yield (
+            f"model.attention_backend={model.attention_backend.value} cannot attend to a part of the keys, "
+            f"as parallel.cp={cp} by parallel.cp_method=ring needs; use one of: {backends}"
+            + ("" if undivided else "; or parallel.cp_method=alltoall")
+        )
+
+
+def _undivided_heads(parallel: ParallelConfig, model: ModelConfig) -> tuple[str, int] | None:
+    """Key and number of the heads that ranks of cp and tp cannot share equally, if any."""
+    kinds = [("model.num_heads", model.num_heads)]
+    if model.attention is AttentionKind.gqa:
+        kinds.append(("model.num_kv_heads", model.num_kv_heads))
+    ranks = max(parallel.cp * parallel.tp, 1)
+    return next((kind for kind in kinds if kind[1] % ranks), None)
+
+
+def _shared(model: ModelConfig, seq_len: int) -> Iterator[tuple[str, int, str]]:
+    """Key, value and meaning of each size that is cut along tp."""
+    yield "model.num_heads", model.num_heads, "attention heads"
+    if model.attention is AttentionKind.gqa:
+        yield "model.num_kv_heads", model.num_kv_heads, "key-value heads"
+    if model.num_dense_layers > 0:
+        yield "model.dense_ffn_size", model.dense_ffn_size, "width of the dense MLP"
+    if model.mtp_depth > 0 or model.num_layers > model.num_dense_layers:
+        yield "model.shared_ffn_size", model.shared_ffn_size, "width of the shared experts"
+    yield "model.vocab_size", model.vocab_size, "rows of embedding and head"
+    yield "data.seq_len", seq_len, "tokens of a sequence"

@@ -1,0 +1,102 @@
+"""Will a run fit its GPUs, and how fast will it be: from its configuration alone, without a GPU.
+
+python -m graphmoe.project model=moe_1t parallel.pp=24 parallel.ep=8 train.micro_batch_size=1 \\
+    hardware=mi355x nodes=96
+python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 recompute=all hardware=h200 format=json
+python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96 search=true
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from graphmoe.command.hydra import hydra_app
+from graphmoe.config.arguments import emit, parse_args, run_tool, usage
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.project.arguments import ProjectArgs, check, check_words, completed, fixed_keys, split_words
+
+PROG = "graphmoe.project"
+RUN = "python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96"
+EXAMPLES = [
+    f"{RUN} parallel.pp=24 parallel.ep=8",
+    "python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 recompute=all hardware=h200 format=json",
+    f"{RUN} search=true",
+]
+HELP = {"-h", "--help", "help"}
+
+
+def main() -> None:
+    """Run the command line."""
+    run_tool(run)
+
+
+def run(argv: list[str]) -> None:
+    """Project what is asked: the tool's own words here, all others by Hydra."""
+    own, others = split_words(argv)
+    if HELP & set(argv):
+        print(usage(ProjectArgs, PROG), end="\n\nand the keys of a run:\n\n")
+    else:
+        check_words(others)
+    command = shlex.join(["python", "-m", PROG, *argv])
+    asked = functools.cache(lambda: _asked(own, others))
+
+    def complete(config: RunConfig) -> RunConfig:
+        # The tool's keys are checked only here, since Hydra names misspelt keys of a run before.
+        return completed(config, asked(), fixed_keys(others))
+
+    def show(config: RunConfig) -> None:
+        _show(asked(), command, others, config)
+
+    sys.argv[1:] = ["--help" if word == "help" else word for word in others]
+    hydra_app(show, prog=PROG, examples=EXAMPLES, complete=complete)
+
+
+def _asked(own: list[str], others: list[str]) -> ProjectArgs:
+    """The tool's own keys, checked. *Raises* ConfigError."""
+    args = parse_args(ProjectArgs, own, prog=PROG)
+    check(args, others)
+    return args
+
+
+def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) -> None:
+    """Print the projection of the configured run, or the layouts that were found, and write the page."""
+    from graphmoe.project.document import project  # imports torch
+    from graphmoe.project.page import write_projection, write_search
+    from graphmoe.project.search import search
+    from graphmoe.project.search_table import render_search
+    from graphmoe.project.tables import render
+
+    if args.search:
+        with _shown_progress() as report:
+            document = search(config, args, words, report)
+        emit(document, render_search(document), config.format)
+    else:
+        document = project(config, args)
+        emit(document, render(document), config.format)
+    if args.page is not None:
+        try:
+            (write_search if args.search else write_projection)(args.page, command, document)
+        except OSError as error:
+            raise ConfigError(f"cannot write page={args.page}: {error.strerror}") from error
+        print(f"wrote {args.page}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _shown_progress() -> Iterator[Callable[[str], None]]:
+    """Takes words for a line on stderr, which only a terminal shows, with the seconds so far."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda text: progress.update(task, description=text)
+
+
+if __name__ == "__main__":
+    main()

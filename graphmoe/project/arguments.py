@@ -1,0 +1,159 @@
+"""What ``graphmoe.project`` is asked beside a run's own keys, and the configuration that it projects."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from graphmoe.config.arguments import file_problems, nearest
+from graphmoe.config.schema import ComputeDtype, ConfigError, DispatcherChoice, RunConfig, TrainConfig
+from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card, card_of
+from graphmoe.plan.layout import Layout
+
+
+class Assumptions(enum.Enum):
+    exact = "exact"
+    published = "published"
+
+
+@dataclass
+class ProjectArgs:
+    """Keys of the tool; all others are those of a run."""
+
+    hardware: str
+    """Card of all ranks: mi300x, mi325x, mi355x, h100, h200 or b200."""
+    nodes: int = 1
+    """Nodes of 8 GPUs, > 0."""
+    assumptions: Assumptions = Assumptions.exact
+    """exact: the bytes that this project's runs hold; published: those of a published chart."""
+
+    rates: Path | None = None
+    """JSON file with shares of the card's peaks that were measured, in place of the tool's own."""
+    search: bool = False
+    """Look for the layouts that fit the model on so many GPUs, by projected throughput."""
+    top: int = 10
+    """Layouts that search=true lists, > 0."""
+    page: Path | None = None
+    """Page with pictures to write, a file that ends in .html."""
+
+    @property
+    def card(self) -> Card:
+        return card_of(self.hardware)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * GPUS_PER_NODE
+
+
+NOT_OF_A_RUN = ("launch.nodes", "launch.nproc", "launch.fake_world")
+"""Keys that say how many ranks there are, which this tool takes from ``nodes``."""
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words of the tool's own keys, and all others."""
+    keys = {field.name for field in fields(ProjectArgs)}
+    own = [word for word in words if word.partition("=")[0] in keys]
+    return own, [word for word in words if word not in own]
+
+
+MISSPELT = 0.7
+"""Likeness to a key of the tool from which on a word is meant as it; no key or group of a run is as like."""
+
+
+def check_words(words: Sequence[str]) -> None:
+    """*Raises* ConfigError for words that are no run's: misspelt keys of the tool, and ``-m``."""
+    keys = [field.name for field in fields(ProjectArgs)]
+    names = [word.partition("=")[0] for word in words]
+    misspelt = [name for name in names if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
+    problems = [f"unknown key '{name}'{nearest(name, keys)}" for name in misspelt]
+    problems += [
+        f"{word}: a projection is of one run; leave it out" for word in words if word in ("-m", "--multirun")
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def check(args: ProjectArgs, words: Sequence[str]) -> None:
+    """*Raises* ConfigError for values out of range, and for words of a run that contradict the tool's."""
+    problems = []
+    if args.nodes < 1:
+        problems.append(f"nodes={args.nodes} must be 1 or more")
+    for word in words:
+        if word.lstrip("+").partition("=")[0] in NOT_OF_A_RUN:
+            problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
+        name, _, value = word.partition("=")
+        if args.search and name == "pipeline.microbatches" and value != "null":
+            problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
+    if args.top < 1:
+        problems.append(f"top={args.top} must be 1 or more")
+    if args.search and args.assumptions is Assumptions.published:
+        problems.append("search=true has no assumptions=published; leave it out")
+    problems += file_problems("page", args.page, "page.html")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    _ = args.card
+
+
+GLOBAL_BATCH = "train.global_batch_size"
+
+
+def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = frozenset()) -> RunConfig:
+    """The configuration on the tool's ranks, in bf16, with a global batch that fits them if none was chosen.
+
+    That has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline. For a
+    search it has four micro-batches for each GPU, whatever the layout, of which no rule has to hold yet.
+    """
+    config = replace(
+        config,
+        launch=replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes),
+        precision=replace(config.precision),
+        train=replace(config.train),
+    )
+    if config.precision.compute is ComputeDtype.auto:
+        config.precision.compute = ComputeDtype.bf16
+    if args.search:
+        return _to_search(config, args, fixed)
+    if _is_open(config, fixed):
+        try:
+            layout = Layout.of(config.parallel, args.num_ranks)
+        except (ConfigError, ZeroDivisionError):  # of these the rules of a run speak
+            return config
+        count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
+        config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
+    return config
+
+
+def _is_open(config: RunConfig, fixed: frozenset[str]) -> bool:
+    """Whether nobody has chosen a global batch: neither a word nor a file of the configuration."""
+    return GLOBAL_BATCH not in fixed and config.train.global_batch_size == TrainConfig.global_batch_size
+
+
+def fixed_keys(words: Sequence[str]) -> frozenset[str]:
+    """Keys that a command line gives, which a search leaves as they are."""
+    return frozenset(word.lstrip("+~").partition("=")[0] for word in words)
+
+
+def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
+    """What starts a run of a search's words with those that it found, on each node, quoted for a shell."""
+    own = [word for word in words if not fixed_keys([word]) & {"format"}]
+    launch = [f"launch.nproc={GPUS_PER_NODE}", f"launch.nodes={args.nodes}"]
+    return shlex.join(["python", "-m", "graphmoe.train", *own, *found.split(), *launch])
+
+
+def _to_search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> RunConfig:
+    """The configuration for any layout: its number of ranks is open."""
+    config.launch.nproc = config.launch.nodes = "auto"
+    if _is_open(config, fixed):
+        config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
+    travels = config.moe.dispatcher not in (
+        DispatcherChoice.auto, DispatcherChoice.local, DispatcherChoice.alltoall
+    )  # fmt: skip
+    if travels and config.parallel.ep == 1:  # these need ranks that share the experts
+        ep = math.gcd(config.model.num_experts, GPUS_PER_NODE)
+        config.parallel = replace(config.parallel, ep=ep)
+    return config

@@ -1,0 +1,206 @@
+"""What a search tries: layouts of a number of ranks, schedules, and what is computed again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from graphmoe.config.schema import (
+    ConfigError,
+    ContextMethod,
+    DispatcherChoice,
+    ModelConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfig,
+)
+from graphmoe.plan.costs.hardware import GPUS_PER_NODE
+from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.rules.check import rank_batch_rules, violations
+from graphmoe.plan.rules.experts import dispatcher_of, has_experts, one_node_rules
+from graphmoe.plan.rules.parallel import context_method
+from graphmoe.plan.rules.values import divisors
+from graphmoe.project.arguments import ProjectArgs
+
+MOST_CP = 8
+VIRTUAL_STAGES = (2, 3, 4, 6)
+"""Of schedules that take any number."""
+TRIED_SCHEDULES = ("1f1b", "interleaved", "zb1p", "zbv", "v_half", "v_min")
+"""gpipe keeps more than 1f1b and is no faster."""
+
+
+class Again(NamedTuple):
+    """What a backward computes again, and the words for it."""
+
+    words: str
+    config: RecomputeConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layout that a search tries, and the configuration of a run that has it."""
+
+    words: str
+    """What to type, without schedule and recompute."""
+    config: RunConfig
+    layout: Layout
+
+
+class Candidates:
+    """All that a search tries. Keys in ``fixed`` stay as they are in the configuration."""
+
+    def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
+        self.config, self.num_ranks, self.nodes, self.fixed = config, args.num_ranks, args.nodes, fixed
+        self._violated: dict[Layout, list[str]] = {}
+
+    def shapes(self) -> Iterator[tuple[Shape, list[str]]]:
+        """Each layout whose dimensions multiply out to the ranks, with the rules of a run that it violates.
+
+        *Raises* ConfigError where no layout does.
+        """
+        count, problem = 0, ""
+        for parallel in self._dimensions():
+            try:
+                layout = Layout.of(parallel, self.num_ranks)
+            except ConfigError as error:
+                problem = problem or str(error)
+                continue
+            count += 1
+            config = self._config(parallel)
+            yield Shape(self._words(parallel), config, layout), self._problems(config, layout)
+        if not count:
+            raise ConfigError(
+                f"no layout has these keys on {self.num_ranks} ranks: {without_advice(problem)}"
+            )
+
+    def schedules(self, pp: int) -> list[tuple[str, int | None]]:
+        """Schedules with virtual stages on each rank; (``1f1b``, None) where there is no pipeline."""
+        pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
+        if pp == 1:
+            return [(pipeline.schedule, pipeline.virtual_stages)]
+        names: tuple[str, ...] = (
+            (pipeline.schedule,) if "pipeline.schedule" in self.fixed else TRIED_SCHEDULES
+        )
+        if pipeline.ep_overlap and "pipeline.schedule" not in self.fixed:
+            names = tuple(name for name in names if SCHEDULES[name].build_overlapped)
+        found: list[tuple[str, int | None]] = []
+        for name in names:
+            fewest, limit = SCHEDULES[name].virtual_stages
+            tried = (fewest,) if limit == fewest else VIRTUAL_STAGES
+            if "pipeline.virtual_stages" in self.fixed:
+                found.append((name, pipeline.virtual_stages))
+            else:
+                found += [(name, count) for count in tried if count <= most]
+        return found
+
+    def schedule_words(self, pp: int, name: str, virtual_stages: int | None) -> str:
+        """What to type for a schedule."""
+        words = []
+        if pp > 1 and "pipeline.schedule" not in self.fixed:
+            words.append(f"pipeline.schedule={name}")
+        if "pipeline.virtual_stages" not in self.fixed:
+            takes_any = SCHEDULES[name].virtual_stages[1] is None
+            if pp > 1 and takes_any and virtual_stages:
+                words.append(f"pipeline.virtual_stages={virtual_stages}")
+            elif self.config.pipeline.virtual_stages is not None:  # of a file
+                words.append("pipeline.virtual_stages=null")
+        return " ".join(words)
+
+    def again(self) -> list[Again]:
+        """Kinds of recompute, the configured one alone where the command line has one."""
+        model = self.config.model
+        if any(key.partition(".")[0] == "recompute" for key in self.fixed):
+            return [Again("", self.config.recompute)]
+        mlps = ["mlp"] if model.num_dense_layers else []
+        if has_experts(model):
+            mlps += ["shared_experts"] * bool(model.shared_ffn_size) + ["moe_experts"]
+        kinds = [
+            Again("recompute=none", RecomputeConfig()),
+            Again("recompute.ops=[layernorm]", RecomputeConfig(ops=["layernorm"])),
+            Again("recompute.segments=[attn]", RecomputeConfig(segments=["attn"])),
+            Again(f"recompute.segments=[{','.join(mlps)}]", RecomputeConfig(segments=mlps)),
+            Again("recompute=all", RecomputeConfig(all=True)),
+        ]
+        if self.config.recompute == RecomputeConfig():
+            return kinds
+        return [Again(_recompute_words(kind.config), kind.config) for kind in kinds]
+
+    def _dimensions(self) -> Iterator[ParallelConfig]:
+        config, model, ranks = self.config.parallel, self.config.model, self.num_ranks
+        in_node = divisors(ranks, GPUS_PER_NODE)
+        shares = divisors(model.num_experts, ranks) if has_experts(model) else [1]
+        for pp, tp, cp in itertools.product(
+            self._tried("pp", divisors(ranks, len_of_parts(model))),
+            self._tried("tp", in_node),
+            self._tried("cp", divisors(ranks, MOST_CP)),
+        ):
+            for ep in self._tried("ep", shares):
+                # parts of experts send each token to more ranks than as many more experts would
+                parts = [tp] if tp > 1 and has_experts(model) and model.num_experts % (ep * tp) else []
+                for etp in self._tried("etp", [1, *parts]):
+                    sizes = replace(config, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+                    for method in self._methods(sizes):
+                        yield replace(sizes, cp_method=method)
+
+    def _tried(self, name: str, options: Sequence[int]) -> Sequence[int]:
+        is_fixed = f"parallel.{name}" in self.fixed
+        return [getattr(self.config.parallel, name)] if is_fixed else options
+
+    def _methods(self, parallel: ParallelConfig) -> list[ContextMethod]:
+        """Both where heads can be shared, the ring where they cannot."""
+        if "parallel.cp_method" in self.fixed:
+            return [parallel.cp_method]
+        auto = context_method(replace(parallel, cp_method=ContextMethod.auto), self.config.model)
+        return list(dict.fromkeys([auto, ContextMethod.ring])) if parallel.cp > 1 else [auto]
+
+    def _config(self, parallel: ParallelConfig) -> RunConfig:
+        moe = self.config.moe
+        is_auto = moe.dispatcher in (DispatcherChoice.local, DispatcherChoice.alltoall)
+        if is_auto and "moe.dispatcher" not in self.fixed:
+            moe = replace(moe, dispatcher=DispatcherChoice.auto)
+        moe = replace(moe, dispatcher=dispatcher_of(moe, parallel))
+        return replace(self.config, parallel=parallel, moe=moe)
+
+    def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
+        """Rules of a run, but for those of schedules and of what is computed again."""
+        like = replace(layout, dp=1, pp=min(layout.pp, 2))
+        if like not in self._violated:
+            self._violated[like] = violations(replace(config, recompute=RecomputeConfig()))
+        return [
+            *rank_batch_rules(config.train, layout, self.num_ranks),
+            *self._violated[like],
+            *one_node_rules(config.moe, config.parallel, GPUS_PER_NODE, self.nodes),
+        ]
+
+    def _words(self, parallel: ParallelConfig) -> str:
+        """What to type for what is not fixed."""
+        values = {name: getattr(parallel, name) for name in ("pp", "ep", "tp", "cp")}
+        if parallel.etp > 1 or self.config.parallel.etp > 1:
+            values["etp"] = parallel.etp
+        if parallel.cp > 1:
+            values["cp_method"] = parallel.cp_method.value
+        return " ".join(
+            f"parallel.{name}={value}"
+            for name, value in values.items()
+            if f"parallel.{name}" not in self.fixed
+        )
+
+
+def _recompute_words(recompute: RecomputeConfig) -> str:
+    """All keys, for a configuration whose files set some of them."""
+    lists = {key: ",".join(getattr(recompute, key)) for key in ("segments", "ops", "layer_ids")}
+    words = [f"recompute.{key}=[{names}]" for key, names in lists.items()]
+    return " ".join([f"recompute.all={str(recompute.all).lower()}", *words])
+
+
+def without_advice(problem: str) -> str:
+    """What is wrong, without what a single run would change: a search tries that, or it is fixed."""
+    return problem.partition("; ")[0]
+
+
+def len_of_parts(model: ModelConfig) -> int:
+    """Parts of a model that stages may have: embedding, layers and loss."""
+    return model.num_layers + model.mtp_depth + 2

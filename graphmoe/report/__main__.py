@@ -1,0 +1,69 @@
+"""Make the page of a run from what its folder has, or one page that compares several runs.
+
+python -m graphmoe.report run=outputs/tiny
+python -m graphmoe.report runs=outputs/before,outputs/after out=comparison.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphmoe.config.arguments import emit, file_problems, parse_args, run_tool
+from graphmoe.config.schema import ConfigError, OutputFormat
+
+PROG = "graphmoe.report"
+
+
+@dataclass
+class ReportArgs:
+    """What the tool is asked."""
+
+    run: Path | None = None
+    """Folder of a run; it may have ended by an error, or go on still."""
+    runs: list[Path] | None = None
+    """Folders of two or more runs, by comma, to compare."""
+    out: Path | None = None
+    """The page, ends in .html; default: report.html in the run's folder, comparison.html here for several."""
+    format: OutputFormat = OutputFormat.text
+    """text, or json: one document on stdout and nothing else there."""
+
+
+def main(argv: list[str]) -> None:
+    """Write the page and say where it is."""
+    args = parse_args(ReportArgs, argv, prog=PROG)
+    if problems := [*_problems(args)]:
+        raise ConfigError("; ".join(problems))
+    try:
+        path = write(args)
+    except ImportError as error:
+        raise ConfigError(f"no page: {error}; pip install plotly") from error
+    emit({"page": str(path)}, f"report: {path}", args.format)
+
+
+def write(args: ReportArgs) -> Path:
+    """Make what is asked; returns the page."""
+    from graphmoe.report.comparison import COMPARISON_FILE, write_comparison
+    from graphmoe.report.page import write_report
+    from graphmoe.report.run_data import read_run
+
+    if args.run is not None:
+        return write_report(args.run, args.out)
+    path = args.out or Path(COMPARISON_FILE)
+    write_comparison([read_run(folder) for folder in args.runs or ()], path)
+    return path
+
+
+def _problems(args: ReportArgs) -> Iterator[str]:
+    if args.run is None and not args.runs:
+        yield "nothing to report; use run=outputs/tiny, or runs=<folder>,<folder> to compare"
+    elif args.run is not None and args.runs:
+        yield "run=... and runs=... are two ways to name runs; use one of them"
+    elif args.runs and len(args.runs) == 1:
+        yield f"runs={args.runs[0]} is one; use run={args.runs[0]}, or name another to compare it with"
+    yield from file_problems("out", args.out, "report.html")
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,177 @@
+"""What a run's folder has for its report; most of it may be missing after a crash."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphmoe.config.schema import ConfigError
+from graphmoe.config.untrusted import FileError, read_json, read_yaml, typed
+from graphmoe.run.metrics_file import METRICS_FILE, Row, read_lines, steps_of, summarise, validations_of
+from graphmoe.run.records import (
+    Captured,
+    Compiled,
+    Config,
+    Environment,
+    ExpertLoad,
+    MetricsRow,
+    Projection,
+    Summary,
+)
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE = "resolved.yaml", "env.json", "summary.json"
+EXPERT_LOADS_FILE, PROJECTION_FILE = "expert_load.jsonl", "projection.json"
+COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
+"""As their writers name them, which import torch; a test compares."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What is known of a run. Documents that are not there are empty."""
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    steps: list[Row]
+    """Of training, as in metrics.jsonl."""
+    validations: list[Row]
+    expert_loads: list[Row]
+    projection: dict[str, Any]
+    compiled: dict[str, Any]
+    captured: dict[str, Any]
+    summary: dict[str, Any]
+    """summary.json, or what metrics say of a run that did not come so far, or that went on after it."""
+    unreadable: list[str]
+    """What is wrong with files that are there and say nothing."""
+
+    @property
+    def name(self) -> str:
+        return str(self.of("run.name") or self.folder.resolve().name)
+
+    @property
+    def device_word(self) -> str:
+        """What a rank has of its own."""
+        return "process" if self.of("run.device") == "cpu" else "GPU"
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.environment.get("num_workers") or 1)
+
+    @property
+    def state(self) -> str:
+        """How the run ended, as far as its folder says."""
+        done, asked = self.summary.get("steps") or 0, self.of("train.steps")
+        if self.summary.get("finished"):
+            return f"finished, {done:,} steps"
+        stopped = self.summary.get("stopped_by")
+        return f"{f'stopped by {stopped}' if stopped else 'not finished'}, {done:,} of {asked} steps"
+
+    def of(self, key: str) -> Any:
+        """The value of a key of the configuration, None where it has none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def flat_config(self) -> dict[str, str]:
+        """The configuration by dotted keys, as it is spelled on a command line."""
+        return dict(_flat(self.config))
+
+    def layout(self) -> str:
+        """How the ranks are laid out, the axes that have more than one."""
+        axes = {axis: int(self.of(f"parallel.{axis}") or 1) for axis in ("tp", "cp", "pp", "ep", "etp")}
+        dp = self.num_ranks // (axes["tp"] * axes["cp"] * axes["pp"])
+        shown = [f"{axis} {size}" for axis, size in {"dp": dp, **axes}.items() if size > 1]
+        return ", ".join(shown) or "one rank"
+
+    def median(self, name: str) -> float | None:
+        """The median of a rate over the steps but the first."""
+        return self.summary.get(f"median_{name}")
+
+    def tokens_per_s_per_rank(self) -> float | None:
+        """Median, of one of the devices."""
+        rate = self.median("tokens_per_s")
+        return None if rate is None else rate / self.num_ranks
+
+
+def read_run(folder: Path) -> RunData:
+    """All that a run's folder has by now. *Raises* ConfigError for a folder that is no run's."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name that of a run, e.g. run=outputs/tiny")
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
+        raise ConfigError(f"{folder} has no {CONFIG_FILE} or {METRICS_FILE}; name the folder of a run")
+    unreadable: list[str] = []
+
+    def read(reader: Callable[[Path, type[Any]], Any], name: str, kind: type[Any], otherwise: Any) -> Any:
+        path = folder / name
+        try:
+            return reader(path, kind) if path.exists() else otherwise
+        except FileError as error:
+            log.warning("%s", error)
+            unreadable.append(str(error))
+            return otherwise
+
+    rows = read(read_lines, METRICS_FILE, MetricsRow, [])
+    return RunData(
+        folder=folder,
+        config=read(_whole(read_yaml), CONFIG_FILE, Config, {}),
+        environment=read(_whole(read_json), ENVIRONMENT_FILE, Environment, {}),
+        steps=steps_of(rows),
+        validations=validations_of(rows),
+        expert_loads=read(read_lines, EXPERT_LOADS_FILE, ExpertLoad, []),
+        projection=read(read_json, PROJECTION_FILE, Projection, {}),
+        compiled=read(read_json, COMPILE_FILE, Compiled, {}),
+        captured=read(read_json, CAPTURE_FILE, Captured, {}),
+        summary=_newest(read(read_json, SUMMARY_FILE, Summary, {}), _of_metrics(rows)),
+        unreadable=unreadable,
+    )
+
+
+def _whole(read: Callable[[Path, type[dict[str, Any]]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a reader of all fields of a file, of which those that the type names are valid."""
+
+    def read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:
+        found = read(path, dict[str, Any])
+        typed(found, kind, str(path))
+        return found
+
+    return read_whole
+
+
+def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run. A run that went on leaves the summary of where it had stopped before.
+
+    What only that knows stays, but for how the run ended.
+    """
+    if of_metrics["steps"] <= (summary.get("steps") or 0):
+        return of_metrics | summary
+    peaks = [each.get("peak_memory_gib") for each in (summary, of_metrics)]
+    peak = max((each for each in peaks if each is not None), default=None)
+    kept = {key: value for key, value in summary.items() if key not in ("finished", "stopped_by")}
+    return {**kept, **of_metrics, "peak_memory_gib": peak}
+
+
+def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:
+    """The part of a summary that metrics know; its peak of memory is rank 0's alone."""
+    steps = steps_of(rows)
+    peak = max((row["memory_gib"] for row in steps if row.get("memory_gib") is not None), default=None)
+    return {**summarise(rows), "steps": steps[-1]["step"] if steps else 0, "peak_memory_gib": peak}
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if not isinstance(value, dict):
+        return [(prefix.removesuffix("."), _spelled(value))]
+    return [pair for key, each in value.items() for pair in _flat(each, f"{prefix}{key}.")]
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_spelled, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

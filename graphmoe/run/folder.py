@@ -1,0 +1,312 @@
+"""The folder of a run: which one a start may use, and its metrics after a resume.
+
+``claim`` hands out a folder and holds its lock until the process ends, so that two live runs never
+write to the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import json
+import logging
+import os
+import reprlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from graphmoe.checkpoint import CHECKPOINTS, saved_steps
+from graphmoe.config.masking import aligned, prints
+from graphmoe.config.schema import ConfigError
+from graphmoe.config.untrusted import FileError, load_yaml, read_text
+from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.run.summary import shown
+from graphmoe.runtime.host.durable import write_durably
+from graphmoe.runtime.host.file_lock import FileLock
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "resolved.yaml"
+SUMMARY_FILE = "summary.json"
+ENVIRONMENT_FILE = "env.json"
+"""Written when training begins."""
+_LOCK_FILE = "run.lock"
+_TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
+_PRINTS = "# values from the environment: "
+"""Begins the comment in resolved.yaml that tells runs apart whose values it does not have."""
+_MOST_LISTED = 3
+"""Unfinished runs that are named at start."""
+_FREE_SECTIONS = ("format", "sweep")
+_FREE_KEYS = (
+    "compile.cache",
+    "compile.cache_dir",
+    "compile.cache_shared",
+    "data.cache_dir",
+    "host.env",
+    "host.gc_interval",
+    "host.kernarg_pool_mb",
+    "host.manual_gc",
+    "host.max_hw_queues",
+    "host.numa",
+    "host.nvlink_multicast",
+    "launch.endpoint",
+    "launch.gpus_per_job",
+    "launch.hang_timeout_s",
+    "launch.max_restarts",
+    "launch.write_only",
+)
+"""What makes no difference to which run a configuration stands for."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that this process alone may write to, and whether it continues a run there."""
+
+    path: Path
+    base: Path
+    """Where the search for a folder began."""
+    resumed: bool
+    _lock: FileLock
+
+    def release(self) -> None:
+        """Let another run claim the folder; without a call the end of the process does."""
+        self._lock.release()
+
+    def abandon(self) -> None:
+        """Release the folder; a new one in which training has not begun is free again, with its log."""
+        if not self.resumed and not (self.path / ENVIRONMENT_FILE).exists():
+            (self.path / CONFIG_FILE).unlink(missing_ok=True)
+        self.release()
+
+
+def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
+    """Return the folder that `claim` would choose now."""
+    usable, ours = _usable(resume), _as_read(config)
+    for path in _numbered(base):
+        with contextlib.suppress(FileError, OSError):
+            if _readable_state(path, ours) in usable:
+                return path
+    raise AssertionError("numbers do not end")
+
+
+def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
+    """The first of ``base``, ``base-2``, ``base-3``, ... that this run may use, locked.
+
+    It may use one that holds no run, which then gets ``resolved.yaml``, and with ``resume`` one that
+    holds an unfinished run of the same configuration. The format of the output, the folder of compiled
+    code and the like make no difference to the configuration.
+    """
+    usable, ours = _usable(resume), _as_read(config)
+    found = (_enter(path, base, config, ours, usable) for path in _numbered(base))
+    return next(folder for folder in found if folder is not None)
+
+
+def _usable(resume: bool) -> tuple[_State, ...]:
+    return (_State.free, _State.unfinished) if resume else (_State.free,)
+
+
+def is_free(path: Path) -> bool:
+    """Whether a folder holds nothing of a run."""
+    return not any((path / name).exists() for name in _TRACES)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write ``resolved.yaml``, which workers read."""
+    text, found = yaml.safe_dump(config, sort_keys=False), prints()
+    write_durably(folder / CONFIG_FILE, text + (f"{_PRINTS}{json.dumps(found)}\n" if found else ""))
+
+
+def announce(folder: RunFolder, config: dict[str, Any]) -> None:
+    """Log which folder the run has, and which unfinished runs of other configurations it passed over."""
+    has_run = folder.resumed and (folder.path / ENVIRONMENT_FILE).exists()
+    saved = saved_steps(folder.path / CHECKPOINTS)
+    how = " (continued)" if saved else " (again: it saved nothing)" if has_run else ""
+    log.info("run folder: %s%s", shown(folder.path), how)
+    others, num_more = passed_over(folder.base, folder.path, config)
+    for path, keys in others:
+        saved = saved_steps(path / CHECKPOINTS)
+        how = f"checkpoint.resume_from={shown(path)} continues it" if saved else "it saved nothing"
+        differences = ", ".join(keys)
+        log.info("%s is an unfinished run of another configuration (%s); %s", shown(path), differences, how)
+    if num_more:
+        log.info("%d older unfinished runs of this name are not listed", num_more)
+
+
+def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
+    """The newest unfinished runs of other configurations that ``claim`` passed over; how many more there are.
+
+    Each has how it differs: 'key=theirs, here ours'.
+    """
+    ours = _as_read(config)
+    before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))
+    unfinished = [path for path in reversed(before) if _is_unfinished(path)]
+    found = []
+    for path in unfinished[:_MOST_LISTED]:
+        try:
+            theirs = _read_config(path / CONFIG_FILE, ours)
+        except FileError:
+            continue
+        keys = [f"{key}={old}, here {new}" for key, old, new in _differences(theirs, ours)]
+        if keys:  # none differ where the run is going on in another process
+            found.append((path, keys))
+    return found[::-1], len(unfinished[_MOST_LISTED:])
+
+
+def _numbered(base: Path) -> Iterator[Path]:
+    """``base``, ``base-2``, ``base-3``, ..."""
+    return itertools.chain([base], (base.with_name(f"{base.name}-{n}") for n in itertools.count(2)))
+
+
+def _as_read(config: dict[str, Any]) -> Any:
+    """The configuration as it looks after the way through a file."""
+    return load_yaml(yaml.safe_dump(config))
+
+
+def _read_config(path: Path, ours: Any) -> dict[str, Any]:
+    """A run's resolved.yaml, with ours where it comes to the same values. *Raises* FileError."""
+    text = read_text(path)
+    try:
+        found = load_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise FileError(f"{path} holds no keys of a configuration")
+    return aligned(found, ours, _row(text.rpartition(_PRINTS)[2]) or {})
+
+
+def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, theirs, ours) of what tells one run from another, None for what one of them lacks."""
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        if theirs != ours:
+            yield key, _brief(theirs), _brief(ours)
+        return
+    for name in dict.fromkeys([*ours, *theirs]):
+        inner = f"{key}.{name}" if key else str(name)
+        if inner not in (*_FREE_SECTIONS, *_FREE_KEYS):
+            yield from _differences(theirs.get(name), ours.get(name), inner)
+
+
+def _brief(value: Any) -> Any:
+    return reprlib.repr(value) if isinstance(value, (dict, list)) else value
+
+
+def cut_metrics(path: Path, step: int) -> int:
+    """Drop the rows after ``step`` and unreadable ones from a metrics.jsonl; how many went.
+
+    The file is replaced atomically. A torn last line is what a kill leaves; other lines that are
+    no JSON object are reported.
+    """
+    if not path.exists():
+        return 0
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    kept, unreadable = [], []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        if row is None or not isinstance(row.get("step", step), int):
+            unreadable.append(number)
+        elif row.get("step", step) <= step:
+            kept.append(line)
+    if unreadable and unreadable != [len(lines)]:
+        log.warning("%s: dropped lines that are no JSON object: %s", path, unreadable)
+    if len(kept) < len(lines) or not text.endswith("\n"):
+        write_durably(path, "".join(f"{line}\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _enter(
+    path: Path, base: Path, config: dict[str, Any], ours: Any, usable: tuple[_State, ...]
+) -> RunFolder | None:
+    """Lock a folder that is in a usable state and make it a run's; None for any other.
+
+    *Raises* ConfigError where a new folder cannot be made, or its configuration not be written.
+    """
+    if _state(path, ours) not in usable:
+        return None
+    is_new = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock.take(path / _LOCK_FILE)
+    except OSError as error:
+        if is_new:
+            raise ConfigError(
+                f"the run's folder {path} cannot be made ({error.strerror or error})"
+            ) from error
+        log.warning("%s is passed over: %s", path, error)
+        return None
+    if lock is None:
+        log.info("%s belongs to a run that is going on", path)
+        return None
+    state = _state(path, ours)  # again: it may have changed until the lock was ours
+    if state not in usable:
+        lock.release()
+        return None
+    try:
+        write_config(path, config)  # of a resumed run too: what tells no run from another may have changed
+    except OSError as error:
+        lock.release()
+        raise ConfigError(f"{path / CONFIG_FILE} cannot be written ({error.strerror or error})") from error
+    return RunFolder(path, base, state is _State.unfinished, lock)
+
+
+class _State(enum.Enum):
+    """What a folder means to a run that looks for one."""
+
+    free = "holds no run"
+    unfinished = "holds an unfinished run of the same configuration"
+    taken = "holds anything else"
+
+
+def _state(path: Path, ours: Any) -> _State:
+    """A folder with something in it that cannot be read is taken; one warning says so."""
+    try:
+        return _readable_state(path, ours)
+    except (FileError, OSError) as error:
+        log.warning("%s counts as a run of another configuration: %s", path, error)
+        return _State.taken
+
+
+def _readable_state(path: Path, ours: Any) -> _State:
+    if path.exists() and not path.is_dir():
+        return _State.taken
+    if is_free(path):
+        return _State.free
+    for name in (ENVIRONMENT_FILE, METRICS_FILE):
+        file = path / name
+        if file.exists() and not (file.is_file() and os.access(file, os.R_OK)):
+            raise FileError(f"{file} cannot be read")
+    if _is_finished(path / SUMMARY_FILE) or not (path / CONFIG_FILE).exists():
+        return _State.taken
+    is_other = any(_differences(_read_config(path / CONFIG_FILE, ours), ours))
+    return _State.taken if is_other else _State.unfinished
+
+
+def _is_unfinished(path: Path) -> bool:
+    try:
+        return (path / CONFIG_FILE).is_file() and not _is_finished(path / SUMMARY_FILE)
+    except (FileError, OSError):
+        return False
+
+
+def _is_finished(summary: Path) -> bool:
+    """*Raises* FileError for one that cannot be read."""
+    if not summary.exists():
+        return False
+    document = _row(read_text(summary))
+    if document is None:
+        log.warning("%s is no JSON object; its run counts as unfinished", summary)
+        return False
+    return document.get("finished") is True
+
+
+def _row(text: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,284 @@
+"""Folders that hold a model's weights in graphmoe's own names, and loading weights of any folder.
+
+Such a folder has ``model/<name>.yaml`` (an option of the configuration group ``model``, so that
+``--config-dir`` takes the folder), ``weights.safetensors`` or its shards, and ``weights.json``.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import yaml
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint.errors import MismatchError
+from graphmoe.checkpoint.flat_shards import FlatShard, shards_of, whole_shape
+from graphmoe.checkpoint.hf.families import different_keys, same_function
+from graphmoe.checkpoint.hf.folder import fill, open_hf, shapes_of
+from graphmoe.checkpoint.hf.names import Piece
+from graphmoe.checkpoint.hf.shards import Entry, write_shards
+from graphmoe.checkpoint.hf.tensor_files import TensorFiles
+from graphmoe.checkpoint.look import check_fit
+from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.config.untrusted import is_file_name, read_json, read_yaml
+from graphmoe.plan.layout import ALONE, Layout
+from graphmoe.run.folder import CONFIG_FILE
+from graphmoe.run.stored_run import computes_in_bf16, config_file, model_from, model_of, read_stored_run
+
+log = logging.getLogger(__name__)
+
+FORMAT = "graphmoe-weights-1"
+META_FILE = "weights.json"
+STEM = "weights"
+OPTIONS = "model"
+"""The folder with the model's keys, as an option of that configuration group."""
+
+
+class FolderKind(enum.Enum):
+    """What a folder with weights is."""
+
+    hf = "Hugging Face folder"
+    graphmoe = "graphmoe weights"
+    run = "run folder"
+
+
+def kind_of(folder: Path) -> FolderKind:
+    """What the folder is, by the files in it. *Raises* ConfigError for anything else.
+
+    A folder of weights is taken as that, whatever else lies in it; a run is one that the path names: by its
+    folder, its ``checkpoints`` or one of these.
+    """
+    if (folder / META_FILE).is_file():
+        return FolderKind.graphmoe
+    if (folder / "config.json").is_file():
+        return FolderKind.hf
+    if config_file(folder):
+        return FolderKind.run
+    why = "holds no weights" if folder.is_dir() else "is no folder"
+    raise ConfigError(
+        f"{folder} {why}; give a Hugging Face folder (config.json), a folder that "
+        f"graphmoe.convert wrote ({META_FILE}), or a run's folder ({CONFIG_FILE})"
+    )
+
+
+def load_weights(
+    model: nn.Module,
+    folder: str | Path,
+    into: Mapping[str, Tensor | FlatShard] | None = None,
+    layout: Layout = ALONE,
+    rank: int = 0,
+) -> FolderKind:
+    """Fill what a rank has of a model in place with the weights of a folder of any kind; the kind it was.
+
+    ``into`` names tensors that are filled instead of the model's own of the same names, such as fp32
+    main weights. Weights are cast to the dtype of what they fill. Keys that change what the same weights
+    compute, rope_theta for one, are logged where the folder has them otherwise; the model's own stay.
+
+    *Raises* ConfigError (CheckpointError for a run) that lists all tensors that are missing, extra or
+    mis-shaped, and ConfigError where only one of the two has a head of its own; the model is unchanged then.
+    """
+    folder = Path(folder)
+    config, state = model.config, shards_of(model, layout, rank, instead=into)
+    assert isinstance(config, ModelConfig)
+    own_shapes = {name: whole_shape(tensor) for name, tensor in state.items()}
+    shapes = {**shapes_of(config), **own_shapes}  # other ranks may have other layers
+    kind = kind_of(folder)
+    if kind is FolderKind.run:
+        theirs = run_config(folder)
+        _refuse_other_tie(folder, theirs, config)
+        places = _places_in_run(folder, state)
+        with explained_mismatch(folder, config):
+            CheckpointStore.open_any(folder).load(places, partial=True)
+    else:
+        theirs, files, found = _open_files(folder, kind, config, shapes)
+        fill(state, files, [piece for piece in found if piece.ours in state])
+    for line in same_function(config, theirs):
+        log.warning("%s in %s; the weights are used with the former", line, folder)
+    return kind
+
+
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raise what ``load_weights`` into a model of this configuration would; headers are read, no weights."""
+    kind, shapes = kind_of(folder), shapes_of(config)
+    if kind is not FolderKind.run:
+        _open_files(folder, kind, config, shapes)
+        return
+    _refuse_other_tie(folder, run_config(folder), config)
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with explained_mismatch(folder, config):
+        check_fit(folder, _places_in_run(folder, state), partial=True)
+
+
+def _open_files(
+    folder: Path, kind: FolderKind, config: ModelConfig, shapes: dict[str, torch.Size]
+) -> tuple[ModelConfig, TensorFiles, list[Piece]]:
+    """The model of a folder of safetensors, its files, and where our tensors lie in them, all checked."""
+    if kind is FolderKind.hf:
+        source = open_hf(folder, shaped_as=config)
+        theirs, files, found = source.config, source.files, source.pieces
+    else:
+        weights = open_weights(folder)
+        theirs, files, found = weights.config, weights.files, own_pieces(shapes)
+    _refuse_other_tie(folder, theirs, config)
+    files.check(found, shapes, hints=same_function(config, theirs))
+    return theirs, files, found
+
+
+def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
+    """Raise ConfigError where one model has a head of its own and the other has not."""
+    if theirs.tie_embeddings != ours.tie_embeddings:
+        wanted, has = (str(config.tie_embeddings).lower() for config in (ours, theirs))
+        what = "has no head of its own" if theirs.tie_embeddings else "has a head that would be dropped"
+        raise ConfigError(
+            f"model.tie_embeddings={wanted}, but {folder} is of a model with {has}, which {what}; use "
+            f"model.tie_embeddings={has}, or start without its weights"
+        )
+
+
+@contextmanager
+def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
+    """Puts a first line before the list of a MismatchError: which model keys of the run differ.
+
+    folder: the run's, its ``checkpoints``, or one checkpoint; without its configuration nothing is added.
+    """
+    try:
+        yield
+    except MismatchError as error:
+        if config_file(folder) is None:
+            raise
+        raise MismatchError(f"{_why_unfit(folder, run_config(folder), ours)}\n{error}") from error
+
+
+def _why_unfit(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str:
+    changes = different_keys(theirs, ours)
+    if not changes:
+        return (
+            f"{folder} is of the same model, but not of the same precision or optimizer; use the same, or "
+            "checkpoint.init_from, which takes the weights only"
+        )
+    listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
+    return (
+        f"{folder} is of another model ({listed}; its own -> this run's); set these keys as it has them, "
+        "or start without its weights"
+    )
+
+
+@dataclass(frozen=True)
+class WeightsFolder:
+    """An opened folder of our own format."""
+
+    config: ModelConfig
+    files: TensorFiles
+    meta: WeightsMeta
+
+
+class WeightsMeta(msgspec.Struct):
+    """The fields of weights.json that are read."""
+
+    format: str
+    model: str
+    token_ids: dict[str, int | list[int] | None] | None = None
+
+
+def open_weights(folder: Path) -> WeightsFolder:
+    """Read the headers of a folder of our own format. *Raises* ConfigError."""
+    meta = read_json(folder / META_FILE, WeightsMeta)
+    if meta.format != FORMAT:
+        raise ConfigError(f"{folder / META_FILE}: format={meta.format}; this version reads {FORMAT}")
+    place, _, name = meta.model.partition("/")
+    if place != OPTIONS or not is_file_name(name):
+        raise ConfigError(
+            f"{folder / META_FILE}: model={meta.model} must be a file in {OPTIONS}/ of its folder"
+        )
+    path = folder / OPTIONS / name
+    config, files = model_from(read_yaml(path, dict[str, Any]), f"{path}: "), TensorFiles(folder, STEM)
+    files.require_parts(config, str(path))
+    return WeightsFolder(config, files, meta)
+
+
+def write_weights(
+    folder: Path,
+    config: ModelConfig,
+    entries: Iterable[Entry],
+    meta: dict[str, Any],
+    *,
+    max_bytes: int,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> list[Path]:
+    """Write a folder of our own format; the files written."""
+    written = write_shards(folder, STEM, entries, max_bytes, on_bytes)
+    option = folder / OPTIONS / f"{option_name(config.name)}.yaml"
+    option.parent.mkdir(exist_ok=True)
+    option.write_text(f"# {train_command(folder, config)}\n{model_to_yaml(config)}", encoding="utf-8")
+    path = folder / META_FILE
+    document = {"format": FORMAT, "model": f"{OPTIONS}/{option.name}", **meta}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return [path, option, *written]
+
+
+def own_pieces(names: Iterable[str]) -> list[Piece]:
+    """The layout of a folder of our own format: each tensor under its own name."""
+    return [Piece(name, name) for name in names]
+
+
+def train_command(folder: Path, config: ModelConfig) -> str:
+    """The command that starts a run from the weights in a folder of our own format."""
+    option = option_name(config.name)
+    place = shlex.quote(str(folder))
+    init = shlex.quote(f"checkpoint.init_from={_hydra_value(folder)}")
+    return f"python -m graphmoe.train --config-dir {place} model={option} {init}"
+
+
+def _hydra_value(folder: Path) -> str:
+    """The path in quotes where Hydra's grammar needs them."""
+    text = str(folder)
+    return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else "'" + text.replace("'", r"\'") + "'"
+
+
+def option_name(name: str) -> str:
+    """The name as Hydra and file systems take it."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "imported"
+
+
+def model_to_yaml(config: ModelConfig) -> str:
+    """All keys of a model as YAML, enums by name."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def run_config(folder: Path) -> ModelConfig:
+    """The model of a run, from its folder, its ``checkpoints`` or one checkpoint."""
+    return model_of(*read_stored_run(folder))
+
+
+def read_run(folder: Path, step: int | None) -> tuple[ModelConfig, dict[str, Tensor], int]:
+    """Model, main weights (fp32) and step of a run's checkpoint, the newest by default."""
+    config = run_config(folder)
+    state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes_of(config).items()}
+    places = _places_in_run(folder, state)
+    found = CheckpointStore.open_any(folder).load(places, step, partial=True)
+    assert found is not None
+    return config, state, found
+
+
+def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dict[str, Any]:
+    """The tensors of ``state`` under the names that a run's checkpoint has its fp32 weights by."""
+    if not computes_in_bf16(*read_stored_run(folder)):
+        return {"model": state}
+    # The weights under "model" are rounded to bf16; the optimizer has what they are rounded from.
+    buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
+    main = {name: tensor for name, tensor in state.items() if name not in buffers}
+    return {"model": buffers, "optimizer": {"main": main}}

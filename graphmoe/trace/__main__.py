@@ -1,0 +1,165 @@
+"""Read traces of profile.steps: time per segment, largest kernels, idle GPU, communication, launches.
+
+python -m graphmoe.trace run=outputs/tiny
+python -m graphmoe.trace run=outputs/before,outputs/after
+python -m graphmoe.trace trace=a.trace.json.gz,b.trace.json.gz format=json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.schema import ConfigError, OutputFormat
+from graphmoe.trace.comparison import Comparison, compare
+from graphmoe.trace.events import PROFILE_FOLDER, rank_of, read_trace
+from graphmoe.trace.reading import summarise
+from graphmoe.trace.summary import Summary
+from graphmoe.trace.tables import comparison_text, summary_text
+from graphmoe.trace.tracelens import tracelens_report
+
+PROG = "graphmoe.trace"
+
+
+@dataclass
+class TraceArgs:
+    """What the tool is asked."""
+
+    run: list[Path] | None = None
+    """Folder of a run with profile.steps; two, by comma, are compared."""
+    trace: list[Path] | None = None
+    """The same for files, .json or .json.gz, in place of run."""
+    rank: int | None = None
+    """Rank of the run; default: the lowest that was recorded, of two runs by both."""
+    kernels: int = 5
+    """Largest kernels of each segment to show, > 0."""
+    tracelens: bool = True
+    """Call AMD's TraceLens too, if it is on PATH."""
+    format: OutputFormat = OutputFormat.text
+    """text, or json: one document on stdout and nothing else there."""
+
+
+def main(argv: list[str]) -> None:
+    """Show what is asked."""
+    args = parse_args(TraceArgs, argv, prog=PROG)
+    if problems := [*_problems(args)]:
+        raise ConfigError("; ".join(problems))
+    paths = args.trace or traces_of(args.run or [], args.rank)
+    compares = len(paths) == 2
+    summaries = [summarise(read_trace(path), sys.maxsize if compares else args.kernels) for path in paths]
+    if args.run and args.rank is None and not compares:
+        summaries[0].notes += _other_ranks(args.run[0], paths[0])
+    comparison = compare(summaries[0], summaries[1], args.kernels) if compares else None
+    reports: list[Path] = []
+    for path in paths if args.tracelens else ():
+        report, problem = tracelens_report(path)
+        reports += [report] if report else []
+        if problem:
+            print(problem, file=sys.stderr)
+    emit(
+        document(summaries, comparison, reports, args.kernels),
+        text(summaries, comparison, reports),
+        args.format,
+    )
+
+
+def trace_of(run: Path, rank: int | None) -> Path:
+    """The trace of a rank of a run, by default the lowest. *Raises* ConfigError where there is none."""
+    return traces_of([run], rank)[0]
+
+
+def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
+    """The traces of one rank of each run, by default the lowest that all of them recorded.
+
+    *Raises* ConfigError where there is none.
+    """
+    of_runs = [_recorded(run) for run in runs]
+    if rank is None:
+        common = set.intersection(*map(set, of_runs))
+        if not common:
+            there = ", ".join(
+                f"{run} has rank {_listed(found)}" for run, found in zip(runs, of_runs, strict=True)
+            )
+            raise ConfigError(
+                f"no rank recorded in all: {there}; record the same profile.ranks, or use trace="
+            )
+        rank = min(common)
+    for run, found in zip(runs, of_runs, strict=True):
+        if rank not in found:
+            raise ConfigError(
+                f"rank={rank} has no trace in {run}; there are those of {_listed(found)} (profile.ranks)"
+            )
+    return [found[rank] for found in of_runs]
+
+
+def _recorded(run: Path) -> dict[int, Path]:
+    """The traces of a run by rank, one at least."""
+    if not run.is_dir():
+        raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>")
+    files = (run / PROFILE_FOLDER).glob("*")
+    found = {rank: path for path in files if (rank := rank_of(path.name)) is not None}
+    if not found:
+        raise ConfigError(f"{run} has no trace; a run with profile.steps=[10,12] writes one")
+    return found
+
+
+def _other_ranks(run: Path, read: Path) -> Iterator[str]:
+    """That there are traces of more ranks than the one that was read."""
+    others = sorted(rank for rank, path in _recorded(run).items() if path != read)
+    if others:
+        yield f"there are traces of more ranks, {_listed(others)}; rank={others[0]} shows one of them"
+
+
+def _listed(found: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(found)))
+
+
+def document(
+    summaries: list[Summary], comparison: Comparison | None, reports: list[Path], num_kernels: int
+) -> dict[str, Any]:
+    """One object for a trace; for two a list of such, ``traces``, and what differs, ``comparison``."""
+    entries = [dataclasses.asdict(summary) for summary in summaries]
+    for entry in entries:
+        for segment in entry["segments"]:
+            del segment["kernels"][num_kernels:]
+    shown: dict[str, Any] = entries[0]
+    if comparison is not None:
+        lists = {key: getattr(comparison, key) for key in ("figures", "segments", "kernels")}
+        rows = {
+            key: [{**dataclasses.asdict(row), "difference": row.difference} for row in each]
+            for key, each in lists.items()
+        }
+        shown = {"traces": entries, "comparison": rows, "notes": comparison.notes}
+    return {**shown, "tracelens": [str(path) for path in reports]} if reports else shown
+
+
+def text(summaries: list[Summary], comparison: Comparison | None, reports: list[Path]) -> RenderableType:
+    """The same as tables."""
+    shown = summary_text(summaries[0]) if comparison is None else comparison_text(comparison)
+    return Group(shown, *(Text(f"TraceLens: {path}") for path in reports))
+
+
+def _problems(args: TraceArgs) -> Iterator[str]:
+    paths = [*(args.run or ()), *(args.trace or ())]
+    if not paths:
+        yield "nothing to read; use run=outputs/tiny or trace=<file>"
+    elif args.run and args.trace:
+        yield "run=... and trace=... are two ways to name traces; use one of them"
+    elif len(paths) > 2:
+        yield f"{len(paths)} traces are given; one is shown, two are compared"
+    if args.rank is not None and args.trace:
+        yield f"rank={args.rank} is one of a run; trace=... names the file itself"
+    if args.kernels < 1:
+        yield f"kernels={args.kernels} must be 1 or more"
+
+
+if __name__ == "__main__":
+    run_tool(main)

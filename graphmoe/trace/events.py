@@ -1,0 +1,201 @@
+"""A Chrome trace of torch's profiler (Kineto) as lists of what happened on the host and on the device.
+
+Kineto links them by numbers: a call of CUDA's or HIP's runtime has a ``correlation``, and so has each kernel,
+copy or memset that it launched; all of a graph have that of the graph's launch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
+
+FACTS = "graphmoe"
+"""Key of what a run with profile.steps says of itself."""
+STEP = "ProfilerStep#"
+PROFILE_FOLDER = "profile"
+"""Of the traces, in a run's folder."""
+LARGEST_TRACE = 4 << 30
+"""Bytes of a trace that is read, unpacked."""
+Thread = tuple[Any, Any]
+HOST, RUNTIME = ("cpu_op", "user_annotation"), ("_runtime", "_driver")
+DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
+    "kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "gpu_memset": "memset",
+}
+
+
+@dataclass(frozen=True)
+class HostEvent:
+    """An operation of torch, or a range that somebody named; times in microseconds."""
+
+    name: str
+    thread: Thread
+    start: float
+    end: float
+    is_range: bool
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the device's runtime or driver."""
+
+    name: str
+    thread: Thread
+    start: float
+    end: float
+    correlation: int | None
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A kernel, copy or memset of the device."""
+
+    name: str
+    kind: Literal["kernel", "memcpy", "memset"]
+    start: float
+    end: float
+    stream: str
+    correlation: int | None
+    num_bytes: int | None = None
+    """That it copies or sets; None for a kernel."""
+
+
+@dataclass
+class Trace:
+    """What a trace holds, each list in the order of starts."""
+
+    path: Path
+    host: list[HostEvent] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    activities: list[Activity] = field(default_factory=list)
+    steps: list[HostEvent] = field(default_factory=list)
+    """Ranges of training steps, on the thread that runs them."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the run has said of itself; empty for a trace from elsewhere."""
+    device: str | None = None
+    """Name of the GPU."""
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's trace."""
+    return f"rank{rank}.trace.json.gz"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose trace has this name; None for the name of another file."""
+    digits = name.removeprefix("rank").partition(".")[0]
+    rank = int(digits) if digits.isdecimal() else None
+    return rank if rank is not None and name == trace_file(rank) else None
+
+
+class _Device(msgspec.Struct):
+    name: str | None = None
+
+
+class Facts(TypedDict, total=False):
+    """The fields that are read of what a run says of itself."""
+
+    rank: int
+    num_ranks: int
+    steps: list[int]
+    device: str | None
+    peak_tflops: float | None
+
+
+_Args = TypedDict(
+    "_Args",
+    {
+        "correlation": int | None,
+        "bytes": int | None,
+        "device": int | str,
+        "stream": int | str,
+        "Sequence number": int,
+        "Input Dims": list[list[Any]],
+        "Input type": list[str],
+    },
+    total=False,
+)
+"""The fields that are read of an event's own."""
+
+
+class _Event(msgspec.Struct):
+    ph: str = ""
+    ts: float | None = None
+    dur: float | None = None
+    cat: str | None = None
+    name: str | int | float | None = None
+    pid: int | str | None = None
+    tid: int | str | None = None
+    args: dict[str, Any] | None = None
+
+
+class _Document(msgspec.Struct):
+    """The part of a Chrome trace that is read."""
+
+    traceEvents: list[_Event]  # noqa: N815 (its name there)
+    deviceProperties: list[_Device] | None = None  # noqa: N815
+    graphmoe: Facts | None = None
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for what is no trace."""
+    document = from_json(_text(path), _Document, str(path))
+    trace = Trace(path, facts={**(document.graphmoe or {})})
+    names = [device.name for device in document.deviceProperties or [] if device.name]
+    trace.device = trace.facts.get("device") or (names[0] if names else None)
+    for number, event in enumerate(document.traceEvents):
+        if event.ph == "X" and event.ts is not None:
+            _add(trace, event, f"{path}: traceEvents[{number}]")
+    for events in (trace.host, trace.calls, trace.activities, trace.steps):
+        events.sort(key=lambda event: (event.start, -event.end))
+    return trace
+
+
+def _text(path: Path) -> str:
+    content = read_bytes(path, LARGEST_TRACE)
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(io.BytesIO(content)) as file:
+                content = file.read(LARGEST_TRACE + 1)
+        if len(content) > LARGEST_TRACE:
+            raise FileError(f"{path} has more than {LARGEST_TRACE:,} bytes; record fewer steps")
+        return content.decode("utf-8")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{path} is no whole trace: {error}") from error
+
+
+def _add(trace: Trace, event: _Event, where: str) -> None:
+    """Put one event where it belongs; most categories are of no use here."""
+    category, args = event.cat or "", event.args or {}
+    if category not in HOST and category not in DEVICE and not category.endswith(RUNTIME):
+        return
+    known = typed(args, _Args, f"{where}.args")
+    assert event.ts is not None
+    start, end = event.ts, event.ts + (event.dur or 0.0)
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise FileError(f"{where}: ts={event.ts} and dur={event.dur} are no times")
+    thread, name = (event.pid, event.tid), str(event.name or "")
+    if category in HOST:
+        host = HostEvent(name, thread, start, end, category == "user_annotation", args)
+        trace.host.append(host)
+        if host.is_range and name.startswith(STEP):
+            trace.steps.append(host)
+    elif category in DEVICE:
+        stream = f"{known.get('device', event.pid)}.{known.get('stream', event.tid)}"
+        kind, correlation = DEVICE[category], known.get("correlation")
+        trace.activities.append(Activity(name, kind, start, end, stream, correlation, known.get("bytes")))
+    else:
+        trace.calls.append(Call(name, thread, start, end, known.get("correlation")))

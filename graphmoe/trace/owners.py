@@ -1,0 +1,127 @@
+"""Which segment, and which operation of torch, what the host launches belongs to.
+
+A launch belongs to the innermost range of ours around it on its thread. In an eager backward there is none:
+there autograd names the forward operation by its sequence number, whose range it is.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from graphmoe.trace.events import Call, HostEvent, Thread, Trace
+from graphmoe.trace.names import unit_and_part
+
+_AUTOGRAD = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Unit and part of it, such as attn and F; two empty strings for what is in no range of ours."""
+
+    unit: str
+    part: str
+
+
+NOBODY = Owner("", "")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is in the nest of ranges and operations of its thread."""
+
+    owner: Owner = NOBODY
+    sequence: int | None = None
+    """Of the forward operation whose gradient this computes, where no range of ours is nearer."""
+    operation: HostEvent | None = None
+    """The innermost operation."""
+
+
+@dataclass
+class Owners:
+    """The place of each host event and of each call, in the order of the trace's lists."""
+
+    host: list[Place]
+    calls: list[Place]
+    around: list[Place]
+    """Where each host event begins."""
+    _of_sequence: dict[int, Owner]
+
+    def of(self, place: Place) -> Owner:
+        """Whose it is."""
+        if place.sequence is None:
+            return place.owner
+        forward = self._of_sequence.get(place.sequence)
+        return Owner(forward.unit, "B") if forward else NOBODY
+
+
+def owners_of(trace: Trace) -> Owners:
+    """Find the place of everything on the host."""
+    num_host = len(trace.host)
+    owners = Owners([Place()] * num_host, [Place()] * len(trace.calls), [Place()] * num_host, {})
+    for events in _threads(trace).values():
+        nest: list[tuple[float, Place]] = []
+        for event, index in events:
+            while nest and nest[-1][0] <= event.start:
+                nest.pop()
+            outer = nest[-1][1] if nest else Place()
+            if isinstance(event, Call):
+                owners.calls[index] = outer
+                continue
+            owners.around[index], place = outer, _inside(event, outer)
+            owners.host[index] = place
+            nest.append((event.end, place))
+            sequence = event.args.get("Sequence number", -1)
+            if sequence >= 0 and place.sequence is None and place.owner.part == "F":
+                owners._of_sequence[sequence] = place.owner  # the last one has the node of autograd
+    return owners
+
+
+def step_of(steps: Sequence[HostEvent], time: float) -> int | None:
+    """Which of the steps, in their order, a time of the host is in."""
+    number = bisect.bisect_right([step.start for step in steps], time) - 1
+    return number if number >= 0 and time <= steps[number].end else None
+
+
+def self_times(trace: Trace) -> Iterator[tuple[int, float]]:
+    """Each operation's index and its time without that of operations and ranges of ours inside."""
+    by_thread: dict[Thread, list[int]] = defaultdict(list)
+    for index, event in enumerate(trace.host):
+        if not event.is_range or unit_and_part(event.name):
+            by_thread[event.thread].append(index)
+    for indices in by_thread.values():
+        inner: dict[int, float] = defaultdict(float)
+        nest: list[int] = []
+        for index in indices:
+            event = trace.host[index]
+            while nest and trace.host[nest[-1]].end <= event.start:
+                nest.pop()
+            if nest:
+                inner[nest[-1]] += event.end - event.start
+            nest.append(index)
+        for index in indices:
+            event = trace.host[index]
+            if not event.is_range:
+                yield index, max(event.end - event.start - inner[index], 0.0)
+
+
+def _inside(event: HostEvent, outer: Place) -> Place:
+    if event.is_range:
+        named = unit_and_part(event.name)
+        return Place(Owner(*named)) if named else outer
+    if event.name.startswith(_AUTOGRAD) and "Sequence number" in event.args:
+        return Place(NOBODY, event.args["Sequence number"], event)
+    return Place(outer.owner, outer.sequence, event)
+
+
+def _threads(trace: Trace) -> dict[Thread, list[tuple[HostEvent | Call, int]]]:
+    found: dict[Thread, list[tuple[HostEvent | Call, int]]] = defaultdict(list)
+    events: tuple[Sequence[HostEvent | Call], ...] = (trace.host, trace.calls)
+    for each in events:
+        for index, event in enumerate(each):
+            found[event.thread].append((event, index))
+    for listed in found.values():
+        listed.sort(key=lambda pair: (pair[0].start, -pair[0].end))
+    return found

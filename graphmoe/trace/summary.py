@@ -1,0 +1,99 @@
+"""What is said of a trace's steps."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphmoe.trace.events import Trace
+from graphmoe.trace.names import unit_and_part
+from graphmoe.trace.owners import Owner, step_of
+
+OTHER = Owner("(no segment)", "")
+"""What runs in a step outside of all ranges."""
+BETWEEN = Owner("(between steps)", "")
+UNKNOWN = Owner("(unknown)", "")
+"""Whose launch is not in the trace."""
+NAME_LENGTH = 200
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, copy or memset of a segment, or an operation on a CPU; per step."""
+
+    name: str
+    calls: float
+    ms: float
+    floor_ms: float | None
+    """What the device needs at least; None where the trace does not say enough."""
+
+
+@dataclass(frozen=True)
+class SegmentTime:
+    """A part of a segment, or of a compiled unit; per step."""
+
+    segment: str
+    part: str
+    calls: float
+    """Of its range."""
+    ms: float
+    """In which any kernel of it runs; on a CPU in which the host is in its range."""
+    communication_ms: float | None
+    kernels: list[Kernel]
+    """Those with the most time."""
+
+
+@dataclass
+class Summary:
+    """All that is said of a trace; times are milliseconds per step."""
+
+    trace: str
+    device: str | None
+    on: str
+    """gpu or cpu."""
+    facts: dict[str, Any]
+    num_steps: int
+    step_ms: float
+    """From the first kernel to the end of the last one; on a CPU, in which the host is in steps."""
+    idle: float | None = None
+    """Share of that in which nothing runs on the GPU."""
+    exposed_ms: float | None = None
+    """Communication beside which no other kernel runs."""
+    hidden_ms: float | None = None
+    """The rest of it."""
+    launch_ms: float | None = None
+    """Of the host, in calls that launch kernels or graphs."""
+    launches: float | None = None
+    streams: dict[str, float] = field(default_factory=dict)
+    """Time in which each stream is busy."""
+    segments: list[SegmentTime] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> str:
+        """What ``kernels`` of segments are."""
+        return "kernels" if self.on == "gpu" else "operations"
+
+
+def calls_of(trace: Trace) -> Counter[Owner]:
+    """How often each range of ours is in a step."""
+    named = [
+        unit_and_part(e.name) for e in trace.host if e.is_range and step_of(trace.steps, e.start) is not None
+    ]
+    return Counter(Owner(*each) for each in named if each)
+
+
+def largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
+    """The names with the most time, of (name, microseconds, floor) each."""
+    by_name: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    for name, took, floor in times:
+        by_name[name].append((took, floor))
+    found = []
+    for name, each in by_name.items():
+        floors = [floor for _, floor in each if floor is not None]
+        known = sum(floors) / steps / 1e3 if len(floors) == len(each) else None
+        total = sum(took for took, _ in each) / steps / 1e3
+        found.append(Kernel(name[:NAME_LENGTH], len(each) / steps, total, known))
+    return sorted(found, key=lambda kernel: -kernel.ms)[:count]

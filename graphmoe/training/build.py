@@ -1,0 +1,67 @@
+"""A run's model and the optimizer that ``parallel.dp_shard`` asks for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from graphmoe.config.schema import ConfigError, DpShard, RunConfig
+from graphmoe.model import Transformer, build_model, init_weights, materialise
+from graphmoe.optim.base import StepOptimizer
+from graphmoe.optim.fsdp import ShardedOptimizer
+from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan.plan import Plan
+from graphmoe.runtime.dispatch import make_dispatcher
+from graphmoe.runtime.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+
+def build(plan: Plan, device: torch.device, mesh: Mesh) -> tuple[Transformer, StepOptimizer]:
+    """What this rank has of the model, with its first weights, and the optimizer over it. A collective.
+
+    *Raises* ConfigError where one rank alone is to share its weights out.
+    """
+    config = plan.config
+    shards = config.parallel.dp_shard is DpShard.fsdp2
+    if shards and mesh.layout.size("world") == 1:
+        raise ConfigError(
+            "parallel.dp_shard=fsdp2 shares weights out to ranks, and this run has 1; use "
+            "parallel.dp_shard=zero1, or launch.nproc=2 or more"
+        )
+    model = build_model(
+        config.model,
+        device="meta" if shards else device,
+        dtype=plan.dtype,
+        seed=config.train.seed,
+        execution=config.moe,
+        layout=mesh.layout,
+        rank=mesh.rank,
+        dispatcher=make_dispatcher(plan, mesh),
+        stages=plan.own_stages(mesh.index("pp")),
+    )
+    if not shards:
+        return model, Optimizer(model, config.optim, config.train, mesh)
+    fill = functools.partial(_fill, config, device, mesh, model)
+    optimizer = ShardedOptimizer(model, config.optim, config.train, mesh, device, fill)
+    own, held = (sum(t.numel() for t in of.values()) for of in (optimizer.main, optimizer.weights))
+    log.info(
+        "parallel.dp_shard=fsdp2: of %d parameters this rank keeps %d, with gradient and moments %.2f GiB",
+        held,
+        own,
+        16 * own / 2**30,
+    )
+    return model, optimizer
+
+
+def _fill(
+    config: RunConfig, device: torch.device, mesh: Mesh, model: Transformer, block: Sequence[nn.Module]
+) -> None:
+    """Make a block of a model on the meta device real."""
+    materialise(nn.ModuleList(block), device)
+    only = {parameter for module in block for parameter in module.parameters()}
+    init_weights(model, config.model.init_std, config.train.seed, mesh.layout, mesh.rank, only)

@@ -1,0 +1,202 @@
+"""One step of one rank of a layout on tensors without data: ``launch.fake_world``, docs/dry_run.md.
+
+With a pipeline the rank runs its stages by the schedule's table, as many micro-batches as a step has.
+
+Nothing is computed and nothing is sent. The process groups are those of the layout on torch's backend
+"fake"; weights, gradients, optimizer state and activations are fake tensors, on the CPU: autograd cannot run
+a backward of fake GPU tensors where torch was built without a GPU. Operations of the project have the same
+results on both.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.config.schema import AttentionBackend, RunConfig
+from graphmoe.ops.collectives import use_groups
+from graphmoe.optim.arriving_weights import ArrivingWeights
+from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan.plan import Plan, plan_of
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.pipeline.stages import Deferring
+from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
+from graphmoe.training.dry_run.collectives import CollectiveLog
+from graphmoe.training.dry_run.memory import MemoryLog
+from graphmoe.training.dry_run.model import fake_executor, fake_model
+from graphmoe.training.dry_run.pipeline import WatchedChannels, WatchedSteps
+from graphmoe.training.dry_run.rank import ShownRank
+from graphmoe.training.dry_run.segments import GraphSegments, Running
+from graphmoe.training.dry_run.watch import StepWatch
+from graphmoe.training.micro_batches import Add, MicroBatches
+from graphmoe.training.pipelined import Pipelined, micro_batches_of
+from graphmoe.training.step import TrainStep
+
+log = logging.getLogger(__name__)
+
+NOT_COUNTED = (
+    "gaps and rounding of the allocator",
+    "buffers of NCCL or RCCL",
+    "the context of the device and the code of kernels",
+    "workspaces of matrix products and attention",
+    "private pools of captured graphs",
+)
+
+
+def dry_run(config: RunConfig) -> dict[str, Any]:
+    """Run the step of a `ShownRank`; what it would send and hold, as plain values.
+
+    ``config`` is resolved. *Raises* ConfigError for a layout that does not fit the ranks, WrongGroup where
+    a collective is not among the ranks that the layout says.
+    """
+    launch = config.launch
+    assert launch.fake_world is not None
+    _say_what_is_left_out(config)
+    started = time.perf_counter()
+    plan = plan_of(config, launch.fake_world)
+    layout, shown = plan.layout, ShownRank.of(plan)
+    with fake_process_group(launch.fake_world, shown.rank):
+        mesh = Mesh(layout)
+        use_groups(mesh)
+        try:
+            collectives, memory = _step(plan, mesh)
+        finally:
+            use_groups(None)
+    micro_batches = plan.num_micro_batches
+    alike = 1 if plan.pipeline else micro_batches
+    times = {"forward": alike, "backward": alike}
+    card = round(launch.fake_memory_gb * 2**30)
+    return {
+        "model": config.model.name,
+        "world": launch.fake_world,
+        "rank": shown.rank,
+        "layout": {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")},
+        "seq_len": config.data.seq_len,
+        "micro_batch_size": config.train.micro_batch_size,
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batches": micro_batches,
+        "recompute_all": config.recompute.all,
+        "compute": config.precision.compute.value,
+        "groups": {
+            axis: list(layout.group(axis, shown.rank))
+            for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")
+        },
+        "pipeline": shown.to_json(),
+        "collectives": collectives.to_json(times),
+        "memory": {
+            "state_bytes": {kind: size for kind, size in memory.held.items() if size},
+            "peak_bytes": memory.peak_bytes,
+            "peak_in": memory.peak_phase,
+            "at_peak_bytes": {kind: size for kind, size in memory.peak.items() if size},
+            "activation_bytes_by_segment": {
+                name or "other": size for name, size in memory.peak_by_segment.items() if size
+            },
+            "peak_bytes_by_phase": memory.peaks,
+            "not_counted": list(NOT_COUNTED),
+        },
+        "card_bytes": card,
+        "fits": memory.peak_bytes <= card,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+@dataclass(frozen=True)
+class DryExecution:
+    """`StageExecution` of a dry run: nothing is captured, and nothing runs in turns."""
+
+    deferring: Deferring | None
+    overlap: None = None
+    lane: None = None
+    waiting_steps: int = 0
+
+
+def _step(plan: Plan, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog]:
+    """Forward and backward of micro-batches, and the update."""
+    config = plan.config
+    collectives, memory, running = CollectiveLog(mesh), MemoryLog(), Running()
+    watch = StepWatch(collectives, memory, running)
+    # A fallback would run what has no fake on zeros, as large as what they stand for.
+    with FakeTensorMode(allow_fallback_kernels=False):
+        model = fake_model(plan, mesh, plan.own_stages(mesh.index("pp")))
+        optimizer = Optimizer(model, config.optim, config.train, mesh)
+        segments = fake_executor(config, running, optimizer.gradient_of)
+        micro_batches = micro_batches_of(
+            plan,
+            model,
+            ArrivingWeights(segments, optimizer.wait_for),
+            mesh,
+            DryExecution(segments.deferring if isinstance(segments, GraphSegments) else None),
+            functools.partial(WatchedChannels, watch),
+        )
+        run_watched(TrainStep(plan, model, optimizer, micro_batches, mesh), watch, memory)
+    return collectives, memory
+
+
+def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
+    """The step with one micro-batch, of zeros; with a pipeline with all of them."""
+    assert isinstance(step.optimizer, Optimizer)
+    for kind, tensors in _state(step.model, step.optimizer).items():
+        memory.hold(kind, tensors)
+    count = 1
+    if isinstance(step.micro_batches, Pipelined):
+        step.micro_batches.pipeline.recorder = WatchedSteps(watch)
+        count = step.plan.num_micro_batches
+    step.micro_batches = _Watched(step.micro_batches, watch)
+    with watch:
+        step(_batches(step.plan.config, count))
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Micro-batches that tell the watch when they begin and end."""
+
+    inner: MicroBatches
+    watch: StepWatch
+
+    def train(self, batches: Iterable[Tensor], add: Add) -> None:
+        self.watch.phase = "forward"
+        self.inner.train(batches, add)
+        self.watch.phase = "update"
+
+    def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
+        self.inner.evaluate(batches, add)
+
+
+def _batches(config: RunConfig, count: int) -> Iterator[Tensor]:
+    assert config.data.seq_len is not None
+    for _ in range(count):
+        yield torch.zeros(config.train.micro_batch_size, config.data.seq_len + 1, dtype=torch.int64)
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:
+    """What is there all the time. A shard of one rank alone is the whole buffer, which counts once."""
+    families = optimizer.families
+    return {
+        "weights": [tensor for f in families for tensor in (f.weight, f.weight_shard)],
+        "main_weights": [f.main for f in families],
+        "gradients": [tensor for f in families for tensor in (f.grad, f.grad_shard)],
+        "moments": [tensor for f in families for tensor in (f.exp_avg, f.exp_avg_sq)],
+        "buffers": [*model.buffers()],
+    }
+
+
+def _say_what_is_left_out(config: RunConfig) -> None:
+    """Log what of the configuration makes no difference to a dry run."""
+    if config.compile.enabled:
+        log.info("dry run: segments are traced, rewritten and cut as a compiled run does, and not compiled")
+    if config.graph.scope != "none":
+        log.warning("graph.scope=%s has no effect on a dry run: nothing is captured", config.graph.scope)
+    if config.pipeline.ep_overlap and config.parallel.pp == 1:
+        log.warning("pipeline.ep_overlap=true overlaps nothing in a dry run, which runs one micro-batch")
+    elif config.pipeline.ep_overlap:
+        log.info("dry run: the two of a pair of pipeline.ep_overlap=true run one after the other")
+    if config.model.attention_backend is not AttentionBackend.auto:
+        name = config.model.attention_backend.value
+        log.warning("model.attention_backend=%s has no effect on a dry run, which takes auto", name)

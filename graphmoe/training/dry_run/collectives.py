@@ -1,0 +1,197 @@
+"""Every collective of a step by axis, and whether its process group is that of the layout.
+
+A collective is an operation of c10d, which names a process group, or one of ours that names an axis
+(``graphmoe.ops.collectives``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphmoe.plan.layout import AXES, Axis, Layout
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.torch_compat import process_group_in
+
+NAMES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "recv_": "receive",
+}
+"""What we call operations of c10d."""
+MESSAGES = ("send", "recv_")
+"""Operations of c10d between two ranks of a pipeline, whose group is their channel."""
+FOLDINGS: tuple[tuple[Axis, ...], ...] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
+"""How docs/parallel.md lays out the ranks, said here once more and not taken from the layout."""
+AXIS_OF: dict[str, Axis] = {"alltoall_base_": "ep_etp"}
+"""Operations of c10d that one axis alone uses: tokens travel between the ranks that share the experts."""
+LOCAL = frozenset({"index_along"})
+"""Our operations that name an axis and send nothing."""
+
+
+class WrongGroup(RuntimeError):
+    """A process group has other ranks, or another order of them, than the layout says."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls that are alike."""
+
+    phase: str
+    operation: str
+    axes: tuple[Axis, ...]
+    """The axis; where the operation names only a process group, all that have its ranks."""
+    ranks: tuple[int, ...]
+    """In the order of the axis; of a message its source and its destination."""
+    shape: tuple[int, ...]
+    """Of the larger of what goes in and what comes out, on each rank."""
+    dtype: str
+    bytes: int
+    """Of a tensor of that shape."""
+
+
+class CollectiveLog:
+    """Counts the collectives that it is shown.
+
+    *Raises* WrongGroup for one whose group is not that of the mesh's layout.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        check_groups(mesh)
+        self.counts: dict[Collective, int] = {}
+        self._mesh = mesh
+        self._axes: dict[tuple[int, ...], tuple[Axis, ...]] = {}
+        for axis in AXES:
+            if mesh.layout.size(axis) > 1:
+                ranks = mesh.layout.group(axis, mesh.rank)
+                self._axes[ranks] = *self._axes.get(ranks, ()), axis
+
+    def saw(self, func: Any, args: tuple[Any, ...], result: Any, phase: str) -> None:
+        """An operation that ran; whatever is no collective is left alone."""
+        namespace, _, name = func.name().partition("::")
+        if namespace == "c10d":
+            group = next((g for a in args if (g := process_group_in(a)) is not None), None)
+            if group is None:
+                return
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if name in MESSAGES:
+                self._add(phase, NAMES.get(name, name), ("pp",), self._way(name, ranks), args)
+                return
+            if ranks not in self._axes:
+                raise WrongGroup(
+                    f"{name} among ranks {list(ranks)}, which are those of no axis of the layout"
+                )
+            wanted = AXIS_OF.get(name)
+            if wanted is not None and wanted not in self._axes[ranks]:
+                raise WrongGroup(
+                    f"{name} among ranks {list(ranks)}, and those of {wanted} are "
+                    f"{list(self._mesh.layout.group(wanted, self._mesh.rank))}"
+                )
+            self._add(phase, NAMES.get(name, name.strip("_")), self._axes[ranks], ranks, args)
+        elif namespace == "graphmoe" and name not in LOCAL:
+            given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+            if "axis" in given:
+                axis: Axis = given["axis"]
+                ranks = self._mesh.layout.group(axis, self._mesh.rank)
+                if given.get("size", len(ranks)) != len(ranks):
+                    raise WrongGroup(f"{name} of {given['size']} ranks along {axis}, which has {len(ranks)}")
+                self._add(phase, name, (axis,), ranks, (args, result))
+
+    def _way(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Source and destination of a message in a channel of these ranks."""
+        pipeline, own = self._mesh.layout.group("pp", self._mesh.rank), self._mesh.rank
+        if len(ranks) != 2 or own not in ranks or not {*ranks} <= {*pipeline}:
+            raise WrongGroup(f"a message among ranks {list(ranks)}, and the pipeline has {list(pipeline)}")
+        (peer,) = {*ranks} - {own}
+        return (own, peer) if name == "send" else (peer, own)
+
+    def _add(
+        self, phase: str, operation: str, axes: tuple[Axis, ...], ranks: tuple[int, ...], holding: Any
+    ) -> None:
+        largest = max(_tensors(holding), key=_size, default=None)
+        shape, dtype = ((), torch.uint8) if largest is None else (tuple(largest.shape), largest.dtype)
+        size = 0 if largest is None else _size(largest)
+        name = str(dtype).removeprefix("torch.")
+        call = Collective(phase, operation, axes, ranks, shape, name, size)
+        self.counts[call] = self.counts.get(call, 0) + 1
+
+    def to_json(self, times: dict[str, int]) -> list[dict[str, Any]]:
+        """Each kind of call with how many of them a step has; phases happen as often as ``times`` says."""
+        return [
+            {**dataclasses.asdict(call), "count": count * times.get(call.phase, 1)}
+            for call, count in self.counts.items()
+        ]
+
+
+def check_groups(mesh: Mesh) -> None:
+    """Raise WrongGroup unless all process groups of this rank are what the layout and its page say.
+
+    Of each axis: the ranks and their order. Of ``ep_etp``: that the ranks in their order hold the blocks of
+    experts in theirs, etp ranks each, as dispatchers send tokens.
+    """
+    layout, rank = mesh.layout, mesh.rank
+    for axis in AXES:
+        group = mesh.group(axis)
+        ranks = (rank,) if group is None else tuple(dist.get_process_group_ranks(group))
+        if ranks != layout.group(axis, rank):
+            raise WrongGroup(
+                f"the process group of {axis} has the ranks {list(ranks)}, and the layout "
+                f"{list(layout.group(axis, rank))}"
+            )
+        if group is not None and ranks[dist.get_rank(group)] != rank:
+            raise WrongGroup(f"rank {rank} takes itself for number {dist.get_rank(group)} of {axis}: {ranks}")
+    for folding in FOLDINGS:
+        check_order(layout, folding)
+    check_experts(layout, layout.group("ep_etp", rank))
+
+
+def check_order(layout: Layout, folding: Sequence[Axis]) -> None:
+    """That each rank's places along the axes are the digits of its number."""
+    sizes = [getattr(layout, axis) for axis in folding]
+    for i, axis in enumerate(folding):
+        stride = math.prod(sizes[i + 1 :])
+        for rank, place in _places(layout, axis).items():
+            wanted = rank // stride % sizes[i]
+            if place != wanted:
+                raise WrongGroup(
+                    f"rank {rank} has place {place} along {axis}, and place {wanted} in "
+                    f"{' * '.join(folding)} = {' * '.join(map(str, sizes))} ranks, the last the fastest"
+                )
+
+
+def check_experts(layout: Layout, ranks: Sequence[int]) -> None:
+    """That these ranks hold the blocks of experts in their order, etp ranks each block."""
+    blocks, parts = _places(layout, "ep"), _places(layout, "etp")
+    for number, rank in enumerate(ranks):
+        block, part = divmod(number, layout.etp)
+        if (blocks[rank], parts[rank]) != (block, part):
+            raise WrongGroup(
+                f"rank {rank} is number {number} of those that share the experts, so it gets the tokens of "
+                f"block {block}, part {part}; it holds block {blocks[rank]}, part {parts[rank]}"
+            )
+
+
+def _places(layout: Layout, axis: Axis) -> dict[int, int]:
+    """Each rank's place in its group of an axis."""
+    return {rank: place for group in layout.groups(axis) for place, rank in enumerate(group)}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,265 @@
+"""How a run executes the model's segments: eagerly, or compiled with the passes that it asks for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphmoe.config.schema import ConfigError, ExpertsBackend, PassesConfig, RunConfig
+from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
+from graphmoe.optim.base import StepOptimizer
+from graphmoe.passes import PassRunner, select_passes
+from graphmoe.plan.plan import Plan
+from graphmoe.plan.rules.experts import has_experts
+from graphmoe.run.machine import device_name
+from graphmoe.runtime.cache.key import facts_of
+from graphmoe.runtime.cache.store import CompileCache
+from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.compile.captured_units import UnitCapture
+from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.job_cache import JobCache
+from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
+from graphmoe.runtime.compile.report import REPORT_FILE, to_json, to_text
+from graphmoe.runtime.host.writing import dispensable
+from graphmoe.runtime.overlap.runner import Overlap
+from graphmoe.runtime.ranks import World
+from graphmoe.runtime.torch_compat import import_compilers
+from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments
+
+log = logging.getLogger(__name__)
+
+
+class Execution:
+    """The executor of a run, and what it remembers between starts."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        optimizer: StepOptimizer,
+        world: World | None = None,
+    ) -> None:
+        self.plan, self.config, self.device, self.optimizer = plan, plan.config, device, optimizer
+        self.world = world or World()
+        self.experts = ""
+        """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
+        config, scope = plan.config, plan.config.graph.scope
+        name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
+        self.capture = Capture(name, device, config.graph.warmup_steps) if scope != "none" else None
+        """What is captured; None where nothing is."""
+        units = UnitCapture(plan.captured, self.capture) if self.capture and plan.captured else None
+        self._recompute = Recompute.of(config.recompute)
+        self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
+        """What runs two micro-batches in turns; None where one follows the other."""
+        assert config.compile.cache_dir is not None
+        folder = Path(config.compile.cache_dir) if config.compile.cache else None
+        self._store = CompileCache(folder, shared=config.compile.cache_shared)
+        self._compiled: CompiledSegments | None = None
+        if config.compile.enabled:
+            self._compiled = CompiledSegments(
+                self._runner, optimizer.gradient_of, units, self._recompute, self.overlap
+            )
+        self._dump: Path | None = None
+        self._cache: JobCache | None = None
+        self._published = 0
+        """Graphs that were compiled when the cache was last added to."""
+
+    def start(self, folder: Path, experts: str) -> Executor:
+        """The executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
+
+        On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
+        cannot run.
+        """
+        if self._recompute:
+            log.info("the backward computes again: %s", self._recompute.words())
+        refuse_waiting_experts(self.config, self.plan.dtype, self.device, fuses=self.fuses)
+        log.info("moe.sync_free_stage=%d", self.config.moe.sync_free_stage)
+        if self._compiled is None:
+            self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
+            self.experts = experts  # for a later start that compiles
+            return RecomputedSegments(self._recompute) if self._recompute else run_segments
+        import_compilers()
+        if self.device.type == "cpu":
+            _need_compiler()
+        self._dump = folder / "graphs" if self.config.passes.dump and self.world.is_first else None
+        # Before the choice of experts' kernels, which compiles those that it measures.
+        passes = select_passes(self.config.passes, {})
+        self._cache = JobCache(self._store, facts_of(self.config, passes, self.device), self.world)
+        self._compiled.turns, self._compiled.measured = self._cache.turns, self._cache.measured
+        if not self.fuses:
+            self._warn("the pass fuse_experts off", self._experts_set())
+            self.experts = experts
+        elif has_experts(self.config.model):
+            self.experts = self.world.on_first(lambda: self._choose(experts))
+            log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
+        if self.fuses and "moe_act" in self._recompute.parts:
+            self._warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
+        self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
+        return self._compiled
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the routed experts run as one operation."""
+        passes = select_passes(self.config.passes, {})
+        return self._compiled is not None and "fuse_experts" in [spec.name for spec in passes]
+
+    @property
+    def deferring(self) -> Callable[[Later], AbstractContextManager[None]] | None:
+        """Inside, compiled units leave weight gradients to be made later; None where none are compiled."""
+        return self._compiled.deferring if self._compiled else None
+
+    @property
+    def lane(self) -> Callable[[Hashable], AbstractContextManager[None]] | None:
+        """`CompiledSegments.lane`; None where no units are captured."""
+        return self._compiled.lane if self._compiled and self._compiled.captures else None
+
+    @property
+    def waiting_steps(self) -> int:
+        """The first steps of a program, which wait for the device where they compile or capture units."""
+        if self.capture is None:
+            return 1
+        return self.capture.warmup_steps + (not self.plan.captures_step)
+
+    def keep_code(self) -> None:
+        """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
+        if self._compiled is None or self._cache is None:
+            return
+        graphs = sum(report.graphs for report in self._compiled.reports)
+        if any(self.world.gather(graphs > self._published)):
+            scope = self.capture.report.scope if self.capture else "none"
+            notes = {"model": self.config.model.name, "device": device_name(self.device), "scope": scope}
+            self._cache.publish(self._content(), {**notes, "graphs": graphs})
+        self._published = graphs
+
+    def warn_if_uncaptured(self) -> None:
+        """At the end of a run: say so where no step was left to capture."""
+        if self.capture and not self.capture.has_captured:
+            log.warning(
+                "graph.scope=%s captured nothing: the run did %d steps, and graph.warmup_steps=%d run "
+                "uncaptured first",
+                self.capture.report.scope,
+                self.capture.steps,
+                self.capture.warmup_steps,
+            )
+
+    def write_report(self, folder: Path) -> None:
+        """Write compile_report.json."""
+        if self._compiled is not None:
+            with dispensable(folder / REPORT_FILE):
+                (folder / REPORT_FILE).write_text(json.dumps(self._content(), indent=1) + "\n")
+
+    def _content(self) -> dict[str, Any]:
+        assert self._compiled is not None and self._cache is not None
+        compiled = self._compiled
+        return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)
+
+    def report(self, folder: Path) -> None:
+        """Log the compile summary and write compile_report.json."""
+        self.write_report(folder)
+        if self._compiled is None or self._cache is None:
+            return
+        for line in to_text(self._compiled.reports).splitlines():
+            log.info(line)
+        for line in self._cache.lines(self._compiled.reports):
+            log.info(line)
+        if self._recompute and not any(unit.recomputed for unit in self._compiled.reports):
+            log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
+
+    def _runner(self, trains: bool) -> PassRunner:
+        knobs: dict[str, dict[str, Any]] = {
+            "fuse_loss": {"needs_grad": trains},
+            "fuse_experts": {"backend": self.experts},
+        }
+        return PassRunner(select_passes(self.config.passes, knobs), self._dump)
+
+    def _passes_set(self) -> dict[str, Any]:
+        """Keys of the passes that are not as they are by default."""
+        default, passes = asdict(PassesConfig()), asdict(self.config.passes)
+        return {f"passes.{name}": value for name, value in passes.items() if value != default[name]}
+
+    def _experts_set(self) -> dict[str, Any]:
+        requested = self.config.moe.experts
+        return {} if requested is ExpertsBackend.auto else {"moe.experts": requested.value}
+
+    def _warn(self, because: str, unused: dict[str, Any]) -> None:
+        for key, value in unused.items():
+            log.warning("%s=%s has no effect with %s", key, value, because)
+
+    def _choose(self, remembered: str) -> str:
+        requested = self.config.moe.experts
+        shape = mlp_shape(self.plan)
+        sync_free = self.config.moe.sync_free_stage >= EXPERTS_STAGE
+        if requested is ExpertsBackend.auto and remembered:
+            try:
+                return choose_backends(remembered, shape, self.device, self._store, sync_free=sync_free)
+            except ConfigError as error:
+                log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
+        # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
+        sync_free = sync_free or requested is not ExpertsBackend.torch
+        return choose_backends(requested.value, shape, self.device, self._store, sync_free=sync_free)
+
+
+def mlp_shape(plan: Plan) -> MlpShape:
+    """The experts of one rank, with as many rows for each as a balanced routing sends.
+
+    Its tokens are those that arrive, and a token has as many experts as it has on this rank, 1 at least.
+    """
+    model, layout = plan.config.model, plan.layout
+    top_k = max(model.top_k // layout.ep, 1)
+    return MlpShape(
+        plan.tokens * layout.etp * model.top_k // top_k,
+        model.hidden_size,
+        model.expert_ffn_size // layout.etp,
+        model.num_experts // layout.ep,
+        top_k,
+        plan.dtype,
+    )
+
+
+def refuse_waiting_experts(
+    config: RunConfig, dtype: torch.dtype, device: torch.device, *, fuses: bool
+) -> None:
+    """Raise ConfigError where the experts' products would wait for the host and their stage forbids it.
+
+    ``fuses`` says whether the pass fuse_experts runs.
+    """
+    stage, scope = config.moe.sync_free_stage, config.graph.scope
+    waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
+    if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
+        return
+    needed = []
+    if not fuses:
+        needed.append("compile.enabled=true with the pass fuse_experts")
+    if config.moe.experts is ExpertsBackend.torch:
+        needed.append("moe.experts=auto")
+    if not needed:
+        return
+    half = "precision.compute=bf16, " if has_grouped_kernel(torch.bfloat16, device) else ""
+    lower = "graph.scope=none with " if lowest_stage(scope) >= EXPERTS_STAGE else ""
+    raise ConfigError(
+        f"moe.sync_free_stage={stage} (graph.scope={scope} needs {lowest_stage(scope)}): the experts may not "
+        f"wait for the host, and torch's products do in {dtype} on this device; use {' and '.join(needed)}, "
+        f"{half}or {lower}moe.sync_free_stage=auto"
+    )
+
+
+def _need_compiler() -> None:
+    """Raise ConfigError where Inductor has no C++ compiler for the CPU's code."""
+    words = shlex.split(os.environ.get("CXX", "g++"))
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"compile.enabled=true needs a C++ compiler on a CPU, and {' '.join(words) or 'CXX'} is not "
+            f"found; install g++, set CXX, or use compile.enabled=false"
+        )

@@ -1,0 +1,221 @@
+"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases and the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from graphmoe.config.schema import ConfigError, LogConfig
+from graphmoe.model.flops import peak_tflops
+from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.runtime.host.writing import LineFile, dispensable
+from graphmoe.training.expert_loads import ExpertLoads
+from graphmoe.training.step_rows import StepRow
+
+log = logging.getLogger(__name__)
+
+
+class Throughput:
+    """Turns the seconds of a step into tokens/s of all devices, and TFLOP/s and MFU of each."""
+
+    def __init__(
+        self,
+        tokens_per_step: int,
+        flops_per_token: float,
+        device_name: str,
+        peak: float | None,
+        num_devices: int = 1,
+    ) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.num_devices = num_devices
+        self.peak = peak or peak_tflops(device_name)
+
+    def describe(self) -> str:
+        """The formula, stated once in the log."""
+        gflop = self.flops_per_token / 1e9
+        text = f"TFLOP/s = tokens/s x {gflop:.3f} GFLOP per token (forward and backward)"
+        if self.num_devices > 1:
+            text += f" / {self.num_devices} devices"
+        if self.peak:
+            return f"{text}; MFU = TFLOP/s over {self.peak:g} dense bf16"
+        return f"{text}; no MFU: the peak of this device is not known (log.peak_tflops sets it)"
+
+    def of(self, seconds: float) -> dict[str, float | None]:
+        tokens_per_s = self.tokens_per_step / seconds
+        tflops = tokens_per_s * self.flops_per_token / 1e12 / self.num_devices
+        mfu = tflops / self.peak if self.peak else None
+        return {"tokens_per_s": tokens_per_s, "tflops": tflops, "mfu": mfu}
+
+
+class MetricsWriter:
+    """Writes rows to every sink that the configuration names."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: LogConfig,
+        run_name: str,
+        done: int,
+        run_config: dict[str, Any],
+        total_steps: int,
+    ) -> None:
+        self._wandb = _wandb(folder, config, run_name, run_config) if config.wandb else None
+        self._board = _tensorboard(folder, done) if config.tensorboard else None
+        self._file = LineFile(folder / METRICS_FILE)
+        self._file.append([])  # there from the start, for who follows it
+        self._loads = ExpertLoads(folder, done, total_steps)
+
+    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
+        """Append rows and hand them to the operating system, so that a kill loses none of them.
+
+        ``read`` are the steps that they are of, where they are steps. What no disk takes is lost.
+        """
+        if read:
+            self._loads.write(read)
+        lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
+        self._file.append(lines)
+        for row in rows:
+            scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            for index, value in enumerate(row.get("load_max_over_mean", [])):
+                scalars[f"load_max_over_mean/moe_layer_{index}"] = value
+            self._draw(scalars, row["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        self._loads.close()
+        with dispensable("TensorBoard's last rows"):
+            if self._board:
+                self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    def _draw(self, scalars: dict[str, float], step: int) -> None:
+        if self._board:
+            try:
+                for name, value in scalars.items():
+                    self._board.add_scalar(name, value, step)
+            except OSError as error:  # its thread has ended and takes no more
+                self._board = None
+                log.warning("TensorBoard gets no more rows (%s); the run goes on", error.strerror or error)
+        if self._wandb:
+            try:
+                self._wandb.log(scalars, step=step)
+            except Exception as error:
+                self._wandb = None
+                log.warning("W&B gets no more rows (%s); the run goes on", error)
+
+
+class NoMetrics(MetricsWriter):
+    """Of the ranks that write none."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def to_json(
+    row: StepRow, throughput: Throughput, tokens: int, epoch: float, memory_gib: float
+) -> dict[str, Any]:
+    """The metrics.jsonl object of a step."""
+    values = row.values
+    return {
+        "step": row.step,
+        "loss": values["loss"],
+        "grad_norm": values["grad_norm"],
+        "lr": values["lr"],
+        **throughput.of(row.seconds),
+        "memory_gib": round(memory_gib, 3),
+        "step_s": row.seconds,
+        "tokens": tokens,
+        "epoch": round(epoch, 6),
+        "mtp_loss": values["mtp_loss"],
+        "balance_loss": values["balance_loss"],
+        "z_loss": values["z_loss"],
+        "router_entropy": values["router_entropy"],
+        "load_max_over_mean": row.load,
+        "rank_load": values["rank_load"],
+        "skipped": bool(values["skipped"]),
+        "skipped_total": int(values["skipped_total"]),
+        **({"receive_load": values["receive_load"]} if "receive_load" in values else {}),
+    }
+
+
+def log_line(row: dict[str, Any], total_steps: int) -> str:
+    """A step on one line for people."""
+    parts = [
+        f"step {row['step']:>{len(str(total_steps))}}/{total_steps}",
+        f"loss {row['loss']:.4f}",
+        f"grad norm {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+        f"{row['tflops']:.3g} TFLOP/s",
+    ]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {100 * row['mfu']:.1f}%")
+    parts.append(f"{row['memory_gib']:.2f} GiB")
+    if row["load_max_over_mean"]:
+        loads = "/".join(f"{load:.1f}" for load in row["load_max_over_mean"][:8])
+        more = "/.." if len(row["load_max_over_mean"]) > 8 else ""
+        parts.append(f"load max/mean {loads}{more}")
+        parts.append(f"entropy {row['router_entropy']:.2f} balance {row['balance_loss']:.3f}")
+    if row["rank_load"] > 1:
+        parts.append(f"rank load {row['rank_load']:.2f}")
+    if "receive_load" in row:
+        parts.append(f"receive load {row['receive_load']:.2f}")
+    if row["z_loss"]:
+        parts.append(f"z {row['z_loss']:.3f}")
+    if row["mtp_loss"]:
+        parts.append(f"mtp {row['mtp_loss']:.4f}")
+    if row["skipped"]:
+        is_large = math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+        cause = "the gradient's square overflows fp32" if is_large else "not finite"
+        parts.append(f"SKIPPED: {cause} ({row['skipped_total']} so far)")
+    return "  ".join(parts)
+
+
+def _finite(value: Any) -> Any:
+    """The value, or None for NaN and infinity, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tensorboard(folder: Path, done: int) -> Any:
+    """A writer that hides what an earlier process wrote for the steps after ``done``."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
+
+
+def _wandb(folder: Path, config: LogConfig, run_name: str, run_config: dict[str, Any]) -> Any:
+    """A W&B run with an id of the folder's own, which a resume finds again."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("log.wandb=true needs the extra: pip install 'graphmoe[wandb]'") from error
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(secrets.token_hex(8), encoding="utf-8")
+    try:
+        return wandb.init(
+            project=config.wandb_project,
+            name=run_name,
+            dir=str(folder),
+            config=run_config,
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"log.wandb=true cannot begin ({str(error).partition(chr(10))[0]}); log in with wandb login, set "
+            f"WANDB_MODE=offline, or use log.wandb=false"
+        ) from error

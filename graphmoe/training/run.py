@@ -1,0 +1,224 @@
+"""What each rank of a run does in its folder: train, and on rank 0 write what the run leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.config.schema import (
+    ComputeDtype,
+    ConfigError,
+    DeviceChoice,
+    DispatcherChoice,
+    DpShard,
+    MoEConfig,
+    OptimConfig,
+    PipelineConfig,
+    ProfileConfig,
+    RunConfig,
+)
+from graphmoe.data import DataError
+from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
+from graphmoe.model.attention import check_backend
+from graphmoe.passes import select_passes
+from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b
+from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.plan import Plan, plan_of
+from graphmoe.project.projected_memory import write_projected_memory
+from graphmoe.report.__main__ import PROG
+from graphmoe.report.page import write_report
+from graphmoe.report.work import MAX_TRACE_BYTES
+from graphmoe.run.folder import ENVIRONMENT_FILE, SUMMARY_FILE
+from graphmoe.run.machine import check_memory, check_processes, describe, open_device
+from graphmoe.run.metrics_file import METRICS_FILE, read_rows, summarise
+from graphmoe.run.progress import Progress
+from graphmoe.run.summary import shown, to_json
+from graphmoe.runtime.cache.bytecode import folder_in_use
+from graphmoe.runtime.dispatch.vendors import check_dispatcher
+from graphmoe.runtime.host.environment import HostLine, set_environment
+from graphmoe.runtime.host.logs import console
+from graphmoe.runtime.host.signals import StopSignal
+from graphmoe.runtime.host.tuning import log_host, start_host
+from graphmoe.runtime.host.writing import replace_text
+from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.runtime.ranks import World
+from graphmoe.training.saves import TrainingStopped
+from graphmoe.training.start_state import check_start
+from graphmoe.training.trainer import Trainer
+from graphmoe.worker import LAUNCHED_AT
+
+log = logging.getLogger(__name__)
+
+PROMPT = "def read_file(path):\n"
+
+
+def open_worker(config: RunConfig, world: World) -> tuple[Plan, list[HostLine]]:
+    """Tune this process, select its GPU, and refuse what it cannot run: all before a folder is made.
+
+    A collective of all ranks. Returns the plan of the run, and what to log of the host.
+    """
+    check_processes(config.host, world.local_size)
+    lines = set_environment(config.host, config.run.device)
+    on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if kept := folder_in_use():
+        lines.append(HostLine(f"Python's bytecode is kept in {kept}: torch was installed without it"))
+    if on_gpu and 0 < torch.cuda.device_count() <= local_rank:
+        count = torch.cuda.device_count()
+        raise ConfigError(
+            f"{world.local_size} workers need a GPU each, and {count} are visible; start {count}"
+        )
+    lines += start_host(config.host, device, world.local_size, world.gather)
+    if on_gpu and local_rank:
+        torch.cuda.set_device(device)
+    plan = plan_of(config, world.size)
+    check_memory(plan, open_device(config.run.device))
+    check_backend(config.model, device.type)
+    check_dispatcher(plan.dispatcher, device, plan.layout, world)
+    select_passes(config.passes, {})
+    return plan, lines
+
+
+def run_worker(plan: Plan, folder: Path, world: World, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
+    """Train to the end, or to a signal; the summary, which is in summary.json too, on rank 0 only.
+
+    *Raises* RunFailed, without need of a traceback, for data, checkpoints and losses that end a run.
+    """
+    config = plan.config
+    log_host(host_lines)
+    warn_of_unused(plan, world)
+    wanted = config.log.progress and world.is_first
+    world.on_first(lambda: check_start(config, folder))
+    with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
+        trainer = Trainer(plan, folder, progress, world)
+        trainer.start()
+        if world.is_first:
+            facts = {**describe(trainer.device), "num_workers": world.size}
+            _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
+            write_projected_memory(folder, plan)
+            if trainer.corpus.tokenizer is not None:
+                text = trainer.corpus.tokenizer.to_str(pretty=True)
+                _write(folder / TOKENIZER_FILE, text, "before the first step")
+        finished = trainer.run()
+    with StopSignal():  # all steps are done: a signal is for what comes after this run
+        memory = world.gather(trainer.memory)
+        if not world.is_first:
+            return {}
+        summary = _summarise(trainer, folder, finished, memory)
+        if config.log.report:
+            leave_report(folder)
+        return summary
+
+
+def leave_report(folder: Path) -> None:
+    """Write the run's page. What goes wrong there is logged, with the command that makes it again."""
+    try:
+        write_report(folder, max_trace_bytes=MAX_TRACE_BYTES)
+    except Exception as error:
+        why = f"{error}; pip install plotly" if isinstance(error, ImportError) else repr(error)
+        log.warning("no report: %s. python -m %s run=%s makes it", why, PROG, shown(folder))
+
+
+def warn_of_unused(plan: Plan, world: World) -> None:
+    """Warn of settings without effect, and of those that a run should not have by mistake."""
+    config = plan.config
+    if config.moe.force_balance:
+        log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
+    on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
+    if on_gpu and in_fp32 and not config.compile.enabled:
+        log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
+    if config.parallel.pp == 1:
+        for key in ("schedule", "virtual_stages", "microbatches", "layout", "costs"):
+            if (value := getattr(config.pipeline, key)) != getattr(PipelineConfig(), key):
+                log.warning("pipeline.%s=%s has no effect with parallel.pp=1", key, value)
+    elif SCHEDULES[config.pipeline.schedule].splits_backward and not config.compile.enabled:
+        log.warning(
+            "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "
+            "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
+            config.pipeline.schedule,
+        )
+    if world.is_first and (slower := run_slower_than_1f1b(config, world.size)):
+        log.warning("pipeline.schedule=%s", slower)
+    has_effect = {
+        "receive_budget": plan.reads_peers,
+        "transport": plan.dispatcher is DispatcherChoice.symm,
+    }
+    for key, value in ((key, getattr(config.moe, key)) for key, has in has_effect.items() if not has):
+        if value != getattr(MoEConfig, key):
+            shown = getattr(value, "value", value)
+            log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, shown, plan.dispatcher.value)
+    if config.profile.pipeline and config.parallel.pp == 1:
+        log.warning("profile.pipeline=true has no effect with parallel.pp=1")
+    if config.profile.ranks != ProfileConfig().ranks and not config.profile.steps:
+        log.warning("profile.ranks=%s has no effect without profile.steps", config.profile.ranks)
+    zero1 = config.parallel.dp_shard is DpShard.zero1
+    if config.optim.bucket_mb != OptimConfig.bucket_mb and (world.size == 1 or not zero1):
+        given, why = config.optim.bucket_mb, "one rank" if zero1 else "parallel.dp_shard=fsdp2"
+        log.warning("optim.bucket_mb=%g has no effect with %s", given, why)
+
+
+@contextmanager
+def _known_errors() -> Iterator[None]:
+    try:
+        yield
+    except (DataError, CheckpointError, TrainingStopped) as error:
+        raise RunFailed(str(error)) from error
+
+
+def _summarise(
+    trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    """``memory`` is that of each rank's trainer."""
+    started = trainer.first_step_s
+    peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
+    summary = {
+        "finished": finished,
+        "stopped_by": trainer.stopped_by,
+        "steps": trainer.step,
+        "folder": str(folder),
+        **summarise(read_rows(folder / METRICS_FILE)),
+        "peak_memory_gib": peak,
+        "device_memory_gib": taken,
+        "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
+    }
+    summary["sample"] = _sample(trainer) if finished else None
+    _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")
+    return summary
+
+
+def _write(path: Path, text: str, moment: str) -> None:
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        raise RunFailed(
+            f"{path} cannot be written {moment}: {error.strerror}; make room and start the same command again"
+        ) from error
+
+
+def _seconds_after_launch() -> float:
+    """How long after the command, or the job of a sweep, this process began; 0 in the command's own."""
+    launched = os.environ.get(LAUNCHED_AT)
+    return psutil.Process().create_time() - float(launched) if launched else 0.0
+
+
+def _sample(trainer: Trainer) -> str | None:
+    """Text that the trained model writes, where the corpus has a tokenizer."""
+    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
+    if count and not trainer.optimizer.model_is_whole:
+        log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
+        return None
+    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
+        return None
+    model = model_of_one_rank(trainer.model, trainer.config.moe)
+    if model is None:
+        log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
+        return None
+    return generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0)

@@ -1,0 +1,139 @@
+"""A run's checkpoints, all of finite weights: a state is looked at before it is written or gone on from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.checkpoint.entries import flatten
+from graphmoe.checkpoint.folders import folder_of
+from graphmoe.checkpoint.snapshot import local_part
+from graphmoe.config.schema import RunConfig
+from graphmoe.runtime.launch.stamps import wait_for
+from graphmoe.runtime.ranks import World
+
+ADVICE = (
+    "Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look at the data "
+    "around this step"
+)
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message names the checkpoint to go on from, if there is one."""
+
+
+class Saves:
+    """Writes the states of a run that can be gone on from, and says which is the newest.
+
+    All ranks call its methods alike.
+    """
+
+    def __init__(self, store: CheckpointStore, config: RunConfig, world: World) -> None:
+        self._store, self._config, self._world = store, config, world
+        self._good: Path | None = None
+        """The newest checkpoint that was looked at and found finite."""
+
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False, before: str = "") -> None:
+        """Save the state of a step as ``CheckpointStore.save``, if checkpoints are wanted. Syncs the device.
+
+        *Raises* TrainingStopped, with what came before, where weights or moments are not finite; nothing is
+        written then.
+        """
+        if name := self.not_finite(state):
+            raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
+        if self._config.checkpoint.enabled:
+            self._store.save(step, state, wait=wait, skipped=_skipped_in_row(state))
+            self._good = folder_of(self._store.folder, step)
+
+    def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
+        """Take note of what a checkpoint has filled ``state`` with.
+
+        *Raises* CheckpointError where it is not finite, with an earlier checkpoint that is, if there is one.
+        """
+        path = folder_of(store.folder, step)
+        name = self.not_finite(state)
+        if name is None:
+            self._good = path
+            return
+        good = next((each for each in store.latest() if each < step and self._fits(store, each, state)), None)
+        instead = (
+            "and no earlier one there can be used"
+            if good is None
+            else f"but {folder_of(store.folder, good)} is: remove {path.name}, or give the latter to "
+            "checkpoint.resume_from"
+        )
+        raise CheckpointError(f"{path} is nothing to go on from: {name} is not finite in it, {instead}")
+
+    def after_skips(self, step: int, state: dict[str, Any], skipped: int) -> TrainingStopped:
+        """Save the state after too many skipped steps; the error that ends the run.
+
+        *Raises* it with another message where the state is not finite.
+        """
+        self.save(step, state, wait=True, before=self._skips(skipped))
+        return self.diverged(step, skipped)
+
+    def diverged(self, step: int, skipped: int) -> TrainingStopped:
+        """The error that ends a run after too many skipped steps, the last of which is saved."""
+        saved = f"the weights before them are saved at step {step} in {self._store.folder}"
+        if not self._config.checkpoint.enabled:
+            began = f"; the run began from {self._good}" if self._good else ""
+            saved = f"nothing is saved (checkpoint.enabled=false){began}"
+        return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
+
+    def not_finite(self, state: Mapping[str, Any]) -> str | None:
+        """The first tensor of model and optimizer that is not finite at some rank. Syncs the device, once."""
+        found = self._world.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
+        return next((name for name in found if name is not None), None)
+
+    def _fits(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> bool:
+        """Whether a checkpoint is whole and finite; fills ``state``."""
+        try:
+            store.load(state, step)
+        except CheckpointError:
+            return False
+        return self.not_finite(state) is None
+
+    def _skips(self, skipped: int) -> str:
+        limit = self._config.train.max_nonfinite
+        return (
+            f"{skipped} steps in a row had a loss or gradient that is not finite "
+            f"(train.max_nonfinite={limit}); "
+        )
+
+    def _lost(self, step: int, name: str) -> str:
+        """Why the state of a step is not saved, and what there is instead."""
+        self._store.wait()  # for one that is being written, or its error
+        if self._good is not None:
+            instead = (
+                f"the newest checkpoint with finite weights is {self._good}, from which this run goes on"
+            )
+        elif self._config.checkpoint.enabled:
+            instead = "no step before it is saved"
+        else:
+            instead = "nothing is saved (checkpoint.enabled=false)"
+        return f"{name} is not finite after step {step}, which is not saved; {instead}"
+
+
+@torch.no_grad()
+def first_not_finite(state: dict[str, Any]) -> str | None:
+    """The name in a checkpoint of the first tensor whose part on this rank has a value that is not finite.
+
+    All are on one device, which is synced once.
+    """
+    parts = {name: local_part(each) for name, each in flatten(state).tensors.items()}
+    floats = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
+    if not floats:
+        return None
+    # the largest magnitude is NaN where any value is; other than isfinite() it takes no memory
+    largest = torch.stack([torch.linalg.vector_norm(part, math.inf).float() for part in floats.values()])
+    finite = wait_for(largest.isfinite().tolist)
+    return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
+
+
+def _skipped_in_row(state: Mapping[str, Any]) -> int:
+    return int(state["optimizer"]["counters"]["skipped_in_row"].item())

@@ -1,0 +1,157 @@
+"""One optimizer step as a function of its micro-batches: all that the device does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.optim.base import StepOptimizer
+from graphmoe.optim.zero1 import update_selection_bias
+from graphmoe.plan.layout import Axis
+from graphmoe.plan.pipeline.stages import StagePieces
+from graphmoe.plan.plan import Plan
+from graphmoe.profiler_ranges import ranged
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import sums
+from graphmoe.training.micro_batches import MicroBatches
+from graphmoe.training.step_rows import RECEIVED, device_row
+
+
+@dataclass
+class Made:
+    """What the micro-batches of this rank have made so far: sums over them, on the device."""
+
+    losses: Tensor
+    """Cross-entropy, multi-token-prediction loss, and ``ROUTER_STATS``, of those the mean of all layers."""
+    counts_LE: Tensor
+    """Slots routed to each expert, int32; 0 for layers of other ranks."""
+    counted_LE: Tensor
+    """Those that balance losses count: ``counts_LE`` itself, but where `Router.counts_apart`."""
+    load_2: Tensor | None = None
+    """The most that arrived at once, a `graphmoe.plan.receive_budget.Load`; None where no room is planned."""
+
+    @classmethod
+    def none(cls, model: Transformer, device: torch.device) -> Made:
+        """Zeros."""
+        shape = model.num_moe_layers, model.config.num_experts
+        losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
+        counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
+        apart = any(router.counts_apart for router in model.routers())
+        return cls(losses, counts_LE, torch.zeros_like(counts_LE) if apart else counts_LE)
+
+    def add(self, model: Transformer, pieces: StagePieces, output: LossOutput) -> None:
+        """One more micro-batch of a stage."""
+        layers = model.moe_layers(pieces)
+        stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
+        self.losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
+        self.counts_LE[layers.start : layers.stop] += output.counts_LE
+        if output.counted_LE is not None:
+            self.counted_LE[layers.start : layers.stop] += output.counted_LE
+        if output.load_2 is not None:
+            load_2 = self.load_2
+            self.load_2 = output.load_2 if load_2 is None else torch.maximum(load_2, output.load_2)
+
+
+class TrainStep:
+    """Forward and backward of every micro-batch, the optimizer's update, the routers' bias, the metrics.
+
+    Each data-parallel rank does its micro-batches; gradients, losses and expert loads are summed over ranks
+    before anything is made of them, so that all come to the same weights and return the same row.
+
+    Where more arrives at any rank than its dispatcher has room for, the step is void, and so are all after it
+    until ``optimizer.void`` is taken back: they change nothing that a later step or a checkpoint reads.
+
+    It leaves the host as it was but for the batches that it takes, and never waits for the device where no
+    dispatcher does, so a graph can hold it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Transformer,
+        optimizer: StepOptimizer,
+        micro_batches: MicroBatches,
+        mesh: Mesh,
+    ) -> None:
+        self.plan, self.model, self.optimizer, self.mesh = plan, model, optimizer, mesh
+        self.micro_batches = micro_batches
+        layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
+        self.routers = dict(zip(layers, model.routers(), strict=True))
+        """Of this rank, by their place among all MoE layers of the model."""
+        self.device = next(model.parameters()).device
+
+    def __call__(self, batches: Iterable[Tensor]) -> Tensor:
+        """Token ids [micro_batch_size, seq_len + 1] of each own micro-batch -> a row of ``StepRows``."""
+        scalars, counts_LE, load_2 = self.accumulate(batches)
+        if load_2 is not None:
+            scalars |= self._received(load_2)
+        with ranged("optimizer", "update"):
+            result = self.optimizer.step(scalars["loss"])
+        if self.plan.config.model.selection_bias:
+            rate = self.plan.config.model.bias_update_rate
+            for layer, router in self.routers.items():
+                update_selection_bias(router.selection_bias, counts_LE[layer], rate, result.finite)
+        scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}
+        scalars |= {"skipped_total": self.optimizer.skipped, "longest_skip": self.optimizer.longest_skip}
+        return device_row(scalars, counts_LE, self.mesh.layout.ep)
+
+    def accumulate(self, batches: Iterable[Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """Forward and backward of every own micro-batch -> mean losses, expert loads, and the receive load.
+
+        Of all ranks: expert loads are summed; the receive load is the most that arrived anywhere at once, a
+        `graphmoe.plan.receive_budget.Load`, or None where no room is planned.
+        """
+        made = Made.none(self.model, self.device)
+
+        def add(pieces: StagePieces, output: LossOutput) -> None:
+            made.add(self.model, pieces, output)
+            self._tell_routers(made.counted_LE, self.model.moe_layers(pieces))
+
+        self.optimizer.start_gather()
+        self.micro_batches.train(batches, add)
+        self._tell_routers(torch.zeros_like(made.counts_LE), self.routers)
+        # Ranks of cp and tp route parts of the same tokens, and have one loss.
+        axes: list[tuple[Axis, Tensor]] = [("dp_pp", made.losses), ("world", made.counts_LE)]
+        if made.load_2 is not None:
+            axes.append(("world", one_of_all(made.load_2, self.mesh)))
+        losses, counts_LE, *loads = self._summed(axes)
+        named = zip(("loss", "mtp_loss", *ROUTER_STATS), losses / self.plan.global_micro_batches, strict=True)
+        return dict(named), counts_LE, loads[0].amax(dim=0) if loads else None
+
+    def _summed(self, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
+        """Each summed over the ranks of its axis; what travels over the same ranks does so together."""
+        groups = [self.mesh.group(axis) for axis, _ in tensors]
+        found: dict[int, Tensor] = {}
+        for group in dict.fromkeys(groups):
+            together = [i for i, each in enumerate(groups) if each is group]
+            found |= zip(together, sums(group, *(tensors[i][1] for i in together)), strict=True)
+        return [found[i] for i in range(len(tensors))]
+
+    def _received(self, load_2: Tensor) -> dict[str, Tensor]:
+        """The step's values of ``RECEIVED``; makes it void where the load is more than there is room for."""
+        dispatcher, void = self.model.dispatcher, self.optimizer.void
+        assert dispatcher is not None
+        (rows, slots), balanced = load_2.unbind(), self.plan.balanced
+        if dispatcher.capacity is not None:
+            more = (rows > dispatcher.capacity.rows) | (slots > dispatcher.capacity.slots)
+            void.copy_(torch.maximum(void, more.float()))
+        of_balanced = torch.maximum(rows / balanced.rows, slots / balanced.slots)
+        return dict(zip(RECEIVED, (of_balanced, rows, slots, void), strict=True))
+
+    def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:
+        """Give this rank's counts of the step so far to the routers that read them."""
+        for layer in layers:
+            if (router := self.routers[layer]).reads_earlier:
+                router.earlier_counts.copy_(counts_LE[layer])
+
+
+def one_of_all(load_2: Tensor, mesh: Mesh) -> Tensor:
+    """A rank's load as a row among zeros [world, 2]: in their sum over all ranks each has its own."""
+    after = mesh.layout.size("world") - 1 - mesh.rank
+    return F.pad(load_2.unsqueeze(0), (0, 0, mesh.rank, after))

@@ -1,0 +1,195 @@
+"""Metrics of the steps since the last read, on their way from the device to the host."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.runtime.launch.stamps import wait_for
+
+OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", "rank_load")
+SCALARS = (*OF_STEP, *ROUTER_STATS)
+RECEIVED = ("receive_load", "received_rows", "received_slots", "void")
+"""Of a run that makes room for what arrives without a count: the most that arrived at any rank at once, over
+what a balanced routing sends, and as a `plan.receive_budget.Load`; and 1.0 where it found no room."""
+
+
+Mark = torch.cuda.Event | float
+"""A moment: an event of the device, or the host's clock in seconds."""
+Interval = tuple[tuple[Mark, Mark], ...]
+"""Start and end of each part: a pause lies between two of them."""
+
+
+class StepRow(NamedTuple):
+    """One step, as read by the host."""
+
+    step: int
+    seconds: float
+    values: dict[str, float]
+    """By the names in ``SCALARS``, and in ``RECEIVED`` where there are such."""
+    load_LE: Tensor
+    """Load of each expert over the mean of its MoE layer, fp32 on the host."""
+
+    @property
+    def load(self) -> list[float]:
+        """Largest over mean load of the experts, for each MoE layer."""
+        return self.load_LE.amax(dim=1).tolist()
+
+
+@torch.no_grad()
+def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Tensor:
+    """A step's row, fp32: ``SCALARS``, ``RECEIVED`` where room is planned, then the loads of all experts.
+
+    A load is over the mean of its MoE layer. The scalar ``rank_load`` is the largest of the ``ep`` ranks that
+    share the experts, copies together, the mean of all layers: the one with most is waited for.
+    """
+    load_LE = over_mean(counts_LE)
+    of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
+    scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_LE.new_ones(())}
+    names = names_of(RECEIVED[0] in scalars)
+    return torch.cat([torch.stack([scalars[name].float() for name in names]), load_LE.flatten()])
+
+
+def over_mean(counts_LX: Tensor) -> Tensor:
+    """Counts of experts or ranks over the mean of their layer, [L, X] fp32."""
+    return counts_LX / counts_LX.float().mean(dim=1, keepdim=True).clamp_min(1e-9)
+
+
+def names_of(planned: bool) -> tuple[str, ...]:
+    """Names of a row's scalars; ``planned`` says whether room is made for what arrives."""
+    return SCALARS + RECEIVED if planned else SCALARS
+
+
+class StepRows:
+    """Metrics of the last steps, one row each, which travel to the host as soon as the device has made them.
+
+    The host waits where it reads them, and for those that it reads only.
+    """
+
+    def __init__(
+        self, capacity: int, experts: tuple[int, int], device: torch.device, *, planned: bool = False
+    ) -> None:
+        """``capacity`` rows at most are there between two reads; ``experts``: MoE layers, experts of each."""
+        self._names, self._experts = names_of(planned), experts
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(capacity, len(self._names) + math.prod(experts), pin_memory=on_gpu)
+        self._arrived = [torch.cuda.Event() for _ in range(capacity)] if on_gpu else []
+        self._steps: list[int] = []
+        self._next = 0
+        """Where in the ring of rows the next one comes."""
+        self.clock = StepClock(device)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def append(self, step: int, row: Tensor) -> None:
+        """Take the row of a step, from ``device_row``. No device sync."""
+        assert len(self) < len(self._host)
+        self.clock.mark()  # before the row: who has that has the time too
+        self._host[self._next].copy_(row, non_blocking=True)
+        if self._arrived:
+            self._arrived[self._next].record()
+        self._next = (self._next + 1) % len(self._host)
+        self._steps.append(step)
+
+    def drop(self, count: int) -> None:
+        """Forget the last rows, of steps that are void. Their time is that of the next row."""
+        self._steps = self._steps[: len(self) - count]
+        self._next = (self._next - count) % len(self._host)
+        self.clock.drop(count)
+
+    def values(self, step: int) -> dict[str, float]:
+        """The scalars of one step by name; waits until they are there, not for what came after."""
+        return self._scalars(self._row(self._steps.index(step)))
+
+    def read(self, last: int | None = None) -> list[StepRow]:
+        """The rows up to a step, or all, which are forgotten. Waits as ``values`` does."""
+        count = len(self) if last is None else self._steps.index(last) + 1
+        rows = [self._row(place).clone() for place in range(count)]
+        steps, self._steps = self._steps[:count], self._steps[count:]
+        return [
+            StepRow(step, seconds(interval), self._scalars(row), row[len(self._names) :].view(self._experts))
+            for step, interval, row in zip(steps, self.clock.hand_over(count), rows, strict=True)
+        ]
+
+    def _scalars(self, row: Tensor) -> dict[str, float]:
+        return dict(zip(self._names, row[: len(self._names)].tolist(), strict=True))
+
+    def _row(self, place: int) -> Tensor:
+        """One of those that are there, where the next ones overwrite it."""
+        number = (self._next - len(self) + place) % len(self._host)
+        if self._arrived:
+            wait_for(self._arrived[number].synchronize)
+        return self._host[number]
+
+
+class StepClock:
+    """Time between marks, pauses apart: device events on a GPU, the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the next interval here, so that what came before counts for no step."""
+        self._ended: list[Interval] = []
+        self._parts: Interval = ()
+        """Of the interval under way, those before its last pause."""
+        self._since = self._now()
+
+    def mark(self) -> None:
+        """End an interval here and start the next. No device sync."""
+        now = self._now()
+        self._ended.append((*self._parts, (self._since, now)))
+        self._parts, self._since = (), now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the block counts for no step. No device sync.
+
+        On a GPU it is the time from the end of what was queued before it to the start of what is queued next.
+        """
+        self._parts = (*self._parts, (self._since, self._now()))
+        try:
+            yield
+        finally:
+            self._since = self._now()
+
+    def drop(self, count: int) -> None:
+        """Let the last intervals be part of the next one."""
+        kept = len(self._ended) - count
+        self._parts = (*chain.from_iterable(self._ended[kept:]), *self._parts)
+        self._ended = self._ended[:kept]
+
+    def hand_over(self, count: int) -> list[Interval]:
+        """The first intervals that were not handed over yet, for ``seconds``. No device sync."""
+        given, self._ended = self._ended[:count], self._ended[count:]
+        return given
+
+    def _now(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def seconds(interval: Interval) -> float:
+    """Length of an interval that the device has finished, without its pauses."""
+    return sum(_seconds(start, end) for start, end in interval)
+
+
+def _seconds(start: Mark, end: Mark) -> float:
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    return start.elapsed_time(end) / 1e3

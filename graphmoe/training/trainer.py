@@ -1,0 +1,387 @@
+"""The training loop: batches -> forward and backward -> optimizer step -> metrics -> checkpoints.
+
+Every rank of a job runs it alike, each on its micro-batches; rank 0 writes what the run's folder gets.
+The host never waits for the device inside a step; it reads the metrics of the last steps at logging
+steps, a step later where steps are captured, and only then learns of skipped steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphmoe.checkpoint import CheckpointStore
+from graphmoe.command.hydra import to_plain
+from graphmoe.config.schema import ConfigError
+from graphmoe.data import Corpus, Loader, open_data
+from graphmoe.model.flops import flops_per_token
+from graphmoe.ops.collectives import use_groups
+from graphmoe.plan.plan import Plan
+from graphmoe.run.folder import cut_metrics
+from graphmoe.run.machine import (
+    device_name,
+    free_bytes,
+    memory_gib,
+    open_device,
+    random_state,
+    restore_random_state,
+    seconds_since_process_start,
+    seed_everything,
+    taken_gib,
+)
+from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.run.progress import Progress
+from graphmoe.run.weights import explained_mismatch, load_weights
+from graphmoe.runtime.capture.run import CapturedRun
+from graphmoe.runtime.capture.step import Step
+from graphmoe.runtime.dispatch import close_dispatcher, make_room, open_dispatcher
+from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.host.signals import StopSignal
+from graphmoe.runtime.host.tuning import GarbageCollection
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import World
+from graphmoe.runtime.torch_compat import tensors_of
+from graphmoe.training.build import build
+from graphmoe.training.executor import Execution
+from graphmoe.training.heartbeat import Pace
+from graphmoe.training.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
+from graphmoe.training.pipelined import micro_batches_of
+from graphmoe.training.profiles import profiles_of
+from graphmoe.training.rerun import Launches
+from graphmoe.training.saves import Saves
+from graphmoe.training.start_state import named_source
+from graphmoe.training.step import TrainStep
+from graphmoe.training.step_rows import StepRow, StepRows
+from graphmoe.training.stop import StopAgreement
+from graphmoe.training.validation import Validation
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Model, optimizer, data and checkpoints of one run, and the loop over them."""
+
+    def __init__(self, plan: Plan, folder: Path, progress: Progress, world: World | None = None) -> None:
+        """A collective of all ranks, as all that follows."""
+        config = plan.config
+        assert config.data.seq_len is not None
+        self.plan, self.config, self.folder, self.progress = plan, config, folder, progress
+        self.world = world or World()
+        self.mesh = Mesh(plan.layout)
+        use_groups(self.mesh)
+        self.device = open_device(config.run.device)
+        open_dispatcher(plan, self.mesh, self.device)
+        seed_everything(config.train.seed, config.precision, self.device)
+        self.corpus: Corpus = open_data(
+            config.data,
+            seq_len=config.data.seq_len,
+            vocab_size=config.model.vocab_size,
+            check=self.world.local_index == 0,
+        )
+        self.model, self.optimizer = build(plan, self.device, self.mesh)
+        self.execution = Execution(plan, self.device, self.optimizer, self.world)
+        self.loader = Loader(
+            self.corpus.train,
+            micro_batch_size=config.train.micro_batch_size,
+            global_batch_size=config.train.global_batch_size,
+            rank=plan.layout.index("dp", self.world.rank),
+            world_size=plan.layout.dp,
+            prefetch=config.data.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
+        self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
+        self.saves = Saves(self.store, config, self.world)
+        self.rows = StepRows(
+            min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
+            (self.model.num_moe_layers, config.model.num_experts),
+            self.device,
+            planned=self._plans,
+        )
+        self.throughput = self._throughput()
+        self.agreement = StopAgreement(self.world)
+        capture = self.execution.capture
+        self.pace = Pace(config.launch.hang_timeout_s, capture.warmup_steps + 1 if capture else 1)
+        self._pending: tuple[int, float] | None = None
+        """The last step whose metrics are due to be written, and the epoch after it."""
+        self.step = 0
+        self.first_step_s: float | None = None
+        self.memory = 0.0, 0.0
+        """Peak of this rank, and what was taken of its device after the last step, in GiB."""
+        self.stopped_by: str | None = None
+        """Name of the signal that ended the run early, if one did."""
+
+    def start(self) -> None:
+        """Take over the state to start from, and open the metrics: the last that can be refused."""
+        self.execute = self.optimizer.executor(self.execution.start(self.folder, self._restore()))
+        micro_batches = micro_batches_of(self.plan, self.model, self.execute, self.mesh, self.execution)
+        self.train_step = TrainStep(self.plan, self.model, self.optimizer, micro_batches, self.mesh)
+        capture, folder = self.execution.capture, self.folder if self.world.is_first else None
+        places = {**tensors_of(self.model), **self.optimizer.places()} if capture else {}
+        self._captured = CapturedRun(self.train_step, self.plan, capture, self.device, places, folder)
+        self._run_step: Step = self._captured
+        ladder = self._ladder()
+        self.launches = Launches(
+            lambda batches: self._run_step(batches), self.rows, self.optimizer.void, self.pace, ladder
+        )
+        self.validation = Validation(
+            self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.pace, ladder
+        )
+        clock, done = self.rows.clock, self.step
+        self.profile = profiles_of(
+            self.plan, micro_batches, self.mesh, self.world, self.pace, clock, self.folder, done
+        )
+        self.metrics: MetricsWriter = NoMetrics()
+        self.world.on_first(self._open_metrics)
+
+    def run(self) -> bool:
+        """Train to the last step, or until a signal asks to stop; whether the run is finished."""
+        log.info(self.throughput.describe())
+        with ExitStack() as stack:
+            stop = stack.enter_context(StopSignal())
+            garbage = stack.enter_context(GarbageCollection(self.config.host))
+            stack.callback(self.corpus.bad_records.log_total, "this run's data")
+            stack.callback(self.corpus.check.close)
+            stack.callback(self.metrics.close)
+            stack.callback(self.store.close)
+            stack.callback(self.loader.close)
+            stack.callback(self._captured.release)
+            stack.push(self.pace.leave)
+            stack.push(self.profile.leave)
+            if self.step == 0:
+                self._validate()
+            signal = self._loop(stop, garbage)
+            self.profile.finish()
+            self._flush()
+            self.memory = self._peak_gib(), taken_gib(self.device)
+            finished = self.step >= self.config.train.steps
+            if self.step not in self.store.latest():
+                self._save(wait=True)
+            self.store.wait()
+            self.optimizer.gather()  # for who reads the model after training
+            self.execution.keep_code()
+            if self.world.is_first:
+                self.execution.write_report(self.folder)  # validation may have compiled after the first step
+        close_dispatcher()
+        self.execution.warn_if_uncaptured()
+        if signal and not finished:
+            self.stopped_by = signal
+            log.warning(
+                "%s: stopped after step %d%s",
+                signal,
+                self.step,
+                f", which is saved: a run in {self.folder} goes on from there"
+                if self.config.checkpoint.enabled
+                else "; nothing is saved (checkpoint.enabled=false)",
+            )
+        return finished
+
+    def _loop(self, stop: StopSignal, garbage: GarbageCollection) -> str | None:
+        """Steps up to the last, or to a signal at any rank, whose name is returned."""
+        self.rows.clock.restart()
+        while self.step < self.config.train.steps:
+            if signal := self.agreement.signal(stop.received):
+                return signal
+            self.corpus.check.raise_damage()
+            self._train_step()
+            garbage.after_step(self.step)
+        self.agreement.close()
+        self.corpus.check.raise_damage()
+        return None
+
+    def _train_step(self) -> None:
+        """One optimizer step, and what is due after it."""
+        train, checkpoint = self.config.train, self.config.checkpoint
+        self.pace.step(self.step + 1)
+        batches = (next(self.loader) for _ in range(self.plan.num_micro_batches))
+        with self.profile.step(self.step + 1):
+            self.launches(self.step + 1, batches)
+        self.step += 1
+        if self.first_step_s is None:
+            self._synchronize()
+            self.first_step_s = seconds_since_process_start()
+            with self.rows.clock.paused():
+                if self.world.is_first:
+                    self.execution.report(self.folder)
+                self.execution.keep_code()
+        self.progress.advance(self.step)
+        self._report_pending()
+        last = self.step == train.steps
+        validates = train.val_batches > 0 and (last or _due(self.step, train.val_interval))
+        saves = last or _due(self.step, checkpoint.interval)
+        waits = validates or saves or self.execution.capture is None
+        if validates or saves or len(self.rows) == train.log_interval:
+            self._pending = self.step, self.loader.epochs
+            if waits:
+                self.launches.settle()
+        if waits:
+            self._report_pending()
+        if validates:
+            self._validate()
+        if saves:
+            self._save(wait=last)
+        if validates or saves:
+            self.rows.clock.restart()
+
+    @property
+    def _plans(self) -> bool:
+        """Whether room is made for what arrives without a count."""
+        return self.model.dispatcher is not None and self.model.dispatcher.capacity is not None
+
+    def _ladder(self) -> ReceiveLadder | None:
+        """What makes more room where it is too little; None where there is always enough."""
+        if not self._plans:
+            return None
+        rungs = rungs_of(self.plan, self.mesh, fused=self.execution.fuses)
+
+        def use(rung: Rung) -> None:
+            make_room(self.plan, self.mesh, rung.dispatcher, self.device)
+            self.model.use(rung.dispatcher)
+            if self.execution.capture:
+                self.execution.capture.use(rung.number if rung.has_limit else None)
+
+        def has_memory(num_bytes: int) -> bool:
+            # Steps that warm up run beside the graphs, whose pool is as large as what they need.
+            maker = self.execution.capture.maker if self.execution.capture else None
+            pool, idle = (maker.pool_bytes(), maker.pool_unused_bytes()) if maker else (0, 0)
+            return all(self.world.gather(num_bytes + pool <= free_bytes(self.device) - idle))
+
+        return ReceiveLadder(rungs, use, has_memory) if rungs else None
+
+    def _flush(self) -> None:
+        """Report the metrics of all steps so far."""
+        self.launches.settle()
+        self._report_pending()
+        if len(self.rows):
+            self._pending = self.step, self.loader.epochs
+            self._report_pending()
+
+    def _report_pending(self) -> None:
+        """Write the metrics that are due, if any are, and stop a run that keeps failing.
+
+        A captured step is launched before those of the step before it are read, so that the device has
+        work meanwhile.
+        """
+        if self._pending is None:
+            return
+        config, (step, epoch), self._pending = self.config, self._pending, None
+        read = self._write(step, epoch)
+        if read[-1].values["longest_skip"] >= config.train.max_nonfinite:
+            self.launches.settle()
+            if len(self.rows):
+                self._write(self.step, self.loader.epochs)
+            self.pace.slow(f"the checkpoint of step {self.step}")
+            raise self.saves.after_skips(self.step, self._state(), int(read[-1].values["longest_skip"]))
+
+    def _write(self, step: int, epoch: float) -> list[StepRow]:
+        """Write the metrics up to a step and log them; returns them as read."""
+        memory, per_step = self._peak_gib(), self.throughput.tokens_per_step
+        read = self.rows.read(step)
+        self.pace.has_read()
+        rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
+        self.metrics.write(rows, read)
+        for row in rows:
+            log.info(log_line(row, self.config.train.steps))
+        return read
+
+    def _validate(self) -> None:
+        """The validation loss, as a row of its own."""
+        if not self.validation.wanted:
+            return
+        self.optimizer.gather()
+        mean, count = self.validation()
+        self.metrics.write([{"step": self.step, "val_loss": mean}])
+        steps = self.config.train.steps
+        log.info("step %d/%d  validation loss %.4f (%d micro-batches)", self.step, steps, mean, count)
+
+    def _state(self) -> dict[str, Any]:
+        """All that the next step depends on; tensors are the live ones where there are such. A collective."""
+        return {
+            "model": self.optimizer.model_state(),
+            "optimizer": self.optimizer.state_dict(),
+            "loader": self.loader.state_dict(),
+            "random": random_state(),
+            "experts": self.execution.experts,
+            "step": self.step,
+        }
+
+    def _save(self, *, wait: bool = False) -> None:
+        self.pace.slow(f"the checkpoint of step {self.step}")
+        self.saves.save(self.step, self._state(), wait=wait)
+
+    def _restore(self) -> str:
+        """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from.
+
+        Returns the backends of the experts that the checkpoint's run used, or nothing.
+        """
+        store, state = self.store, self._state()
+        source = None if store.latest() else self.config.checkpoint.resume_from
+        # absent before a checkpoint kept them; what only the checkpoint has is added
+        del state["experts"], state["loader"]["contents"]
+        with named_source("resume_from", source):
+            store = CheckpointStore.open_any(source) if source else store
+            with explained_mismatch(store.folder, self.config.model):
+                found = store.load(state)
+        if found is None:
+            self._cut_metrics(-1)
+            self._import_weights()
+            return ""
+        self.saves.taken(store, found, state)
+        self.step = state["step"]
+        if self.step > self.config.train.steps:
+            raise ConfigError(
+                f"train.steps={self.config.train.steps}, but {store.folder} is at step {self.step} already; "
+                f"use more steps"
+            )
+        skipped = int(self.optimizer.skipped_in_row.item())
+        if self.step == self.config.train.steps and skipped >= self.config.train.max_nonfinite:
+            raise self.saves.diverged(self.step, skipped)  # no step is left that could show it again
+        self.optimizer.restored()
+        self.loader.load_state_dict(state["loader"])
+        restore_random_state(state["random"])
+        dropped = self._cut_metrics(self.step or -1)  # step 0 validates again
+        log.info(
+            "continuing after step %d of %s (%d later metrics rows cut)", self.step, store.folder, dropped
+        )
+        return state.get("experts", "")
+
+    def _cut_metrics(self, step: int) -> int:
+        return self.world.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
+
+    def _open_metrics(self) -> None:
+        config, folder, plain = self.config, self.folder, to_plain(self.config)
+        name, steps = config.run.name, config.train.steps
+        self.metrics = MetricsWriter(folder, config.log, name, self.step, plain, steps)
+
+    def _import_weights(self) -> None:
+        """Start from the weights of checkpoint.init_from, if it names any."""
+        if folder := self.config.checkpoint.init_from:
+            weights = self.optimizer.weights_to_fill()
+            with named_source("init_from", folder):
+                kind = load_weights(self.model, folder, weights, self.plan.layout, self.world.rank)
+            self.optimizer.adopt(weights)
+            if name := self.saves.not_finite(self._state()):
+                raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
+            log.info("weights taken from %s (%s)", folder, kind.value)
+
+    def _throughput(self) -> Throughput:
+        config = self.config
+        assert config.data.seq_len is not None
+        tokens = config.train.global_batch_size * config.data.seq_len
+        flops = flops_per_token(config.model, config.data.seq_len).total
+        name, peak = device_name(self.device), config.log.peak_tflops
+        return Throughput(tokens, flops, name, peak, self.world.size)
+
+    def _peak_gib(self) -> float:
+        return max(memory_gib(self.device), self.profile.earlier_peak_gib)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

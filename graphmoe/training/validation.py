@@ -1,0 +1,82 @@
+"""The validation loss of a run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphmoe.config.schema import TrainConfig
+from graphmoe.data import Corpus, first_batches
+from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.plan.pipeline.stages import StagePieces
+from graphmoe.runtime.dispatch.ladder import ReceiveLadder
+from graphmoe.runtime.launch.stamps import wait_for
+from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import sums
+from graphmoe.training.heartbeat import Pace
+from graphmoe.training.micro_batches import MicroBatches
+from graphmoe.training.step import one_of_all
+
+
+class Validation:
+    """Mean cross-entropy over the first validation batches, the same ones each time."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        model: Transformer,
+        micro_batches: MicroBatches,
+        mesh: Mesh,
+        pace: Pace,
+        ladder: ReceiveLadder | None,
+    ) -> None:
+        self.config, self.corpus, self.model, self.micro_batches = config, corpus, model, micro_batches
+        self.mesh, self.pace, self.ladder = mesh, pace, ladder
+        self.device = next(model.parameters()).device
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to do."""
+        return self.config.val_batches > 0 and self.corpus.val is not None
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[float, int]:
+        """The mean, and of how many micro-batches. A collective; the weights must be whole."""
+        assert self.corpus.val is not None
+        self.pace.validation()
+        batches = [*first_batches(self.corpus.val, self.config.val_batches, self.config.micro_batch_size)]
+        total, has_room = self._total(batches)
+        if not has_room:
+            assert self.ladder is not None
+            self.pace.slow("the validation, again with room for everything")
+            with self.ladder.without_limit():
+                total, _ = self._total(batches)
+        return total / len(batches), len(batches)
+
+    def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
+        """The sum over micro-batches, and whether there was room for what arrived. Waits for the device."""
+        layout, index = self.mesh.layout, self.mesh.index("dp")
+        total, loads = torch.zeros((), device=self.device), list[Tensor]()
+        numbers = range(index, index + len(batches), layout.dp)
+        # ranks that are through go on with the last one, since experts wait for tokens of all ranks
+        mine = [batches[min(number, len(batches) - 1)] for number in numbers]
+        counted = iter(numbers)
+
+        def add(pieces: StagePieces, output: LossOutput) -> None:
+            if pieces.loss:
+                total.add_(output.cross_entropy * (next(counted) < len(batches)))
+            if output.load_2 is not None:
+                loads.append(output.load_2)
+
+        self.micro_batches.evaluate(mine, add)
+        (total,) = sums(self.mesh.group("dp_pp"), total)
+        return wait_for(total.item), not loads or self._has_room(torch.stack(loads).amax(dim=0))
+
+    def _has_room(self, load_2: Tensor) -> bool:
+        """Whether there was room at every rank."""
+        assert self.model.dispatcher is not None
+        room = self.model.dispatcher.capacity
+        (loads,) = sums(self.mesh.group("world"), one_of_all(load_2, self.mesh))
+        rows, slots = loads.amax(dim=0).tolist()
+        return room is None or (rows <= room.rows and slots <= room.slots)

@@ -1,0 +1,1 @@
+"""Pages of one file that need no network."""

@@ -1,0 +1,1 @@
+"""HIP and CUDA graphs: captured spans of a step and their replays."""

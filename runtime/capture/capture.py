@@ -1,0 +1,175 @@
+"""What is captured, and how it is reported."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.runtime.capture.graphs import Graph, GraphMaker, Run
+
+REPORT_FILE = "capture_report.json"
+
+
+@dataclass
+class Span:
+    """Neighbouring segments that replay together."""
+
+    unit: str
+    segments: tuple[str, ...]
+    """Empty for the whole step."""
+    places: int = 0
+    """Places of the model that they are at, each with graphs of its own."""
+    graphs: int = 0
+    nodes: int | None = 0
+    """Kernels, copies and memsets in its graphs; None where nobody counts them."""
+    seconds: float = 0.0
+    """Time that the graphs took to make."""
+
+    def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
+        """One more graph, as ``GraphMaker.make``."""
+        started = time.perf_counter()
+        graph = maker.make(run, given, pool)
+        self.graphs += 1
+        self.nodes = _sum([self.nodes, graph.nodes])
+        self.seconds += time.perf_counter() - started
+        return graph
+
+
+@dataclass
+class CaptureReport:
+    """What was captured; ``write`` makes capture_report.json of it."""
+
+    scope: str
+    on: str
+    """device, or host: where there are no graphs, a stand-in runs from the same static buffers."""
+    warmup_steps: int
+    """Steps that ran uncaptured before."""
+    spans: list[Span] = field(default_factory=list)
+    not_captured: dict[str, str] = field(default_factory=dict)
+    """Segments that the scope names, and why they are not captured."""
+    pool_bytes: int = 0
+    """What the device's allocator took for the graphs' memory."""
+
+    @property
+    def graphs(self) -> int:
+        return sum(span.graphs for span in self.spans)
+
+    @property
+    def nodes(self) -> int | None:
+        return _sum([span.nodes for span in self.spans])
+
+    @property
+    def seconds(self) -> float:
+        return sum(span.seconds for span in self.spans)
+
+    def write(self, folder: Path) -> None:
+        """Write capture_report.json."""
+        sums = {"graphs": self.graphs, "nodes": self.nodes, "seconds": self.seconds}
+        content = {**asdict(self), **sums}
+        (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+    def line(self) -> str:
+        """One line for the log."""
+        nodes = "" if self.nodes is None else f" of {self.nodes} nodes"
+        return (
+            f"captured {self.scope}: {self.graphs} graphs{nodes} in {self.seconds:.1f} s, "
+            f"{self.pool_bytes / 2**20:.0f} MiB in their pool"
+        )
+
+
+Place = tuple[Mapping[str, Any], str]
+"""What holds a tensor, and under which key."""
+
+
+class Capture:
+    """What everything that is captured in a run shares."""
+
+    def __init__(self, scope: str, device: torch.device, warmup_steps: int) -> None:
+        self.maker, self.warmup_steps = GraphMaker(device), warmup_steps
+        self.report = CaptureReport(scope, self.maker.on, warmup_steps)
+        self.steps = 0
+        """Training steps that have begun."""
+        self.program: int | None = 0
+        """What steps run now, where there are several with graphs of their own; None replays nothing."""
+        self._begun: dict[int | None, int] = {}
+        """Steps of each program."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._names: list[str] = []
+        self._places: list[Place] = []
+        self._addresses: list[int] | None = None
+
+    def watch(self, places: Mapping[str, Place]) -> None:
+        """Tensors by name that graphs find where they lie at the first step that is captured."""
+        self._names, self._places = list(places), list(places.values())
+
+    def use(self, program: int | None) -> None:
+        """From now on steps run this program; each warms up for itself, before its first graphs."""
+        self.program = program
+
+    @property
+    def ready(self) -> bool:
+        """Whether graphs replay now."""
+        return self.program is not None and self._begun.get(self.program, 0) > self.warmup_steps
+
+    @property
+    def is_first_replay(self) -> bool:
+        """Whether this is the step that the graphs of a program were made in."""
+        return self.ready and self._begun[self.program] == self.warmup_steps + 1
+
+    @property
+    def has_captured(self) -> bool:
+        """Whether any program got that far."""
+        return self._addresses is not None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count a training step and run it on the stream of the graphs; the current one waits for it.
+
+        *Raises* RuntimeError for a tensor that has moved since graphs were made.
+        """
+        self.steps += 1
+        self._begun[self.program] = self._begun.get(self.program, 0) + 1
+        if self.is_first_replay:
+            self.maker.prepare()
+        if self.ready:
+            self._check_addresses()
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            yield
+        outside.wait_stream(self._stream)
+
+    def _look(self) -> list[int]:
+        held = [holder.get(key) for holder, key in self._places]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in held]
+
+    def _check_addresses(self) -> None:
+        """On the host alone: 0.1 microseconds for each tensor."""
+        found = self._look()
+        if self._addresses is None:
+            self._addresses = found
+        if found == self._addresses:
+            return
+        moved = [n for n, a, b in zip(self._names, found, self._addresses, strict=True) if a != b]
+        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+        raise RuntimeError(
+            f"{moved[0]}{more}: at another address than when graph.scope={self.report.scope} was captured, "
+            f"where graphs and the optimizer look for it; change tensors in place, such as by copy_"
+        )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """None if any is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

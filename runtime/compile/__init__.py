@@ -1,0 +1,1 @@
+"""Compile units: traced, rewritten by passes, compiled, cached."""

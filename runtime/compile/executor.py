@@ -1,0 +1,363 @@
+"""CompiledSegments: runs a model's segments as compiled units, in the place of ``run_segments``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import MadeBy, PassReport, PassRunner
+from graphmoe.runtime.cache.turns import CompileTurns, Turn
+from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
+from graphmoe.runtime.compile.code import Compiled, Later, UnitCode, compile_graph
+from graphmoe.runtime.compile.graphs import unit_graphs
+from graphmoe.runtime.compile.recompute import NOTHING, Recompute, UnitRecompute, executor_outside_graphs
+from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
+from graphmoe.runtime.compile.units import BoundUnit, Unit, owner_of, units_of
+from graphmoe.runtime.overlap.runner import Overlap
+from graphmoe.runtime.torch_compat import cache_counts
+from graphmoe.segments import Segment
+
+log = logging.getLogger(__name__)
+
+OVERLAPPED = frozenset({"shared_experts"})
+"""Segments that are units of their own, so that they can run while a transfer is under way."""
+
+
+@dataclass
+class UnitReport:
+    """One compiled unit."""
+
+    unit: str
+    trains: bool
+    graphs: int = 0
+    """Compiled graphs: forward, and for training the gradients of inputs and those of weights; the latter
+    twice where they are added to others, of an earlier micro-batch or another use of a weight."""
+    seconds: float = 0.0
+    cache: dict[str, int] = field(default_factory=dict)
+    """What torch's compile caches did."""
+    passes: list[PassReport] = field(default_factory=list)
+    shared_by: int = 1
+    """Places in the model that run this code."""
+    kept_bytes: int = 0
+    """Intermediate results that the forward keeps for the backward, beside inputs."""
+    recomputed: int = 0
+    """Operations of the forward that the backward computes again because of ``recompute``."""
+    of_other_ranks: int = 0
+    """Graphs that another rank of the job compiled while this one waited."""
+
+    @property
+    def from_cache(self) -> int:
+        """Graphs that were found in torch's caches, but for what another rank has just put there."""
+        return self.cache.get("fx_hits", 0) - self.of_other_ranks
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Adds what happens inside to seconds and cache."""
+        started = time.perf_counter()
+        with cache_counts() as counts:
+            yield
+        self.seconds += time.perf_counter() - started
+        for name, count in counts.items():
+            self.cache[name] = self.cache.get(name, 0) + count
+
+    def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
+        """Compile one more graph of this unit, in turn with other ranks if there are any."""
+        hits, asked = self.cache.get("fx_hits", 0), time.perf_counter()
+        with nullcontext(Turn()) if turns is None else turns.of(graph) as turn:
+            self.seconds += time.perf_counter() - asked
+            with self.measured():
+                code = compile_graph(graph)
+            turn.compiles = self.cache["fx_hits"] == hits
+        self.of_other_ranks += turn.elsewhere and not turn.compiles
+        self.graphs += 1
+        return code
+
+
+@dataclass
+class _Place:
+    """A unit at one place of the model."""
+
+    bound: BoundUnit
+    gradients: list[Gradient]
+    """Where each parameter's gradient goes; empty where autograd gets it."""
+    codes: dict[tuple[Any, ...], UnitCode | CapturedUnit] = field(default_factory=dict)
+    """By the shapes of what it reads, and whether gradients are wanted."""
+
+
+class CompiledSegments:
+    """Called like ``graphmoe.segments.run_segments``; compiles each unit at its first call.
+
+    Units that compute the same function of tensors with the same shapes share one compilation.
+    A later call with other shapes compiles again and says so.
+    """
+
+    def __init__(
+        self,
+        runner: Callable[[bool], PassRunner],
+        gradient_of: Callable[[Tensor], Gradient] | None = None,
+        capture: UnitCapture | None = None,
+        recompute: Recompute | None = None,
+        overlap: Overlap | None = None,
+    ) -> None:
+        self.turns: CompileTurns | None = None
+        """Of the ranks that share a folder of compiled code."""
+        self.measured: dict[str, int] = {}
+        """Bytes that graphs keep for their backward, by fingerprint, also of earlier runs."""
+        self._runner = runner
+        """Makes the passes for training (True) or inference (False)."""
+        self._gradient_of = gradient_of
+        """Where a parameter's gradient goes; None leaves gradients to autograd."""
+        self._capture = capture
+        """Which segments replay from graphs in training; None for none."""
+        self._recompute = recompute or Recompute()
+        self._overlap = overlap
+        """What runs the units of two micro-batches in turns; None where each runs for itself."""
+        self._later: Later | None = None
+        """Where backwards leave their W; None where they run it."""
+        self._run_dynamic = executor_outside_graphs(self._recompute)
+        self._places: dict[tuple[Any, ...], list[_Place | Unit]] = {}
+        """The units of a list of segments; those that are dynamic run as they are."""
+        self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
+        self.reports: list[UnitReport] = []
+        self.recompiled = 0
+        """Units compiled for a second set of shapes."""
+
+    def passes_uuid(self) -> str:
+        """Hash of the passes for training, their sources and parameters."""
+        return self._runner(True).uuid()
+
+    def __call__(
+        self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        values = dict(tensors)
+        made_by: dict[str, MadeBy | None] = {}
+        for position, place in enumerate(self._places_of(segments, keep)):
+            if isinstance(place, Unit):
+                fused = [self._fused(segment) for segment in place.segments]
+                made = self._run_dynamic(fused, {name: values[name] for name in place.reads}, place.writes)
+                values.update(zip(place.writes, made, strict=True))
+                made_by |= dict.fromkeys(place.writes)
+                continue
+            # A slice has strides of its own, which would need code of its own.
+            read = [values[name].contiguous() for name in place.bound.unit.reads]
+            code = self._code(place, read, made_by)
+            results = self._run(place, code, read)
+            values.update(zip(place.bound.unit.writes, results, strict=True))
+            for name, maker in zip(place.bound.unit.writes, code.graphs.made_by, strict=True):
+                made_by[name] = maker and maker.at(position)
+        return tuple(values[name] for name in keep)
+
+    @contextmanager
+    def deferring(self, later: Later) -> Iterator[None]:
+        """The backward of each unit whose forward runs inside leaves its W in ``later``, in the order of I.
+
+        Whoever calls these, and drops them, has all weight gradients; each is summed when its W is called.
+        A unit without weights leaves nothing, and inference is as ever. A dynamic unit is no graph and has no
+        W: its weight gradients come with I. Inside a micro-batch of the overlap the overlap's list is used.
+        Units that are captured need a ``lane`` as well.
+        """
+        before, self._later = self._later, later
+        try:
+            yield
+        finally:
+            self._later = before
+
+    @property
+    def captures(self) -> bool:
+        """Whether units are captured."""
+        return self._capture is not None
+
+    def lane(self, name: Hashable) -> AbstractContextManager[None]:
+        """Around the forward of a micro-batch: which of those in flight it is, for units that are captured.
+
+        Each lane has graphs and buffers of its own. All that a captured unit returns inside, and gradients of
+        what it read, are there until the lane is taken again: by then every backward and W must be over, and
+        what goes to another rank must have left. Take the lane that was taken first in the last step for the
+        first micro-batch of each step: its W stores where the others add.
+        """
+        return nullcontext() if self._capture is None else self._capture.lane(name)
+
+    def _run(self, place: _Place, code: UnitCode | CapturedUnit, read: list[Tensor]) -> Sequence[Tensor]:
+        if self._overlap is None or not self._overlap.runs:
+            return code([*place.bound.tensors, *read], place.gradients, self._later)
+        assert isinstance(code, UnitCode), f"{place.bound.unit.name} is captured alone, and others run inside"
+
+        def call(own: Sequence[Tensor], later: Later) -> Sequence[Tensor]:
+            return code([*place.bound.tensors, *own], place.gradients, later)
+
+        return self._overlap.run_unit(place.bound.unit, read, call)
+
+    def in_place(
+        self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> Callable[..., Sequence[Tensor]]:
+        """``run(*tensors)``, which changes some of its arguments, as one graph without gradients.
+
+        The tensors given here say what shapes it is for. No passes run.
+        """
+        report = UnitReport(name, True)
+        with report.measured():
+            graph = trace_in_place(run, fakes_of([tensor.detach() for tensor in tensors]))
+        code = report.compile(graph, self.turns)
+        self._add(report)
+        return code
+
+    def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place | Unit]:
+        # Graphs know where the results of others lie, so each program of a capture has places of its own.
+        program = self._capture.capture.program if self._capture else None
+        key = (*(_identity(segment) for segment in segments), keep, program)
+        if key not in self._places:
+            captured = self._capture.names if self._capture and program is not None else frozenset[str]()
+            units = units_of(segments, keep, captured, OVERLAPPED if self._overlap else frozenset())
+            self._places[key] = [unit if unit.dynamic else self._place(BoundUnit.of(unit)) for unit in units]
+        return self._places[key]
+
+    def _fused(self, segment: Segment) -> Segment:
+        """A dynamic segment as the pass fuse_experts would leave it."""
+        if segment.fused is None or self._experts is None:
+            return segment
+        owner = owner_of(segment.run)
+        totals = [self._gradient_of(p) for p in owner.parameters()] if owner and self._gradient_of else []
+        return dataclasses.replace(segment, run=functools.partial(segment.fused, self._experts, totals))
+
+    @functools.cached_property
+    def _experts(self) -> str | None:
+        """The backend of the experts' kernels; None where the pass fuse_experts does not run."""
+        knobs = {spec.name: spec.knobs for spec in self._runner(True).specs}
+        return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
+
+    def _place(self, bound: BoundUnit) -> _Place:
+        parameters = bound.tensors[: bound.num_parameters]
+        return _Place(bound, [self._gradient_of(p) for p in parameters] if self._gradient_of else [])
+
+    def _code(
+        self, place: _Place, read: list[Tensor], made_by: dict[str, MadeBy | None]
+    ) -> UnitCode | CapturedUnit:
+        trains = torch.is_grad_enabled()
+        shapes = (trains, *((t.shape, t.dtype, t.requires_grad) for t in read))
+        code = place.codes.get(shapes)
+        if code is None:
+            if self._capture is not None and place.bound.unit.captured and trains:
+                code = self._captured_code(self._capture, place, read, made_by)
+            else:
+                code = self._shared_code(place, read, trains, made_by)
+            place.codes[shapes] = code
+        return code
+
+    def _captured_code(
+        self, capture: UnitCapture, place: _Place, read: list[Tensor], made_by: dict[str, MadeBy | None]
+    ) -> UnitCode | CapturedUnit:
+        unit = place.bound.unit
+        for trains, *shapes in place.codes:
+            if trains:
+                raise ValueError(
+                    f"{unit.name} is captured, and {_changes(unit, tuple(shapes), read)}; leave its segments "
+                    f"out of graph.scope"
+                )
+        code = self._shared_code(place, read, True, made_by)
+        return capture.unit(code, tuple(s.name for s in unit.segments), unit.name, unit.reads)
+
+    def _shared_code(
+        self, place: _Place, read: list[Tensor], trains: bool, made_by: dict[str, MadeBy | None]
+    ) -> UnitCode:
+        bound = place.bound
+        tensors = [*bound.tensors, *read]
+        recompute = self._recompute.of_unit(bound.unit.segments) if trains else NOTHING
+        makers = tuple(made_by.get(name) for name in bound.unit.reads)
+        key = (bound.fingerprint(), trains, recompute, makers, *(_signature(tensor) for tensor in tensors))
+        if key in self._codes:
+            code, report = self._codes[key]
+            report.shared_by += 1
+            return code
+        for shapes in place.codes:
+            if shapes[0] == trains:
+                self.recompiled += 1
+                log.warning(
+                    "%s is compiled again: %s", bound.unit.name, _changes(bound.unit, shapes[1:], read)
+                )
+                break
+        code, report = self._compile(bound, tensors, trains, recompute, makers)
+        self._codes[key] = code, report
+        return code
+
+    def _compile(
+        self,
+        bound: BoundUnit,
+        tensors: list[Tensor],
+        trains: bool,
+        recompute: UnitRecompute,
+        makers: tuple[MadeBy | None, ...],
+    ) -> tuple[UnitCode, UnitReport]:
+        unit, report = bound.unit, UnitReport(bound.unit.name, trains)
+        with report.measured():
+            graphs = unit_graphs(
+                bound.run,
+                fakes_of(tensors),
+                num_weights=bound.num_parameters,
+                trains=trains,
+                runner=self._runner(trains),
+                name=unit.name,
+                segments=tuple(segment.name for segment in unit.segments),
+                recompute=recompute,
+                makers=makers,
+                measured=self.measured,
+            )
+        report.passes = graphs.reports
+        report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
+        compiler = functools.partial(self._compile_graph, report)
+        code = UnitCode(graphs, compiler, delivers=self._gradient_of is not None)
+        self._add(report)
+        return code, report
+
+    def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
+        code = report.compile(graph, self.turns)
+        if report in self.reports:
+            log.info("compiled %s again, to add weight gradients to those that are there", report.unit)
+        return code
+
+    def _add(self, report: UnitReport) -> None:
+        self.reports.append(report)
+        log.info(
+            "%s %s for %s: %d graphs in %.1f s",
+            "loaded" if report.from_cache == report.graphs else "compiled",
+            report.unit,
+            "training" if report.trains else "inference",
+            report.graphs,
+            report.seconds,
+        )
+
+
+def _identity(segment: Segment) -> tuple[Any, ...]:
+    owner = getattr(segment.run, "__self__", None)
+    return (
+        segment.name,
+        segment.layer,
+        segment.reads,
+        segment.writes,
+        id(segment.run) if owner is None else (id(owner), segment.run.__name__),
+    )
+
+
+def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:
+    """Which tensors differ from those of an earlier call."""
+    lines = []
+    for name, (shape, dtype, requires_grad), tensor in zip(unit.reads, shapes, read, strict=True):
+        if (shape, dtype, requires_grad) != (tensor.shape, tensor.dtype, tensor.requires_grad):
+            before, now = (f"{dtype} {list(shape)}", f"{tensor.dtype} {list(tensor.shape)}")
+            if before == now:
+                before, now = (f"requires_grad={flag}" for flag in (requires_grad, tensor.requires_grad))
+            lines.append(f"{name} was {before} and is {now}")
+    return ", ".join(lines) or "the layout of a tensor changed"
+
+
+def _signature(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

@@ -1,0 +1,239 @@
+"""From a unit to the graphs that are compiled: forward F, input gradients I, weight gradients W.
+
+trace the forward -> passes -> trace forward and backward together -> cut them where the fewest bytes
+are kept -> cut the backward into I and W.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, fx
+
+from graphmoe.passes import MadeBy, PassReport, PassRunner
+from graphmoe.passes.matching import SAME_ELEMENTS, is_cast, is_op
+from graphmoe.passes.split_backward import SplitBackward, split_backward
+from graphmoe.runtime.compile.output_views import OutputViews, root_of, take_off_views
+from graphmoe.runtime.compile.recompute import NOTHING, UnitRecompute
+from graphmoe.runtime.compile.recompute_graphs import Cut, cut_joint, take_off_borders
+from graphmoe.runtime.compile.tracing import trace_forward
+from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph
+from graphmoe.runtime.torch_compat.lazy_graphs import lazy_graph_modules
+
+WIDER_INTEGERS = (torch.int32, torch.int64)
+"""Into these and back int32 stays what it is."""
+
+
+@dataclass
+class UnitGraphs:
+    """The graphs of one unit and how they fit together. All tensors are positional."""
+
+    forward: fx.GraphModule
+    """Inputs -> outputs, then the intermediate results that the backward keeps."""
+    num_outputs: int
+    differentiable: tuple[bool, ...]
+    """Which outputs require a gradient."""
+    gradient_strides: tuple[tuple[int, ...], ...] = ()
+    """Strides in which the backward reads the gradients of the differentiable outputs."""
+    kept_inputs: tuple[int, ...] = ()
+    """Inputs that the backward reads."""
+    backward: SplitBackward | None = None
+    """Takes (kept inputs, kept results, gradients of the differentiable outputs); None for inference."""
+    input_gradients: tuple[int, ...] = ()
+    """Inputs whose gradients I returns, in its order."""
+    weight_gradients: tuple[int, ...] = ()
+    """Inputs whose gradients W returns."""
+    views: OutputViews | None = None
+    """Makes the unit's outputs of the results, where some are inputs or share memory."""
+    made_by: tuple[MadeBy | None, ...] = ()
+    """The operation with several results that made each of the unit's outputs, where one did."""
+    name: str = "unit"
+    """The unit's, for ranges of profiles."""
+    reports: list[PassReport] = field(default_factory=list)
+    kept_bytes: int = 0
+    """What the forward keeps for the backward beside inputs."""
+    recomputed: int = 0
+    """Operations that the backward computes again because the configuration says so."""
+
+
+@lazy_graph_modules()
+def unit_graphs(
+    run: Callable[..., tuple[Tensor, ...]],
+    fakes: Sequence[Tensor],
+    *,
+    num_weights: int,
+    trains: bool,
+    runner: PassRunner,
+    name: str,
+    segments: tuple[str, ...] = (),
+    recompute: UnitRecompute = NOTHING,
+    makers: Sequence[MadeBy | None] = (),
+    measured: MutableMapping[str, int] | None = None,
+) -> UnitGraphs:
+    """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
+
+    ``makers`` says of the last inputs what made them in other units, so that passes know what they mean.
+    ``measured`` remembers what graphs keep for their backward, which takes a joint trace each to find out;
+    what is found out here is added.
+    Raises ConfigError where ``recompute`` covers an operation that draws random numbers.
+    """
+    forward = trace_forward(run, fakes)
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    for node, maker in zip(placeholders[len(placeholders) - len(makers) :], makers, strict=True):
+        node.meta["made_by"] = maker
+    views = take_off_views(forward)
+    differentiable = _differentiable(forward, fakes) if trains else ()
+    if not any(differentiable):
+        reports = runner.run("forward", forward, name, segments)
+        count = len(_outputs(forward))
+        made_by = _made_by(forward, views, name)
+        fixed = (False,) * count
+        return UnitGraphs(forward, count, fixed, views=views, name=name, reports=reports, made_by=made_by)
+
+    def cut_of(joint: fx.GraphModule) -> Cut:
+        return cut_joint(joint, len(differentiable), range(num_weights), recompute)
+
+    last: dict[str, Cut] = {}  # the graph measured last, cut
+    known = {} if measured is None else measured
+
+    def saved_bytes(module: fx.GraphModule) -> int:
+        key = _fingerprint(module, fakes, recompute)
+        if key not in known:
+            last.clear()
+            cut = last[str(module.graph)] = cut_of(joint_graph(module, fakes))
+            known[key] = bytes_kept(cut.forward, len(differentiable))
+        return known[key]
+
+    reports = runner.run("forward", forward, name, segments, saved_bytes)
+    made_by = _made_by(forward, views, name)
+    cut = last.get(str(forward.graph))
+    if cut is None or any(spec.stage == "joint" for spec in runner.specs):
+        joint = joint_graph(forward, fakes)
+        reports += runner.run("joint", joint, name, segments)
+        cut = cut_of(joint)
+    kept_bytes = bytes_kept(cut.forward, len(differentiable))
+    graphs = _joined(cut.forward, cut.backward, differentiable, fakes, num_weights, runner)
+    assert graphs.backward is not None
+    graphs.views, graphs.kept_bytes, graphs.recomputed = views, kept_bytes, cut.recomputed
+    graphs.made_by, graphs.name = made_by, name
+    graphs.reports = [*reports, *runner.split_report(cut.backward, graphs.backward, name)]
+    return graphs
+
+
+def _fingerprint(module: fx.GraphModule, fakes: Sequence[Tensor], recompute: UnitRecompute) -> str:
+    """Of what decides which results a graph keeps: its operations, its inputs, and what is computed again."""
+    inputs = [(tuple(f.shape), f.stride(), str(f.dtype), f.requires_grad) for f in fakes]
+    again = [*map(sorted, recompute.regions), sorted(recompute.parts)]
+    return hashlib.sha256(f"{module.graph}\n{inputs}\n{again}".encode()).hexdigest()[:24]
+
+
+def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> tuple[MadeBy | None, ...]:
+    """What made each output of a unit, which may pass it on."""
+    results, behind = _outputs(forward), dict[fx.Node, fx.Node]()
+    if views is not None:
+        inputs = forward.graph.find_nodes(op="placeholder")
+        read = views.graph.graph.find_nodes(op="placeholder")
+        behind = dict(zip(read, [*(inputs[i] for i in views.inputs), *results], strict=True))
+        results = _outputs(views.graph)
+    return tuple(_maker(node, behind, unit) for node in results)
+
+
+def _maker(result: fx.Node, behind: Mapping[fx.Node, fx.Node], unit: str) -> MadeBy | None:
+    """What made all elements of a result, in their order; integers may have been wider on the way."""
+    node = result
+    while True:
+        if node in behind:
+            node = behind[node]
+        elif is_op(node, *SAME_ELEMENTS) or (is_cast(node) and node.meta["val"].dtype in WIDER_INTEGERS):
+            node = node.all_input_nodes[0]
+        else:
+            break
+    wanted, found = (each.meta["val"] for each in (behind.get(result, result), node))
+    if not isinstance(found, Tensor) or (wanted.dtype, wanted.numel()) != (found.dtype, found.numel()):
+        return None
+    if node.op == "placeholder":
+        return node.meta.get("made_by")
+    call = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(call, fx.Node) or not isinstance(call.target, torch._ops.OpOverload):
+        return None
+    return MadeBy(call.target.name(), f"{unit}:{call.name}", cast(int, node.args[1]))
+
+
+def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
+    """Bytes of the intermediate results that a forward graph keeps; views of one tensor count once."""
+    storages: dict[int, int] = {}
+    for node in _outputs(forward)[num_outputs:]:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, Tensor) and node.op != "placeholder":
+            root = root_of(node)
+            if root.op != "placeholder":
+                storages[id(root)] = max(storages.get(id(root), 0), value.untyped_storage().nbytes())
+    return sum(storages.values())
+
+
+def _outputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [*next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]]
+
+
+def _differentiable(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> tuple[bool, ...]:
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    with mode, torch.enable_grad():
+        return tuple(output.requires_grad for output in fx.Interpreter(forward).run(*fakes))
+
+
+def _joined(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    differentiable: tuple[bool, ...],
+    fakes: Sequence[Tensor],
+    num_weights: int,
+    runner: PassRunner,
+) -> UnitGraphs:
+    inputs = {node: i for i, node in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")}
+    count = len(differentiable)
+    results, kept = _outputs(forward)[:count], _outputs(forward)[count:]
+    kept_inputs = [node for node in kept if node in inputs]
+    kept_results = [node for node in kept if node not in inputs]
+    _reorder_placeholders(backward, [node.name for node in (*kept_inputs, *kept_results)])
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    _set_outputs(forward, [*results, *kept_results])
+    take_off_borders(forward)
+    # A parameter that the unit's module holds and the unit does not use has no gradient.
+    gradients = _outputs(backward)
+    needed = [i for i, fake in enumerate(fakes) if fake.requires_grad and gradients[i] is not None]
+    _set_outputs(backward, [gradients[i] for i in needed])
+    of_weights = [i for i in needed if i < num_weights]
+    splits = runner.splits_backward
+    as_weights = range(len(of_weights)) if splits else ()
+    return UnitGraphs(
+        forward,
+        count,
+        differentiable,
+        tuple(node.meta["val"].stride() for node in placeholders[len(kept) :]),
+        tuple(inputs[node] for node in kept_inputs),
+        split_backward(backward, as_weights),
+        tuple(needed[len(of_weights) if splits else 0 :]),
+        tuple(of_weights if splits else ()),
+    )
+
+
+def _set_outputs(module: fx.GraphModule, outputs: list[fx.Node]) -> None:
+    node = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    node.args = (tuple(outputs),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _reorder_placeholders(module: fx.GraphModule, first: list[str]) -> None:
+    """Put the named placeholders first, in that order; the others, gradients, stay behind them."""
+    by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    rest = [node for name, node in by_name.items() if name not in set(first)]
+    anchor = next(node for node in module.graph.nodes if node.op != "placeholder")
+    for node in [*(by_name[name] for name in first), *rest]:
+        anchor.prepend(node)
+    module.recompile()

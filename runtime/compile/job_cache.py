@@ -1,0 +1,115 @@
+"""The compile cache of one job: opened before its first compilation, added to after it has compiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphmoe.runtime.cache.folders import is_users
+from graphmoe.runtime.cache.key import EXTRA_PASS, base_of, key_of
+from graphmoe.runtime.cache.store import CompileCache, WorkFolder, point_torch_at
+from graphmoe.runtime.cache.turns import CompileTurns
+from graphmoe.runtime.compile.executor import UnitReport
+from graphmoe.runtime.ranks import World
+from graphmoe.runtime.torch_compat import set_key_tag, use_torchs_ptxas
+
+log = logging.getLogger(__name__)
+
+TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch keeps compiled code; who sets it gets torch's own caches there."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What the first rank of a node tells the others."""
+
+    path: str
+    why: str
+    """Why code that is not found there is not there."""
+    measured: dict[str, int] = field(default_factory=dict)
+
+
+class JobCache:
+    """What a job takes from the compile cache and leaves there.
+
+    The ranks of a node share one work folder, which the first of them opens, keeps and removes, so what one
+    of them compiles the others find.
+    """
+
+    def __init__(self, cache: CompileCache, facts: Mapping[str, Any], world: World) -> None:
+        """A collective of all ranks. ``facts`` are those of ``key.facts_of``."""
+        from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
+
+        # An operation's gradient may change while the graph that calls it does not: other sources, other keys
+        set_key_tag(base_of(facts) + _extra_passes(facts))
+        tune_each_kernel_once()
+        use_torchs_ptxas()
+        self._cache, self._world = cache, world
+        self._work: WorkFolder | None = None
+        self.measured: dict[str, int] = {}
+        """Bytes that graphs keep for their backward, by fingerprint."""
+        self.turns: CompileTurns | None = None
+        """Of the ranks of a node; None where there is one."""
+        if is_users(TORCHS_OWN):
+            self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
+            return
+        opened = world.on_first_of_node(lambda: self._open(facts))
+        self.why, self.measured = opened.why, dict(opened.measured)
+        if world.local_index > 0:
+            point_torch_at(Path(opened.path))
+        if world.local_size > 1:
+            self.turns = CompileTurns(Path(opened.path, "turns"))
+
+    def _open(self, facts: Mapping[str, Any]) -> _Opened:
+        self._work = work = self._cache.open(facts)
+        work.activate()
+        if work.num_files:
+            entry, megabytes = work.shared_from or work.key, work.num_bytes / 1e6
+            log.info("compile cache: %d files (%.1f MB) of entry %s", work.num_files, megabytes, entry)
+        report = work.report if isinstance(work.report, dict) else {}
+        why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
+        return _Opened(str(work.path), why, report.get("measured", {}))
+
+    def publish(self, report: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+        """Keep what this node's ranks have compiled so far; a collective of all ranks.
+
+        None of them compiles meanwhile: compilers write libraries in place. What one has measured all know
+        then, for ranks may have different layers.
+        """
+        for measured in self._world.gather(self.measured):
+            self.measured.update(measured)
+        try:
+            if self._work is not None:
+                self._work.publish({**report, "measured": self.measured}, notes)
+        finally:
+            self._world.barrier()
+
+    def lines(self, reports: Sequence[UnitReport]) -> list[str]:
+        """What was found in the cache, and why the rest was not."""
+        graphs, found = sum(r.graphs for r in reports), sum(r.from_cache for r in reports)
+        missed: dict[str, int] = {}
+        for report in reports:
+            missed[report.unit] = missed.get(report.unit, 0) + report.graphs - report.from_cache
+        listed = [f"{unit} ({count})" for unit, count in missed.items() if count]
+        line = f"compile cache: {found} of {graphs} graphs found"
+        return [f"{line}; compiled {', '.join(listed)}: {self.why}"] if listed else [line]
+
+
+def _extra_passes(facts: Mapping[str, Any]) -> str:
+    """Stands for the sources of the user's passes, which may bring operations of their own."""
+    extra = {name: value for name, value in facts.items() if name.startswith(EXTRA_PASS)}
+    return key_of(extra) if extra else ""
+
+
+def _why_compiled(work: WorkFolder) -> str:
+    if work.damaged:
+        return f"{len(work.damaged)} damaged files were set aside"
+    if work.found:
+        return "no earlier run of this configuration came to them"
+    if work.nearest:
+        return "; ".join(work.nearest.differences)
+    return "the cache has no code of these sources, versions and this device"

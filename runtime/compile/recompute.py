@@ -1,0 +1,160 @@
+"""What the backward computes again instead of keeping it: what a run asks for, and how an eager run does it.
+
+Compiled units do it by their graphs, `graphmoe.runtime.compile.recompute_graphs`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from graphmoe.config.schema import ConfigError, RecomputeConfig
+from graphmoe.runtime.compile.units import Unit, joined
+from graphmoe.runtime.torch_compat import draws_random_numbers
+from graphmoe.segments import LAYER_SEGMENTS, Executor, Segment, run_segments
+
+
+@dataclass(frozen=True)
+class UnitRecompute:
+    """What is computed again in one compile unit. Equal for units that are treated alike."""
+
+    regions: tuple[frozenset[str], ...] = ()
+    """Runs of neighbouring segments, each computed again from what enters it."""
+    parts: frozenset[str] = frozenset()
+    """Pieces of segments whose results are not kept."""
+
+    def __bool__(self) -> bool:
+        return bool(self.regions or self.parts)
+
+
+NOTHING = UnitRecompute()
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What a run asks for. Without arguments: nothing."""
+
+    all: bool = False
+    segments: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()
+    layers: frozenset[int] = frozenset()
+    """Where ``segments`` and ``parts`` apply; whole layers where there are none of these."""
+
+    @classmethod
+    def of(cls, config: RecomputeConfig) -> Recompute:
+        """What a checked configuration says."""
+        names = (config.segments, config.ops, config.layer_ids)
+        return cls(config.all, *(frozenset(given) for given in names))  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.all or self.segments or self.parts or self.layers)
+
+    def words(self) -> str:
+        """For a log: what is computed again, and where."""
+        named = ", ".join(sorted(self.segments | self.parts)) or "all segments"
+        layers = ", ".join(map(str, sorted(self.layers)))
+        return f"{named} of {f'layers {layers}' if layers else 'every layer'}"
+
+    def covers(self, segment: Segment) -> bool:
+        """Whether the segment is computed again as a whole; what came from other ranks is kept."""
+        if segment.name not in LAYER_SEGMENTS or segment.stream == "comm" or not self._reaches(segment):
+            return False
+        named = self.segments or self.parts
+        return self.all or segment.name in self.segments or bool(self.layers and not named)
+
+    def of_unit(self, segments: Sequence[Segment]) -> UnitRecompute:
+        """What is computed again in neighbouring segments of a layer."""
+        covered = [run for again, run in self.runs(segments) if again]
+        regions = tuple(frozenset(segment.name for segment in run) for run in covered)
+        return UnitRecompute(regions, self.parts if any(map(self._reaches, segments)) else frozenset())
+
+    def runs(self, segments: Sequence[Segment]) -> list[tuple[bool, list[Segment]]]:
+        """Neighbouring segments that are covered, and that are not, in their order."""
+        return [(covered, [*run]) for covered, run in itertools.groupby(segments, key=self.covers)]
+
+    def _reaches(self, segment: Segment) -> bool:
+        return segment.layer is not None and (not self.layers or segment.layer in self.layers)
+
+
+class RecomputedSegments:
+    """Called like ``graphmoe.segments.run_segments``; keeps only what enters the covered segments.
+
+    Each run of neighbouring ones is computed again in the backward, which is bitwise what was there. No
+    device sync, and nothing that a graph could not hold.
+    """
+
+    def __init__(self, recompute: Recompute) -> None:
+        assert not recompute.parts, "parts are chosen in graphs"
+        self._recompute = recompute
+        self._checked: set[tuple[int | None, str]] = set()
+        """Layer and name of what was seen to draw no random numbers."""
+
+    def __call__(
+        self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        """Raises ConfigError at the first call of a segment that draws random numbers."""
+        if not torch.is_grad_enabled():
+            return run_segments(segments, tensors, keep)
+        values = dict(tensors)
+        runs = self._recompute.runs(segments)
+        for (covered, _), unit in zip(runs, joined([run for _, run in runs], keep), strict=True):
+            run = self._run_again if covered else _run
+            results = run(unit, *(values[name] for name in unit.reads))
+            values.update(zip(unit.writes, results, strict=True))
+        return tuple(values[name] for name in keep)
+
+    def _run_again(self, unit: Unit, *read: Tensor) -> tuple[Tensor, ...]:
+        key = (unit.segments[0].layer, unit.name)
+        if key in self._checked:
+            return _checkpointed(unit, *read)
+        with _WithoutRandomNumbers(unit.name):
+            results = _checkpointed(unit, *read)
+        self._checked.add(key)
+        return results
+
+
+def executor_outside_graphs(recompute: Recompute) -> Executor:
+    """What runs segments that are part of no graph, and so have no parts to choose from."""
+    whole = replace(recompute, parts=frozenset())
+    if recompute.parts and not recompute.segments:
+        return run_segments  # the layers say where the parts are
+    return RecomputedSegments(whole) if whole else run_segments
+
+
+def refuse_random_numbers(where: str, target: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+    """Raise ConfigError for an operation that would give other results when it is computed again."""
+    if draws_random_numbers(target, arguments, named):
+        raise ConfigError(
+            f"recompute covers {where}, which draws random numbers ({target}) and would draw others when it "
+            f"is computed again; leave it out of recompute.segments, or use recompute=none"
+        )
+
+
+def _run(unit: Unit, *read: Tensor) -> tuple[Tensor, ...]:
+    return run_segments(unit.segments, dict(zip(unit.reads, read, strict=True)), unit.writes)
+
+
+def _checkpointed(unit: Unit, *read: Tensor) -> tuple[Tensor, ...]:
+    # The generator's state is not read: that waits for the device, and nothing here draws from it.
+    return checkpoint(_run, unit, *read, use_reentrant=False, preserve_rng_state=False)
+
+
+class _WithoutRandomNumbers(TorchDispatchMode):
+    """Raises ConfigError for an operation inside that draws from a random generator."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        refuse_random_numbers(self._where, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,130 @@
+"""What compilation did: one table for people, one JSON document for tools."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from graphmoe.passes import PassReport
+from graphmoe.runtime.compile.executor import UnitReport
+
+REPORT_FILE = "compile_report.json"
+
+
+def to_json(
+    reports: Sequence[UnitReport], recompiled: int, uuid: str, why_compiled: str = ""
+) -> dict[str, Any]:
+    """The report's content; sizes in bytes of one unit of each kind, times in ms or s.
+
+    ``why_compiled`` says why units were not in the caches. ``breaks`` is 0 in every report: a segment that
+    cannot be one graph is an error.
+    """
+    cache: dict[str, int] = {}
+    for report in reports:
+        for name, count in report.cache.items():
+            cache[name] = cache.get(name, 0) + count
+    return {
+        "graphs": sum(report.graphs for report in reports),
+        "breaks": 0,
+        "recompiled": recompiled,
+        "seconds": sum(report.seconds for report in reports),
+        "cache": cache,
+        "passes_uuid": uuid,
+        "passes": {name: _total(rows) for name, rows in _by_pass(reports).items()},
+        "units": [
+            {
+                "unit": report.unit,
+                "for": _purpose(report),
+                "graphs": report.graphs,
+                "seconds": report.seconds,
+                "source": _source(report),
+                "why_compiled": why_compiled if _source(report) == "compiled" else None,
+                "used": report.shared_by,
+                "kept_bytes": report.kept_bytes,
+                "recomputed": report.recomputed,
+                "cache": report.cache,
+                "passes": [asdict(row) for row in report.passes],
+            }
+            for report in reports
+        ],
+    }
+
+
+def to_text(reports: Sequence[UnitReport]) -> str:
+    """The compiled units; then what each pass did to those that are trained, and what it left and why.
+
+    ``kept`` is what one unit keeps for its backward, ``again`` how many operations that computes again.
+    """
+    units = Table(title="compiled units", title_justify="left")
+    for column in ("unit", "for", "used", "graphs", "kept", "again", "seconds", "from"):
+        units.add_column(column, justify="left" if column in ("unit", "for", "from") else "right")
+    for report in reports:
+        units.add_row(
+            report.unit,
+            _purpose(report),
+            f"{report.shared_by}x",
+            str(report.graphs),
+            _mib(report.kept_bytes) if report.trains else "-",
+            str(report.recomputed) if report.trains else "-",
+            f"{report.seconds:.1f}",
+            _source(report),
+        )
+    passes = Table(title="passes, in the graphs for training", title_justify="left")
+    for column in ("pass", "matches", "operations", "kept for backward", "ms"):
+        passes.add_column(column, justify="left" if column == "pass" else "right")
+    trained = [report for report in reports if report.trains]
+    reasons: list[str] = []
+    for name, rows in _by_pass(trained).items():
+        total = _total(rows)
+        kept = "-"
+        if total["saved_bytes_before"] is not None:
+            kept = f"{_mib(total['saved_bytes_before'])} -> {_mib(total['saved_bytes_after'])}"
+        operations = f"{total['nodes_before']} -> {total['nodes_after']}"
+        left = [f"left by {name} in {row.unit}: {reason}\n" for row in rows for reason in row.left]
+        matches = f"{total['matches']} of {total['matches'] + len(left)}" if left else str(total["matches"])
+        passes.add_row(name, matches, operations, kept, f"{total['ms']:.1f}")
+        reasons += left
+    console = Console(file=io.StringIO(), width=110)
+    console.print(units, passes)
+    return console.file.getvalue() + "".join(reasons)  # type: ignore[attr-defined]
+
+
+def _by_pass(reports: Sequence[UnitReport]) -> dict[str, list[PassReport]]:
+    rows: dict[str, list[PassReport]] = {}
+    for report in reports:
+        for row in report.passes:
+            rows.setdefault(row.name, []).append(row)
+    return rows
+
+
+def _total(rows: Sequence[PassReport]) -> dict[str, Any]:
+    """Sums over the units; operations and bytes of those that the pass changed."""
+    changed = [row for row in rows if row.matches]
+    measured = [row for row in changed if row.saved_bytes_before is not None]
+    return {
+        "matches": sum(row.matches for row in rows),
+        "nodes_before": sum(row.nodes_before for row in changed),
+        "nodes_after": sum(row.nodes_after for row in changed),
+        "saved_bytes_before": sum(row.saved_bytes_before or 0 for row in measured) if measured else None,
+        "saved_bytes_after": sum(row.saved_bytes_after or 0 for row in measured) if measured else None,
+        "ms": sum(row.ms for row in rows),
+    }
+
+
+def _purpose(report: UnitReport) -> str:
+    return "training" if report.trains else "inference"
+
+
+def _source(report: UnitReport) -> str:
+    if not report.graphs:
+        return "-"
+    return "cache" if report.from_cache == report.graphs else "compiled"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -1,0 +1,214 @@
+"""Compile units: maximal runs of neighbouring segments, and what makes two of them the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.compile.tracing import refuse_custom_gradients
+from graphmoe.segments import Segment
+
+
+class UntraceableSegment(RuntimeError):
+    """A segment that cannot become a graph."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring segments that are compiled as one graph."""
+
+    segments: tuple[Segment, ...]
+    reads: tuple[str, ...]
+    """Tensors that come from outside."""
+    writes: tuple[str, ...]
+    """Tensors that are needed after it."""
+    captured: bool = False
+    """Whether its segments are in the scope of a capture."""
+    dynamic: bool = False
+    """Whether its sizes differ from call to call: it runs as it is."""
+
+    @property
+    def name(self) -> str:
+        """The names of its first and last segment, such as ``attn..moe_combine``."""
+        first, last = self.segments[0].name, self.segments[-1].name
+        return first if first == last else f"{first}..{last}"
+
+
+def units_of(
+    segments: Sequence[Segment],
+    keep: Sequence[str],
+    captured: Set[str] = frozenset(),
+    apart: Set[str] = frozenset(),
+) -> list[Unit]:
+    """Cut a list of segments where the stream changes, and where captured or dynamic ones begin and end.
+
+    ``keep`` names the tensors that are wanted at the end, ``captured`` the segments that are captured, and
+    ``apart`` those that are no part of larger units.
+    """
+
+    def kind(segment: Segment) -> tuple[str, bool, bool, str]:
+        own = segment.name if segment.name in apart else ""
+        return segment.stream, segment.name in captured, segment.dynamic, own
+
+    units = joined([[*group] for _, group in itertools.groupby(segments, key=kind)], keep)
+    for i, unit in enumerate(units):
+        _, is_captured, is_dynamic, _ = kind(unit.segments[0])
+        assert not (is_captured and is_dynamic), f"{unit.name} waits for the host, and no graph can hold it"
+        units[i] = dataclasses.replace(unit, captured=is_captured, dynamic=is_dynamic)
+    return units
+
+
+def joined(groups: Sequence[Sequence[Segment]], keep: Sequence[str]) -> list[Unit]:
+    """Each group of neighbouring segments as a unit; ``keep`` names what is wanted at the end."""
+    units: list[Unit] = []
+    wanted = set(keep)
+    for group in reversed(groups):
+        written = {name for segment in group for name in segment.writes}
+        reads = _reads(group)
+        units.append(Unit(tuple(group), reads, tuple(sorted(written & wanted))))
+        wanted = (wanted - written) | set(reads)
+    return units[::-1]
+
+
+def _reads(group: Sequence[Segment]) -> tuple[str, ...]:
+    reads: dict[str, None] = {}
+    written: set[str] = set()
+    for segment in group:
+        reads.update((name, None) for name in segment.reads if name not in written)
+        written.update(segment.writes)
+    return tuple(reads)
+
+
+@dataclass(frozen=True)
+class BoundUnit:
+    """A unit with the tensors that its modules hold."""
+
+    unit: Unit
+    owners: tuple[nn.Module | None, ...]
+    """The module behind each segment; None for a plain function."""
+    names: tuple[tuple[int, str, int], ...]
+    """(segment, name, position among ``tensors``) of each parameter and buffer."""
+    tensors: tuple[Tensor, ...]
+    """Parameters, then buffers; one that several segments hold is there once."""
+    num_parameters: int
+
+    @classmethod
+    def of(cls, unit: Unit) -> BoundUnit:
+        owners = tuple(owner_of(segment.run) for segment in unit.segments)
+        for owner, segment in zip(owners, unit.segments, strict=True):
+            known = owner is not None or getattr(segment.run, "__self__", None) is None
+            assert known, f"{segment.run} has state that no fingerprint would tell"
+        held = [(i, owner) for i, owner in enumerate(owners) if owner is not None]
+        parameters = [(i, n, p) for i, o in held for n, p in o.named_parameters(remove_duplicate=False)]
+        buffers = [(i, n, b) for i, o in held for n, b in o.named_buffers(remove_duplicate=False)]
+        unique = {id(tensor): tensor for _, _, tensor in (*parameters, *buffers)}
+        position = {key: index for index, key in enumerate(unique)}
+        names = tuple((i, name, position[id(t)]) for i, name, t in (*parameters, *buffers))
+        return cls(unit, owners, names, tuple(unique.values()), len({id(p) for _, _, p in parameters}))
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The unit as a pure function of (parameters, buffers, what it reads). Raises UntraceableSegment."""
+        held, read = tensors[: len(self.tensors)], tensors[len(self.tensors) :]
+        values = dict(zip(self.unit.reads, read, strict=True))
+        for i, (segment, owner) in enumerate(zip(self.unit.segments, self.owners, strict=True)):
+            own = {name: held[position] for j, name, position in self.names if j == i}
+            given = [*own.items(), *((name, values[name]) for name in segment.reads)]
+            versions = [tensor._version for _, tensor in given]
+            with torch.fx.traceback.annotate({"segment": segment.name}), self._named(segment):
+                results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
+                if isinstance(results, Tensor):
+                    results = (results,)
+                refuse_custom_gradients(results)
+                for (name, tensor), version in zip(given, versions, strict=True):
+                    if tensor._version != version:
+                        raise TypeError(f"it changes {name} in place")
+            values.update(zip(segment.writes, results, strict=True))
+        return tuple(values[name] for name in self.unit.writes)
+
+    @contextmanager
+    def _named(self, segment: Segment) -> Iterator[None]:
+        """Raises what goes wrong inside as an error that names the segment."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise UntraceableSegment(
+                f"segment {segment.name} of {self.unit.name} cannot be compiled: {error}; "
+                f"a compiled segment is a function of tensors that neither reads their values on the host "
+                f"nor changes them; compile.enabled=false runs it as it is"
+            ) from error
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal for two units that compute the same function of their tensors."""
+        segments = tuple((s.name, s.reads, s.writes, _function_of(s.run)) for s in self.unit.segments)
+        return segments, self.unit.reads, self.unit.writes, tuple(map(_description, self.owners)), self.names
+
+
+def owner_of(run: Callable[..., Any]) -> nn.Module | None:
+    """The module behind a segment; None for a plain function, or a method of anything else."""
+    owner = getattr(run, "__self__", run)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _function_of(run: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What tells two segments apart beside their modules."""
+    return None if isinstance(run, nn.Module) else getattr(run, "__func__", run)
+
+
+class _Method(nn.Module):
+    """Lets a method that is not ``forward`` be called with other parameters."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+
+    def forward(self, *arguments: Tensor) -> Any:
+        return getattr(self.owner, self.name)(*arguments)
+
+
+def _call(
+    run: Callable[..., Any], owner: nn.Module | None, held: dict[str, Tensor], arguments: list[Tensor]
+) -> Any:
+    if owner is None:
+        return run(*arguments)
+    if run is owner:
+        return torch.func.functional_call(owner, held, tuple(arguments))
+    method = _Method(owner, run.__name__)
+    named = {f"owner.{name}": tensor for name, tensor in held.items()}
+    return torch.func.functional_call(method, named, tuple(arguments))
+
+
+def _description(module: nn.Module | None) -> tuple[Any, ...]:
+    """What a module computes with, apart from its tensors; an attribute not understood makes it unique."""
+    if module is None:
+        return ()
+    skipped = set(nn.Module().__dict__) - {"training"}  # tensors, submodules and hooks
+    attributes = tuple(
+        (name, _plain(value, module))
+        for name, value in sorted(module.__dict__.items())
+        if name not in skipped
+    )
+    children = tuple((name, _description(child)) for name, child in module.named_children())
+    return type(module), attributes, children
+
+
+def _plain(value: Any, module: nn.Module) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | enum.Enum | torch.dtype):
+        return type(value), value  # 1, 1.0 and True are equal
+    if isinstance(value, tuple | list):
+        return tuple(_plain(item, module) for item in value)
+    if isinstance(value, dict):
+        return tuple((_plain(key, module), _plain(item, module)) for key, item in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(_plain(getattr(value, f.name), module) for f in dataclasses.fields(value))
+    return id(module)

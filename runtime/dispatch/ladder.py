@@ -1,0 +1,160 @@
+"""How much room is made for what arrives at a rank: more after a step that found too little, less later.
+
+Rungs are programs that make the same of a step and differ in room. The last has no limit: so no token is
+ever dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.plan import Plan
+from graphmoe.plan.receive_budget import Load, room_bytes
+from graphmoe.runtime.dispatch import bounded_dispatcher, planned_dispatcher
+from graphmoe.runtime.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+CALM_STEPS = 50
+"""Steps in a row that a lower rung would have had room for, after which that is taken again.
+
+A step without room costs two more, so a load that comes and goes around the budget costs 4% of the time,
+where the next rung is as fast.
+"""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Room for what arrives, and what brings it."""
+
+    number: int
+    words: str
+    """For the log."""
+    dispatcher: Dispatcher
+    num_bytes: int
+    """Memory of what grows with the room."""
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether there is a room to plan; only then graphs can hold it."""
+        return self.dispatcher.capacity is not None
+
+    def takes(self, load: Load) -> bool:
+        """Whether there is room for a load."""
+        room = self.dispatcher.capacity
+        return room is None or (load.rows <= room.rows and load.slots <= room.slots)
+
+
+def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
+    """The receive budget, twice as much, and no limit; empty where nothing can be too much.
+
+    ``fused`` says whether the experts run as one operation.
+    """
+    found: list[Rung] = []
+    for words, factor in (("the receive budget", 1.0), ("twice the receive budget", 2.0)):
+        room = plan.room(factor)
+        dispatcher = planned_dispatcher(plan, factor)
+        planned = dispatcher.capacity or room
+        num_bytes = room_bytes(planned, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)
+        found.append(Rung(len(found), words, dispatcher, num_bytes))
+        if room == plan.worst:
+            break
+    if len(found) == 1:
+        return []
+    return [*found, Rung(len(found), "the counts of the host", bounded_dispatcher(plan, mesh), 0)]
+
+
+class ReceiveLadder:
+    """Which rung steps run on. All ranks call it alike, with loads of all ranks."""
+
+    def __init__(
+        self, rungs: Sequence[Rung], use: Callable[[Rung], None], has_memory: Callable[[int], bool]
+    ) -> None:
+        """``use`` makes later steps run on a rung; the first one is in use.
+
+        ``has_memory`` says whether every rank has so many bytes left; a collective.
+        """
+        assert not rungs[-1].has_limit
+        self._rungs, self._use, self._has_memory = rungs, use, has_memory
+        self._at = 0
+        self._used = {0}
+        self._calm: list[Load] = []
+        """Loads of the last steps in a row that a lower rung has room for."""
+
+    @property
+    def rung(self) -> Rung:
+        """Where the next step runs."""
+        return self._rungs[self._at]
+
+    def climb(self, step: int, load: Load, too_small: Rung) -> bool:
+        """Take the next rung above one that there is memory for; whether it was never used before.
+
+        ``step`` ran on ``too_small`` and is void, since this ``load`` arrived at a rank.
+        """
+        room = too_small.dispatcher.capacity
+        assert room is not None
+        self._at, self._calm = self._above(too_small), []
+        is_new = self._at not in self._used
+        self._used.add(self._at)
+        log.warning(
+            "step %d: %d rows and %d slots arrived at a rank, and %s has room for %d and %d; it runs again "
+            "with %s%s",
+            step,
+            *load,
+            too_small.words,
+            *room,
+            self.rung.words,
+            self._room(),
+        )
+        self._use(self.rung)
+        return is_new
+
+    def passed(self, step: int, load: Load) -> None:
+        """A step counts, of this load: after `CALM_STEPS` the lowest rung with room for each is taken."""
+        lower = [rung for rung in self._rungs[: self._at] if rung.number in self._used]
+        if not any(rung.takes(load) for rung in lower):
+            self._calm = []
+            return
+        self._calm.append(load)
+        if len(self._calm) < CALM_STEPS:
+            return
+        fit = [rung for rung in lower if all(map(rung.takes, self._calm))]
+        if not fit:
+            self._calm.pop(0)
+            return
+        left, self._at, self._calm = self.rung, fit[0].number, []
+        log.info(
+            "step %d: the last %d steps had room in %s, which takes the place of %s%s",
+            step,
+            CALM_STEPS,
+            self.rung.words,
+            left.words,
+            self._room(),
+        )
+        self._use(self.rung)
+
+    @contextmanager
+    def without_limit(self) -> Iterator[None]:
+        """What runs inside has room for everything."""
+        self._use(self._rungs[-1])
+        try:
+            yield
+        finally:
+            self._use(self.rung)
+
+    def _above(self, below: Rung) -> int:
+        for rung in self._rungs[below.number + 1 : -1]:
+            if rung.number in self._used or self._has_memory(rung.num_bytes):
+                return rung.number
+            log.warning(
+                "%s needs %.2f GiB, which not every rank has left", rung.words, rung.num_bytes / 2**30
+            )
+        return self._rungs[-1].number
+
+    def _room(self) -> str:
+        room = self.rung.dispatcher.capacity
+        return "" if room is None else f" ({room.rows} rows, {room.slots} slots)"

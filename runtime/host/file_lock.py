@@ -1,0 +1,167 @@
+"""A lock on a file, which the kernel frees when its holder dies.
+
+Some file systems have no flock (Lustre mounted without it, NFS without lockd). There a second file names the
+holder, and it counts for nothing once that process is gone; only the holder's own host can tell.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from graphmoe.config.schema import ConfigError
+
+log = logging.getLogger(__name__)
+
+HELD = ".held"
+"""Ends the name of the file that stands for a lock where flock does not work."""
+POLL_S = 0.1
+_NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_held: set[FileLock] = set()
+
+
+class FileLock:
+    """A lock held by this process and by no child of it; ``take`` is how to get one."""
+
+    def __init__(self, descriptor: int | None, held: Path | None = None) -> None:
+        self._descriptor, self._file = descriptor, held
+        _held.add(self)
+        _release_in_children()
+
+    @classmethod
+    def take(cls, path: Path, *, wait: bool = False) -> FileLock | None:
+        """The lock, or None while somebody else has it; ``wait`` blocks until it is free.
+
+        *Raises* ConfigError where flock does not work and the holder is, or was, on another host.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return None
+            if error.errno not in _NO_FLOCK:
+                raise
+            _say_once(path.parent, error.strerror)
+        else:
+            return cls(descriptor)
+        held = path.with_name(path.name + HELD)
+        while not _make(held):
+            if not wait:
+                return None
+            time.sleep(POLL_S)
+        return cls(None, held)
+
+    def release(self) -> None:
+        """Close our end; the lock is free once no process has it open."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close our end in a forked child, which leaves its parent's file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = self._file = None
+        _held.discard(self)
+
+
+def _make(held: Path) -> bool:
+    """Make the file, whole at once, that names us as the holder; False while another process holds it."""
+    draft = _beside(held)
+    try:
+        draft.write_text(json.dumps(_holder(os.getpid())), encoding="utf-8")
+        while True:
+            try:
+                os.link(draft, held)
+                return True
+            except FileExistsError:
+                if not _is_free(held):
+                    return False
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _is_free(held: Path) -> bool:
+    """Whether nobody holds the file now; removes that of a dead process. *Raises* ConfigError."""
+    try:
+        text = held.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return True
+    try:
+        holder = json.loads(text)
+        host, pid = str(holder["host"]), int(holder["pid"])
+    except (ValueError, TypeError, KeyError):  # not ours
+        host, pid, holder = "a host that it does not name", 0, {}
+    ours = _holder(pid)
+    if any(holder.get(name) != ours[name] for name in ("host", "processes")):
+        raise ConfigError(
+            f"{held} says that process {pid} on {host} writes here, and this file system has no locks that "
+            f"could tell whether it still does; if it has ended, remove the file: rm {held}"
+        )
+    if ours["started"] is not None and holder.get("started") == ours["started"]:
+        return False
+    # Two may find the same dead holder: who moves away the other's new file puts it back
+    aside = _beside(held)
+    with contextlib.suppress(FileNotFoundError):
+        held.rename(aside)
+        if aside.read_text(encoding="utf-8", errors="replace") != text:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, held)
+        aside.unlink()
+    return True
+
+
+def _beside(held: Path) -> Path:
+    return held.with_name(f"{held.name}.{secrets.token_hex(4)}")
+
+
+def _holder(pid: int) -> dict[str, str | int | None]:
+    """A process as a file names it; ``started`` is None for one that is gone.
+
+    Containers may share the host's name and not its process ids. The time is in ticks since the boot, which
+    no change of the clock moves.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        started = f"{stat.rpartition(')')[2].split()[19]} of {boot}"
+    except OSError:
+        started = None
+    try:
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        processes = ""
+    return {"host": socket.gethostname(), "pid": pid, "processes": processes, "started": started}
+
+
+@functools.cache
+def _say_once(folder: Path, why: str) -> None:
+    log.warning("%s has no file locks (%s): a file *%s names host and process instead", folder, why, HELD)
+
+
+@functools.cache
+def _release_in_children() -> None:
+    """A forked child shares the locks and would hold them on after our death."""
+
+    def forget_all() -> None:
+        for lock in list(_held):
+            lock.forget()
+
+    def release_all() -> None:
+        for lock in list(_held):
+            lock.release()
+
+    os.register_at_fork(after_in_child=forget_all)
+    atexit.register(release_all)

@@ -1,0 +1,131 @@
+"""Logging of a run: the console on stderr, and a file for each rank and for the launching process.
+
+Neither ends a run: the reader of the console may go away, as head does, and disks may be full.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from graphmoe.runtime.host.writing import LineFile
+
+log = logging.getLogger(__name__)
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+FILE_ONLY = {"file_only": True}
+"""``extra`` of a record that the console does not show."""
+
+
+@functools.cache
+def console() -> Console:
+    """The one console of this process, which the log shares with the progress bar."""
+    return Console(stderr=True)
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes records through the console, so that a progress bar stays below them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        self.addFilter(lambda record: not getattr(record, "file_only", False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            _print_warning(text)
+        else:
+            console().print(text, markup=False, highlight=False, soft_wrap=True)
+        for stream in _streams.values():
+            if why := stream.news():
+                log.warning("%s takes no more (%s); the run goes on", stream.title, why, extra=FILE_ONLY)
+
+
+class LogFile(logging.Handler):
+    """Appends records to a file; where its disk is full, the console says so."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(FORMAT))
+        self._file = LineFile(path, _print_warning)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.append([self.format(record)])
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def start_logging(log_dir: Path | None, name: str, *, on_console: bool) -> None:
+    """Send the log to ``<log_dir>/<name>.log``, if a folder is given, and to the console."""
+    _keep_streams()
+    handlers: list[logging.Handler] = [ConsoleHandler()] if on_console else []
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handlers.append(LogFile(log_dir / f"{name}.log"))
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+
+
+def _print_warning(text: str) -> None:
+    console().print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+
+class _Stream(io.FileIO):
+    """The descriptor of stdout or stderr, whose writes never fail: what it does not take is lost."""
+
+    def __init__(self, title: str, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.title = title
+        self._error: OSError | None = None
+        self._told = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or len(data)  # None: the reader is slow, and does not let us wait
+        except OSError as error:
+            self._error = error
+            return len(data)
+
+    def news(self) -> str | None:
+        """Why something was lost, if that was not said before."""
+        if self._error is None or self._told:
+            return None
+        self._told = True
+        return self._error.strerror
+
+
+_streams: dict[str, _Stream] = {}
+
+
+def _keep_streams() -> None:
+    """Let no write to stdout or stderr fail in this process, unless another program has put its own there."""
+    for title in ("stdout", "stderr"):
+        old = getattr(sys, title)
+        if title in _streams or old is None or old is not getattr(sys, f"__{title}__"):
+            continue
+        with suppress(OSError):
+            old.flush()
+        _streams[title] = _Stream(title, old.fileno())
+        new = io.TextIOWrapper(
+            io.BufferedWriter(_streams[title]),
+            encoding=old.encoding,
+            errors=old.errors,
+            line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )
+        setattr(sys, title, new)

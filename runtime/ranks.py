@@ -1,0 +1,132 @@
+"""The ranks of a job, and what they say to each other outside the model."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""For tensors: other ranks wait in a collective while one compiles. The launcher finds hangs sooner."""
+PATIENCE = timedelta(hours=12)
+"""For objects: other ranks wait while one tokenises a corpus or compiles."""
+
+
+class World:
+    """All ranks of the job and this one's place among them; one rank alone without a process group.
+
+    They exchange objects, by a gloo group of its own: who talks from another thread makes another World.
+    Making one is collective. For tensors there are the groups of ``graphmoe.runtime.mesh``.
+    """
+
+    def __init__(self) -> None:
+        spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if spread else 0
+        self.size = dist.get_world_size() if spread else 1
+        # LOCAL_RANK is 0 on every rank where each sees one GPU only (torch's virtual local rank)
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if spread else 1
+        self.local_index = self.rank % self.local_size
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if spread else None
+        """For objects; None where there is one rank."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, item: T) -> list[T]:
+        """Every rank's item, in the order of ranks, on every rank."""
+        if self.group is None:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Result of ``action``, run on rank 0 only; its error is raised on every rank."""
+        return self._from(0, action) if self.size > 1 else action()
+
+    def on_first_of_node(self, action: Callable[[], T]) -> T:
+        """Result of ``action``, run on the first rank of each node only; its error is raised on that node.
+
+        A collective of all ranks.
+        """
+        if self.size == 1:
+            return action()
+        mine = _outcome(action) if self.local_index == 0 else (None, None)
+        result, error = self.gather(mine)[self.rank - self.local_index]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        self.gather(None)
+
+    def _from(self, source: int, action: Callable[[], T]) -> T:
+        outcome: list[Any] = list(_outcome(action)) if self.rank == source else [None, None]
+        dist.broadcast_object_list(outcome, src=source, group=self.group)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+
+def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor's sum over a group in its own dtype, all by one collective. No device sync on a GPU.
+
+    They travel as fp64, which keeps counts exact. One rank alone, None, gets back what it gave.
+    """
+    if group is None:
+        return tensors
+    total = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    dist.all_reduce(total, group=group)
+    parts = total.split([tensor.numel() for tensor in tensors])
+    return tuple(p.view_as(t).to(t.dtype) for p, t in zip(parts, tensors, strict=True))
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it would not survive the way to another rank."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def backend_of(device: torch.device) -> str:
+    """What ``init_process_group`` takes for tensors on a device."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def own_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT`` by which ranks find each other.
+
+    It listens at that address, where torch's own listens on all interfaces; None where it is a name, from
+    which the address does not follow. It has no password: who reaches the address can write to it. *Raises*
+    OSError where another process took the port.
+    """
+    host, port, is_first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return None
+    listener = socket.create_server((host, port), family=family, backlog=2048).detach() if is_first else None
+    return dist.TCPStore(
+        host, port, size, is_first, timeout, wait_for_workers=False, master_listen_fd=listener
+    )

@@ -1,18 +1,23 @@
-# Two commands: `make train` trains the default model, `make test` runs every check that needs no GPU.
+# Two commands: `make train` trains the default model, `make test` checks a change. `make test-all` checks a release.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-gpu lint docs clean
+.PHONY: train test test-all test-gpu lint docs clean
 
 # Passive waiting: threads that spin at barriers make a CPU run up to ten times slower beside another busy process.
 train: $(VENV)/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m graphmoe.train
 
 # Bytecode is kept even where the shell says not to: or each process that starts compiles all sources.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/installed-dev lint
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-all: $(VENV)/installed-dev lint
+	$(PYTEST) -m "slow or exhaustive or not slow"
 
 # On a machine with a GPU, with whatever Python has torch there: make test-gpu PYTHON=python3
 test-gpu:

@@ -14,26 +14,24 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-LONG = (
-    "distributed",
-    "runtime",
-    "test_launch",
-    "test_slurm",
-    "test_sweep",
-    "test_train_compiled",
-    "test_resume",
-)
-"""Folders and files of tests that start processes or compile much."""
+LONG = {"distributed", "launch", "runtime", "sweep", "training"}
+"""Folders of tests that start processes or compile much."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """No exhaustive tests unless -m names them; the long files first, or one worker ends alone with them."""
-    if "exhaustive" not in config.getoption("markexpr"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-    items.sort(key=lambda item: not any(name in LONG for name in (item.path.stem, item.path.parent.name)))
+    """Leave out slow and exhaustive tests unless -m names them; run long files first.
+
+    Else one worker ends alone with them. On a GPU all tests of ``-m gpu`` run but the exhaustive ones.
+    """
+    expression = config.getoption("markexpr")
+    unnamed = [mark for mark in ("slow", "exhaustive") if mark not in expression]
+    if "gpu" in expression and "slow" in unnamed:
+        unnamed.remove("slow")
+    left_out = [item for item in items if any(map(item.get_closest_marker, unnamed))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: not LONG & {*item.path.parts})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,8 +17,9 @@ from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, DataSource, DeviceChoice, ModelConfig, MoEConfig, OutputFormat
 from graphmoe.data.tokenizer import load_tokenizer
-from graphmoe.model import Transformer, build_model
+from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters
+from graphmoe.model.transformer import Transformer
 from graphmoe.run.machine import memory_of, open_device
 from graphmoe.run.stored_run import model_of, read_stored_run
 

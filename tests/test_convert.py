@@ -20,7 +20,7 @@ from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
 from graphmoe.convert import ConvertArgs, WeightDtype, convert, main
 from graphmoe.data.tokenizer import END_OF_TEXT, train_bpe
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.run.weights import (
     FolderKind,
     explained_mismatch,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from graphmoe.config.schema import ComputeDtype, ConfigError
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.model.sizes import state_bytes
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim.arriving_weights import ArrivingWeights

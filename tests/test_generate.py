@@ -13,7 +13,7 @@ from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.generate import generate, load_model, main, model_of_one_rank
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.receive_budget import Load
 from graphmoe.run.weights import run_config

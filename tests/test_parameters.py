@@ -30,7 +30,7 @@ def component(name: str) -> str:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_counts_equal_those_of_the_built_model_component_by_component(preset, ties):
-    from graphmoe.model import build_model
+    from graphmoe.model.build import build_model
 
     config = load_preset(preset, tie_embeddings=ties)
     config.num_layers = min(config.num_layers, config.num_dense_layers + 2)

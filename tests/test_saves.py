@@ -12,7 +12,7 @@ import yaml
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.command.hydra import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.model import Transformer
+from graphmoe.model.transformer import Transformer
 from graphmoe.training.saves import Saves, TrainingStopped, first_not_finite
 from graphmoe.training.trainer import Trainer
 from tests.runs import assert_same_state, config, final_state, train_in, trainer_in

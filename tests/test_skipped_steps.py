@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from graphmoe.model import Transformer
+from graphmoe.model.transformer import Transformer
 from graphmoe.training.saves import TrainingStopped
 from tests.runs import QUIET, TINY, command, metrics, train_in, trainer_in
 

@@ -29,6 +29,6 @@ def test_a_trainer_imports_no_compiler_until_it_compiles():
 
 
 def test_a_model_is_built_without_the_compiler():
-    imports = "from graphmoe.config.schema import ModelConfig; from graphmoe.model import build_model"
+    imports = "from graphmoe.config.schema import ModelConfig; from graphmoe.model.build import build_model"
     code = f"{imports}; build_model(ModelConfig())"
     assert "torch._dynamo" not in imported_by(code)

@@ -15,7 +15,7 @@ from graphmoe.checkpoint import CheckpointError
 from graphmoe.command.hydra import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, convert
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.run.weights import load_weights
 from tests.runs import assert_same_state, final_state, numbers, train_in, trainer_in
 from tests.test_convert import CONFIG, assert_same_weights, random_model

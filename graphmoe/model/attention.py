@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config.schema import AttentionBackend, AttentionKind, ModelConfig
-from graphmoe.model.linear import column_parallel, row_parallel
-from graphmoe.model.norm import RMSNorm
+from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
 from graphmoe.model.rope import attention_scale, rotate_halves, rotate_pairs
 from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
@@ -70,8 +69,8 @@ class CoreAttention:
     ring: bool
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: Layout, head_dim: int) -> CoreAttention:
-        """That of a model's layers, with query heads of ``head_dim``."""
+    def from_config(cls, config: ModelConfig, layout: Layout, head_dim: int) -> CoreAttention:
+        """The attention of a model's layers, with query heads of ``head_dim``."""
         return cls(attention_scale(config, head_dim), config.attention_backend, layout.cp, layout.ring)
 
     @property
@@ -123,7 +122,7 @@ class LatentAttention(nn.Module):
         self.sizes = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
         nope, rope, value = self.sizes
         self.tp, self.num_heads, self.latent = tp, heads // tp, config.kv_lora_rank
-        self.attend = CoreAttention.of(config, layout, nope + rope)
+        self.attend = CoreAttention.from_config(config, layout, nope + rope)
         self.norm = RMSNorm(width, config.norm_eps)
         if config.q_lora_rank:
             self.q_down = nn.Linear(width, config.q_lora_rank, bias=False)
@@ -197,7 +196,7 @@ class GroupedQueryAttention(nn.Module):
         heads, groups, size, tp = config.num_heads, config.num_kv_heads, config.head_dim, layout.tp
         assert groups % tp == 0, (groups, tp)
         self.tp, self.head_dim = tp, size
-        self.attend = CoreAttention.of(config, layout, size)
+        self.attend = CoreAttention.from_config(config, layout, size)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.q_proj = column_parallel(config.hidden_size, heads * size, tp)
         self.k_proj = column_parallel(config.hidden_size, groups * size, tp)

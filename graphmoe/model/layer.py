@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.attention import build_attention
-from graphmoe.model.bounded import ROUTED, BoundedPath
+from graphmoe.model.dispatch import ROUTED, BoundedPath, CombineSegment, DispatchSegment
 from graphmoe.model.moe import (
     DenseMLP,
     Experts,
@@ -24,7 +24,6 @@ from graphmoe.model.moe import (
     combine,
     dispatch_local,
 )
-from graphmoe.model.travel import Arrival, Return
 from graphmoe.ops.dispatch import PLANNED, RECEIVED, SEND_PLAN, Dispatcher
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import Executor, Segment, run_segments
@@ -35,7 +34,7 @@ PLAN = ("experts", "counts", "ends", "row", "slot", "live_rows")
 
 
 class MoEOutput(NamedTuple):
-    """What a MoE layer hands on beside the residual stream."""
+    """The residual stream after a MoE layer, and the losses and counts of its router."""
 
     x_BSD: Tensor
     loss: Tensor
@@ -45,13 +44,13 @@ class MoEOutput(NamedTuple):
     counts_E: Tensor
     """Slots routed to each expert, int32."""
     counted_E: Tensor | None = None
-    """Those that the balance loss counts, int32; None where they are ``counts_E``, or nobody reads them."""
-    load_2: Tensor | None = None
+    """Slots that the balance loss counts, int32; None where these are ``counts_E``, or nobody reads them."""
+    received_load: Tensor | None = None
     """A `plan.receive_budget.Load` of what was sent to this rank, int32; None where none is planned."""
 
     @classmethod
-    def of(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:
-        """Results by the names that a layer writes."""
+    def from_results(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:
+        """The results of a layer by the names that it writes."""
         named = dict(zip(writes, results, strict=True))
         return cls(*(named.get(name) for name in OUTPUTS))  # type: ignore[arg-type]
 
@@ -103,19 +102,19 @@ class MoELayer(nn.Module):
             SwiGLU(config.hidden_size, config.shared_ffn_size, layout.tp) if config.shared_ffn_size else None
         )
         self.holds_all = layout.size("ep_etp") == 1
-        self._travel: dict[Dispatcher, tuple[Arrival, Return] | BoundedPath] = {}
+        self._paths: dict[Dispatcher, tuple[DispatchSegment, CombineSegment] | BoundedPath] = {}
         self.use(dispatcher)
 
     def use(self, dispatcher: Dispatcher | None) -> None:
-        """From now on tokens travel by another dispatcher; one that comes again finds its compiled code."""
+        """Send tokens by another dispatcher; one that was in use before finds its compiled code."""
         self.dispatcher = dispatcher
-        if dispatcher is None or dispatcher in self._travel:
+        if dispatcher is None or dispatcher in self._paths:
             return
         if dispatcher.chunk is not None:
-            self._travel[dispatcher] = BoundedPath(dispatcher, self.moe_experts)
+            self._paths[dispatcher] = BoundedPath(dispatcher, self.moe_experts)
             return
-        arrival = Arrival(dispatcher, len(self.moe_experts.w_down))
-        self._travel[dispatcher] = arrival, Return(dispatcher, self.shared_experts is not None)
+        dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down))
+        self._paths[dispatcher] = dispatch, CombineSegment(dispatcher, self.shared_experts is not None)
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -136,7 +135,7 @@ class MoELayer(nn.Module):
             piece("moe_router", self.moe_router, read, routed),
         ]
         if self.dispatcher is not None:
-            return [*pieces, *self._travelling(self.dispatcher, piece)]
+            return [*pieces, *self._dispatched(self.dispatcher, piece)]
         assert self.holds_all, "experts are on other ranks, and there is no dispatcher"
         reads = ("received", "weight", "ends", "row", "slot")
         return [
@@ -148,28 +147,28 @@ class MoELayer(nn.Module):
             piece("moe_combine", combine, ("x", "routed", *self._shared_sum), ("x",)),
         ]
 
-    def _travelling(self, dispatcher: Dispatcher, piece: Callable[..., Segment]) -> list[Segment]:
-        """What follows the router where tokens go to other ranks."""
-        travel = self._travel[dispatcher]
-        if isinstance(travel, BoundedPath):
-            return self._bounded(travel, piece)
-        arrival, way_back = travel
+    def _dispatched(self, dispatcher: Dispatcher, piece: Callable[..., Segment]) -> list[Segment]:
+        """The segments behind the router where tokens go to other ranks."""
+        path = self._paths[dispatcher]
+        if isinstance(path, BoundedPath):
+            return self._bounded(path, piece)
+        dispatch, combine_received = path
         dynamic = dispatcher.capacity is None
         reads = ("h", "weight", "experts", *SEND_PLAN)
         back = ("x", "routed", *SEND_PLAN, *dispatcher.handle)
         on_the_way = functools.partial(piece, stream="comm", dynamic=dynamic)
         return [
             piece("moe_preprocess", self.moe_preprocess, ("experts",), ("counts", *SEND_PLAN)),
-            on_the_way("moe_dispatch", arrival, reads, (*arrival.writes, *dispatcher.handle)),
+            on_the_way("moe_dispatch", dispatch, reads, (*dispatch.writes, *dispatcher.handle)),
             *self._shared(piece),
             self._received(dynamic, piece),
-            on_the_way("moe_combine", way_back, (*back, *self._shared_sum), ("x",)),
+            on_the_way("moe_combine", combine_received, (*back, *self._shared_sum), ("x",)),
         ]
 
     def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
-        """What follows the router where memory must have a bound."""
+        """The segments behind the router where memory must have a bound."""
         reads = ("h", "weight", "experts", *SEND_PLAN)
-        # It makes again by itself what a backward needs; comm says that nobody else should.
+        # The path recomputes what its backward needs; the stream comm keeps others from doing so.
         experts = piece("moe_experts", path, reads, ROUTED, stream="comm", dynamic=True, fused=path.fused)
         return [
             piece("moe_preprocess", self.moe_preprocess, ("experts",), ("counts", *SEND_PLAN)),
@@ -187,7 +186,7 @@ class MoELayer(nn.Module):
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
     def earlier(self) -> dict[str, Tensor]:
-        """What the segments of one micro-batch read of the step's earlier ones, by name, if anything."""
+        """Tensors of the step's earlier micro-batches, by name, if the segments read any."""
         router = self.moe_router
         return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
 
@@ -209,4 +208,4 @@ class MoELayer(nn.Module):
         index: int | None = None,
     ) -> MoEOutput:
         tensors = {"x": x_BSD, "cos": cos_SP, "sin": sin_SP, **self.earlier()}
-        return MoEOutput.of(self.writes, execute(self.segments(index), tensors, self.writes))
+        return MoEOutput.from_results(self.writes, execute(self.segments(index), tensors, self.writes))

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config.schema import AuxLoss, ModelConfig, MoEConfig
-from graphmoe.model.linear import column_parallel, row_parallel
-from graphmoe.model.norm import RMSNorm
+from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
 from graphmoe.ops import router as ops
 from graphmoe.ops.collectives import all_gather, index_along, reduce_scatter, sums_over
 from graphmoe.ops.dispatch import SendPlan, send_plan

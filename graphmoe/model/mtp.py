@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config.schema import ModelConfig, MoEConfig
+from graphmoe.model.blocks import RMSNorm
 from graphmoe.model.layer import MoELayer, MoEOutput
-from graphmoe.model.norm import RMSNorm
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import Executor, Segment, run_segments
@@ -58,7 +58,7 @@ class MtpLayer(nn.Module):
         tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
         tensors |= self.layer.earlier()
         writes = self.layer.writes
-        return MoEOutput.of(writes, execute(self.segments(index), tensors, writes))
+        return MoEOutput.from_results(writes, execute(self.segments(index), tensors, writes))
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphmoe.config.schema import DpShard, ModelConfig
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of
 from graphmoe.plan.pipeline.stages import StagePieces, all_pieces, any_of, needs_embedding, normalises
 

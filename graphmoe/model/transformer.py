@@ -18,15 +18,11 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.attention import rotary_dim
+from graphmoe.model.blocks import IGNORED, Embedding, RMSNorm, column_parallel, cross_entropy_sum, tie_head
 from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput
-from graphmoe.model.linear import column_parallel
 from graphmoe.model.moe import ROUTER_STATS, Router
 from graphmoe.model.mtp import MtpLayer, shift_left
-from graphmoe.model.norm import RMSNorm
-from graphmoe.model.rope import rope_tables
-from graphmoe.model.sequence import own_positions
-from graphmoe.model.tied import tie_head
-from graphmoe.model.vocabulary import IGNORED, Embedding, cross_entropy_sum
+from graphmoe.model.rope import own_positions, rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout, layout_of
@@ -48,9 +44,9 @@ class LossOutput(NamedTuple):
     counts_LE: Tensor
     """Slots routed to each expert of each MoE layer, int32."""
     counted_LE: Tensor | None = None
-    """Those that the balance loss counts, int32; None where they are ``counts_LE``, or nobody reads them."""
-    load_2: Tensor | None = None
-    """The most of ``MoEOutput.load_2`` of all MoE layers, 0 without one; None where nothing is measured."""
+    """Slots that the balance loss counts, int32; None where these are ``counts_LE``, or nobody reads them."""
+    received_load: Tensor | None = None
+    """The largest load of all MoE layers, 0 without one; None where nothing is measured."""
     carried: tuple[Tensor, ...] = ()
     """What the next stage reads, [B, S, D] each: the state after the last layer so far, or from the final
     norm on the normed states from which each depth predicts."""
@@ -200,11 +196,11 @@ class Transformer(nn.Module):
         stats_L3, counts_LE = self._stack(outputs, tokens_BS.device)
         counted = [output.counted_E for output in outputs if output.counted_E is not None]
         counted_LE = torch.stack(counted) if counted else None
-        loads = [output.load_2 for output in outputs if output.load_2 is not None]
-        load_2 = torch.stack(loads).amax(dim=0) if loads else self._no_load(tokens_BS.device)
+        loads = [output.received_load for output in outputs if output.received_load is not None]
+        received_load = torch.stack(loads).amax(dim=0) if loads else self._no_load(tokens_BS.device)
         handed = () if pieces.loss else carried
         detached = cross_entropy.detach(), mtp.detach()
-        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, load_2, handed)
+        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, received_load, handed)
 
     def _predict(
         self,

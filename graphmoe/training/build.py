@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from graphmoe.config.schema import ConfigError, DpShard, RunConfig
-from graphmoe.model import Transformer, build_model, init_weights, materialise
+from graphmoe.model.build import build_model, init_weights, materialise
+from graphmoe.model.transformer import Transformer
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer

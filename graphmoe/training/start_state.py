@@ -9,7 +9,7 @@ from pathlib import Path
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.look import check_fit
 from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.plan import DTYPES
 from graphmoe.run.weights import check_weights, explained_mismatch
 

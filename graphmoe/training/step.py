@@ -33,7 +33,7 @@ class Made:
     """Slots routed to each expert, int32; 0 for layers of other ranks."""
     counted_LE: Tensor
     """Those that balance losses count: ``counts_LE`` itself, but where `Router.counts_apart`."""
-    load_2: Tensor | None = None
+    received_load: Tensor | None = None
     """The most that arrived at once, a `graphmoe.plan.receive_budget.Load`; None where no room is planned."""
 
     @classmethod
@@ -53,9 +53,13 @@ class Made:
         self.counts_LE[layers.start : layers.stop] += output.counts_LE
         if output.counted_LE is not None:
             self.counted_LE[layers.start : layers.stop] += output.counted_LE
-        if output.load_2 is not None:
-            load_2 = self.load_2
-            self.load_2 = output.load_2 if load_2 is None else torch.maximum(load_2, output.load_2)
+        if output.received_load is not None:
+            received_load = self.received_load
+            self.received_load = (
+                output.received_load
+                if received_load is None
+                else torch.maximum(received_load, output.received_load)
+            )
 
 
 class TrainStep:
@@ -88,9 +92,9 @@ class TrainStep:
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
         """Token ids [micro_batch_size, seq_len + 1] of each own micro-batch -> a row of ``StepRows``."""
-        scalars, counts_LE, load_2 = self.accumulate(batches)
-        if load_2 is not None:
-            scalars |= self._received(load_2)
+        scalars, counts_LE, received_load = self.accumulate(batches)
+        if received_load is not None:
+            scalars |= self._received(received_load)
         with ranged("optimizer", "update"):
             result = self.optimizer.step(scalars["loss"])
         if self.plan.config.model.selection_bias:
@@ -118,8 +122,8 @@ class TrainStep:
         self._tell_routers(torch.zeros_like(made.counts_LE), self.routers)
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
         axes: list[tuple[Axis, Tensor]] = [("dp_pp", made.losses), ("world", made.counts_LE)]
-        if made.load_2 is not None:
-            axes.append(("world", one_of_all(made.load_2, self.mesh)))
+        if made.received_load is not None:
+            axes.append(("world", one_of_all(made.received_load, self.mesh)))
         losses, counts_LE, *loads = self._summed(axes)
         named = zip(("loss", "mtp_loss", *ROUTER_STATS), losses / self.plan.global_micro_batches, strict=True)
         return dict(named), counts_LE, loads[0].amax(dim=0) if loads else None
@@ -133,11 +137,11 @@ class TrainStep:
             found |= zip(together, sums(group, *(tensors[i][1] for i in together)), strict=True)
         return [found[i] for i in range(len(tensors))]
 
-    def _received(self, load_2: Tensor) -> dict[str, Tensor]:
+    def _received(self, received_load: Tensor) -> dict[str, Tensor]:
         """The step's values of ``RECEIVED``; makes it void where the load is more than there is room for."""
         dispatcher, void = self.model.dispatcher, self.optimizer.void
         assert dispatcher is not None
-        (rows, slots), balanced = load_2.unbind(), self.plan.balanced
+        (rows, slots), balanced = received_load.unbind(), self.plan.balanced
         if dispatcher.capacity is not None:
             more = (rows > dispatcher.capacity.rows) | (slots > dispatcher.capacity.slots)
             void.copy_(torch.maximum(void, more.float()))
@@ -151,7 +155,7 @@ class TrainStep:
                 router.earlier_counts.copy_(counts_LE[layer])
 
 
-def one_of_all(load_2: Tensor, mesh: Mesh) -> Tensor:
+def one_of_all(received_load: Tensor, mesh: Mesh) -> Tensor:
     """A rank's load as a row among zeros [world, 2]: in their sum over all ranks each has its own."""
     after = mesh.layout.size("world") - 1 - mesh.rank
-    return F.pad(load_2.unsqueeze(0), (0, 0, mesh.rank, after))
+    return F.pad(received_load.unsqueeze(0), (0, 0, mesh.rank, after))

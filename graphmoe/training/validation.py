@@ -66,17 +66,17 @@ class Validation:
         def add(pieces: StagePieces, output: LossOutput) -> None:
             if pieces.loss:
                 total.add_(output.cross_entropy * (next(counted) < len(batches)))
-            if output.load_2 is not None:
-                loads.append(output.load_2)
+            if output.received_load is not None:
+                loads.append(output.received_load)
 
         self.micro_batches.evaluate(mine, add)
         (total,) = sums(self.mesh.group("dp_pp"), total)
         return wait_for(total.item), not loads or self._has_room(torch.stack(loads).amax(dim=0))
 
-    def _has_room(self, load_2: Tensor) -> bool:
+    def _has_room(self, received_load: Tensor) -> bool:
         """Whether there was room at every rank."""
         assert self.model.dispatcher is not None
         room = self.model.dispatcher.capacity
-        (loads,) = sums(self.mesh.group("world"), one_of_all(load_2, self.mesh))
+        (loads,) = sums(self.mesh.group("world"), one_of_all(received_load, self.mesh))
         rows, slots = loads.amax(dim=0).tolist()
         return room is None or (rows <= room.rows and slots <= room.slots)

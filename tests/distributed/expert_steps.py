@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import RunConfig
-from graphmoe.model import Transformer, build_model
+from graphmoe.model.build import build_model
+from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.passes import PassRunner, select_passes
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part

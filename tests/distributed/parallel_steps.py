@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config.schema import RunConfig
-from graphmoe.model import LossOutput, Transformer, build_model
-from graphmoe.model.vocabulary import IGNORED
+from graphmoe.model.blocks import IGNORED
+from graphmoe.model.build import build_model
+from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.passes import PassRunner, select_passes
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part

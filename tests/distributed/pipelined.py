@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import layout_of, own_part
 from graphmoe.plan.pipeline.actions import Together

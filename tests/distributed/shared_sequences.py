@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.model import Transformer, build_model
-from graphmoe.model.sequence import own_positions
+from graphmoe.model.build import build_model
+from graphmoe.model.rope import own_positions
+from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.plan.layout import Layout

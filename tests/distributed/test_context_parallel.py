@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ConfigError, ContextMethod
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.check import resolve
 from tests.distributed.parallel_steps import (

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.hf import save_hf
 from graphmoe.config.schema import ConfigError, DpShard
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.model.sizes import state_bytes
 from graphmoe.plan.layout import own_part
 from graphmoe.plan.rules.check import check

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import ParallelConfig
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout, layout_of, own_part
 from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job, selected

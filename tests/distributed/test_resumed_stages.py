@@ -13,7 +13,8 @@ from torch import Tensor
 from graphmoe.checkpoint.hf import save_hf
 from graphmoe.checkpoint.hf.shards import Entry
 from graphmoe.config.schema import ConfigError
-from graphmoe.model import Transformer, build_model
+from graphmoe.model.build import build_model
+from graphmoe.model.transformer import Transformer
 from graphmoe.run.weights import write_weights
 from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Case, Job

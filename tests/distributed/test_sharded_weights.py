@@ -16,7 +16,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.checkpoint.hf import save_hf
 from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
 from graphmoe.generate import load_model
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.run.weights import FolderKind, load_weights, model_to_yaml, read_run
 from graphmoe.runtime.ranks import World

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.ranks import World
 from tests.distributed.parallel_steps import (

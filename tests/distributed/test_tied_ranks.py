@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout, layout_of, own_part
 from graphmoe.runtime.ranks import World
 from tests.distributed.ranks import Job

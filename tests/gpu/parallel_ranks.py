@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.ops import collectives as ops
 from graphmoe.passes import PassRunner, select_passes
 from graphmoe.plan.layout import Layout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import GroupScore, ModelConfig, MoEConfig, RopeScaling
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.ops.router import select_experts

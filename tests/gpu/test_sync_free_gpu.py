@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ModelConfig, PassesConfig
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.model.layer import PLAN
 from graphmoe.passes import PassRunner, select_passes
 from graphmoe.runtime.compile.executor import CompiledSegments

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import MoEConfig
-from graphmoe.model.bounded import BoundedPath
+from graphmoe.model.dispatch import BoundedPath
 from graphmoe.model.layer import MoELayer
 from graphmoe.model.moe import Experts
 from graphmoe.ops.gradients import Gradient
@@ -60,8 +60,11 @@ def run(layer: MoELayer, dispatcher: AllToAll, backend: str = "", totals=()) -> 
     (output.x_BSD.float().square().mean() + output.loss).backward()
     found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     found |= {f"total {i}": gradient.total for i, gradient in enumerate(totals)}
-    if output.load_2 is not None:
-        assert output.load_2.tolist() == [TOKENS, TOKENS * TOP_K] and output.load_2.dtype == torch.int32
+    if output.received_load is not None:
+        assert (
+            output.received_load.tolist() == [TOKENS, TOKENS * TOP_K]
+            and output.received_load.dtype == torch.int32
+        )
     return {"y": output.x_BSD.detach(), "dx": x.grad, **found}
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from graphmoe.config.schema import AuxLoss, ModelConfig
-from graphmoe.model import build_model
+from graphmoe.model.blocks import IGNORED
+from graphmoe.model.build import build_model
 from graphmoe.model.mtp import shift_left
-from graphmoe.model.vocabulary import IGNORED
 from graphmoe.plan.pipeline.stages import pieces_of
 from tests.tolerances import assert_forward_close, assert_gradient_close
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.generate import model_of_one_rank
-from graphmoe.model import build_model
-from graphmoe.model.tied import EMBEDDING, HEAD
+from graphmoe.model.blocks import EMBEDDING, HEAD
+from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.layout import Layout
 from tests.model.test_transformer import CONFIGS, both, make_batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import AttentionKind, AuxLoss, ModelConfig, MoEConfig, ScoreFunction
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from tests.tolerances import assert_forward_close
 
 B, S, V = 2, 12, 60

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ModelConfig
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.ops import collectives as ops
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.torch_compat import fake_mode, joint_graph, make_fx

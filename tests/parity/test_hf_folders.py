@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from graphmoe import load_hf, save_hf
 from graphmoe.config.schema import ConfigError
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from tests.parity.hf_models import CASES, assert_same_bits, random_model, reload, tensors_in, tokens_of
 
 CASE = CASES["v3_moonlight"]  # 3 layers, 1 of them dense, 11 experts

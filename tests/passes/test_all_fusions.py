@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts
 from graphmoe.passes.fuse_loss import fuse_loss

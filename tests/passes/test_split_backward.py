@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.passes import PASSES, PassRunner
 from graphmoe.passes.matching import origin
 from graphmoe.passes.split_backward import SUMS, split_backward

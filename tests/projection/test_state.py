@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.plan.layout import Layout

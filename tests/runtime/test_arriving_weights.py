@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.optim.arriving_weights import ArrivingWeights
 from graphmoe.runtime.compile.units import owner_of
 from graphmoe.segments import Segment, run_segments

@@ -14,7 +14,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import PASSES, PassRunner, select_passes
 from graphmoe.runtime.compile import graphs as unit_graphs

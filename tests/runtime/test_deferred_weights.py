@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import PASSES, PassRunner
 from graphmoe.runtime.compile.code import Later, UnitCode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import PassRunner, select_passes

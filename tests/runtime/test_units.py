@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.runtime.compile.units import BoundUnit, Unit, units_of
 from graphmoe.segments import Segment, run_segments
 from tests.runs import config

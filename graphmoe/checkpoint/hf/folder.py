@@ -19,7 +19,8 @@ from graphmoe.checkpoint.hf.shards import DEFAULT_SHARD, Entry, parse_size, writ
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import read_json
-from graphmoe.model import Transformer, build_model
+from graphmoe.model.build import build_model
+from graphmoe.model.transformer import Transformer
 
 STEM = "model"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

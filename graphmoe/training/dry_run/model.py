@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config.schema import AttentionBackend, RunConfig
-from graphmoe.model import build_model
+from graphmoe.model.build import build_model
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.gradients import Gradient

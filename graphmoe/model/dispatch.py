@@ -1,27 +1,68 @@
-"""The routed path in memory that has a bound, whatever arrives: the last resort of a run.
+"""The segments moe_dispatch and moe_combine, where tokens go to other ranks.
 
-Of a layer's forward only what enters it is kept. The backward brings the tokens here again, and both work
-through them in chunks.
+`BoundedPath`, which takes their place and that of the experts, is the last resort of a run: its memory has a
+bound, whatever arrives. Of a layer's forward it keeps the inputs only. The backward sends the tokens once
+more, and both work through them in chunks.
 
-Suffixes: T tokens, K slots, N received tokens, C those of a chunk, D hidden, L experts of this rank, F expert
-width, H = 2 * F.
+Suffixes: B batch, S sequence, T = B * S tokens, K top-k slots, N received tokens, C those of a chunk,
+D hidden, L experts of this rank, F expert width, H = 2 * F.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphmoe.model.moe import Experts
-from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.model.moe import Experts, combine
+from graphmoe.ops.dispatch import PLANNED, RECEIVED, Dispatcher, plan_received
 from graphmoe.ops.gradients import Gradient, delivered, have_begun
 from graphmoe.plan.receive_budget import Load
 
 ROUTED = ("routed", "load")
-"""What takes the place of dispatch, experts and the way back writes."""
+"""Names of the tensors that a `BoundedPath` writes."""
+
+
+class DispatchSegment(nn.Module):
+    """Send tokens to the ranks of their experts, and receive those of other ranks."""
+
+    def __init__(self, dispatcher: Dispatcher, num_experts: int) -> None:
+        """``num_experts`` are those of this rank."""
+        super().__init__()
+        self.dispatcher, self.num_experts = dispatcher, num_experts
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the tensors that experts read, and the load where the dispatcher has a capacity."""
+        return RECEIVED if self.dispatcher.capacity is None else (*PLANNED, "load")
+
+    def forward(
+        self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The tensors of ``writes``, then the dispatcher's handle."""
+        received = self.dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
+        capacity = self.dispatcher.capacity
+        if capacity is None:
+            return received
+        h_ND, weight_NK, number_NK, room, *handle = received
+        return h_ND, weight_NK, *plan_received(number_NK, room, self.num_experts, capacity), *handle
+
+
+class CombineSegment(nn.Module):
+    """Bring the experts' sums back to their tokens, and add routed, shared and residual."""
+
+    def __init__(self, dispatcher: Dispatcher, has_shared: bool) -> None:
+        super().__init__()
+        self.dispatcher, self.has_shared = dispatcher, has_shared
+
+    def forward(self, x_BSD: Tensor, routed_ND: Tensor, *tensors: Tensor) -> Tensor:
+        """-> [B, S, D]; after the plan and the handle, the sum of the shared experts is the last tensor."""
+        *plan_and_handle, last = tensors
+        shared = (last,) if self.has_shared else ()
+        routed_TD = self.dispatcher.combine(routed_ND, *(plan_and_handle if self.has_shared else tensors))
+        return combine(x_BSD, routed_TD, *shared)
 
 
 class BoundedPath(nn.Module):
@@ -46,49 +87,37 @@ class BoundedPath(nn.Module):
         """``forward`` by one operation of a backend; weight gradients go to ``totals`` if there are any."""
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
-    def _path(self, work: _Work, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.experts.w_gate_up, self.experts.w_down
-        routed_TD, load_2 = _Path.apply(self.dispatcher, work, *weights, *tensors)
-        return routed_TD, load_2
-
-
-class _Work(Protocol):
-    """How experts compute. ``chunk`` is rows of what was received: h, slot weights, expert numbers."""
-
-    totals: Sequence[Gradient]
-    """Where weight gradients go; if there are none, autograd gets them."""
-
-    def forward(self, *chunk: Tensor) -> Tensor:
-        """The weighted sum over each token's experts [C, D]."""
-        ...
-
-    def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of h and slot weights."""
-        ...
-
-    def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
-        """Add the gradients of both weights to fp32 tensors."""
-        ...
+        routed_TD, received_load = _Path.apply(self.dispatcher, work, *weights, *tensors)
+        return routed_TD, received_load
 
 
 class _Steps:
-    """Separate steps, as an eager run takes them."""
+    """Experts in separate steps, as an eager run takes them.
+
+    A ``chunk`` is rows of what was received: h, slot weights, expert numbers.
+    """
 
     totals: Sequence[Gradient] = ()
+    """Where weight gradients go; if there are none, autograd gets them."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
 
     def forward(self, *chunk: Tensor) -> Tensor:
+        """The weighted sum over each token's experts [C, D]."""
         return self._experts.received(*chunk)
 
     def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of h and slot weights."""
         h_CD, weight_CK, number_CK = chunk
         wanted = h_CD.detach().requires_grad_(), weight_CK.detach().requires_grad_()
         dh_CD, dweight_CK = self._gradients(wanted, dy_CD, *wanted, number_CK)
         return dh_CD, dweight_CK
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
+        """Add the gradients of both weights to fp32 tensors."""
         found = self._gradients((self._experts.w_gate_up, self._experts.w_down), dy_CD, *chunk)
         for total, gradient in zip(into, found, strict=True):
             total.add_(gradient)
@@ -100,7 +129,7 @@ class _Steps:
 
 
 class _Fused:
-    """``graphmoe::grouped_mlp``."""
+    """Experts by ``graphmoe::grouped_mlp``, with the methods of `_Steps`."""
 
     def __init__(self, experts: Experts, backend: str, totals: Sequence[Gradient]) -> None:
         self._experts, self._backend, self.totals = experts, backend, totals
@@ -121,7 +150,7 @@ class _Fused:
             )
 
     def _backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Any, ...]:
-        """The plan of a chunk, and what ``graphmoe::grouped_mlp_dgrad`` makes of it."""
+        """The plan of a chunk, and the results of ``graphmoe::grouped_mlp_dgrad``."""
         h_CD, weight_CK, number_CK = chunk
         ends_L, row_CK, slot_R = self._experts.plan(number_CK)
         plan = slot_R, row_CK, ends_L
@@ -135,11 +164,16 @@ class _Fused:
 
 
 class _Path(torch.autograd.Function):
-    """Each dispatch is a forward of the dispatcher: it is the gradient of combine, and combine is its own."""
+    """The path with its gradient: dispatch is the gradient of combine, and combine that of dispatch."""
 
     @staticmethod
     def forward(
-        ctx: Any, dispatcher: Dispatcher, work: _Work, w_gate_up: Tensor, w_down: Tensor, *tensors: Tensor
+        ctx: Any,
+        dispatcher: Dispatcher,
+        work: _Steps | _Fused,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         h_TD, weight_TK, expert_TK, *plan = tensors
         ctx.dispatcher, ctx.work, ctx.shapes = dispatcher, work, (w_gate_up.shape, w_down.shape)
@@ -148,9 +182,11 @@ class _Path(torch.autograd.Function):
         routed_ND = torch.empty_like(h_ND)
         for rows in _chunks(number_NK, dispatcher):
             routed_ND[rows] = work.forward(h_ND[rows], weight_NK[rows], number_NK[rows])
-        load_2 = torch.stack([_slots_of(number_NK).new_tensor(len(h_ND)), _slots_of(number_NK).sum()]).int()
-        ctx.mark_non_differentiable(load_2)
-        return dispatcher.combine(routed_ND, *plan, *handle), load_2
+        received_load = torch.stack(
+            [_slots_of(number_NK).new_tensor(len(h_ND)), _slots_of(number_NK).sum()]
+        ).int()
+        ctx.mark_non_differentiable(received_load)
+        return dispatcher.combine(routed_ND, *plan, *handle), received_load
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,18 +194,18 @@ class _Path(torch.autograd.Function):
         dispatcher, work = ctx.dispatcher, ctx.work
         dy_ND, *_ = dispatcher.dispatch(dy_TD.contiguous(), weight_TK, expert_TK, *plan)
         h_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
-        of_weights = _weight_gradients(ctx, dy_ND, h_ND, weight_NK, number_NK)
+        dweights = _weight_gradients(ctx, dy_ND, h_ND, weight_NK, number_NK)
         dh_ND, dweight_NK = torch.empty_like(h_ND), torch.empty_like(weight_NK)
         for rows in _chunks(number_NK, dispatcher):
             chunk = h_ND[rows], weight_NK[rows], number_NK[rows]
             dh_ND[rows], dweight_NK[rows] = work.backward(dy_ND[rows], *chunk)
         dh_TD = dispatcher.combine(dh_ND, *plan, *handle)
         dweight_TK = dispatcher.combine(dweight_NK, *plan, *handle)
-        return None, None, *of_weights, dh_TD, dweight_TK, *[None] * (1 + len(plan))
+        return None, None, *dweights, dh_TD, dweight_TK, *[None] * (1 + len(plan))
 
 
 def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tensor | None, ...]:
-    """What autograd gets for the weights: their gradients, or nothing where ``totals`` have them."""
+    """Gradients of the weights for autograd, or None where they go to ``totals``."""
     *_, number_NK = received
     totals = ctx.work.totals
     if totals:

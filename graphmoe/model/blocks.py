@@ -1,0 +1,137 @@
+"""Blocks of every model: norm, matrices cut along tp, embedding, cross-entropy, and a tied head.
+
+Between two cut matrices each rank of tp has the whole sequence and a part of the heads or of the inner width
+(Megatron-LM, arXiv 1909.08053, section 3). Everywhere else it has its own part of the sequence, and all of
+the width (arXiv 2205.05198, section 4.2.2). Rank i has the i-th part of the rows of the vocabulary, and no
+rank ever has all logits of a token. Suffixes: B batch, S sequence, T = B * S tokens, V the rank's part of the
+vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphmoe.ops.collectives import all_reduce, index_along, reduce_scatter
+from graphmoe.plan.layout import Cut, ParameterLayout, layout_of
+from graphmoe.segments import part
+
+IGNORED = -100
+EMBEDDING, HEAD = "embed.weight", "loss_head.head.weight"
+"""The two names of a tied weight. The state of the model has the first, as ``named_parameters`` does."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """Torch's (arXiv 1910.07467), marked as the part ``layernorm`` in a trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with part("layernorm"):
+            return super().forward(x)
+
+
+def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Linear:
+    """This rank's outputs of a matrix; ``pieces`` as in ``Cut``: 2 for gate and up rows in one."""
+    assert outputs % (tp * pieces) == 0, (outputs, tp, pieces)
+    linear = nn.Linear(width, outputs // tp, bias=False)
+    cut_along_tp(linear.weight, tp, dim=0, pieces=pieces)
+    return linear
+
+
+def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
+    """A matrix over this rank's part of the inputs: the sum over the ranks of tp is the product."""
+    assert inputs % tp == 0, (inputs, tp)
+    linear = nn.Linear(inputs // tp, width, bias=False)
+    cut_along_tp(linear.weight, tp, dim=1)
+    return linear
+
+
+def cut_along_tp(weight: Tensor, tp: int, dim: int, pieces: int = 1) -> None:
+    """Mark a parameter as this rank's part, along ``dim``, of one that the ranks of tp share."""
+    if tp > 1:
+        weight.parallel = ParameterLayout((Cut(dim, "tp", pieces),), "dp_cp")  # type: ignore[attr-defined]
+
+
+class Embedding(nn.Embedding):
+    """Token ids [B, S] -> hidden states of this rank's part of the sequence, [B, S / tp, D]."""
+
+    def __init__(self, vocab_size: int, width: int, tp: int = 1) -> None:
+        assert vocab_size % tp == 0, (vocab_size, tp)
+        super().__init__(vocab_size // tp, width)
+        self.tp = tp
+        cut_along_tp(self.weight, tp, dim=0)
+
+    def reset_parameters(self) -> None:
+        """Leave the weight to ``init_weights``: on the meta device torch's own would import its compiler."""
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        if self.tp == 1:
+            return super().forward(tokens_BS)
+        own_BS, row_BS = _own_rows(tokens_BS, self.num_embeddings)
+        x_BSD = F.embedding(row_BS, self.weight).masked_fill(~own_BS.unsqueeze(-1), 0.0)
+        return reduce_scatter(x_BSD, "tp", self.tp, dim=1)
+
+
+def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, tp: int = 1) -> Tensor:
+    """Sum of the cross-entropies of the labels that are not ignored, from fp32 logits -> fp32 scalar.
+
+    The same on all ranks of tp: they share each token's largest logit, then the sum of exponentials and the
+    label's logit, which one of them has.
+    """
+    if tp == 1:
+        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
+    own_T, row_T = _own_rows(labels_T, logits_TV.shape[1])
+    highest_T = all_reduce(logits_TV.detach().amax(dim=-1), "tp", tp, "max")
+    shifted_TV = logits_TV - highest_T.unsqueeze(1)
+    label_T = shifted_TV.gather(1, row_T.unsqueeze(1)).squeeze(1).masked_fill(~own_T, 0.0)
+    sums_2T = all_reduce(torch.stack([shifted_TV.exp().sum(dim=-1), label_T]), "tp", tp)
+    loss_T = sums_2T[0].log() - sums_2T[1]
+    return loss_T.masked_fill(labels_T == IGNORED, 0.0).sum()
+
+
+def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Masks of the ids that this rank has, and rows: of other ids some row, not always the same.
+
+    Where all of them took one row, its gradient would be a sum of most tokens, one after the other.
+    """
+    own = ids.div(num_rows, rounding_mode="floor") == index_along("tp", ids)
+    return own, ids.remainder(num_rows)
+
+
+def tie_head(model: nn.Module) -> None:
+    """Make the head's weight the embedding's, and keep it so when the model loads a state."""
+    layouts = [layout_of(model.get_parameter(name)) for name in (EMBEDDING, HEAD)]
+    assert layouts[0] == layouts[1], "ranks of tp hold other rows of the head than of the embedding"
+    _share_weight(model)
+    model.register_state_dict_post_hook(_leave_head_out)
+    model.register_load_state_dict_pre_hook(_load_head_with_embedding)
+    model.register_load_state_dict_post_hook(_share_weight)
+
+
+def _share_weight(model: nn.Module, incompatible_keys: Any = None) -> None:
+    """Make both one parameter, of which ``load_state_dict(assign=True)`` makes two."""
+    holder, _, key = HEAD.rpartition(".")
+    model.get_submodule(holder).register_parameter(key, model.get_parameter(EMBEDDING))
+
+
+def _leave_head_out(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    del state[prefix + HEAD]
+
+
+def _load_head_with_embedding(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Load the embedding into both; a state with a weight of the head is of a head that is not tied."""
+    if prefix + HEAD in state:
+        unexpected.append(prefix + HEAD)
+    if prefix + EMBEDDING in state:
+        state[prefix + HEAD] = state[prefix + EMBEDDING]

@@ -1,0 +1,131 @@
+"""The models, in plain PyTorch. They know nothing of compilation or capture, and of ranks the layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from graphmoe.config.schema import ModelConfig, MoEConfig
+from graphmoe.model.moe import Experts
+from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.plan.pipeline.stages import StagePieces
+
+__all__ = ["LossOutput", "Transformer", "build_model", "init_weights", "materialise"]
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = 0,
+    execution: MoEConfig | None = None,
+    layout: Layout = ALONE,
+    rank: int = 0,
+    dispatcher: Dispatcher | None = None,
+    stages: Sequence[StagePieces] = (),
+) -> Transformer:
+    """What a rank of a layout holds of the model, built on the meta device and filled on ``device``.
+
+    Parameters have ``dtype``; the router's bias and counts stay fp32. ``seed=None`` leaves the weights
+    unset, for a caller that loads them. A rank that shares layers with others needs process groups to run
+    them: ``graphmoe.ops.collectives.use_groups``. Without a dispatcher tokens stay on their rank
+    (``local``): then it can run where it holds all experts. ``stages`` are those of this rank; without any it
+    has all layers.
+    """
+    with torch.device("meta"):
+        model = Transformer(config, execution or MoEConfig(), layout, dispatcher, stages)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    if torch.device(device).type != "meta":
+        materialise(model, device)
+        if seed is not None:
+            init_weights(model, config.init_std, seed, layout, rank)
+    return model
+
+
+@torch.no_grad()
+def materialise(module: nn.Module, device: torch.device | str) -> None:
+    """Give the parameters of a module on the meta device memory, unset, and its buffers zeros.
+
+    A parameter that several places share is one afterwards too.
+    """
+    before = [*module.named_parameters(remove_duplicate=False)]
+    module.to_empty(device=device)
+    made: dict[int, nn.Parameter] = {}
+    for name, old in before:  # to_empty makes new ones, one for each place that shares it
+        new = made.setdefault(id(old), module.get_parameter(name))
+        new.parallel = layout_of(old)  # type: ignore[attr-defined]
+        holder, _, key = name.rpartition(".")
+        module.get_submodule(holder).register_parameter(key, new)
+    for buffer in module.buffers():
+        buffer.zero_()
+
+
+@torch.no_grad()
+def init_weights(
+    model: nn.Module,
+    std: float,
+    seed: int,
+    layout: Layout = ALONE,
+    rank: int = 0,
+    only: Collection[Tensor] | None = None,
+) -> None:
+    """Fill matrices with N(0, std) and norms with 1, in place; ``only`` these parameters if it is given.
+
+    Each parameter has a generator of its own, and so has each routed expert, seeded by its name and
+    ``seed``: a weight does not depend on which other weights exist. Of one that is cut the whole is made,
+    and the rank's part kept, so that weights do not depend on the layout either. A tied head has the
+    weight of the embedding, which is N(0, std) whether they are tied or not.
+    """
+    norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}
+    experts = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    for name, parameter in model.named_parameters():
+        if only is not None and parameter not in only:
+            continue
+        if parameter in norms:
+            parameter.fill_(1.0)
+        elif parameter in experts:
+            _init_experts(parameter, name, std, seed, layout, rank)
+        else:
+            _init_part(parameter, layout_of(parameter), _generator(parameter, seed, name), std, layout, rank)
+
+
+def _init_experts(parameter: Tensor, name: str, std: float, seed: int, layout: Layout, rank: int) -> None:
+    """Fill one matrix of each expert of a rank [L, ...]; where ranks share an expert, all make the whole."""
+    _, *cuts = layout_of(parameter).cuts or (None,)
+    of_one = ParameterLayout(tuple(replace(cut, dim=cut.dim - 1) for cut in cuts))
+    first = layout.index("ep", rank) * len(parameter)
+    for local, part in enumerate(parameter):
+        _init_part(part, of_one, _generator(parameter, seed, f"{name} {first + local}"), std, layout, rank)
+
+
+def _init_part(
+    part: Tensor,
+    parallel: ParameterLayout,
+    generator: torch.Generator,
+    std: float,
+    layout: Layout,
+    rank: int,
+) -> None:
+    if not parallel.cuts:
+        part.normal_(0.0, std, generator=generator)
+        return
+    shape = list(part.shape)
+    for cut in parallel.cuts:
+        shape[cut.dim] *= layout.size(cut.axis)
+    whole = part.new_empty(shape).normal_(0.0, std, generator=generator)
+    part.copy_(own_part(whole, parallel, layout, rank))
+
+
+def _generator(like: Tensor, seed: int, name: str) -> torch.Generator:
+    """Random numbers that follow from seed and name."""
+    # A hash, since torch's CPU generator reads only the low 32 bits of what it is given.
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return torch.Generator(device=like.device).manual_seed(int.from_bytes(digest, "little"))

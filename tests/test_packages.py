@@ -1,0 +1,91 @@
+"""Wheel, editable install and plain checkout run alike, beside files of a user with the names of our folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, TINY
+
+pytestmark = pytest.mark.slow
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+ALONE = ("--no-build-isolation", "--no-deps")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the tree, links as links."""
+    copy: Path = tmp_path_factory.mktemp("checkout") / "tree"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.split("\n")[:-1]:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("wheel")
+    subprocess.run([*PIP, "wheel", *ALONE, "-w", folder, checkout], check=True)
+    (built,) = folder.glob("*.whl")
+    zipfile.ZipFile(built).extractall(folder / "site")
+    return folder / "site"
+
+
+def from_checkout(request, folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": str(request.getfixturevalue("checkout"))}
+
+
+def from_wheel(request, folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": str(request.getfixturevalue("wheel"))}
+
+
+def from_editable_install(request, folder: Path) -> dict[str, str]:
+    """Install into a prefix, whose finder a startup file of Python's loads."""
+    tree = request.getfixturevalue("checkout")
+    subprocess.run([*PIP, "install", *ALONE, "--prefix", folder / "prefix", "-e", tree], check=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(folder / "prefix")})
+    (folder / "start").mkdir()
+    (folder / "start" / "sitecustomize.py").write_text(f"import site; site.addsitedir({site!r})\n")
+    return {"PYTHONPATH": str(folder / "start")}
+
+
+@pytest.mark.parametrize("install", [from_checkout, from_wheel, from_editable_install])
+def test_commands_run_beside_a_users_files_of_our_folders_names(install: Callable, request, tmp_path):
+    environment = {**os.environ, **install(request, tmp_path), "GRAPHMOE_CACHE": str(tmp_path / "cache")}
+    work = tmp_path / "work"
+    for name in ("runtime.py", "passes/__init__.py", "conf/__init__.py", "conf/config.yaml"):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text("raise RuntimeError('this is the file of the user')\n")
+
+    def run(*words: str) -> str:
+        line = [sys.executable, *words]
+        done = subprocess.run(line, cwd=work, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    here = run("-c", "import graphmoe.runtime.ranks, graphmoe.passes as p; print(p.__file__)")
+    roots = [
+        Path(path) for path in (*environment["PYTHONPATH"].split(":"), request.getfixturevalue("checkout"))
+    ]
+    assert any(root in Path(here).parents for root in roots)
+    assert json.loads(run("-m", "graphmoe.info", "model=moonlight_16b", "format=json"))
+    run("-m", "graphmoe.train", *TINY, "train.steps=2", "hydra.run.dir=run")
+    assert json.loads((work / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_wheel_brings_one_name_and_all_options(wheel):
+    names = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
+    assert names == {"graphmoe"}
+    options = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
+    assert options == {path.relative_to(wheel / "graphmoe/conf") for path in wheel.rglob("*.yaml")}

@@ -1,4 +1,4 @@
-"""Wheel, editable install and plain checkout run alike, beside files of a user with the names of our folders."""
+"""Wheel, editable install and checkout run alike, beside files of a user with the names of our folders."""
 
 from __future__ import annotations
 

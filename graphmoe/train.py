@@ -154,13 +154,13 @@ def _dry_run(config: RunConfig) -> None:
 
 def _train_here(config: RunConfig) -> dict[str, Any]:
     """The summary of a run whose one worker is this process."""
-    from graphmoe.runtime.ranks import World
+    from graphmoe.runtime.ranks import Ranks
     from graphmoe.training.run import open_worker, run_worker
 
-    world = World()
-    plan, lines = open_worker(config, world)  # its errors come before a folder is made
+    ranks = Ranks()
+    plan, lines = open_worker(config, ranks)  # its errors come before a folder is made
     with _claimed(config, "rank0") as run_folder:
-        return run_worker(plan, run_folder.path, world, lines)
+        return run_worker(plan, run_folder.path, ranks, lines)
 
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:

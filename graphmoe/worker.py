@@ -46,7 +46,7 @@ from graphmoe.runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
     from graphmoe.run.folder import RunFolder
-    from graphmoe.runtime.ranks import World
+    from graphmoe.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +69,14 @@ def main() -> None:
     try:
         path = _path(sys.argv[1:])
         config = load_config(path, _set_environment)
-        world = _join(config)
+        ranks = _join(config)
         with ends_at_signals():
-            config, folder, claimed = _agree(config, path, world)
+            config, folder, claimed = _agree(config, path, ranks)
             log_dir = folder / LOGS
             name_log_dir(log_dir)
             if _has_flight_recorder(config):
                 set_flight_recorder(log_dir)
-            _train(config, folder, claimed, world)
+            _train(config, folder, claimed, ranks)
     except BaseException as error:
         _end(error, log_dir)
     _leave()
@@ -97,12 +97,12 @@ def _set_environment(config: RunConfig) -> None:
     set_environment(config.host, config.run.device)
 
 
-def _join(config: RunConfig) -> World:
+def _join(config: RunConfig) -> Ranks:
     """All ranks of the job, with a process group if there are several."""
     import torch
     import torch.distributed as dist
 
-    from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT, World, backend_of, own_store
+    from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT, Ranks, backend_of, own_store
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         device = torch.device(config.run.device.value)
@@ -122,7 +122,7 @@ def _join(config: RunConfig) -> World:
         dist.init_process_group(
             backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=place[0], world_size=place[1]
         )
-    return World()
+    return Ranks()
 
 
 def _has_flight_recorder(config: RunConfig) -> bool:
@@ -130,7 +130,7 @@ def _has_flight_recorder(config: RunConfig) -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.run.device is DeviceChoice.cuda
 
 
-def _agree(config: RunConfig, path: Path, world: World) -> tuple[RunConfig, Path, RunFolder | None]:
+def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path, RunFolder | None]:
     """The configuration and the folder of all ranks; the claim on it, where this rank has it.
 
     The launching process may have claimed the folder: it told the workers of its node. Else rank 0 does.
@@ -138,18 +138,18 @@ def _agree(config: RunConfig, path: Path, world: World) -> tuple[RunConfig, Path
     from graphmoe.run.folder import claim
 
     held = os.environ.get(FOLDER_HELD)
-    offers = [offer for offer in world.gather((config, Path(held)) if held else None) if offer]
+    offers = [offer for offer in ranks.gather((config, Path(held)) if held else None) if offer]
     if offers:
         return *offers[0], None
     mine: list[RunFolder] = []
 
     def take() -> tuple[RunConfig, Path]:
-        adapted = _adapted(config, world)
+        adapted = _adapted(config, ranks)
         base = _base(path, adapted)
         mine.append(claim(base, to_plain(adapted), resume=adapted.checkpoint.resume))
         return adapted, mine[0].path
 
-    agreed, folder = world.on_first(take)
+    agreed, folder = ranks.on_first(take)
     return agreed, folder, mine[0] if mine else None
 
 
@@ -160,12 +160,12 @@ def _base(path: Path, config: RunConfig) -> Path:
     return path.parent if path.name == CONFIG_FILE else Path("outputs", config.run.name).absolute()
 
 
-def _adapted(config: RunConfig, world: World) -> RunConfig:
+def _adapted(config: RunConfig, ranks: Ranks) -> RunConfig:
     """The configuration with the number of workers that there are. *Raises* ConfigError if it cannot run."""
     from graphmoe.plan.rules.check import check
 
-    nodes = world.size // world.local_size
-    launch = dataclasses.replace(config.launch, nproc=world.local_size, nodes=nodes)
+    nodes = ranks.size // ranks.local_size
+    launch = dataclasses.replace(config.launch, nproc=ranks.local_size, nodes=nodes)
     counted = dataclasses.replace(config, launch=launch)
     check(counted)
     if config.launch.nodes == "auto":
@@ -173,26 +173,26 @@ def _adapted(config: RunConfig, world: World) -> RunConfig:
     return counted
 
 
-def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, world: World) -> None:
+def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ranks) -> None:
     import torch.distributed as dist
 
     from graphmoe.run.folder import announce
     from graphmoe.training.run import open_worker, run_worker
 
-    start_logging(folder / LOGS, f"rank{world.rank}", on_console=world.is_first)
+    start_logging(folder / LOGS, f"rank{ranks.rank}", on_console=ranks.is_first)
     try:
-        plan, lines = open_worker(config, world)
+        plan, lines = open_worker(config, ranks)
         if claimed:
             announce(claimed, to_plain(config))
-        summary = run_worker(plan, folder, world, lines)
+        summary = run_worker(plan, folder, ranks, lines)
         if claimed and LAUNCHER_PID not in os.environ:
             emit(summary, render(summary), config.format)
     except BaseException:
         if claimed:
             claimed.abandon()
         raise
-    if world.size > 1:
-        world.barrier()
+    if ranks.size > 1:
+        ranks.barrier()
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a job, and what they say to each other outside the model."""
+"""The ranks of a job: what they say to each other outside the model, and the process groups of a layout."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
+
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """For tensors: other ranks wait in a collective while one compiles. The launcher finds hangs sooner."""
@@ -21,11 +23,11 @@ PATIENCE = timedelta(hours=12)
 """For objects: other ranks wait while one tokenises a corpus or compiles."""
 
 
-class World:
+class Ranks:
     """All ranks of the job and this one's place among them; one rank alone without a process group.
 
-    They exchange objects, by a gloo group of its own: who talks from another thread makes another World.
-    Making one is collective. For tensors there are the groups of ``graphmoe.runtime.mesh``.
+    They exchange objects, by a gloo group of its own: who talks from another thread makes other Ranks.
+    Making one is collective. For tensors there is ``Mesh``.
     """
 
     def __init__(self) -> None:
@@ -78,6 +80,37 @@ class World:
         if error is not None:
             raise error
         return result
+
+
+class Mesh:
+    """The process groups that this rank is in. Making one is collective; one rank alone needs none.
+
+    Axes with the same ranks share a group, but none in which gradients and weights travel beside the model's
+    own collectives: a communicator runs one operation after the other, and these would wait for those.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._groups: dict[Axis, dist.ProcessGroup] = {}
+        made: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+        for axis in AXES:
+            groups = layout.groups(axis)
+            key = (axis in SUMMED_OVER, *groups)
+            if layout.size(axis) > 1 and key not in made:
+                made[key], _ = dist.new_subgroups_by_enumeration(
+                    [list(group) for group in groups], timeout=COLLECTIVE_TIMEOUT
+                )
+            if layout.size(axis) > 1:
+                self._groups[axis] = made[key]
+
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """The process group of an axis; None where this rank is alone in it."""
+        return self._groups.get(axis)
+
+    def index(self, axis: Axis) -> int:
+        """The place of this rank in its group of the axis."""
+        return self.layout.index(axis, self.rank)
 
 
 def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -73,7 +73,7 @@ def _kill() -> None:
 
 def _is_due(trainer: Trainer, name: str) -> bool:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return f"{trainer.world.rank}:{attempt}:{trainer.step + 1}" in os.environ.get(name, "").split()
+    return f"{trainer.ranks.rank}:{attempt}:{trainer.step + 1}" in os.environ.get(name, "").split()
 
 
 def _hold() -> None:

@@ -21,7 +21,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.report import __main__ as report
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.pipeline import recording_file
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.trace import __main__ as trace
 from graphmoe.training import run as training
 from tests.damage import MOST_S, TooLong, damage, fresh_copy, limited
@@ -59,7 +59,7 @@ def run(tmp_path_factory, text_words) -> Path:
     folder.mkdir()
     asked = config(*WORDS, *text_words)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(to_plain(asked)))
-    training.run_worker(plan_of(asked, 1), folder, World())
+    training.run_worker(plan_of(asked, 1), folder, Ranks())
     two_steps().write(folder / "profile" / "rank0.trace.json.gz", FACTS)
     recording_file.write(folder / "pipeline.json", {4: two_ranks()})
     documents = {"compile_report": COMPILED, "capture_report": CAPTURED, "projection": {"places": [PLACE]}}
@@ -184,7 +184,7 @@ def test_runs_start_from_damaged_checkpoints_or_refuse_them(run, text_words, tmp
         place = with_rest(run, folder, "checkpoints")
         words = () if key == "resume" else (f"checkpoint.{key}={place}",)
         plan = plan_of(config(*WORDS, *text_words, *words), 1)
-        training.run_worker(plan, place if key == "resume" else own, World())
+        training.run_worker(plan, place if key == "resume" else own, Ranks())
 
     assert failures(key, run / "checkpoints", tmp_path, call, capsys, caplog) == []
 

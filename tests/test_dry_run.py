@@ -23,8 +23,7 @@ from graphmoe.plan import layout as layouts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import make_dispatcher
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.segments import run_segments
 from graphmoe.training.dry_run import DryExecution, collectives, dry_run, run_watched
@@ -66,16 +65,16 @@ class RealStep:
 
     words: tuple[str, ...]
 
-    def __call__(self, world: World, folder: Path) -> tuple[list[dict[str, Any]], dict[str, int], int]:
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[list[dict[str, Any]], dict[str, int], int]:
         run = config(*WORDS, *self.words)
-        plan = plan_of(run, world.size)
+        plan = plan_of(run, ranks.size)
         mesh = Mesh(plan.layout)
         use_groups(mesh)
         model = build_model(
             run.model,
             execution=run.moe,
             layout=mesh.layout,
-            rank=world.rank,
+            rank=ranks.rank,
             dispatcher=make_dispatcher(plan, mesh),
             stages=plan.own_stages(mesh.index("pp")),
         )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog, WrongGroup
 from graphmoe.training.dry_run.memory import MemoryLog

@@ -24,12 +24,12 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_each_rank_is_in_one_group_of_each_axis(layout):
-    world = layout.size("world")
+    ranks = layout.size("world")
     for axis in AXES:
         groups = layout.groups(axis)
-        assert sorted(itertools.chain(*groups)) == list(range(world))
+        assert sorted(itertools.chain(*groups)) == list(range(ranks))
         assert {len(group) for group in groups} == {layout.size(axis)}
-        for rank in {0, world // 2, world - 1}:
+        for rank in {0, ranks // 2, ranks - 1}:
             assert layout.group(axis, rank)[layout.index(axis, rank)] == rank
     assert layout.edp * layout.ep * layout.etp == layout.dp * layout.cp * layout.tp
 

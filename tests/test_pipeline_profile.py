@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphmoe.plan.pipeline.actions import Action
 from graphmoe.plan.pipeline.timeline import Span
 from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.profile_pipeline import _Part, in_common_time
 from graphmoe.training.run import warn_of_unused
 from tests.runs import config
@@ -26,6 +26,6 @@ def test_on_several_hosts_whose_clocks_differ_all_begin_at_the_barrier():
 
 
 def test_without_a_pipeline_there_is_a_warning_that_nothing_is_recorded(caplog):
-    warn_of_unused(plan_of(config("profile.pipeline=true"), 1), World())
-    warn_of_unused(plan_of(config("profile.pipeline=true", "parallel.pp=2", "launch.nproc=2"), 2), World())
+    warn_of_unused(plan_of(config("profile.pipeline=true"), 1), Ranks())
+    warn_of_unused(plan_of(config("profile.pipeline=true", "parallel.pp=2", "launch.nproc=2"), 2), Ranks())
     assert caplog.messages == ["profile.pipeline=true has no effect with parallel.pp=1"]

@@ -15,7 +15,7 @@ from graphmoe.checkpoint import CheckpointStore
 from graphmoe.command.hydra import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import run as training
 from graphmoe.training.start_state import check_start
 from tests.runs import TINY, config, train_in
@@ -40,7 +40,7 @@ def refusal(*words: str) -> str:
 def test_a_run_is_refused_before_its_data_are_opened_and_the_error_names_the_key(tmp_path, monkeypatch, key):
     monkeypatch.setattr("graphmoe.training.trainer.open_data", lambda *a, **k: pytest.fail("data are opened"))
     with pytest.raises(ConfigError, match=f"^checkpoint.{key}=nowhere: nowhere (holds|is) no"):
-        training.run_worker(plan_of(config(f"checkpoint.{key}=nowhere"), 1), tmp_path, World())
+        training.run_worker(plan_of(config(f"checkpoint.{key}=nowhere"), 1), tmp_path, Ranks())
 
 
 @pytest.mark.parametrize("key", ["resume_from", "init_from"])

@@ -88,7 +88,7 @@ def test_the_profiler_and_the_report_of_the_first_step_are_in_the_time_of_no_ste
         time.takes(trainer.profile._trace, name, 1000.0)
     for name in ("report", "keep_code"):
         time.takes(trainer.execution, name, 100.0)
-    time.takes(trainer.world, "gather", 10.0)  # other ranks start and write
+    time.takes(trainer.ranks, "gather", 10.0)  # other ranks start and write
     assert trainer.run()
     assert [row["step_s"] for row in metrics(tmp_path)] == [1.0] * 7
     assert time.now >= 7 + 2 * (1000 + 100 + 10)

@@ -13,7 +13,7 @@ import pytest
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
 from graphmoe.profiler_ranges import ranged, ranges_wanted
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.run import warn_of_unused
 from tests.runs import config, numbers, train_in, trainer_in
 
@@ -129,7 +129,7 @@ def test_steps_and_ranks_that_make_no_sense_are_refused(words, said):
 
 
 def test_ranks_without_steps_have_no_effect(caplog):
-    warn_of_unused(plan_of(config("profile.ranks=[1]"), 1), World())
+    warn_of_unused(plan_of(config("profile.ranks=[1]"), 1), Ranks())
     assert caplog.messages == ["profile.ranks=[1] has no effect without profile.steps"]
 
 

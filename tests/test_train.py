@@ -22,7 +22,7 @@ from graphmoe.data.indexed import write_token_file
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.run import _sample, _summarise, warn_of_unused
 from tests.faulty_disk import no_file_beyond
 from tests.runs import (
@@ -130,7 +130,7 @@ def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
     words = ("moe.receive_budget=worst_case", "moe.transport=pull")
     for dispatcher, ranks in (("symm", 2), ("local", 1)):
         run = config(*words, f"moe.dispatcher={dispatcher}", f"parallel.ep={ranks}", f"launch.nproc={ranks}")
-        warn_of_unused(plan_of(run, ranks), World())
+        warn_of_unused(plan_of(run, ranks), Ranks())
     assert caplog.messages == [
         "moe.receive_budget=worst_case has no effect with moe.dispatcher=local",
         "moe.transport=pull has no effect with moe.dispatcher=local",
@@ -138,7 +138,7 @@ def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
 
 
 def test_a_pipeline_that_is_none_and_backwards_that_are_not_split_are_named(caplog):
-    warn_of_unused(plan_of(config("pipeline.costs=[moe:1]", "pipeline.virtual_stages=2"), 1), World())
+    warn_of_unused(plan_of(config("pipeline.costs=[moe:1]", "pipeline.virtual_stages=2"), 1), Ranks())
     for schedule in ("zb1p", "1f1b"):
         words = ("parallel.pp=2", f"pipeline.schedule={schedule}", "launch.nproc=2")
         warn_of_unused(plan_of(config(*words), 2), of_size(2))
@@ -150,10 +150,10 @@ def test_a_pipeline_that_is_none_and_backwards_that_are_not_split_are_named(capl
     ]
 
 
-def of_size(num_ranks: int) -> World:
-    world = World()
-    world.size = num_ranks
-    return world
+def of_size(num_ranks: int) -> Ranks:
+    ranks = Ranks()
+    ranks.size = num_ranks
+    return ranks
 
 
 def test_a_schedule_that_loses_to_1f1b_is_named_with_its_bubble_and_the_best_one(caplog):

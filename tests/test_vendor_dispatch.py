@@ -16,7 +16,7 @@ from graphmoe.plan.receive_budget import Load
 from graphmoe.plan.rules.check import violations
 from graphmoe.runtime.dispatch import deepep, nvshmem, vendors
 from graphmoe.runtime.dispatch.vendors import check_dispatcher, open_buffer, vendor_dispatcher
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.vendor_api import bind, install_module, recorded_signature
 
 VALID = (
@@ -99,17 +99,19 @@ def test_what_it_carries_is_allowed(dispatcher, words):
     assert broken(dispatcher, words) == []
 
 
-class Ranks(World):
+class SomeRanks(Ranks):
     """This rank of many."""
 
     def __init__(self, rank=0, size=4, local_size=4):
         self.rank, self.size, self.local_size = rank, size, local_size
 
 
-def refused(choice, *, installed=lambda package: True, device="cuda", world=None, layout=None):
+def refused(choice, *, installed=lambda package: True, device="cuda", ranks=None, layout=None):
     layout = layout or Layout(dp=4, ep=4)
     with pytest.raises(ConfigError) as error:
-        check_dispatcher(DispatcherChoice(choice), torch.device(device), layout, world or Ranks(), installed)
+        check_dispatcher(
+            DispatcherChoice(choice), torch.device(device), layout, ranks or SomeRanks(), installed
+        )
     return str(error.value)
 
 
@@ -138,30 +140,32 @@ def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
     monkeypatch.setenv("TORCH_SYMMMEM_NBLOCKS", "24")
     assert "TORCH_SYMMMEM_NBLOCKS=24 asks for others; unset TORCH_SYMMMEM_NBLOCKS" in refused("nvshmem")
     monkeypatch.delenv("TORCH_SYMMMEM_NBLOCKS")
-    check_dispatcher(DispatcherChoice.nvshmem, torch.device("cuda"), Layout(dp=4, ep=4), Ranks())
+    check_dispatcher(DispatcherChoice.nvshmem, torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks())
 
 
 @pytest.mark.parametrize("hip, wrong, right", [(None, "turbo", "deepep"), ("7.0", "deepep", "turbo")])
 def test_each_package_wants_the_gpus_of_its_vendor(monkeypatch, hip, wrong, right):
     monkeypatch.setattr(torch.version, "hip", hip)
     assert "and these have not; use moe.dispatcher=alltoall, or symm within a node" in refused(wrong)
-    arguments = torch.device("cuda"), Layout(dp=4, ep=4), Ranks(), lambda package: True
+    arguments = torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks(), lambda package: True
     check_dispatcher(DispatcherChoice(right), *arguments)
 
 
 def test_ranks_that_exchange_must_be_on_one_node(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    message = refused("deepep", world=Ranks(rank=5, size=8), layout=Layout(dp=8, ep=8))
+    message = refused("deepep", ranks=SomeRanks(rank=5, size=8), layout=Layout(dp=8, ep=8))
     assert (
         "0, 1, 2, 3, 4, 5, 6, 7 of a group of parallel.ep=8 are on several; use parallel.ep of 4" in message
     )
-    arguments = torch.device("cuda"), Layout(dp=8, ep=4), Ranks(rank=5, size=8), lambda package: True
+    arguments = torch.device("cuda"), Layout(dp=8, ep=4), SomeRanks(rank=5, size=8), lambda package: True
     check_dispatcher(DispatcherChoice.deepep, *arguments)
 
 
 @pytest.mark.parametrize("choice", ["auto", "local", "alltoall"])
 def test_others_need_nothing(choice):
-    check_dispatcher(DispatcherChoice(choice), torch.device("cpu"), Layout(), Ranks(), lambda package: False)
+    check_dispatcher(
+        DispatcherChoice(choice), torch.device("cpu"), Layout(), SomeRanks(), lambda package: False
+    )
 
 
 def test_a_buffer_has_room_for_all_rows_and_a_budget_of_slots():

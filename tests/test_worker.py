@@ -112,17 +112,17 @@ def test_hosts_variables_are_set_between_the_check_and_the_search_for_gpus(tmp_p
     assert calls[:2] == ["prepare", "gpus"]
 
 
-class Ranks:
-    """As much of a World as the number of workers needs."""
+class FourRanks:
+    """As much of Ranks as the number of workers needs."""
 
     size, local_size = 4, 2
 
 
 def test_a_worker_takes_the_number_of_workers_that_there_are():
-    adapted = _adapted(config("train.micro_batch_size=1"), Ranks())
+    adapted = _adapted(config("train.micro_batch_size=1"), FourRanks())
     assert (adapted.launch.nproc, adapted.launch.nodes) == (2, "auto")
     with pytest.raises(ConfigError, match="not a multiple of train.micro_batch_size=2 times 4 workers"):
-        _adapted(config(), Ranks())
+        _adapted(config(), FourRanks())
 
 
 @pytest.mark.parametrize("variable", [{"TORCHELASTIC_RUN_ID": "x"}, {"WORLD_SIZE": "2"}])

@@ -20,7 +20,7 @@ from graphmoe.bench.calibrate_cases import CalibrateCase, Calls, names_of
 from graphmoe.bench.cases import free_memory, reason
 from graphmoe.bench.dispatch_times import Streams, samples_ms
 from graphmoe.bench.own_process import ProcessFailed, in_own_process
-from graphmoe.bench.rank_group import Ranks, RanksFailed
+from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.bench.step_suite import UNREAD
 from graphmoe.bench.step_times import measure
 from graphmoe.bench.words import compose_config
@@ -164,7 +164,7 @@ def num_segments(model: ModelConfig) -> int:
     return 2 + dense * len(DENSE_SEGMENTS) + (model.num_layers + model.mtp_depth - dense) * len(of_moe)
 
 
-def exchange_row(ranks: Ranks, card: Card, repeats: int) -> CalibrateRow:
+def exchange_row(ranks: RankGroup, card: Card, repeats: int) -> CalibrateRow:
     """An all-to-all of all ranks, equal on all of them. Collective. Raises nothing."""
     size = EXCHANGED_BYTES[ranks.device.type] // ranks.size * ranks.size
     out = size * (ranks.size - 1) / ranks.size
@@ -177,7 +177,7 @@ def exchange_row(ranks: Ranks, card: Card, repeats: int) -> CalibrateRow:
     return row
 
 
-def _exchange_ms(ranks: Ranks, size: int, repeats: int) -> float:
+def _exchange_ms(ranks: RankGroup, size: int, repeats: int) -> float:
     sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
     received = torch.empty_like(sent)
     turns = [(lambda: dist.all_to_all_single(received, sent), None)]

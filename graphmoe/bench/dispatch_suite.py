@@ -19,7 +19,7 @@ from graphmoe.bench import dispatch_ways as ways
 from graphmoe.bench.cases import free_memory
 from graphmoe.bench.dispatch_table import LINK_BYTES_PER_S, DispatchRow
 from graphmoe.bench.dispatch_times import Call, Streams, Turn, samples_ms
-from graphmoe.bench.rank_group import Ranks, RanksFailed
+from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.bench.routing import route
 from graphmoe.config.schema import ConfigError, DispatcherChoice
 from graphmoe.ops.dispatch import send_plan
@@ -100,7 +100,7 @@ def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> dict[Dis
 class DispatchSuite:
     """Runs cases on all ranks. What it is asked, and its rows, are equal on all of them."""
 
-    def __init__(self, ranks: Ranks, repeats: int) -> None:
+    def __init__(self, ranks: RankGroup, repeats: int) -> None:
         self._ranks, self._repeats = ranks, repeats
         self._streams = Streams(ranks.device)
         self._baselines: dict[tuple[str, str], DispatchRow] = {}
@@ -221,7 +221,7 @@ class DispatchSuite:
         )
 
 
-def tokens_of(shape: MlpShape, routing: str, ranks: Ranks) -> ways.Tokens:
+def tokens_of(shape: MlpShape, routing: str, ranks: RankGroup) -> ways.Tokens:
     """This rank's tokens in bf16, routed at random or to all experts alike."""
     T, D, E, K = shape.T, shape.D, shape.E, shape.K
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)

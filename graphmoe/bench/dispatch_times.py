@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from graphmoe.bench.rank_group import Ranks
+from graphmoe.bench.rank_group import RankGroup
 from graphmoe.ops.symm.product_stream import beside_products_on
 
 ROUNDS = {"cuda": 8, "cpu": 1}
@@ -49,7 +49,7 @@ class Streams:
 
 
 def samples_ms(
-    ranks: Ranks, streams: Streams, turns: Sequence[Turn], *, repeats: int, captures: bool
+    ranks: RankGroup, streams: Streams, turns: Sequence[Turn], *, repeats: int, captures: bool
 ) -> list[float]:
     """Milliseconds of a round in each sample: the slowest rank's, equal on all ranks. Collective.
 
@@ -88,7 +88,7 @@ def _take(streams: Streams, exchange: Call | None, products: Call | None, *, exc
     now.wait_stream(streams.exchanges)
 
 
-def _captured(ranks: Ranks, streams: Streams, run: Call) -> Call:
+def _captured(ranks: RankGroup, streams: Streams, run: Call) -> Call:
     """The same as a graph's replay. It ran once before, so nothing is compiled or reserved in the capture."""
     assert streams.products is not None
     with torch.cuda.stream(streams.products):
@@ -101,7 +101,7 @@ def _captured(ranks: Ranks, streams: Streams, run: Call) -> Call:
     return graph.replay
 
 
-def _sample_ms(ranks: Ranks, streams: Streams, run: Call) -> float:
+def _sample_ms(ranks: RankGroup, streams: Streams, run: Call) -> float:
     if streams.products is None:
         ranks.meet()
         started = time.perf_counter()

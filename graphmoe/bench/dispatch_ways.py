@@ -14,7 +14,7 @@ from torch import Tensor
 import graphmoe.ops.symm  # noqa: F401  # registers the operations
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 ops = torch.ops.graphmoe
 EXCHANGES = ("dispatch", "combine", "combine_grad", "dispatch_grad")

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from graphmoe.bench.cases import reason
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.host.environment import MULTICAST
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import backend_of
+from graphmoe.runtime.ranks import Mesh, backend_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ class RanksFailed(Exception):
     """What went wrong on which ranks; raised on all of them."""
 
 
-class Ranks:
+class RankGroup:
     """All ranks of the job, each with the experts of one index of ``ep``. Making one is collective."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,13 +74,13 @@ class Ranks:
 
 
 @contextmanager
-def joined_ranks(device: torch.device) -> Iterator[Ranks]:
+def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
     """The ranks that torchrun started, with NVLink multicast off; the GPU must be this rank's own."""
     os.environ.update(MULTICAST)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend_of(device))
-    yield Ranks(device)  # no finally: after an error a rank may be stuck in a collective, which this awaits
+    yield RankGroup(device)  # no finally: after an error a rank may be stuck in a collective
     dist.destroy_process_group()
 
 

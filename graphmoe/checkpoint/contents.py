@@ -25,13 +25,13 @@ from graphmoe.checkpoint.errors import CheckpointError
 from graphmoe.checkpoint.manifest import FileSum
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.checkpoint.planners import CopiesPlanner, FillPlanner
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 
 _BUFFER_BYTES = 2**20
 
 
 def write_entries(
-    folder: Path, entries: Entries, copies: dict[str, torch.Tensor], world: World
+    folder: Path, entries: Entries, copies: dict[str, torch.Tensor], ranks: Ranks
 ) -> dict[str, FileSum]:
     """Write this rank's share into the folder and fsync it; the sums of the files written here.
 
@@ -47,8 +47,8 @@ def write_entries(
             {**entries.torch_tensors, **entries.values},
             storage_writer=writer,
             planner=CopiesPlanner(entries.shards, copies),
-            process_group=world.group,
-            no_dist=world.group is None,
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
         )
     return files.sums
 
@@ -59,7 +59,7 @@ def value_names(saved: Metadata) -> set[str]:
     return {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
 
 
-def read_entries(folder: Path, wanted: Entries, values: set[str], world: World) -> dict[str, Any]:
+def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
     """Fill the tensors and shards of ``wanted`` in place; the plain values of these names.
 
     Nothing in the files runs. *Raises* CheckpointError for contents that are none of a checkpoint's.
@@ -70,8 +70,8 @@ def read_entries(folder: Path, wanted: Entries, values: set[str], world: World) 
             flat,
             storage_reader=_Reader(folder),
             planner=FillPlanner(wanted.shards),
-            process_group=world.group,
-            no_dist=world.group is None,
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
         )
     return {name: flat[name] for name in values}
 

@@ -15,27 +15,27 @@ from torch.distributed.tensor import DTensor
 from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.snapshot import local_part
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 
 Key = TypeVar("Key", str, tuple[str, tuple[int, ...]])
 """What ranks that give it hold alike: a name, or a name and which part of what it names."""
 
 
-def own_share(entries: Entries, world: World) -> Entries:
+def own_share(entries: Entries, ranks: Ranks) -> Entries:
     """What this rank saves: its shards of DTensors, and its share of the rest. A collective.
 
     What only it holds is in its share; plain values that several name are the first such rank's.
     """
-    if world.size == 1:
+    if ranks.size == 1:
         return entries
     keys = {n: (n, _place(t)) for n, t in entries.tensors.items() if not isinstance(t, DTensor)}
     sizes = {key: local_part(entries.tensors[name]).nbytes for name, key in keys.items()}
-    named = world.gather((sizes, list(entries.values)))
+    named = ranks.gather((sizes, list(entries.values)))
     writers = assign([sizes for sizes, _ in named])
     values = [set(names) for _, names in named]
-    earlier = set().union(*values[: world.rank])
+    earlier = set().union(*values[: ranks.rank])
     return Entries(
-        {n: t for n, t in entries.tensors.items() if n not in keys or writers[keys[n]] == world.rank},
+        {n: t for n, t in entries.tensors.items() if n not in keys or writers[keys[n]] == ranks.rank},
         {n: value for n, value in entries.values.items() if n not in earlier},
     )
 

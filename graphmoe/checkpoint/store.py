@@ -21,7 +21,7 @@ from graphmoe.checkpoint.metadata_file import file_names, read_metadata
 from graphmoe.checkpoint.shares import own_share
 from graphmoe.checkpoint.snapshot import HostCopies
 from graphmoe.config.schema import CheckpointConfig
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class CheckpointStore:
         self._config: CheckpointConfig | None = config
         self._only: Path | None = None
         self._start()
-        self._world.on_first(lambda: folders.clean_leftovers(self.folder))
+        self._ranks.on_first(lambda: folders.clean_leftovers(self.folder))
 
     @classmethod
     def open_any(cls, path: Path | str) -> CheckpointStore:
@@ -61,7 +61,7 @@ class CheckpointStore:
         return store
 
     def _start(self) -> None:
-        self._world = World()  # of its own: the background writer talks while training does
+        self._ranks = Ranks()  # of its own: the background writer talks while training does
         self._copies = HostCopies()
         self._damaged: set[int] = set()
         self._writer: threading.Thread | None = None
@@ -77,7 +77,7 @@ class CheckpointStore:
             step = folders.step_of(self._only)
             assert step is not None
             return [step]
-        return self._world.on_first(lambda: folders.saved_steps(self.folder))
+        return self._ranks.on_first(lambda: folders.saved_steps(self.folder))
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
         """Save nested dicts and lists of tensors, FlatShards and plain values as the checkpoint of ``step``.
@@ -91,7 +91,7 @@ class CheckpointStore:
         """
         assert self._config is not None, "this store was opened to read"
         self.wait()
-        entries = own_share(flatten(state), self._world)
+        entries = own_share(flatten(state), self._ranks)
         if not self._config.async_save or wait:
             self._write(step, entries, {}, skipped)
             return
@@ -156,21 +156,21 @@ class CheckpointStore:
         return self._only or folders.folder_of(self.folder, step)
 
     def _damage(self, step: int) -> list[str]:
-        own = damage(self._path(step), share=self._world.rank, shares=self._world.size)
-        return [line for lines in self._world.gather(own) for line in lines]
+        own = damage(self._path(step), share=self._ranks.rank, shares=self._ranks.size)
+        return [line for lines in self._ranks.gather(own) for line in lines]
 
     def _read(self, step: int, state: dict[str, Any], partial: bool) -> None:
         started = time.perf_counter()
         path = self._path(step)
         wanted, saved = flatten(state), read_metadata(path)
         require_named(path, file_names(saved))
-        all_names = set().union(*self._world.gather(wanted.names))
+        all_names = set().union(*self._ranks.gather(wanted.names))
         own = differences(wanted, saved, all_names, partial=partial)
-        lines = list(dict.fromkeys(line for lines in self._world.gather(own) for line in lines))
+        lines = list(dict.fromkeys(line for lines in self._ranks.gather(own) for line in lines))
         if lines:
             raise MismatchError.of(path, lines)
         values = value_names(saved)
-        merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._world))
+        merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._ranks))
         log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)
 
     def _write(self, step: int, entries: Entries, copies: dict[str, torch.Tensor], skipped: int) -> None:
@@ -178,17 +178,17 @@ class CheckpointStore:
         started = time.perf_counter()
         temporary: Path | None = None
         try:
-            temporary = self._world.on_first(lambda: folders.make_temporary(self.folder, step))
-            sums = self._world.gather(write_entries(temporary, entries, copies, self._world))
+            temporary = self._ranks.on_first(lambda: folders.make_temporary(self.folder, step))
+            sums = self._ranks.gather(write_entries(temporary, entries, copies, self._ranks))
             merged = {name: value for part in sums for name, value in part.items()}
-            self._world.on_first(bind(self._publish, temporary, step, merged))
+            self._ranks.on_first(bind(self._publish, temporary, step, merged))
         except BaseException as error:
-            if temporary is not None and self._world.is_first:
+            if temporary is not None and self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, Exception):
                 raise CheckpointError(self._explain(step, entries, error)) from error
             raise
-        gone = self._world.on_first(lambda: self._prune(step, skipped))
+        gone = self._ranks.on_first(lambda: self._prune(step, skipped))
         seconds = time.perf_counter() - started
         size = _size(sum(each.num_bytes for each in merged.values()))
         log.info("saved %s: %s in %.2f s, deleted steps: %s", self._path(step), size, seconds, gone or "none")

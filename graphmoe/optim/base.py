@@ -20,7 +20,7 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.adamw import AdamWNumbers, StepScalars
 from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
 from graphmoe.runtime.capture.capture import Place
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
 Function = Callable[..., Sequence[Tensor]]

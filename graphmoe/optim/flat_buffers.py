@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
 from graphmoe.plan.layout import Axis, layout_of
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 ALIGNMENT = 64
 """Elements; every parameter and every shard of a bucket starts at a multiple, 128 bytes in bf16, and zeros

@@ -22,7 +22,7 @@ from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step,
 from graphmoe.optim.sharded_weights import ShardedWeights
 from graphmoe.plan.layout import layout_of
 from graphmoe.runtime.capture.capture import Place
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
 

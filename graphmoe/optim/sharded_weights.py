@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.compile.units import owner_of
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor, Segment
 
 Place = tuple[nn.Module, str]

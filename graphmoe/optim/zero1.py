@@ -30,7 +30,7 @@ from graphmoe.optim.flat_buffers import Region, families_of
 from graphmoe.optim.reduction import GradientReduction, WeightGather
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture.capture import Place
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
 

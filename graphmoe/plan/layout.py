@@ -2,7 +2,7 @@
 
 The same ranks are folded twice (parallel folding, arXiv 2504.14960, section 3): for attention and all that
 is dense as PP x DP x CP x TP, for routed experts as PP x EDP x EP x ETP. Neighbours along the last dimension
-are neighbouring ranks. This module is arithmetic; ``graphmoe.runtime.mesh`` makes process groups of it.
+are neighbouring ranks. This module is arithmetic; ``graphmoe.runtime.ranks`` makes process groups of it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch import make_dispatcher
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
 from graphmoe.runtime.compile.report import REPORT_FILE, to_json, to_text
 from graphmoe.runtime.host.writing import dispensable
 from graphmoe.runtime.overlap.runner import Overlap
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments
 
@@ -49,10 +49,10 @@ class Execution:
         plan: Plan,
         device: torch.device,
         optimizer: StepOptimizer,
-        world: World | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.plan, self.config, self.device, self.optimizer = plan, plan.config, device, optimizer
-        self.world = world or World()
+        self.ranks = ranks or Ranks()
         self.experts = ""
         """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
         config, scope = plan.config, plan.config.graph.scope
@@ -93,16 +93,16 @@ class Execution:
         import_compilers()
         if self.device.type == "cpu":
             _need_compiler()
-        self._dump = folder / "graphs" if self.config.passes.dump and self.world.is_first else None
+        self._dump = folder / "graphs" if self.config.passes.dump and self.ranks.is_first else None
         # Before the choice of experts' kernels, which compiles those that it measures.
         passes = select_passes(self.config.passes, {})
-        self._cache = JobCache(self._store, facts_of(self.config, passes, self.device), self.world)
+        self._cache = JobCache(self._store, facts_of(self.config, passes, self.device), self.ranks)
         self._compiled.turns, self._compiled.measured = self._cache.turns, self._cache.measured
         if not self.fuses:
             self._warn("the pass fuse_experts off", self._experts_set())
             self.experts = experts
         elif has_experts(self.config.model):
-            self.experts = self.world.on_first(lambda: self._choose(experts))
+            self.experts = self.ranks.on_first(lambda: self._choose(experts))
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         if self.fuses and "moe_act" in self._recompute.parts:
             self._warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
@@ -137,7 +137,7 @@ class Execution:
         if self._compiled is None or self._cache is None:
             return
         graphs = sum(report.graphs for report in self._compiled.reports)
-        if any(self.world.gather(graphs > self._published)):
+        if any(self.ranks.gather(graphs > self._published)):
             scope = self.capture.report.scope if self.capture else "none"
             notes = {"model": self.config.model.name, "device": device_name(self.device), "scope": scope}
             self._cache.publish(self._content(), {**notes, "graphs": graphs})

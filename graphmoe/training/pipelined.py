@@ -19,12 +19,12 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.plan.pipeline.transfers import Channel, channels_of
 from graphmoe.plan.plan import Plan
-from graphmoe.runtime.mesh import Mesh
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.lanes import lanes_of
 from graphmoe.runtime.pipeline.overlapped import OverlappedStage
 from graphmoe.runtime.pipeline.stages import Deferring
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 from graphmoe.training.micro_batches import Add, MicroBatches, OneAfterTheOther, overlap_in_use
 

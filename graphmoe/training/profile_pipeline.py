@@ -17,10 +17,9 @@ from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.pipeline.timeline import Span, Timeline
 from graphmoe.run.machine import memory_gib
 from graphmoe.runtime.host.writing import dispensable
-from graphmoe.runtime.mesh import Mesh
 from graphmoe.runtime.pipeline.recorder import Recorder
 from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read, timeline_of, write
-from graphmoe.runtime.ranks import PATIENCE
+from graphmoe.runtime.ranks import PATIENCE, Mesh
 from graphmoe.training.pipelined import Pipelined
 from graphmoe.training.step_rows import StepClock
 

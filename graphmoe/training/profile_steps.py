@@ -20,7 +20,7 @@ from graphmoe.profiler_ranges import ranges_wanted
 from graphmoe.run.machine import device_name
 from graphmoe.run.summary import shown
 from graphmoe.runtime.host.writing import dispensable
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat.memory import (
     start_memory_history,
     stop_memory_history,
@@ -51,17 +51,17 @@ class StepTrace:
         self,
         config: RunConfig,
         folder: Path,
-        world: World,
+        ranks: Ranks,
         device: torch.device,
         pace: Pace,
         clock: StepClock,
     ) -> None:
         steps = config.profile.steps
         self._first, self._last = steps[0], steps[-1]
-        self._config, self._world, self._device, self._pace = config, world, device, pace
+        self._config, self._ranks, self._device, self._pace = config, ranks, device, pace
         self._clock = clock
         self._folder = folder / PROFILE_FOLDER
-        self._is_wanted = world.rank in config.profile.ranks
+        self._is_wanted = ranks.rank in config.profile.ranks
         self._is_open = False
         self._profiler: profile | None = None
         self._done: list[int] = []
@@ -96,7 +96,7 @@ class StepTrace:
                 self._profiler.add_metadata_json(FACTS, json.dumps(self._facts()))
                 written = self._write(self._profiler)
                 self._profiler = None
-            names = ", ".join(chain.from_iterable(self._world.gather(written)))
+            names = ", ".join(chain.from_iterable(self._ranks.gather(written)))
         log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
         log.info("python -m %s run=%s reads them", PROG, shown(self._folder.parent))
 
@@ -115,7 +115,7 @@ class StepTrace:
             if self._is_wanted:
                 self._synchronize()
                 self._profiler = self._started()
-            self._world.barrier()
+            self._ranks.barrier()
 
     def _started(self) -> profile:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
@@ -135,11 +135,11 @@ class StepTrace:
         written: list[str] = []
         with dispensable(self._folder):
             self._folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(self._folder / trace_file(self._world.rank)))
-            written.append(trace_file(self._world.rank))
+            profiler.export_chrome_trace(str(self._folder / trace_file(self._ranks.rank)))
+            written.append(trace_file(self._ranks.rank))
             if self._on_gpu:
-                write_memory_history(self._folder / memory_file(self._world.rank))
-                written.append(memory_file(self._world.rank))
+                write_memory_history(self._folder / memory_file(self._ranks.rank))
+                written.append(memory_file(self._ranks.rank))
         if self._on_gpu:
             stop_memory_history()
         return written
@@ -150,8 +150,8 @@ class StepTrace:
         scope = self._config.graph.scope
         return {
             "run": self._config.run.name,
-            "rank": self._world.rank,
-            "num_ranks": self._world.size,
+            "rank": self._ranks.rank,
+            "num_ranks": self._ranks.size,
             "steps": self._done,
             "device": name,
             "peak_tflops": self._config.log.peak_tflops or peak_tflops(name),

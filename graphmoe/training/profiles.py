@@ -10,8 +10,7 @@ from types import TracebackType
 
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import open_device
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.training.heartbeat import Pace
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.pipelined import Pipelined
@@ -59,7 +58,7 @@ def profiles_of(
     plan: Plan,
     micro_batches: MicroBatches,
     mesh: Mesh,
-    world: World,
+    ranks: Ranks,
     pace: Pace,
     clock: StepClock,
     folder: Path,
@@ -75,5 +74,5 @@ def profiles_of(
         if done >= steps[-1]:
             log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, done)
         else:
-            trace = StepTrace(config, folder, world, open_device(config.run.device), pace, clock)
+            trace = StepTrace(config, folder, ranks, open_device(config.run.device), pace, clock)
     return Profiles(pipeline, trace)

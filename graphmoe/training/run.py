@@ -49,7 +49,7 @@ from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.host.writing import replace_text
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.start_state import check_start
 from graphmoe.training.trainer import Trainer
@@ -60,12 +60,12 @@ log = logging.getLogger(__name__)
 PROMPT = "def read_file(path):\n"
 
 
-def open_worker(config: RunConfig, world: World) -> tuple[Plan, list[HostLine]]:
+def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
     """Tune this process, select its GPU, and refuse what it cannot run: all before a folder is made.
 
     A collective of all ranks. Returns the plan of the run, and what to log of the host.
     """
-    check_processes(config.host, world.local_size)
+    check_processes(config.host, ranks.local_size)
     lines = set_environment(config.host, config.run.device)
     on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -74,34 +74,34 @@ def open_worker(config: RunConfig, world: World) -> tuple[Plan, list[HostLine]]:
     if on_gpu and 0 < torch.cuda.device_count() <= local_rank:
         count = torch.cuda.device_count()
         raise ConfigError(
-            f"{world.local_size} workers need a GPU each, and {count} are visible; start {count}"
+            f"{ranks.local_size} workers need a GPU each, and {count} are visible; start {count}"
         )
-    lines += start_host(config.host, device, world.local_size, world.gather)
+    lines += start_host(config.host, device, ranks.local_size, ranks.gather)
     if on_gpu and local_rank:
         torch.cuda.set_device(device)
-    plan = plan_of(config, world.size)
+    plan = plan_of(config, ranks.size)
     check_memory(plan, open_device(config.run.device))
     check_backend(config.model, device.type)
-    check_dispatcher(plan.dispatcher, device, plan.layout, world)
+    check_dispatcher(plan.dispatcher, device, plan.layout, ranks)
     select_passes(config.passes, {})
     return plan, lines
 
 
-def run_worker(plan: Plan, folder: Path, world: World, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
+def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
     """Train to the end, or to a signal; the summary, which is in summary.json too, on rank 0 only.
 
     *Raises* RunFailed, without need of a traceback, for data, checkpoints and losses that end a run.
     """
     config = plan.config
     log_host(host_lines)
-    warn_of_unused(plan, world)
-    wanted = config.log.progress and world.is_first
-    world.on_first(lambda: check_start(config, folder))
+    warn_of_unused(plan, ranks)
+    wanted = config.log.progress and ranks.is_first
+    ranks.on_first(lambda: check_start(config, folder))
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
-        trainer = Trainer(plan, folder, progress, world)
+        trainer = Trainer(plan, folder, progress, ranks)
         trainer.start()
-        if world.is_first:
-            facts = {**describe(trainer.device), "num_workers": world.size}
+        if ranks.is_first:
+            facts = {**describe(trainer.device), "num_workers": ranks.size}
             _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
             write_projected_memory(folder, plan)
             if trainer.corpus.tokenizer is not None:
@@ -109,8 +109,8 @@ def run_worker(plan: Plan, folder: Path, world: World, host_lines: Sequence[Host
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
         finished = trainer.run()
     with StopSignal():  # all steps are done: a signal is for what comes after this run
-        memory = world.gather(trainer.memory)
-        if not world.is_first:
+        memory = ranks.gather(trainer.memory)
+        if not ranks.is_first:
             return {}
         summary = _summarise(trainer, folder, finished, memory)
         if config.log.report:
@@ -127,7 +127,7 @@ def leave_report(folder: Path) -> None:
         log.warning("no report: %s. python -m %s run=%s makes it", why, PROG, shown(folder))
 
 
-def warn_of_unused(plan: Plan, world: World) -> None:
+def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     """Warn of settings without effect, and of those that a run should not have by mistake."""
     config = plan.config
     if config.moe.force_balance:
@@ -145,7 +145,7 @@ def warn_of_unused(plan: Plan, world: World) -> None:
             "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
             config.pipeline.schedule,
         )
-    if world.is_first and (slower := run_slower_than_1f1b(config, world.size)):
+    if ranks.is_first and (slower := run_slower_than_1f1b(config, ranks.size)):
         log.warning("pipeline.schedule=%s", slower)
     has_effect = {
         "receive_budget": plan.reads_peers,
@@ -160,7 +160,7 @@ def warn_of_unused(plan: Plan, world: World) -> None:
     if config.profile.ranks != ProfileConfig().ranks and not config.profile.steps:
         log.warning("profile.ranks=%s has no effect without profile.steps", config.profile.ranks)
     zero1 = config.parallel.dp_shard is DpShard.zero1
-    if config.optim.bucket_mb != OptimConfig.bucket_mb and (world.size == 1 or not zero1):
+    if config.optim.bucket_mb != OptimConfig.bucket_mb and (ranks.size == 1 or not zero1):
         given, why = config.optim.bucket_mb, "one rank" if zero1 else "parallel.dp_shard=fsdp2"
         log.warning("optim.bucket_mb=%g has no effect with %s", given, why)
 

@@ -15,7 +15,7 @@ from graphmoe.checkpoint.folders import folder_of
 from graphmoe.checkpoint.snapshot import local_part
 from graphmoe.config.schema import RunConfig
 from graphmoe.runtime.launch.stamps import wait_for
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 
 ADVICE = (
     "Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look at the data "
@@ -33,8 +33,8 @@ class Saves:
     All ranks call its methods alike.
     """
 
-    def __init__(self, store: CheckpointStore, config: RunConfig, world: World) -> None:
-        self._store, self._config, self._world = store, config, world
+    def __init__(self, store: CheckpointStore, config: RunConfig, ranks: Ranks) -> None:
+        self._store, self._config, self._ranks = store, config, ranks
         self._good: Path | None = None
         """The newest checkpoint that was looked at and found finite."""
 
@@ -87,7 +87,7 @@ class Saves:
 
     def not_finite(self, state: Mapping[str, Any]) -> str | None:
         """The first tensor of model and optimizer that is not finite at some rank. Syncs the device, once."""
-        found = self._world.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
+        found = self._ranks.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
         return next((name for name in found if name is not None), None)
 
     def _fits(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> bool:

@@ -17,8 +17,7 @@ from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.profiler_ranges import ranged
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import sums
+from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.step_rows import RECEIVED, device_row
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.runtime.launch.stamps import wait_for
-from graphmoe.runtime.ranks import PATIENCE, World
+from graphmoe.runtime.ranks import PATIENCE, Ranks
 
 NOTHING = 0
 """No signal has this number."""
@@ -22,8 +22,8 @@ class StopAgreement:
     of its own. Every rank builds it and calls it at the same points.
     """
 
-    def __init__(self, world: World) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+    def __init__(self, ranks: Ranks) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks.size > 1 else None
         self._sent: tuple[Tensor, dist.Work] | None = None
 
     def signal(self, received: str | None) -> str | None:

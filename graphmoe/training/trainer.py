@@ -42,8 +42,7 @@ from graphmoe.runtime.dispatch import close_dispatcher, make_room, open_dispatch
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
@@ -65,12 +64,12 @@ log = logging.getLogger(__name__)
 class Trainer:
     """Model, optimizer, data and checkpoints of one run, and the loop over them."""
 
-    def __init__(self, plan: Plan, folder: Path, progress: Progress, world: World | None = None) -> None:
+    def __init__(self, plan: Plan, folder: Path, progress: Progress, ranks: Ranks | None = None) -> None:
         """A collective of all ranks, as all that follows."""
         config = plan.config
         assert config.data.seq_len is not None
         self.plan, self.config, self.folder, self.progress = plan, config, folder, progress
-        self.world = world or World()
+        self.ranks = ranks or Ranks()
         self.mesh = Mesh(plan.layout)
         use_groups(self.mesh)
         self.device = open_device(config.run.device)
@@ -80,21 +79,21 @@ class Trainer:
             config.data,
             seq_len=config.data.seq_len,
             vocab_size=config.model.vocab_size,
-            check=self.world.local_index == 0,
+            check=self.ranks.local_index == 0,
         )
         self.model, self.optimizer = build(plan, self.device, self.mesh)
-        self.execution = Execution(plan, self.device, self.optimizer, self.world)
+        self.execution = Execution(plan, self.device, self.optimizer, self.ranks)
         self.loader = Loader(
             self.corpus.train,
             micro_batch_size=config.train.micro_batch_size,
             global_batch_size=config.train.global_batch_size,
-            rank=plan.layout.index("dp", self.world.rank),
+            rank=plan.layout.index("dp", self.ranks.rank),
             world_size=plan.layout.dp,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
         )
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
-        self.saves = Saves(self.store, config, self.world)
+        self.saves = Saves(self.store, config, self.ranks)
         self.rows = StepRows(
             min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
             (self.model.num_moe_layers, config.model.num_experts),
@@ -102,7 +101,7 @@ class Trainer:
             planned=self._plans,
         )
         self.throughput = self._throughput()
-        self.agreement = StopAgreement(self.world)
+        self.agreement = StopAgreement(self.ranks)
         capture = self.execution.capture
         self.pace = Pace(config.launch.hang_timeout_s, capture.warmup_steps + 1 if capture else 1)
         self._pending: tuple[int, float] | None = None
@@ -119,7 +118,7 @@ class Trainer:
         self.execute = self.optimizer.executor(self.execution.start(self.folder, self._restore()))
         micro_batches = micro_batches_of(self.plan, self.model, self.execute, self.mesh, self.execution)
         self.train_step = TrainStep(self.plan, self.model, self.optimizer, micro_batches, self.mesh)
-        capture, folder = self.execution.capture, self.folder if self.world.is_first else None
+        capture, folder = self.execution.capture, self.folder if self.ranks.is_first else None
         places = {**tensors_of(self.model), **self.optimizer.places()} if capture else {}
         self._captured = CapturedRun(self.train_step, self.plan, capture, self.device, places, folder)
         self._run_step: Step = self._captured
@@ -132,10 +131,10 @@ class Trainer:
         )
         clock, done = self.rows.clock, self.step
         self.profile = profiles_of(
-            self.plan, micro_batches, self.mesh, self.world, self.pace, clock, self.folder, done
+            self.plan, micro_batches, self.mesh, self.ranks, self.pace, clock, self.folder, done
         )
         self.metrics: MetricsWriter = NoMetrics()
-        self.world.on_first(self._open_metrics)
+        self.ranks.on_first(self._open_metrics)
 
     def run(self) -> bool:
         """Train to the last step, or until a signal asks to stop; whether the run is finished."""
@@ -163,7 +162,7 @@ class Trainer:
             self.store.wait()
             self.optimizer.gather()  # for who reads the model after training
             self.execution.keep_code()
-            if self.world.is_first:
+            if self.ranks.is_first:
                 self.execution.write_report(self.folder)  # validation may have compiled after the first step
         close_dispatcher()
         self.execution.warn_if_uncaptured()
@@ -204,7 +203,7 @@ class Trainer:
             self._synchronize()
             self.first_step_s = seconds_since_process_start()
             with self.rows.clock.paused():
-                if self.world.is_first:
+                if self.ranks.is_first:
                     self.execution.report(self.folder)
                 self.execution.keep_code()
         self.progress.advance(self.step)
@@ -247,7 +246,7 @@ class Trainer:
             # Steps that warm up run beside the graphs, whose pool is as large as what they need.
             maker = self.execution.capture.maker if self.execution.capture else None
             pool, idle = (maker.pool_bytes(), maker.pool_unused_bytes()) if maker else (0, 0)
-            return all(self.world.gather(num_bytes + pool <= free_bytes(self.device) - idle))
+            return all(self.ranks.gather(num_bytes + pool <= free_bytes(self.device) - idle))
 
         return ReceiveLadder(rungs, use, has_memory) if rungs else None
 
@@ -349,7 +348,7 @@ class Trainer:
         return state.get("experts", "")
 
     def _cut_metrics(self, step: int) -> int:
-        return self.world.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
+        return self.ranks.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
 
     def _open_metrics(self) -> None:
         config, folder, plain = self.config, self.folder, to_plain(self.config)
@@ -361,7 +360,7 @@ class Trainer:
         if folder := self.config.checkpoint.init_from:
             weights = self.optimizer.weights_to_fill()
             with named_source("init_from", folder):
-                kind = load_weights(self.model, folder, weights, self.plan.layout, self.world.rank)
+                kind = load_weights(self.model, folder, weights, self.plan.layout, self.ranks.rank)
             self.optimizer.adopt(weights)
             if name := self.saves.not_finite(self._state()):
                 raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
@@ -373,7 +372,7 @@ class Trainer:
         tokens = config.train.global_batch_size * config.data.seq_len
         flops = flops_per_token(config.model, config.data.seq_len).total
         name, peak = device_name(self.device), config.log.peak_tflops
-        return Throughput(tokens, flops, name, peak, self.world.size)
+        return Throughput(tokens, flops, name, peak, self.ranks.size)
 
     def _peak_gib(self) -> float:
         return max(memory_gib(self.device), self.profile.earlier_peak_gib)

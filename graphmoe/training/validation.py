@@ -11,8 +11,7 @@ from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import wait_for
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import sums
+from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.training.heartbeat import Pace
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.step import one_of_all

@@ -14,7 +14,7 @@ from graphmoe.runtime.cache.key import EXTRA_PASS, base_of, key_of
 from graphmoe.runtime.cache.store import CompileCache, WorkFolder, point_torch_at
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile.executor import UnitReport
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import set_key_tag, use_torchs_ptxas
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class JobCache:
     of them compiles the others find.
     """
 
-    def __init__(self, cache: CompileCache, facts: Mapping[str, Any], world: World) -> None:
+    def __init__(self, cache: CompileCache, facts: Mapping[str, Any], ranks: Ranks) -> None:
         """A collective of all ranks. ``facts`` are those of ``key.facts_of``."""
         from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
 
@@ -48,7 +48,7 @@ class JobCache:
         set_key_tag(base_of(facts) + _extra_passes(facts))
         tune_each_kernel_once()
         use_torchs_ptxas()
-        self._cache, self._world = cache, world
+        self._cache, self._ranks = cache, ranks
         self._work: WorkFolder | None = None
         self.measured: dict[str, int] = {}
         """Bytes that graphs keep for their backward, by fingerprint."""
@@ -57,11 +57,11 @@ class JobCache:
         if is_users(TORCHS_OWN):
             self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
             return
-        opened = world.on_first_of_node(lambda: self._open(facts))
+        opened = ranks.on_first_of_node(lambda: self._open(facts))
         self.why, self.measured = opened.why, dict(opened.measured)
-        if world.local_index > 0:
+        if ranks.local_index > 0:
             point_torch_at(Path(opened.path))
-        if world.local_size > 1:
+        if ranks.local_size > 1:
             self.turns = CompileTurns(Path(opened.path, "turns"))
 
     def _open(self, facts: Mapping[str, Any]) -> _Opened:
@@ -80,13 +80,13 @@ class JobCache:
         None of them compiles meanwhile: compilers write libraries in place. What one has measured all know
         then, for ranks may have different layers.
         """
-        for measured in self._world.gather(self.measured):
+        for measured in self._ranks.gather(self.measured):
             self.measured.update(measured)
         try:
             if self._work is not None:
                 self._work.publish({**report, "measured": self.measured}, notes)
         finally:
-            self._world.barrier()
+            self._ranks.barrier()
 
     def lines(self, reports: Sequence[UnitReport]) -> list[str]:
         """What was found in the cache, and why the rest was not."""

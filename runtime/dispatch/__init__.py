@@ -17,7 +17,7 @@ from graphmoe.runtime.dispatch.nvshmem import Nvshmem
 from graphmoe.runtime.dispatch.peers import make_peers
 from graphmoe.runtime.dispatch.symm import Symm
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 log = logging.getLogger(__name__)
 

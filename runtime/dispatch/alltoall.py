@@ -19,7 +19,7 @@ from torch import Tensor
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.plan.receive_budget import Load
 from graphmoe.runtime.launch.stamps import wait_for
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 
 class AllToAll:

@@ -15,7 +15,7 @@ from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.receive_budget import Load, room_bytes
 from graphmoe.runtime.dispatch import bounded_dispatcher, planned_dispatcher
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 log = logging.getLogger(__name__)
 

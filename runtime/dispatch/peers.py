@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphmoe.ops.symm import CollectivePeers
 from graphmoe.ops.symm.peers import Peers, Region, Side, Sizes
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import symmetric_memory
 
 log = logging.getLogger(__name__)

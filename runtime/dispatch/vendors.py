@@ -15,8 +15,7 @@ from graphmoe.plan.vendor_dispatch import BUFFERED, INSTEAD
 from graphmoe.runtime.dispatch import deepep, nvshmem, turbo
 from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import has_nvshmem
 
 PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
@@ -71,13 +70,13 @@ def check_dispatcher(
     choice: DispatcherChoice,
     device: torch.device,
     layout: Layout,
-    world: World,
+    ranks: Ranks,
     installed: Callable[[str], bool] = is_installed,
 ) -> None:
     """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
     check_package(choice, device.type, installed)
     if choice is DispatcherChoice.symm or choice in BUFFERED:
-        _check_node(f"moe.dispatcher={choice.value}", layout, world)
+        _check_node(f"moe.dispatcher={choice.value}", layout, ranks)
 
 
 def check_package(
@@ -103,12 +102,12 @@ def check_package(
         raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")
 
 
-def _check_node(key: str, layout: Layout, world: World) -> None:
-    group = layout.group("ep_etp", world.rank)
-    if len({rank // world.local_size for rank in group}) > 1:
+def _check_node(key: str, layout: Layout, ranks: Ranks) -> None:
+    group = layout.group("ep_etp", ranks.rank)
+    if len({rank // ranks.local_size for rank in group}) > 1:
         raise ConfigError(
             f"{key} exchanges between GPUs of one node, and the ranks {', '.join(map(str, group))} of a "
-            f"group of parallel.ep={layout.ep} are on several; use parallel.ep of {world.local_size} or a "
+            f"group of parallel.ep={layout.ep} are on several; use parallel.ep of {ranks.local_size} or a "
             f"divisor, or moe.dispatcher=nvshmem or alltoall"
         )
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 STAMPS = "GRAPHMOE_STAMPS"
 """The folder of the stamps of this node's workers; set by the launching process where it watches them."""
 BEFORE_TRAINING_S = 12 * 3600.0
-"""Until the first step one rank may tokenise a corpus; the others wait ``world.PATIENCE`` for it."""
+"""Until the first step one rank may tokenise a corpus; the others wait ``ranks.PATIENCE`` for it."""
 SLOW_S = 1800.0
 """What compiles or writes a checkpoint may take so long, as collectives of others may wait for it."""
 SUFFIX, STACK, LOG_DIR = ".stamp", ".stack", ".log_dir"

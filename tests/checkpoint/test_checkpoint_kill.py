@@ -142,7 +142,7 @@ def _save_and_load_as_rank(rank: int, folder: Path) -> None:
     store.wait()
     if rank == 0:
         (folder / "checkpoints/step_00000002/__1_0.distcp").write_bytes(b"")
-    store._world.gather(None)
+    store._ranks.gather(None)
     loaded = state(0.0)
     assert store.load(loaded) == 1 and loaded["step"] == 1
     assert isinstance(loaded["w"], DTensor) and torch.equal(loaded["w"].full_tensor(), whole)

@@ -7,7 +7,7 @@ import torch
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.shares import assign
 from graphmoe.config.schema import CheckpointConfig
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import run_ranks
 
 
@@ -32,11 +32,11 @@ def test_the_order_of_names_makes_no_difference():
     assert assign([{"a": 1, "b": 1}, {"b": 1, "a": 1}]) == assign([{"b": 1, "a": 1}, {"a": 1, "b": 1}])
 
 
-def copied(world: World, folder: Path) -> set[str]:
+def copied(ranks: Ranks, folder: Path) -> set[str]:
     """The tensors that a save in the background copies to this rank's host memory."""
     store = CheckpointStore(folder, CheckpointConfig())
     same = {f"w{number}": torch.ones(100 + number) for number in range(4)}
-    store.save(1, {**same, f"rng.rank{world.rank}": torch.ones(1), "step": 1})
+    store.save(1, {**same, f"rng.rank{ranks.rank}": torch.ones(1), "step": 1})
     names = set(store._copies._buffers)
     store.close()
     return names

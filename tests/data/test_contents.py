@@ -14,7 +14,7 @@ from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.plan.plan import plan_of
 from graphmoe.run.progress import Progress
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import run as training
 from graphmoe.training import trainer
 from tests.data.texts import sentences, write_jsonl
@@ -109,10 +109,10 @@ def test_the_first_process_of_each_node_is_asked(tmp_path, monkeypatch):
     opened = trainer.open_data
     monkeypatch.setattr(trainer, "open_data", lambda *a, check, **k: asked.append(check) or opened(*a, **k))
     for index in range(2):
-        world = World()
-        world.local_index = index
+        ranks = Ranks()
+        ranks.local_index = index
         progress = Progress(Console(file=io.StringIO()), 6, wanted=False)
-        trainer.Trainer(plan_of(config(), 1), tmp_path / str(index), progress, world)
+        trainer.Trainer(plan_of(config(), 1), tmp_path / str(index), progress, ranks)
     assert asked == [True, False]
 
 
@@ -150,7 +150,7 @@ def run_on_text(tmp_path, tokenizer_path, folder):
         "data.source=files", f"data.paths=[{tmp_path}/a.jsonl]", f"data.tokenizer={tokenizer_path}",
         "model.vocab_size=400", "log.sample_tokens=0", "train.val_batches=0",
     )  # fmt: skip
-    training.run_worker(plan_of(config(*words), 1), folder, World())
+    training.run_worker(plan_of(config(*words), 1), folder, Ranks())
 
 
 def test_a_run_on_a_damaged_entry_ends_in_one_line_and_the_same_command_goes_on(

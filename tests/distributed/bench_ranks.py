@@ -17,9 +17,9 @@ import torch.distributed as dist
 from graphmoe.bench import dispatch_ways, rank_group
 from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
 from graphmoe.bench.dispatch_table import DispatchRow
-from graphmoe.bench.rank_group import Ranks, RanksFailed
+from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.config.schema import DispatcherChoice
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.buffer_fakes import fake_package
 from tests.distributed.vendor_trips import PACKAGES
 
@@ -34,19 +34,19 @@ class Suite:
     broken: str = ""
     """The function of `dispatch_ways` by whose ways rank 1 gets other rows than were sent."""
 
-    def __call__(self, world: World, folder: Path) -> list[DispatchRow]:
+    def __call__(self, ranks: Ranks, folder: Path) -> list[DispatchRow]:
         if self.broken:
             whole = getattr(dispatch_ways, self.broken)
 
             def broken(*given) -> dispatch_ways.Way:
                 way = whole(*given)
-                way.results["dh"].add_(world.rank)
+                way.results["dh"].add_(ranks.rank)
                 return way
 
             setattr(dispatch_ways, self.broken, broken)
         sys.modules["deep_ep"] = cast(ModuleType, fake_package(*PACKAGES["deepep"]))
         try:
-            suite = DispatchSuite(Ranks(CPU), repeats=2)
+            suite = DispatchSuite(RankGroup(CPU), repeats=2)
             cases = dispatch_cases(TINY, "0.8", [DispatcherChoice.deepep])
             rows = [r for case in cases if case.name.startswith(self.prefixes) for r in suite.run(case)]
             suite.close()
@@ -57,37 +57,37 @@ class Suite:
                 setattr(dispatch_ways, self.broken, whole)
 
 
-def too_few_experts(world: World, folder: Path) -> list[DispatchRow]:
+def too_few_experts(ranks: Ranks, folder: Path) -> list[DispatchRow]:
     """What a shape gives whose experts are fewer than ranks and slots need."""
     shape = dataclasses.replace(TINY["v2_lite"], E=2)
-    return DispatchSuite(Ranks(CPU), repeats=1).run(DispatchCase("small", shape, "natural", "pull"))
+    return DispatchSuite(RankGroup(CPU), repeats=1).run(DispatchCase("small", shape, "natural", "pull"))
 
 
-def one_rank_fails(world: World, folder: Path) -> tuple[str, int]:
+def one_rank_fails(ranks: Ranks, folder: Path) -> tuple[str, int]:
     """What ranks hear of an error on one of them, and that they go on."""
-    ranks = Ranks(CPU)
+    group = RankGroup(CPU)
 
     def action() -> int:
-        if world.rank == 1:
+        if ranks.rank == 1:
             raise ValueError("no such expert")
         return 7
 
     try:
-        ranks.together(action)
+        group.together(action)
     except RanksFailed as failed:
-        return str(failed), ranks.together(lambda: 5 + world.rank)
+        return str(failed), group.together(lambda: 5 + ranks.rank)
     raise AssertionError("nobody heard of it")
 
 
-def others_wait_for_the_one_that_fails(world: World, folder: Path) -> None:
+def others_wait_for_the_one_that_fails(ranks: Ranks, folder: Path) -> None:
     """Rank 0 waits in a collective that rank 1 does not come to."""
     rank_group.PATIENCE = timedelta(seconds=2)
-    ranks = Ranks(CPU)
+    group = RankGroup(CPU)
 
     def action() -> None:
-        if world.rank == 1:
+        if ranks.rank == 1:
             raise ValueError("no such expert")
         dist.barrier()
         time.sleep(600)
 
-    ranks.together(action)
+    group.together(action)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from graphmoe.ops import collectives as ops
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 
 SIZE = 2
 LAYOUT = Layout(dp=2, tp=SIZE)
@@ -37,9 +36,9 @@ class Collective:
     dim: int
     dtype: torch.dtype
 
-    def __call__(self, world: World, folder: Path) -> Ends:
+    def __call__(self, ranks: Ranks, folder: Path) -> Ends:
         ops.use_groups(Mesh(LAYOUT))
-        generator = torch.Generator().manual_seed(world.rank)
+        generator = torch.Generator().manual_seed(ranks.rank)
         x = torch.randint(-9, 9, self.shape, generator=generator).to(self.dtype)
         x = x.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         y = call(self.kind, x, self.dim)
@@ -65,10 +64,10 @@ def call(kind: str, x: Tensor, dim: int) -> Tensor:
     )
 
 
-def others(world: World, folder: Path) -> dict[str, Tensor]:
+def others(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
     """What has no gradient of its own, and torch's checks of registration, fakes and tracing."""
     ops.use_groups(Mesh(LAYOUT))
-    x = torch.arange(4.0).view(2, 2) + world.rank
+    x = torch.arange(4.0).view(2, 2) + ranks.rank
     first, second = ops.sums_over("tp", SIZE, x, x.sum().requires_grad_())
     graphmoe = torch.ops.graphmoe
     checks = (

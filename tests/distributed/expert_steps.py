@@ -20,8 +20,7 @@ from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import Recompute
 from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.training import as_traced
 from tests.runs import config
 
@@ -118,11 +117,11 @@ class Step:
         self.routing.apply(model)
         return run, model
 
-    def __call__(self, world: World, folder: Path) -> list[Outcome]:
+    def __call__(self, ranks: Ranks, folder: Path) -> list[Outcome]:
         """The same step twice."""
-        holder = {0: 1, 1: 0}.get(world.rank, world.rank) if self.swapped else world.rank
+        holder = {0: 1, 1: 0}.get(ranks.rank, ranks.rank) if self.swapped else ranks.rank
         _, model = self.model(self.layout, holder, AllToAll(Mesh(self.layout), EXPERTS))
-        return [Outcome.of(model, micro_batch(world.rank)) for _ in range(2)]
+        return [Outcome.of(model, micro_batch(ranks.rank)) for _ in range(2)]
 
     def alone(self) -> list[Outcome]:
         """What one process that holds all experts makes of each rank's micro-batch."""
@@ -172,17 +171,17 @@ class CompiledStep(Step):
     traced: bool = False
     """Whether units run as they were traced."""
 
-    def __call__(self, world: World, folder: Path) -> Compiled:
+    def __call__(self, ranks: Ranks, folder: Path) -> Compiled:
         with as_traced() if self.traced else contextlib.nullcontext():
-            return self._run(world, folder)
+            return self._run(ranks, folder)
 
-    def _run(self, world: World, folder: Path) -> Compiled:
+    def _run(self, ranks: Ranks, folder: Path) -> Compiled:
         dispatcher = CountedAllToAll(Mesh(self.layout), EXPERTS)
-        _, model = self.model(self.layout, world.rank, dispatcher)
+        _, model = self.model(self.layout, ranks.rank, dispatcher)
         execute = executor(*self.words)
         execute.turns = CompileTurns(folder)  # what one rank compiles the other loads
         size = self.layout.size("world")
-        outcomes = [Outcome.of(model, micro_batch(world.rank + i * size), execute) for i in (1, 0)]
+        outcomes = [Outcome.of(model, micro_batch(ranks.rank + i * size), execute) for i in (1, 0)]
         units = [report.unit for report in execute.reports]
         return Compiled(outcomes[::-1], units, execute.recompiled, dispatcher.dispatched)
 
@@ -194,10 +193,10 @@ class RoundTrip:
     layout: Layout
     dtype: torch.dtype = torch.float32
 
-    def __call__(self, world: World, folder: Path) -> dict[str, Tensor]:
+    def __call__(self, ranks: Ranks, folder: Path) -> dict[str, Tensor]:
         layout = self.layout
         dispatcher = AllToAll(Mesh(layout), EXPERTS)
-        h, weight, expert, dy = self.inputs(world.rank)
+        h, weight, expert, dy = self.inputs(ranks.rank)
         plan = send_plan(expert, EXPERTS, layout.ep, layout.etp)
         received, of_slots, numbers, sent, arrived = dispatcher.dispatch(h, weight, expert, *plan)
         made = received * of_slots.masked_fill(numbers < 0, 0).sum(1, keepdim=True) / layout.etp

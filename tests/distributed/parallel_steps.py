@@ -22,8 +22,7 @@ from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.training import as_traced
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -63,7 +62,7 @@ class Step:
     """Labels that are ignored: none, some, or all."""
     device: str = "cpu"
 
-    def __call__(self, world: World, folder: Path) -> Outcome:
+    def __call__(self, ranks: Ranks, folder: Path) -> Outcome:
         with as_traced() if self.traced else contextlib.nullcontext():
             return self._run(folder)
 
@@ -133,7 +132,7 @@ def whole_weight(name: str, outcomes: Sequence[Outcome], layout: Layout, like: T
 def alone(step: Step, dtype: torch.dtype = torch.float32) -> Outcome:
     """The same by one process, eagerly."""
     return dataclasses.replace(step, layout=Layout(), compiled=False, traced=False, dtype=dtype)(
-        World(), Path()
+        Ranks(), Path()
     )
 
 

@@ -23,9 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphmoe.runtime.ranks import World, backend_of
+from graphmoe.runtime.ranks import Ranks, backend_of
 
-Case = Callable[[World, Path], Any]
+Case = Callable[[Ranks, Path], Any]
 """Runs on every rank, with one folder for all of them; what it returns can be pickled."""
 
 NO_MULTICAST = {
@@ -134,11 +134,11 @@ def _rank(
         for part in parts:
             meeting = f"file://{scratch}/meeting_{len(results)}"
             dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=num_ranks)
-            world = World()
-            results |= {name: cases[name](world, folder / name) for name in part}
-            world.barrier()
+            ranks = Ranks()
+            results |= {name: cases[name](ranks, folder / name) for name in part}
+            ranks.barrier()
             dist.destroy_process_group()
-            del world
+            del ranks
             gc.collect()
         (scratch / f"{rank}.results").write_bytes(pickle.dumps(results))
     except BaseException:

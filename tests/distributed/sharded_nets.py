@@ -16,7 +16,7 @@ from graphmoe.optim.zero1 import Optimizer, StepResult
 from graphmoe.passes import PassRunner
 from graphmoe.plan.layout import Axis, Layout, ParameterLayout
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 SHAPES = {
     "embed": (37, 5), "norm": (11,), "first": (20, 20), "experts": (3, 9, 8), "bias": (70,), "head": (41, 7),

@@ -14,7 +14,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.snapshot import local_part
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import REPLICATED, Cut, Layout, ParameterLayout, own_part
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 
 ATTENTION = ParameterLayout((Cut(0, "tp"),), "dp_cp")
 PARAMETERS: dict[str, tuple[tuple[int, ...], ParameterLayout]] = {
@@ -66,12 +66,12 @@ def differing(state: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(names)
 
 
-def save(layout: Layout, steps: tuple[int, ...], async_save: bool, world: World, folder: Path) -> set[str]:
+def save(layout: Layout, steps: tuple[int, ...], async_save: bool, ranks: Ranks, folder: Path) -> set[str]:
     """A case: save these steps, changing the state as soon as ``save`` returns; what this rank copied."""
     store = CheckpointStore(folder, CheckpointConfig(async_save=async_save, keep_last=9))
-    state = state_of_rank(layout, world.rank, 0)
+    state = state_of_rank(layout, ranks.rank, 0)
     for step in steps:
-        for tensor, value in _pairs(state, state_of_rank(layout, world.rank, step)):
+        for tensor, value in _pairs(state, state_of_rank(layout, ranks.rank, step)):
             tensor.copy_(value)
         store.save(step, state | {"loader": {"position": step}, "step": step})
         copied = set(store._copies._buffers)
@@ -81,11 +81,11 @@ def save(layout: Layout, steps: tuple[int, ...], async_save: bool, world: World,
     return copied
 
 
-def load(layout: Layout, source: str, world: World, folder: Path) -> tuple[int | None, list[str]]:
+def load(layout: Layout, source: str, ranks: Ranks, folder: Path) -> tuple[int | None, list[str]]:
     """A case: load the newest checkpoint of another case; its step, and what is not as it was saved."""
-    state = state_of_rank(layout, world.rank, 0)
+    state = state_of_rank(layout, ranks.rank, 0)
     step = CheckpointStore.open_any(folder.parent / source).load(state)
-    return step, differing(state, state_of_rank(layout, world.rank, step or 0))
+    return step, differing(state, state_of_rank(layout, ranks.rank, step or 0))
 
 
 def _own(name: str, layout: Layout, rank: int, step: int) -> Tensor | FlatShard:

@@ -14,8 +14,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.segments import Executor, run_segments
 from tests.distributed.parallel_steps import Outcome, compiling, describe
 from tests.runs import config
@@ -36,7 +35,7 @@ class Ring:
     seq_len: int = 32
     device: str = "cpu"
 
-    def __call__(self, world: World, folder: Path) -> list[Tensor]:
+    def __call__(self, ranks: Ranks, folder: Path) -> list[Tensor]:
         use_groups(Mesh(self.layout))
         *tensors, d_out = (own_positions(x.to(self.device), self.layout, dim=1) for x in self.whole())
         q, k, v = (x.requires_grad_() for x in tensors)
@@ -91,12 +90,12 @@ class CompiledAttention:
     words: tuple[str, ...]
     layout: Layout
 
-    def __call__(self, world: World, folder: Path) -> BothWays:
+    def __call__(self, ranks: Ranks, folder: Path) -> BothWays:
         use_groups(Mesh(self.layout))
         run = config(*self.words)
-        model = build_model(run.model, layout=self.layout, rank=world.rank)
+        model = build_model(run.model, layout=self.layout, rank=ranks.rank)
         compiled = compiling(run, folder)
-        both = [self._ends(model, execute, world.rank) for execute in (run_segments, compiled)]
+        both = [self._ends(model, execute, ranks.rank) for execute in (run_segments, compiled)]
         outcome = Outcome({}, {}, {}, {})
         describe(compiled, outcome)
         use_groups(None)
@@ -114,7 +113,7 @@ class CompiledAttention:
         return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def positions(world: World, folder: Path) -> dict[str, list[int]]:
+def positions(ranks: Ranks, folder: Path) -> dict[str, list[int]]:
     """Which of 16 positions a rank holds in each order."""
     layouts = {
         "neighbours": Layout(cp=4),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.runtime.dispatch import ladder as receive_ladder
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Outcome, Training, on_rank, quiet_trainer
 from tests.runs import config
@@ -63,7 +63,7 @@ class Skew:
 
         def skewed(place: tuple[int, int] | None, *arguments):
             chosen = self.validates if place is None else place in self.places
-            if not chosen or (self.ranks is not None and trainer.world.rank not in self.ranks):
+            if not chosen or (self.ranks is not None and trainer.ranks.rank not in self.ranks):
                 return whole(*arguments)
             biases = [router.selection_bias for router in trainer.model.routers()]
             kept = [bias.clone() for bias in biases]
@@ -103,7 +103,7 @@ class HangsBeforeItClimbs:
 
     def __call__(self, trainer: Trainer) -> None:
         def hang(step, load, too_small):
-            (trainer.folder / f"climbs_{trainer.world.rank}").touch()
+            (trainer.folder / f"climbs_{trainer.ranks.rank}").touch()
             time.sleep(600)
 
         trainer.launches._ladder.climb = hang
@@ -119,7 +119,7 @@ class SignalIn:
         run, sent = trainer._run_step, []
 
         def send_first(batches):
-            if trainer.step + 1 == self.step and trainer.world.rank == 1 and not sent:
+            if trainer.step + 1 == self.step and trainer.ranks.rank == 1 and not sent:
                 sent.append(os.kill(os.getpid(), signal.SIGTERM))  # a second one would end the process
             return run(batches)
 
@@ -133,8 +133,8 @@ class Sharded:
     words: tuple[str, ...] = ()
     change: Callable[[Trainer], None] | None = None
 
-    def __call__(self, world: World, folder: Path) -> Outcome:
-        trainer, rows, written = quiet_trainer(config(*self.words), folder, world)
+    def __call__(self, ranks: Ranks, folder: Path) -> Outcome:
+        trainer, rows, written = quiet_trainer(config(*self.words), folder, ranks)
         assert self.change is not None
         self.change(trainer)
         trainer.run()
@@ -174,31 +174,31 @@ class Both:
     layout: tuple[str, ...] = TWO_RANKS
     runs: Training | Sharded = field(default=Training(()))
 
-    def __call__(self, world: World, folder: Path) -> Found:
+    def __call__(self, ranks: Ranks, folder: Path) -> Found:
         said = _Said()
         receive_ladder.log.addHandler(said)
         receive_ladder.CALM_STEPS = self.calm
         try:
-            ladder = self.run(world, folder / "ladder", f"moe.receive_budget={self.budget}", self.of_ladder)
+            ladder = self.run(ranks, folder / "ladder", f"moe.receive_budget={self.budget}", self.of_ladder)
         finally:
             receive_ladder.log.removeHandler(said)
-        return Found(ladder, self.worst(world, folder / "worst"), said.lines, len(ladder.rows))
+        return Found(ladder, self.worst(ranks, folder / "worst"), said.lines, len(ladder.rows))
 
-    def worst(self, world: World, folder: Path) -> Outcome:
+    def worst(self, ranks: Ranks, folder: Path) -> Outcome:
         """Of a run with room for everything; cases that differ in their ladder only share one."""
         key = self.changes, self.words, self.layout, self.runs
         if key not in _worst:
-            _worst[key] = self.run(world, folder, "moe.receive_budget=worst_case")
+            _worst[key] = self.run(ranks, folder, "moe.receive_budget=worst_case")
         return _worst[key]
 
-    def run(self, world: World, folder: Path, budget: str, more=()) -> Outcome:
+    def run(self, ranks: Ranks, folder: Path, budget: str, more=()) -> Outcome:
         words = (*WORDS, *self.layout, *self.words, budget)
 
         def change(trainer: Trainer) -> None:
             for one in (*self.changes, *more):
                 one(trainer)
 
-        return replace(self.runs, words=words, change=change)(world, folder)
+        return replace(self.runs, words=words, change=change)(ranks, folder)
 
 
 _worst: dict[object, Outcome] = {}

@@ -16,8 +16,7 @@ from graphmoe.ops.symm.collective import positions
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.peers import make_peers
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 
 EXPERTS, TOKENS = 8, 9
 ops = torch.ops.graphmoe
@@ -82,14 +81,14 @@ class SymmTrip:
         expert = torch.multinomial(likelihood, self.top_k, generator=generator).int().to(self.device)
         return h.requires_grad_(), weight.requires_grad_(), expert, dy
 
-    def __call__(self, world: World, folder: Path) -> Exchanged:
+    def __call__(self, ranks: Ranks, folder: Path) -> Exchanged:
         mesh = Mesh(self.layout)
         symm.use_peers(make_peers(mesh, torch.device(self.device)))
         by_symm = self.trip()
         if self.backend != "eager":
             by_symm = torch.compile(by_symm, fullgraph=True, backend=self.backend)
-        wanted = gradients(self.by_alltoall(mesh), *self.inputs(world.rank))
-        actual = gradients(by_symm, *self.inputs(world.rank))
+        wanted = gradients(self.by_alltoall(mesh), *self.inputs(ranks.rank))
+        actual = gradients(by_symm, *self.inputs(ranks.rank))
         number_NK, arrivals_PP = actual.pop("number"), actual.pop("arrivals")
         live_A = positions(arrivals_PP, mesh.index("ep_etp"), self.block)
         for name in ("received", "received_weight"):
@@ -160,10 +159,10 @@ class Differences(SymmTrip):
     dtype: torch.dtype = torch.float64
     step: float = 1e-5
 
-    def __call__(self, world: World, folder: Path) -> tuple[float, float]:  # type: ignore[override]
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[float, float]:  # type: ignore[override]
         """This rank's part of the loss's change, by gradients and by differences."""
         symm.use_peers(make_peers(Mesh(self.layout), torch.device(self.device)))
-        h, weight, expert, dy = self.inputs(world.rank)
+        h, weight, expert, dy = self.inputs(ranks.rank)
         ep, etp, rows = self.layout.ep, self.layout.etp, self.num_rows
 
         def loss(h: Tensor, weight: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ class Differences(SymmTrip):
             out = ops.symm_combine(made(received, of_slots, numbers).tanh(), *plan, arrivals, self.block)
             return (out.sin() * dy).sum()
 
-        generator = torch.Generator().manual_seed(world.rank)
+        generator = torch.Generator().manual_seed(ranks.rank)
         directions = [torch.randn(x.shape, generator=generator).to(x) for x in (h, weight)]
         found = torch.autograd.grad(loss(h, weight), (h, weight))
         change = sum(float((x * way).sum()) for x, way in zip(found, directions, strict=True))
@@ -195,9 +194,9 @@ class Differences(SymmTrip):
 class Checks(SymmTrip):
     """Torch's checks of registration, fakes, gradients and tracing; no row may be dead, since NaN differs."""
 
-    def __call__(self, world: World, folder: Path) -> int:  # type: ignore[override]
+    def __call__(self, ranks: Ranks, folder: Path) -> int:  # type: ignore[override]
         symm.use_peers(make_peers(Mesh(self.layout), torch.device(self.device)))
-        h, weight, expert, dy = self.inputs(world.rank)
+        h, weight, expert, dy = self.inputs(ranks.rank)
         plan, sizes = send_plan(expert, EXPERTS, self.layout.ep, self.layout.etp), (self.num_rows, self.block)
         sent = (h, weight, expert, *plan, self.num_rows, self.experts, self.layout.etp, self.block)
         received, of_slots, _, arrivals = (x.detach() for x in ops.symm_dispatch(*sent))

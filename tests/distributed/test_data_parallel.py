@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.metadata_file import read_metadata
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job, run_ranks
 from tests.distributed.training import (
     Outcome,
@@ -140,7 +140,7 @@ def test_all_ranks_end_with_the_same_bits_and_metrics(request, name):
 
 @pytest.mark.parametrize("name", [*CLOSE, *(name for name in OF_FOUR if "bad" not in name)])
 def test_losses_gradients_and_weights_are_those_of_one_process(request, tmp_path, name):
-    alone = (CLOSE.get(name) or OF_FOUR[name])(World(), tmp_path)
+    alone = (CLOSE.get(name) or OF_FOUR[name])(Ranks(), tmp_path)
     of_ranks = outcomes(request, name)[0]
     assert alone.step == of_ranks.step == 3
     assert_forward_close(of_ranks.rows, alone.rows)
@@ -156,7 +156,7 @@ def test_losses_gradients_and_weights_are_those_of_one_process(request, tmp_path
 
 @pytest.mark.parametrize("name", EXACT)
 def test_with_one_micro_batch_for_each_rank_every_bit_is_that_of_one_process(ranks, tmp_path, name):
-    alone, of_ranks = EXACT[name](World(), tmp_path), ranks[name][0]
+    alone, of_ranks = EXACT[name](Ranks(), tmp_path), ranks[name][0]
     assert same(of_ranks.rows, alone.rows)
     assert_same(of_ranks.state, alone.state)
 
@@ -228,7 +228,7 @@ def test_what_both_ranks_hold_is_saved_once_half_by_each(saved, folder):
 
 def test_another_number_of_ranks_goes_on_with_the_same_samples(saved, folder, tmp_path):
     start = f"checkpoint.resume_from={folder}/undisturbed/checkpoints/step_00000006"
-    alone = Training((*LONG, start))(World(), tmp_path)
+    alone = Training((*LONG, start))(Ranks(), tmp_path)
     whole = saved["undisturbed"][0]
     assert same(alone.rows, whole.rows[6:])
     assert_same(alone.state, whole.state)
@@ -254,7 +254,7 @@ def test_compiled_and_captured_layers_of_two_ranks_train_as_one_eager_process(tm
     assert same(first.rows, second.rows)
     assert_same(first.gradients, second.gradients)
     assert_same(first.weights, second.weights)
-    alone = Training(words)(World(), tmp_path / "alone")
+    alone = Training(words)(Ranks(), tmp_path / "alone")
     assert_forward_close(first.rows, alone.rows)
     for name, weight in alone.weights.items():
         assert_gradient_close(first.weights[name], weight)

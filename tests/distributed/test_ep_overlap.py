@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphmoe.runtime.compile.code import Postponing
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Job, selected
 from tests.distributed.skewed import ONE_LAYER, TWO_RANKS, WORDS
@@ -47,7 +47,7 @@ class InTurns:
     words: tuple[str, ...]
     traced: bool
 
-    def __call__(self, world: World, folder: Path) -> tuple[Outcome, Order, int]:
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Outcome, Order, int]:
         orders: list[Order] = []
         kept: list[int] = []
 
@@ -69,7 +69,7 @@ class InTurns:
             gc.disable()  # as a run does from its second step on; it would end cycles
 
         words = (*self.words, "pipeline.ep_overlap=true", "host.manual_gc=true")
-        outcome = Training(words, watch, self.traced)(world, folder)
+        outcome = Training(words, watch, self.traced)(ranks, folder)
         gc.enable()
         return outcome, orders[-1], max(kept)
 

@@ -19,7 +19,7 @@ from graphmoe.model.build import build_model
 from graphmoe.model.sizes import state_bytes
 from graphmoe.plan.layout import own_part
 from graphmoe.plan.rules.check import check
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Case, Job
 from tests.distributed.training import (
@@ -69,8 +69,8 @@ class Sharded:
     words: tuple[str, ...] = ()
     change: Change | None = None
 
-    def __call__(self, world: World, folder: Path) -> Found:
-        trainer, rows, written = quiet_trainer(config(*BASE, FSDP, *self.words), folder, world)
+    def __call__(self, ranks: Ranks, folder: Path) -> Found:
+        trainer, rows, written = quiet_trainer(config(*BASE, FSDP, *self.words), folder, ranks)
         plain: list[set[str]] = []
         trainer.model.layers[1].attn.register_forward_pre_hook(lambda *_: plain.append(whole(trainer)))
         if self.change is not None:
@@ -98,25 +98,25 @@ def whole(trainer: Trainer) -> set[str]:
     return {name for name, w in trainer.model.named_parameters() if not isinstance(w, DTensor)}
 
 
-def one_after_the_other(precision: str, world: World, folder: Path) -> Outcome:
+def one_after_the_other(precision: str, ranks: Ranks, folder: Path) -> Outcome:
     """Two steps each with zero1, with fsdp2 and with zero1 again, from the checkpoint before."""
     words = (precision, "checkpoint.enabled=true")
-    Training((*BASE, *words, "train.steps=2"))(world, folder / "first")
-    Sharded((*words, "train.steps=4", f"checkpoint.resume_from={folder / 'first'}"))(world, folder / "second")
+    Training((*BASE, *words, "train.steps=2"))(ranks, folder / "first")
+    Sharded((*words, "train.steps=4", f"checkpoint.resume_from={folder / 'first'}"))(ranks, folder / "second")
     words = (*words, "train.steps=6", f"checkpoint.resume_from={folder / 'second'}")
-    return Training((*BASE, *words))(world, folder / "third")
+    return Training((*BASE, *words))(ranks, folder / "third")
 
 
-def interrupted(world: World, folder: Path) -> Found:
+def interrupted(ranks: Ranks, folder: Path) -> Found:
     """Three steps, of which the last two are another run in the same folder."""
-    Sharded(("checkpoint.enabled=true", "train.steps=1"))(world, folder)
-    return Sharded(("checkpoint.enabled=true",))(world, folder)
+    Sharded(("checkpoint.enabled=true", "train.steps=1"))(ranks, folder)
+    return Sharded(("checkpoint.enabled=true",))(ranks, folder)
 
 
-def imported(world: World, folder: Path) -> dict[str, FlatShard]:
+def imported(ranks: Ranks, folder: Path) -> dict[str, FlatShard]:
     """The weights of a Hugging Face folder that another process wrote."""
     run = config(*BASE, FSDP, *OF_A_FAMILY, f"checkpoint.init_from={folder.parent / 'hf'}")
-    trainer, _, _ = quiet_trainer(run, folder, world)
+    trainer, _, _ = quiet_trainer(run, folder, ranks)
     return dict(trainer.optimizer.weights_to_fill())
 
 
@@ -155,7 +155,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @functools.cache
 def alone(words: tuple[str, ...] = (), change: Change | None = None) -> Outcome:
     """The same run in this process."""
-    return Training((*BASE, *words), change)(World(), Path(alone.folder))  # type: ignore[attr-defined]
+    return Training((*BASE, *words), change)(Ranks(), Path(alone.folder))  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.config.schema import ParallelConfig
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout, layout_of, own_part
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.runs import config
@@ -59,7 +59,7 @@ def outcomes(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return Training(BASE)(World(), tmp_path_factory.mktemp("alone"))
+    return Training(BASE)(Ranks(), tmp_path_factory.mktemp("alone"))
 
 
 def parts(layout: str, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import functools
 import pytest
 
 from graphmoe.plan.pipeline.schedules import SCHEDULES
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.pipelined import MTP, TIED, Case, assert_same
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome
@@ -50,7 +50,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory):
-    return functools.cache(lambda training: training(World(), tmp_path_factory.mktemp("alone")))
+    return functools.cache(lambda training: training(Ranks(), tmp_path_factory.mktemp("alone")))
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.pipelined import BUDGET, COMPILED, MTP, TIED, TURNS, Case, assert_same
 from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, Training
@@ -102,7 +102,7 @@ def alone(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Training, Outcome]:
     runs = dict.fromkeys(ALL[name].alone for name in selected(request, "name"))
-    return {run: run(World(), tmp_path_factory.mktemp("alone")) for run in runs}
+    return {run: run(Ranks(), tmp_path_factory.mktemp("alone")) for run in runs}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import ALONE, REPLICATED, Layout
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Case, Job, run_ranks
 from tests.distributed.sharded_state import (
     ATTENTION,
@@ -44,14 +44,14 @@ FOLDERS = [*(f"{layout} {how}" for layout in WRITERS for how in ("async", "sync"
 TWO = {"dp2": Layout(dp=2), "tp2 ep2": Layout(tp=2, ep=2)}
 
 
-def unfit_state(world: World, folder: Path) -> str:
+def unfit_state(ranks: Ranks, folder: Path) -> str:
     """Loads into parameters of other shapes, dtypes and names; the error."""
-    state = state_of_rank(LAYOUTS["dp2 tp2"], world.rank, 0)
+    state = state_of_rank(LAYOUTS["dp2 tp2"], ranks.rank, 0)
     layout = LAYOUTS["dp2 tp2"]
     main, part = state["optimizer"]["main"], torch.zeros(3, 6)
-    main["qkv.weight"] = FlatShard.of_part(part, ATTENTION, layout, world.rank)
-    main["lost"] = FlatShard(torch.zeros(0), 5, torch.Size((5,)), REPLICATED, layout, world.rank)
-    if world.rank == 3:
+    main["qkv.weight"] = FlatShard.of_part(part, ATTENTION, layout, ranks.rank)
+    main["lost"] = FlatShard(torch.zeros(0), 5, torch.Size((5,)), REPLICATED, layout, ranks.rank)
+    if ranks.rank == 3:
         main["norm.weight"] = FlatShard.of_part(torch.zeros(7).half(), REPLICATED, layout, 3)
         main["router.weight"] = torch.zeros(3, 5)
     store = CheckpointStore.open_any(folder.parent / FOLDERS[0])
@@ -61,36 +61,36 @@ def unfit_state(world: World, folder: Path) -> str:
     return str(error.value)
 
 
-def part_of_the_state(world: World, folder: Path) -> list[Any]:
+def part_of_the_state(ranks: Ranks, folder: Path) -> list[Any]:
     """Loads one parameter into bf16, each rank what it holds of it."""
     part = torch.zeros(8, 5).bfloat16()
-    shard = FlatShard.of_part(part, PARAMETERS["gate_up.weight"][1], LAYOUTS["dp2 tp2"], world.rank)
+    shard = FlatShard.of_part(part, PARAMETERS["gate_up.weight"][1], LAYOUTS["dp2 tp2"], ranks.rank)
     state = {"optimizer": {"main": {"gate_up.weight": shard}}}
     CheckpointStore.open_any(folder.parent / FOLDERS[0]).load(state, partial=True)
     return part.float().tolist()
 
 
-def elements_that_nobody_holds(world: World, folder: Path) -> str:
+def elements_that_nobody_holds(ranks: Ranks, folder: Path) -> str:
     """Saves a parameter of which rank 2 has lost its last element, and one that two ranks hold apart."""
     layout, store = LAYOUTS["dp4"], CheckpointStore(folder, CheckpointConfig())
     store.save(1, {"w": torch.ones(1)}, wait=True)
-    count = 1 if world.rank == 2 else 2
-    shard = FlatShard(torch.zeros(count), 2 * world.rank, torch.Size((8,)), REPLICATED, layout, world.rank)
-    twice = FlatShard(torch.zeros(3), world.rank, torch.Size((8,)), REPLICATED, layout, world.rank)
+    count = 1 if ranks.rank == 2 else 2
+    shard = FlatShard(torch.zeros(count), 2 * ranks.rank, torch.Size((8,)), REPLICATED, layout, ranks.rank)
+    twice = FlatShard(torch.zeros(3), ranks.rank, torch.Size((8,)), REPLICATED, layout, ranks.rank)
     with pytest.raises(CheckpointError) as error:
         store.save(2, {"w": shard, "twice": twice}, wait=True)
     assert store.latest() == [1]
     return str(error.value)
 
 
-def a_rank_that_owns_nothing(world: World, folder: Path) -> dict[str, Any]:
+def a_rank_that_owns_nothing(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Saves a tensor in two halves, and loads it where another rank holds none of it."""
 
     def shards(first: int, value: float) -> dict[str, FlatShard]:
-        if world.rank not in (first, first + 1):
+        if ranks.rank not in (first, first + 1):
             return {}
-        data, start = torch.full((4,), value), 4 * (world.rank - first)
-        return {"w": FlatShard(data, start, torch.Size((8,)), REPLICATED, LAYOUTS["dp4"], world.rank)}
+        data, start = torch.full((4,), value), 4 * (ranks.rank - first)
+        return {"w": FlatShard(data, start, torch.Size((8,)), REPLICATED, LAYOUTS["dp4"], ranks.rank)}
 
     store = CheckpointStore(folder, CheckpointConfig())
     store.save(1, {"main": shards(2, 1.0), "step": 1}, wait=True)
@@ -99,24 +99,24 @@ def a_rank_that_owns_nothing(world: World, folder: Path) -> dict[str, Any]:
     return {name: shard.data.tolist() for name, shard in state["main"].items()}
 
 
-def damaged(world: World, folder: Path) -> tuple[int | None, list[str]]:
+def damaged(ranks: Ranks, folder: Path) -> tuple[int | None, list[str]]:
     """Loads in another layout after a byte of what rank 2 wrote last has changed."""
-    save(LAYOUTS["dp2 tp2"], (1, 2), False, world, folder)
+    save(LAYOUTS["dp2 tp2"], (1, 2), False, ranks, folder)
     path = folder / "step_00000002" / "__2_0.distcp"
     content = path.read_bytes()
-    world.barrier()
-    if world.is_first:
+    ranks.barrier()
+    if ranks.is_first:
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    world.barrier()
-    return load(LAYOUTS["ep4"], folder.name, world, folder)
+    ranks.barrier()
+    return load(LAYOUTS["ep4"], folder.name, ranks, folder)
 
 
-def never_published(world: World, folder: Path) -> None:
+def never_published(ranks: Ranks, folder: Path) -> None:
     """Saves step 1, and hangs in step 2 when all files of it are written."""
-    save(LAYOUTS["dp2 tp2"], (1,), True, world, folder)
+    save(LAYOUTS["dp2 tp2"], (1,), True, ranks, folder)
     folders.publish = lambda *arguments: time.sleep(600)
-    save(LAYOUTS["dp2 tp2"], (2,), True, world, folder)
+    save(LAYOUTS["dp2 tp2"], (2,), True, ranks, folder)
 
 
 @pytest.fixture(scope="module")

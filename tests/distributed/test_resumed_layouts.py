@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training, assert_went_on
 from tests.runs import assert_same_state
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     four |= {name: Training((*BASE, *words, start)) for name, words in OF_FOUR.items()}
     two = {name: Training((*BASE, *words, start)) for name, words in OF_TWO.items()}
     found = Job(folder, four, num_ranks=4).results() | Job(folder, two).results()
-    return found | {ALONE: [Training((*BASE, start))(World(), folder / "alone")]}
+    return found | {ALONE: [Training((*BASE, start))(Ranks(), folder / "alone")]}
 
 
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_TWO, ALONE])

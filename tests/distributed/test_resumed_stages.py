@@ -16,7 +16,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.run.weights import write_weights
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Case, Job
 from tests.distributed.training import (
     Outcome,
@@ -52,9 +52,9 @@ class Stopped:
 
     words: tuple[str, ...]
 
-    def __call__(self, world: World, folder: Path) -> tuple[Outcome, Outcome]:
-        first = Training((*BASE, *self.words), change=signal_in_step_3)(world, folder)
-        return first, Training((*BASE, *self.words))(world, folder)
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Outcome, Outcome]:
+        first = Training((*BASE, *self.words), change=signal_in_step_3)(ranks, folder)
+        return first, Training((*BASE, *self.words))(ranks, folder)
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Imported:
     words: tuple[str, ...]
     folder: str
 
-    def __call__(self, world: World, folder: Path) -> dict[str, Tensor] | str:
+    def __call__(self, ranks: Ranks, folder: Path) -> dict[str, Tensor] | str:
         source = f"checkpoint.init_from={folder.parent / self.folder}"
         run = config(*BASE, *UNTIED, *OF_A_FAMILY, *self.words, source)
         try:
-            trainer, _, _ = quiet_trainer(run, folder, world)
+            trainer, _, _ = quiet_trainer(run, folder, ranks)
         except ConfigError as error:
             return str(error)
         return {name: weight.clone() for name, weight in trainer.optimizer.weights_to_fill().items()}
@@ -111,13 +111,13 @@ def runs(folder: Path, source: Transformer) -> dict[str, list]:
     """A run of five steps by two ranks, what was done from its second on, and what stands alone."""
     start = f"checkpoint.resume_from={folder}/whole/checkpoints/step_00000002"
     of_one = f"checkpoint.resume_from={folder}/one/checkpoints/step_00000002"
-    one = Training((*BASE, "train.steps=2"))(World(), folder / "one")
+    one = Training((*BASE, "train.steps=2"))(Ranks(), folder / "one")
     cases: dict[str, Case] = {"whole": Training((*BASE, *ZB1P)), "stopped": Stopped(ZB1P)}
     cases |= {name: Training((*BASE, *words, start)) for name, words in OTHERS.items()}
     cases |= {"from one process": Training((*BASE, *INTERLEAVED, of_one)), **IMPORTS}
     cases["a bad step"] = Training((*BASE, *ZB1P), change=nan_gradient_in_step_2)
     found = Job(folder, cases).results()
-    return found | {ALONE: [Training((*BASE, start))(World(), folder / "alone")], "one": [one]}
+    return found | {ALONE: [Training((*BASE, start))(Ranks(), folder / "alone")], "one": [one]}
 
 
 @pytest.mark.parametrize("name", [*OTHERS, ALONE, "from one process"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.layout import Layout, ParameterLayout
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_nets import SHAPES, TINY, Nets
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -79,14 +79,14 @@ class Trained:
     nets: Nets
     bucket_mb: float = TINY
 
-    def __call__(self, world: World, folder: Path) -> dict[str, Any]:
-        return train(self.nets, world.rank, self.bucket_mb)
+    def __call__(self, ranks: Ranks, folder: Path) -> dict[str, Any]:
+        return train(self.nets, ranks.rank, self.bucket_mb)
 
 
-def times_of_sums(world: World, folder: Path) -> list[list[str]]:
+def times_of_sums(ranks: Ranks, folder: Path) -> list[list[str]]:
     """Of each step, the first parameter of each bucket that is summed, and "-" where the backward ends."""
     nets = Nets(TWO, deliveries=used_twice_in_step_2)
-    optimizer, steps = nets.optimizer(world.rank), []
+    optimizer, steps = nets.optimizer(ranks.rank), []
     (family,) = optimizer.families
     reduce, finish = family.reduce, optimizer._reduction.finish
 
@@ -97,17 +97,17 @@ def times_of_sums(world: World, folder: Path) -> list[list[str]]:
     family.reduce, optimizer._reduction.finish = logged, lambda: (steps[-1].append("-"), finish())
     for step in range(STEPS):
         steps.append([])
-        nets.step(optimizer, step, world.rank)
+        nets.step(optimizer, step, ranks.rank)
     return steps
 
 
-def weights_on_their_way(world: World, folder: Path) -> dict[str, set[str]]:
+def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
     """Names of the parameters that are as the last step has made them, after each call."""
     nets = Nets(TWO)
-    optimizer = nets.optimizer(world.rank)
+    optimizer = nets.optimizer(ranks.rank)
     weights = dict(zip(optimizer.names, optimizer.weights, strict=True))
     before = {name: weight.detach().clone() for name, weight in weights.items()}
-    nets.step(optimizer, 0, world.rank)
+    nets.step(optimizer, 0, ranks.rank)
     main = {name: tensor.clone() for name, tensor in optimizer.main_weights().items()}
 
     def fresh() -> set[str]:
@@ -123,11 +123,11 @@ def weights_on_their_way(world: World, folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def shards(nets: Nets, world: World, folder: Path) -> dict[str, Any]:
+def shards(nets: Nets, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """A rank's state after three steps, and whether another optimizer goes on from it bitwise."""
-    first, second = nets.optimizer(world.rank), nets.optimizer(world.rank)
+    first, second = nets.optimizer(ranks.rank), nets.optimizer(ranks.rank)
     for step in range(3):
-        nets.step(first, step, world.rank)
+        nets.step(first, step, ranks.rank)
     first.gather()
     with torch.no_grad():
         for one, other in zip(first.weights, second.weights, strict=True):
@@ -141,7 +141,7 @@ def shards(nets: Nets, world: World, folder: Path) -> dict[str, Any]:
     second.restored()
     states = first.state_dict()
     for optimizer in (first, second):
-        nets.step(optimizer, 3, world.rank)
+        nets.step(optimizer, 3, ranks.rank)
         optimizer.gather()
     pairs = [*zip(first.weights, second.weights, strict=True), *zip(first.main, second.main, strict=True)]
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -163,9 +163,9 @@ def parts(optimizer: Optimizer) -> list[Tensor]:
     return [shard.data for key in ("exp_avg", "exp_avg_sq") for shard in state[key].values()]
 
 
-def adopted(world: World, folder: Path) -> dict[str, Tensor]:
+def adopted(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
     """Weights after whole ones were taken over."""
-    optimizer = Nets(TWO, {"experts": "tp"}, torch.bfloat16).optimizer(world.rank)
+    optimizer = Nets(TWO, {"experts": "tp"}, torch.bfloat16).optimizer(ranks.rank)
     optimizer.adopt({name: torch.full(shape, 3.001) for name, shape in SHAPES.items()})
     main = optimizer.main_weights()
     assert all(torch.equal(main[name], torch.full(shape, 3.001)) for name, shape in SHAPES.items())

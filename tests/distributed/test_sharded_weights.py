@@ -19,7 +19,7 @@ from graphmoe.generate import load_model
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.run.weights import FolderKind, load_weights, model_to_yaml, read_run
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import run_ranks
 
 CONFIG = ModelConfig(
@@ -101,15 +101,15 @@ def write_run(folder: Path, compute: str) -> None:
     (folder / "resolved.yaml").write_text(document)
 
 
-def save_as_rank(layout: Layout, dtype: torch.dtype, world: World, folder: Path) -> None:
+def save_as_rank(layout: Layout, dtype: torch.dtype, ranks: Ranks, folder: Path) -> None:
     """A case: a run's checkpoint of a layout's ranks."""
-    exact = cut_model(layout, world.rank, seed=3)
-    model = cut_model(layout, world.rank, seed=3, dtype=dtype)
+    exact = cut_model(layout, ranks.rank, seed=3)
+    model = cut_model(layout, ranks.rank, seed=3, dtype=dtype)
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         ours.data.copy_(theirs)
-    main = main_shards(exact, layout, world.rank) if dtype != torch.float32 else {}
+    main = main_shards(exact, layout, ranks.rank) if dtype != torch.float32 else {}
     store = CheckpointStore(folder / "checkpoints", CheckpointConfig())
-    store.save(5, {"model": shards_of(model, layout, world.rank), "optimizer": {"main": main}})
+    store.save(5, {"model": shards_of(model, layout, ranks.rank), "optimizer": {"main": main}})
     store.close()
 
 

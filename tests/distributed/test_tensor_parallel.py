@@ -11,7 +11,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.parallel_steps import (
     Outcome,
     Step,
@@ -177,7 +177,7 @@ def test_what_an_mlp_gathers_is_gathered_again_where_it_is_recomputed(compiled):
 def test_passes_match_as_they_do_on_one_rank_but_for_the_loss(compiled, tmp_path):
     found = compiled["mla and mtp"][0]
     with as_traced():
-        one = dataclasses.replace(COMPILED["mla and mtp"], layout=Layout())(World(), tmp_path)
+        one = dataclasses.replace(COMPILED["mla and mtp"], layout=Layout())(Ranks(), tmp_path)
     assert found.matches.keys() == one.matches.keys()
     different = {key for key, count in one.matches.items() if bool(count) != bool(found.matches[key])}
     assert different == {("loss", "fuse_loss")}

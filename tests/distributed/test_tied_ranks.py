@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout, layout_of, own_part
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training, without_rank_load
 from tests.runs import COMPILED, config
@@ -39,7 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return Training(TIED)(World(), tmp_path_factory.mktemp("one"))
+    return Training(TIED)(Ranks(), tmp_path_factory.mktemp("one"))
 
 
 @functools.cache

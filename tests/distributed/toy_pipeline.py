@@ -145,8 +145,8 @@ class Case:
     pipelines: tuple[tuple[int, ...], ...] = ()
     fails: tuple[str, int, int] | None = None
 
-    def __call__(self, world, folder):
-        parts, log, pipeline = self.made(world)
+    def __call__(self, ranks, folder):
+        parts, log, pipeline = self.made(ranks)
         if self.evaluates:
             with torch.no_grad():
                 pipeline.evaluate(self.evaluates)
@@ -158,9 +158,9 @@ class Case:
             log = first
         return {part.stage: part.found() for part in parts}, log, ()
 
-    def made(self, world):
-        pipelines = self.pipelines or (tuple(range(world.size)),)
-        place = next(ranks.index(world.rank) for ranks in pipelines if world.rank in ranks)
+    def made(self, ranks):
+        pipelines = self.pipelines or (tuple(range(ranks.size)),)
+        place = next(pipeline.index(ranks.rank) for pipeline in pipelines if ranks.rank in pipeline)
         placement, log = self.table.placement, []
         parts = [Part(s, placement.num_stages, self.sums) for s in placement.stages_of(place)]
         stages = {
@@ -174,14 +174,14 @@ class Case:
 class Recorded(Case):
     """A case whose second step is recorded; the log ends with what was."""
 
-    def __call__(self, world, folder):
-        parts, log, pipeline = self.made(world)
+    def __call__(self, ranks, folder):
+        parts, log, pipeline = self.made(ranks)
         pipeline.train()
-        pipeline.recorder = Recorder(torch.device("cpu"), world.barrier)
+        pipeline.recorder = Recorder(torch.device("cpu"), ranks.barrier)
         pipeline.train()
         log = log[: len(log) // 2]
         found = {part.stage: part.found() for part in parts}
         with torch.no_grad():
             pipeline.evaluate(2)  # is not recorded
-        origin = min(world.gather(pipeline.recorder.began_ns))
-        return found, log, pipeline.recorder.spans(world.rank, origin)
+        origin = min(ranks.gather(pipeline.recorder.began_ns))
+        return found, log, pipeline.recorder.spans(ranks.rank, origin)

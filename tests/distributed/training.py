@@ -31,7 +31,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.run.progress import Progress
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile import code as unit_code
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.metrics import MetricsWriter, NoMetrics
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.step_rows import SCALARS, StepRow
@@ -106,18 +106,18 @@ class Training:
         """Composed before it is sent to the ranks, which share two cores."""
         return {**vars(self), "config": self.config}
 
-    def __call__(self, world: World, folder: Path) -> Outcome:
+    def __call__(self, ranks: Ranks, folder: Path) -> Outcome:
         with as_traced() if self.traced else unmeasured():
-            return self._train(world, folder)
+            return self._train(ranks, folder)
 
-    def _train(self, world: World, folder: Path) -> Outcome:
-        trainer, rows, written = quiet_trainer(self.config, folder, world)
+    def _train(self, ranks: Ranks, folder: Path) -> Outcome:
+        trainer, rows, written = quiet_trainer(self.config, folder, ranks)
         assert isinstance(trainer.metrics, Recorder)
         writes = not isinstance(trainer.metrics.inner, NoMetrics)
         compiled = trainer.execution._compiled
-        if compiled is not None and world.size > 1 and not self.traced:
+        if compiled is not None and ranks.size > 1 and not self.traced:
             # As where torch's caches are graphmoe's own: what one rank has compiled the others load.
-            compiled.turns = CompileTurns(Path(world.on_first(lambda: tempfile.mkdtemp(dir=folder))))
+            compiled.turns = CompileTurns(Path(ranks.on_first(lambda: tempfile.mkdtemp(dir=folder))))
         if self.change is not None:
             self.change(trainer)
         error = ""
@@ -176,12 +176,12 @@ def without_rank_load(rows: Tensor) -> Tensor:
 
 
 def quiet_trainer(
-    run_config: RunConfig, folder: Path, world: World
+    run_config: RunConfig, folder: Path, ranks: Ranks
 ) -> tuple[Trainer, list[Tensor], list[dict[str, Any]]]:
     """A trainer that has started, and what its steps will return and its metrics get."""
     folder.mkdir(parents=True, exist_ok=True)
     silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
-    trainer = Trainer(plan_of(run_config, world.size), folder, silent, world)
+    trainer = Trainer(plan_of(run_config, ranks.size), folder, silent, ranks)
     trainer.start()
     recorder = trainer.metrics = Recorder(trainer.metrics)
     return trainer, _kept_rows(trainer), recorder.rows
@@ -226,7 +226,7 @@ def _kept_rows(trainer: Trainer) -> list[Tensor]:
 
 def on_rank(trainer: Trainer, rank: int) -> bool:
     """Whether this is the rank; the last one where there are fewer."""
-    return trainer.world.rank == min(rank, trainer.world.size - 1)
+    return trainer.ranks.rank == min(rank, trainer.ranks.size - 1)
 
 
 def nan_gradient_in_step_2(trainer: Trainer) -> None:

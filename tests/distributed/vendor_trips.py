@@ -19,8 +19,7 @@ from graphmoe.runtime.dispatch import deepep, nvshmem
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem, PeerRows
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.buffer_fakes import fake_package
 from tests.distributed.exchange_fakes import fake_exchange
 
@@ -125,14 +124,14 @@ class Buffered:
     package: str
     routing: str
 
-    def __call__(self, world: World, folder: Path) -> tuple[Trip, Trip, Trip]:
-        layout = Layout(dp=world.size, ep=world.size)
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Trip, Trip, Trip]:
+        layout = Layout(dp=ranks.size, ep=ranks.size)
         mesh = Mesh(layout)
         group = mesh.group("ep_etp")
         assert group is not None
         buffer = deepep.open_buffer(fake_package(*PACKAGES[self.package]), group, 16)  # type: ignore[arg-type]
-        problem = Problem.of(self.routing, layout, world.rank, "cpu", hidden=16, tokens=TOKENS)
-        dispatcher = DeepEP.of(world.size, TOKENS, EXPERTS // world.size, slots=99)
+        problem = Problem.of(self.routing, layout, ranks.rank, "cpu", hidden=16, tokens=TOKENS)
+        dispatcher = DeepEP.of(ranks.size, TOKENS, EXPERTS // ranks.size, slots=99)
         deepep.use_buffer(buffer)
         eager = travel(dispatcher, problem)
         compiled = travel(_Compiled(dispatcher), problem)
@@ -160,11 +159,11 @@ class Symmetric:
     room: int | None = None
     """Rows that there is room for, or the worst case."""
 
-    def __call__(self, world: World, folder: Path) -> tuple[Trip, Trip, Trip]:
-        layout = Layout(dp=world.size, ep=world.size // self.etp, etp=self.etp)
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Trip, Trip, Trip]:
+        layout = Layout(dp=ranks.size, ep=ranks.size // self.etp, etp=self.etp)
         mesh = Mesh(layout)
-        problem = Problem.of(self.routing, layout, world.rank, "cpu", hidden=10, tokens=TOKENS)
-        rows = world.size * TOKENS if self.room is None else self.room
+        problem = Problem.of(self.routing, layout, ranks.rank, "cpu", hidden=10, tokens=TOKENS)
+        rows = ranks.size * TOKENS if self.room is None else self.room
         dispatcher = Nvshmem(Load(rows, 99), EXPERTS // layout.ep, layout.etp)
         with fake_exchange() as fake:
             nvshmem.use_rows(peer_rows(mesh, rows, 10))
@@ -183,11 +182,11 @@ def peer_rows(mesh: Mesh, rows: int, hidden: int, tokens: int = TOKENS, device: 
     return PeerRows(group, size, torch.device(device))
 
 
-def checked_operations(world: World, folder: Path) -> None:
+def checked_operations(ranks: Ranks, folder: Path) -> None:
     """Schemas and fakes of the operations say what these do."""
-    mesh = Mesh(Layout(dp=world.size, ep=world.size))
-    problem = Problem.of("natural", mesh.layout, world.rank, "cpu", hidden=16, tokens=TOKENS)
-    ops, rows, experts = torch.ops.graphmoe, world.size * TOKENS, EXPERTS // world.size
+    mesh = Mesh(Layout(dp=ranks.size, ep=ranks.size))
+    problem = Problem.of("natural", mesh.layout, ranks.rank, "cpu", hidden=16, tokens=TOKENS)
+    ops, rows, experts = torch.ops.graphmoe, ranks.size * TOKENS, EXPERTS // ranks.size
     tokens = problem.h, problem.weight, problem.expert
     with _buffer_of(mesh):
         received, weight, number, _, *handle = _checked(ops.buffer_dispatch, *tokens, rows, experts)
@@ -222,22 +221,22 @@ def _buffer_of(mesh: Mesh) -> Iterator[None]:
         deepep.use_buffer(None)
 
 
-def gradients_of_slots(world: World, folder: Path) -> Tensor:
+def gradients_of_slots(ranks: Ranks, folder: Path) -> Tensor:
     """Of all received weights, those of slots of experts elsewhere too, which a buffer sends as 0."""
-    mesh = Mesh(Layout(dp=world.size, ep=world.size))
-    problem = Problem.of("natural", mesh.layout, world.rank, "cpu", hidden=16, tokens=TOKENS)
+    mesh = Mesh(Layout(dp=ranks.size, ep=ranks.size))
+    problem = Problem.of("natural", mesh.layout, ranks.rank, "cpu", hidden=16, tokens=TOKENS)
     weight = problem.weight.requires_grad_()
     with _buffer_of(mesh):
-        dispatcher = DeepEP.of(world.size, TOKENS, EXPERTS // world.size, slots=99)
+        dispatcher = DeepEP.of(ranks.size, TOKENS, EXPERTS // ranks.size, slots=99)
         _, received, _, room, *_ = dispatcher.dispatch(problem.h, weight, problem.expert)
         return torch.autograd.grad(received[: int(room)].sum(), weight)[0]
 
 
-def too_little_room(world: World, folder: Path) -> str:
+def too_little_room(ranks: Ranks, folder: Path) -> str:
     """What is said where ranks have more tokens than there is room for."""
-    mesh = Mesh(Layout(dp=world.size, ep=world.size))
-    problem = Problem.of("natural", mesh.layout, world.rank, "cpu", hidden=16, tokens=TOKENS)
-    small = DeepEP.of(world.size, TOKENS - 1, EXPERTS // world.size, slots=99)
+    mesh = Mesh(Layout(dp=ranks.size, ep=ranks.size))
+    problem = Problem.of("natural", mesh.layout, ranks.rank, "cpu", hidden=16, tokens=TOKENS)
+    small = DeepEP.of(ranks.size, TOKENS - 1, EXPERTS // ranks.size, slots=99)
     with _buffer_of(mesh):
         try:
             small.dispatch(problem.h, problem.weight, problem.expert)

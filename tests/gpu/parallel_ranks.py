@@ -14,8 +14,7 @@ from graphmoe.ops import collectives as ops
 from graphmoe.passes import PassRunner, select_passes
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.parallel_steps import batch
 from tests.gpu.tiny import GPU
 from tests.runs import config
@@ -53,13 +52,13 @@ def captured(run: Callable[[], list[Tensor]], change: Callable[[int], None]) -> 
     return Replayed([tensor.cpu() for tensor in results], [tensor.cpu() for tensor in plain])
 
 
-def all_collectives(world: World, folder: Path) -> Replayed:
+def all_collectives(ranks: Ranks, folder: Path) -> Replayed:
     """Each collective, forward and backward, on bf16."""
     ops.use_groups(Mesh(LAYOUT))
     x = torch.empty(2, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def change(seed: int) -> None:
-        generator = torch.Generator("cuda").manual_seed(2 * seed + world.rank)
+        generator = torch.Generator("cuda").manual_seed(2 * seed + ranks.rank)
         with torch.no_grad():
             x.normal_(generator=generator)
 
@@ -83,7 +82,7 @@ class CapturedStep:
     compiled: bool
     layout: Layout = LAYOUT
 
-    def __call__(self, world: World, folder: Path) -> Replayed:
+    def __call__(self, ranks: Ranks, folder: Path) -> Replayed:
         mesh = Mesh(self.layout)
         ops.use_groups(mesh)
         run_config = config(*GPU, *self.words)

@@ -13,8 +13,7 @@ from graphmoe.ops import symm
 from graphmoe.ops.symm.collective import positions
 from graphmoe.ops.symm.product_stream import beside_products_on
 from graphmoe.runtime.dispatch.peers import make_peers
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.symm_trips import SymmTrip, gradients
 from tests.gpu.parallel_ranks import Replayed, captured
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
@@ -46,10 +45,10 @@ class Moving:
 class CapturedTrip(SymmTrip):
     """A trip forward and backward in a graph, replayed with new routing; the same by `AllToAll` behind it."""
 
-    def __call__(self, world: World, folder: Path) -> tuple[Replayed, dict[str, Tensor]]:  # type: ignore[override]
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Replayed, dict[str, Tensor]]:  # type: ignore[override]
         mesh = Mesh(self.layout)
         symm.use_peers(make_peers(mesh, torch.device("cuda")))
-        moving, run = Moving.of(self, world.rank), self.trip()
+        moving, run = Moving.of(self, ranks.rank), self.trip()
 
         def step() -> list[Tensor]:
             results = self.results(run, moving.inputs)
@@ -91,10 +90,10 @@ class TripBesideProducts(CapturedTrip):
 class ManyReplays(SymmTrip):
     """Two graphs of a trip and eager trips in turns, each time with other routing."""
 
-    def __call__(self, world: World, folder: Path) -> list[dict[str, tuple[Tensor, Tensor]]]:  # type: ignore[override]
+    def __call__(self, ranks: Ranks, folder: Path) -> list[dict[str, tuple[Tensor, Tensor]]]:  # type: ignore[override]
         mesh = Mesh(self.layout)
         symm.use_peers(make_peers(mesh, torch.device("cuda")))
-        moving, run, dispatcher = Moving.of(self, world.rank), self.trip(), self.by_alltoall(mesh)
+        moving, run, dispatcher = Moving.of(self, ranks.rank), self.trip(), self.by_alltoall(mesh)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -121,14 +120,14 @@ class ManyReplays(SymmTrip):
 class NoWaiting(SymmTrip):
     """Proofs that a trip does not wait for the device."""
 
-    def __call__(self, world: World, folder: Path) -> bool:  # type: ignore[override]
+    def __call__(self, ranks: Ranks, folder: Path) -> bool:  # type: ignore[override]
         symm.use_peers(make_peers(Mesh(self.layout), torch.device("cuda")))
-        inputs, run = self.inputs(world.rank), self.trip()
+        inputs, run = self.inputs(ranks.rank), self.trip()
         for _ in range(3):
             gradients(run, *inputs)
         with syncs_are_errors():
             gradients(run, *inputs)
-        world.barrier()
+        ranks.barrier()
         assert_host_is_back_while_the_device_sleeps(lambda: gradients(run, *inputs))
         return True
 
@@ -137,20 +136,20 @@ class NoWaiting(SymmTrip):
 class Growing(SymmTrip):
     """Trips of several sizes; one that needs more memory inside a capture must be refused."""
 
-    def __call__(self, world: World, folder: Path) -> str:  # type: ignore[override]
+    def __call__(self, ranks: Ranks, folder: Path) -> str:  # type: ignore[override]
         mesh = Mesh(self.layout)
         symm.use_peers(make_peers(mesh, torch.device("cuda")))
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         for tokens, block in ((50, 0), (self.tokens, self.block), (200, 0), (64, 64)):
             trip = SymmTrip(**given | {"tokens": tokens, "block": block})
-            inputs = trip.inputs(world.rank)
+            inputs = trip.inputs(ranks.rank)
             wanted = gradients(trip.by_alltoall(mesh), *inputs)
             actual = gradients(trip.trip(), *inputs)
             assert all(actual[name].equal(wanted[name]) for name in ("out", "dh", "dweight"))
             live_A = positions(actual["arrivals"], mesh.index("ep_etp"), block)
             assert actual["received"][live_A].equal(wanted["received"])
         larger = SymmTrip(**given | {"tokens": 5000})
-        inputs, graph = larger.inputs(world.rank), torch.cuda.CUDAGraph()
+        inputs, graph = larger.inputs(ranks.rank), torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 larger.trip()(*inputs[:3])

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.ops.block_attention import attend_to_block, choose_kernel, gradients_of_block
 from graphmoe.ops.ring_attention import _join
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.parallel_steps import Step, whole_gradient
 from tests.distributed.ranks import Job
 from tests.distributed.shared_sequences import SCALE, Ring
@@ -136,7 +136,7 @@ def test_replay_of_what_two_ranks_captured_is_that_of_the_uncaptured_run(two, na
 @pytest.mark.parametrize("name", STEPS)
 def test_losses_and_gradients_are_those_of_one_gpu(two, name, tmp_path):
     step = STEPS[name]
-    alone = dataclasses.replace(step, layout=Layout())(World(), tmp_path)
+    alone = dataclasses.replace(step, layout=Layout())(Ranks(), tmp_path)
     for number in (0, 1):
         for outcome in two[name]:
             assert_forward_close(outcome.outputs[number].total, alone.outputs[number].total)

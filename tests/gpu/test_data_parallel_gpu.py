@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training
 from tests.gpu.tiny import GPU
@@ -55,7 +55,7 @@ def test_captured_steps_of_two_ranks_are_bitwise_the_uncaptured_ones(two, name):
 
 
 def test_losses_are_those_of_one_gpu_on_the_same_global_batches(two, tmp_path):
-    alone = Training(EAGER)(World(), tmp_path)
+    alone = Training(EAGER)(Ranks(), tmp_path)
     losses = [
         torch.tensor([row["loss"] for row in run.written if "loss" in row])
         for run in (two["eager"][0], alone)

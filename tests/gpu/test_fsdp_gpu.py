@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import quiet_trainer
 from tests.gpu.tiny import GPU, UNREAD
@@ -40,8 +40,8 @@ class Run:
 
     words: tuple[str, ...]
 
-    def __call__(self, world: World, folder: Path) -> tuple[Tensor, list[float]]:
-        trainer, rows, written = quiet_trainer(config(*BASE, *self.words), folder, world)
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Tensor, list[float]]:
+        trainer, rows, written = quiet_trainer(config(*BASE, *self.words), folder, ranks)
         trainer.run()
         return torch.stack(rows).cpu(), [row["val_loss"] for row in written if "val_loss" in row]
 
@@ -52,11 +52,11 @@ class Bytes:
 
     dp_shard: str
 
-    def __call__(self, world: World, folder: Path) -> tuple[int, int]:
+    def __call__(self, ranks: Ranks, folder: Path) -> tuple[int, int]:
         gc.collect()
         before = torch.cuda.memory_allocated()
         words = (*GPU, *WIDE, *UNREAD, "compile.enabled=false", f"parallel.dp_shard={self.dp_shard}")
-        trainer, _, _ = quiet_trainer(config(*words), folder, world)
+        trainer, _, _ = quiet_trainer(config(*words), folder, ranks)
         for _ in range(2):
             trainer._train_step()
         torch.cuda.synchronize()
@@ -70,10 +70,10 @@ class Unread:
 
     compiled: bool
 
-    def __call__(self, world: World, folder: Path) -> float:
+    def __call__(self, ranks: Ranks, folder: Path) -> float:
         enabled = f"compile.enabled={str(self.compiled).lower()}"
         words = (*GPU, *UNREAD, "model.num_layers=2", "train.global_batch_size=16", "parallel.dp_shard=fsdp2")
-        trainer, rows, _ = quiet_trainer(config(*words, enabled), folder, world)
+        trainer, rows, _ = quiet_trainer(config(*words, enabled), folder, ranks)
         for _ in range(3):
             trainer._train_step()
         torch.cuda.set_sync_debug_mode("error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, Training
 from tests.gpu.test_data_parallel_gpu import BASE, EAGER, assert_same_tensors
@@ -36,7 +36,7 @@ def two(tmp_path_factory) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Outcome:
-    return Training(EAGER)(World(), tmp_path_factory.mktemp("alone"))
+    return Training(EAGER)(Ranks(), tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize("name", RUNS)

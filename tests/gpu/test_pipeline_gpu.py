@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.step_rows import SCALARS
 from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Job, share_gpus
@@ -62,7 +62,7 @@ class Run:
 
     words: tuple[str, ...]
 
-    def __call__(self, world: World, folder: Path) -> Found:
+    def __call__(self, ranks: Ranks, folder: Path) -> Found:
         gradients: dict[str, Tensor] = {}
 
         def keep(trainer: Trainer) -> None:
@@ -77,7 +77,7 @@ class Run:
 
             trainer._run_step = run
 
-        return Found(Training(self.words, keep)(world, folder), gradients)
+        return Found(Training(self.words, keep)(ranks, folder), gradients)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def ranks(folder) -> dict[str, list[Found]]:
 def alone(tmp_path_factory) -> dict[str, Found]:
     tied = (*BASE, "model.tie_embeddings=true")
     return {
-        name: Run(words)(World(), tmp_path_factory.mktemp("alone"))
+        name: Run(words)(Ranks(), tmp_path_factory.mktemp("alone"))
         for name, words in (("untied", BASE), ("tied", tied))
     }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from tests.distributed.parallel_steps import Step, whole_gradient
 from tests.distributed.ranks import Job
 from tests.gpu.parallel_ranks import CapturedStep, all_collectives
@@ -42,7 +42,7 @@ def test_replay_of_what_two_ranks_captured_is_bitwise_the_uncaptured_run(two, na
 
 
 def test_losses_and_gradients_are_those_of_one_gpu(two, tmp_path):
-    alone = dataclasses.replace(STEP, layout=Layout())(World(), tmp_path)
+    alone = dataclasses.replace(STEP, layout=Layout())(Ranks(), tmp_path)
     for number in (0, 1):
         for outcome in two["step"]:
             assert_forward_close(outcome.outputs[number].total, alone.outputs[number].total)

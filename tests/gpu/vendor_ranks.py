@@ -13,8 +13,7 @@ from graphmoe.ops import collectives
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.receive_budget import Load
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
-from graphmoe.runtime.mesh import Mesh
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.vendor_trips import (
     EXPERTS,
     TOP_K,
@@ -49,13 +48,13 @@ class VendorTrip:
     room: int | None = None
     """Rows that there is room for, or the worst case."""
 
-    def __call__(self, world: World, folder: Path) -> Outcome:
-        layout = Layout(dp=world.size, ep=world.size // self.etp, etp=self.etp)
-        mesh, device = Mesh(layout), torch.device("cuda", world.rank)
+    def __call__(self, ranks: Ranks, folder: Path) -> Outcome:
+        layout = Layout(dp=ranks.size, ep=ranks.size // self.etp, etp=self.etp)
+        mesh, device = Mesh(layout), torch.device("cuda", ranks.rank)
         collectives.use_groups(mesh)
         model = ModelConfig(hidden_size=HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
         room = Load(
-            world.size * TOKENS if self.room is None else self.room, slots=world.size * TOKENS * TOP_K
+            ranks.size * TOKENS if self.room is None else self.room, slots=ranks.size * TOKENS * TOP_K
         )
         choice = DispatcherChoice(self.choice)
         if choice is DispatcherChoice.nvshmem:
@@ -63,10 +62,10 @@ class VendorTrip:
         else:
             open_buffer(choice, mesh, HIDDEN)
         dispatcher = vendor_dispatcher(choice, model, layout, TOKENS, room)
-        first, second = (self._problem(layout, world.rank + seed) for seed in (0, world.size))
+        first, second = (self._problem(layout, ranks.rank + seed) for seed in (0, ranks.size))
         found, expected = travel(dispatcher, first).cpu(), reference(first, mesh).cpu()
         expected_again = reference(second, mesh).cpu()
-        now = self._problem(layout, world.rank)
+        now = self._problem(layout, ranks.rank)
         h, weight = now.h.requires_grad_(), now.weight.requires_grad_()
 
         def change(number: int) -> None:

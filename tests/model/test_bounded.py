@@ -16,7 +16,7 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.receive_budget import Load
 from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import run_segments
 from tests.runs import config
 from tests.tolerances import relative_error

@@ -12,7 +12,7 @@ from graphmoe.ops.dispatch import SEND_PLAN, send_plan
 from graphmoe.ops.gradients import Gradient
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_forward_close, assert_gradient_close
 

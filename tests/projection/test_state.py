@@ -11,7 +11,7 @@ from graphmoe.plan.pipeline.stages import all_pieces
 from graphmoe.plan.plan import plan_of
 from graphmoe.project.state import state_of
 from graphmoe.runtime.dispatch import make_dispatcher
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.training.dry_run import dry_run
 from tests.runs import config

@@ -25,8 +25,8 @@ from graphmoe.ops.collectives import use_groups
 from graphmoe.optim.arriving_weights import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.runtime.mesh import Mesh
 from graphmoe.runtime.pipeline.stages import Deferring
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.memory import MemoryLog

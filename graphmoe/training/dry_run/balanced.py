@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 
 
 class BalancedAllToAll(AllToAll):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.plan.layout import AXES, Axis, Layout
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import process_group_in
 
 NAMES = {

@@ -20,7 +20,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.segments import Executor, run_segments
 from graphmoe.training.dry_run.balanced import BalancedAllToAll

@@ -16,7 +16,7 @@ from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.plan.plan import DTYPES, Plan
-from graphmoe.runtime.mesh import Mesh
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.memory import MemoryLog

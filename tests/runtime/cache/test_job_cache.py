@@ -10,28 +10,28 @@ from torch._inductor.runtime import compile_tasks
 
 from graphmoe.runtime.compile import job_cache as job
 from graphmoe.runtime.compile.job_cache import JobCache
-from graphmoe.runtime.ranks import World
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import tuned_kernels
 from tests.runtime.cache.cache_contents import FACTS, write
 
 
-def opened(cache, monkeypatch, world: World) -> JobCache:
+def opened(cache, monkeypatch, ranks: Ranks) -> JobCache:
     for module, name in ((job, "set_key_tag"), (tuned_kernels, "tune_each_kernel_once")):
         monkeypatch.setattr(module, name, lambda *arguments: None)
-    return JobCache(cache, FACTS, world)
+    return JobCache(cache, FACTS, ranks)
 
 
 def test_what_every_rank_has_measured_is_kept_for_the_next_job(cache, monkeypatch):
     with mock.patch.dict(os.environ):
-        world = World()
-        monkeypatch.setattr(world, "gather", lambda item: [item, {"of rank 1": 5}])
-        first = opened(cache, monkeypatch, world)
+        ranks = Ranks()
+        monkeypatch.setattr(ranks, "gather", lambda item: [item, {"of rank 1": 5}])
+        first = opened(cache, monkeypatch, ranks)
         first.measured["of rank 0"] = 3
         assert first._work is not None
         write(first._work, a="1")
         first.publish({"graphs": 1}, {"model": "tiny"})
         first._work.close()
-        assert opened(cache, monkeypatch, world).measured == {"of rank 0": 3, "of rank 1": 5}
+        assert opened(cache, monkeypatch, ranks).measured == {"of rank 0": 3, "of rank 1": 5}
 
 
 def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it(
@@ -46,6 +46,6 @@ def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it
     with mock.patch.dict(os.environ):
         os.environ.pop("TRITON_PTXAS_PATH", None)
         compile_tasks._set_triton_ptxas_path.cache_clear()
-        opened(cache, monkeypatch, World())
+        opened(cache, monkeypatch, Ranks())
         assert os.environ["TRITON_PTXAS_PATH"].startswith(str(tmp_path))
     compile_tasks._set_triton_ptxas_path.cache_clear()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.ranks import World, sums
+from graphmoe.runtime.ranks import Ranks, sums
 from graphmoe.training.stop import StopAgreement
 from tests.distributed.ranks import run_ranks
 
@@ -36,39 +36,39 @@ def caught(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-def summed(world: World, folder: Path) -> tuple[torch.Tensor, ...]:
-    count = torch.tensor([2**24 + 1, 5], dtype=torch.int32) * (world.rank + 1)
-    loss = torch.tensor([[0.1], [float("nan")]]) if world.rank else torch.tensor([[0.2], [1.0]])
+def summed(ranks: Ranks, folder: Path) -> tuple[torch.Tensor, ...]:
+    count = torch.tensor([2**24 + 1, 5], dtype=torch.int32) * (ranks.rank + 1)
+    loss = torch.tensor([[0.1], [float("nan")]]) if ranks.rank else torch.tensor([[0.2], [1.0]])
     return sums(dist.group.WORLD, loss, count)
 
 
-def objects(world: World, folder: Path) -> dict[str, Any]:
-    world.barrier()
+def objects(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    ranks.barrier()
     found = {
-        "places": world.gather((world.rank, world.size, world.local_index, world.is_first)),
-        "first": world.on_first(lambda: f"rank {world.rank}"),
-        "one node": world.on_first_of_node(lambda: f"rank {world.rank}"),
+        "places": ranks.gather((ranks.rank, ranks.size, ranks.local_index, ranks.is_first)),
+        "first": ranks.on_first(lambda: f"rank {ranks.rank}"),
+        "one node": ranks.on_first_of_node(lambda: f"rank {ranks.rank}"),
     }
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    two_nodes = World()
+    two_nodes = Ranks()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    found["two nodes"] = two_nodes.on_first_of_node(lambda: f"rank {world.rank}")
+    found["two nodes"] = two_nodes.on_first_of_node(lambda: f"rank {ranks.rank}")
     return found
 
 
-def errors(world: World, folder: Path) -> list[str]:
+def errors(ranks: Ranks, folder: Path) -> list[str]:
     return [
-        caught(lambda: world.on_first(lambda: refuse(ConfigError(f"of rank {world.rank}")))),
-        caught(lambda: world.on_first(lambda: refuse(Picky(1, 2)))),
-        caught(lambda: world.on_first_of_node(lambda: refuse(ConfigError(f"of rank {world.rank}")))),
+        caught(lambda: ranks.on_first(lambda: refuse(ConfigError(f"of rank {ranks.rank}")))),
+        caught(lambda: ranks.on_first(lambda: refuse(Picky(1, 2)))),
+        caught(lambda: ranks.on_first_of_node(lambda: refuse(ConfigError(f"of rank {ranks.rank}")))),
     ]
 
 
-def agreed(world: World, folder: Path) -> list[str | None]:
+def agreed(ranks: Ranks, folder: Path) -> list[str | None]:
     """What each of six calls says, where rank 1 has a signal from the third on and rank 0 from the fourth."""
-    agreement = StopAgreement(world)
-    names = ["SIGINT" if call >= 3 and world.rank else None for call in range(1, 7)]
-    if not world.rank:
+    agreement = StopAgreement(ranks)
+    names = ["SIGINT" if call >= 3 and ranks.rank else None for call in range(1, 7)]
+    if not ranks.rank:
         names[3:] = ["SIGTERM"] * 3
     answers: list[str | None] = []
     for name in names:
@@ -110,10 +110,10 @@ def test_a_signal_at_one_rank_is_known_to_all_one_call_later(two):
 
 
 def test_one_rank_gives_back_what_it_got_and_knows_a_signal_at_once():
-    world, tensor = World(), torch.ones(2)
-    assert (world.rank, world.size, world.local_index, world.is_first) == (0, 1, 0, True)
+    ranks, tensor = Ranks(), torch.ones(2)
+    assert (ranks.rank, ranks.size, ranks.local_index, ranks.is_first) == (0, 1, 0, True)
     assert sums(None, tensor, tensor) == (tensor, tensor)
-    assert world.gather(3) == [3] and world.on_first(lambda: 4) == world.on_first_of_node(lambda: 4) == 4
-    agreement = StopAgreement(world)
+    assert ranks.gather(3) == [3] and ranks.on_first(lambda: 4) == ranks.on_first_of_node(lambda: 4) == 4
+    agreement = StopAgreement(ranks)
     assert agreement.signal(None) is None and agreement.signal("SIGTERM") == "SIGTERM"
     agreement.close()

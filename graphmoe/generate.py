@@ -10,20 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.config.arguments import emit, parse_args, run_tool
-from graphmoe.config.schema import ConfigError, DataSource, DeviceChoice, ModelConfig, MoEConfig, OutputFormat
+from graphmoe.config.schema import ConfigError, DataSource, DeviceChoice, ModelConfig, OutputFormat
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters
 from graphmoe.model.transformer import Transformer
 from graphmoe.run.machine import memory_of, open_device
 from graphmoe.run.stored_run import model_of, read_stored_run
-
-TOKENIZER_FILE = "tokenizer.json"
+from graphmoe.training.sample import TOKENIZER_FILE, generate
 
 
 @dataclass
@@ -93,46 +90,6 @@ def load_model(
     loaded = CheckpointStore.open_any(folder).load(state, step, partial=True)
     assert loaded is not None
     return model, loaded
-
-
-def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
-    """A model that this rank can run alone, with the same weights; None where other ranks have parts of them.
-
-    Ranks of cp have all weights, and a model that runs on whole sequences shares them; so does one without
-    a dispatcher, whose room is for the tokens of a micro-batch.
-    """
-    layout = model.layout
-    if layout.tp * layout.pp * layout.size("ep_etp") > 1:
-        return None
-    if layout.cp == 1 and model.dispatcher is None:
-        return model
-    alone = build_model(model.config, device="meta", execution=execution)
-    alone.load_state_dict(model.state_dict(), assign=True)
-    for router, other in zip(alone.routers(), model.routers(), strict=True):
-        router.earlier_counts = other.earlier_counts  # no part of the state
-    return alone
-
-
-@torch.no_grad()
-def generate(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
-) -> str:
-    """The prompt and its continuation; the model sees at most its context length at a time."""
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not ids:
-        raise ConfigError(f"prompt='{prompt}' has no tokens; give some text")
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    for _ in range(num_tokens):
-        window = torch.tensor([ids[-model.config.context_length :]], device=device)
-        ids.append(int(_pick(model(window)[0, -1, : tokenizer.get_vocab_size()], temperature, generator)))
-    return tokenizer.decode(ids)
-
-
-def _pick(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    if temperature <= 0:
-        return logits_V.argmax()
-    return torch.multinomial((logits_V / temperature).softmax(dim=-1), 1, generator=generator)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,17 @@ from graphmoe.config.arguments import emit
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.summary import render, shown, value_of
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
-from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID, Interrupted, ends_at_signals, exit_at_signals
+from graphmoe.runtime.host.signals import (
+    ELASTIC,
+    FOLDER_HELD,
+    LAUNCHED_AT,
+    LAUNCHER_PID,
+    Interrupted,
+    ends_at_signals,
+    exit_at_signals,
+)
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.worker import FOLDER_HELD, LAUNCHED_AT, LOGS
+from graphmoe.worker import LOGS, train_rank
 
 if TYPE_CHECKING:
     from graphmoe.run.folder import RunFolder
@@ -155,12 +163,12 @@ def _dry_run(config: RunConfig) -> None:
 def _train_here(config: RunConfig) -> dict[str, Any]:
     """The summary of a run whose one worker is this process."""
     from graphmoe.runtime.ranks import Ranks
-    from graphmoe.training.run import open_worker, run_worker
+    from graphmoe.training.run import open_worker
 
     ranks = Ranks()
     plan, lines = open_worker(config, ranks)  # its errors come before a folder is made
     with _claimed(config, "rank0") as run_folder:
-        return run_worker(plan, run_folder.path, ranks, lines)
+        return train_rank(plan, run_folder.path, ranks, lines)
 
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:

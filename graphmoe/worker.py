@@ -25,17 +25,19 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from graphmoe.command.hydra import load_config, to_plain
 from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.summary import render
+from graphmoe.run.summary import render, shown
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
     ELASTIC,
+    FOLDER_HELD,
     LAUNCHER_PID,
     Interrupted,
+    StopSignal,
     die_with_launcher,
     ends_at_signals,
     exit_at_signals,
@@ -45,15 +47,13 @@ from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
 from graphmoe.runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
+    from graphmoe.plan.plan import Plan
     from graphmoe.run.folder import RunFolder
+    from graphmoe.runtime.host.environment import HostLine
     from graphmoe.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"
-"""The folder that the launching process of the first node has claimed for the run."""
-LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
-"""When the command, or the job of a sweep, began: seconds since the epoch, from the launching process."""
 LOGS = "logs"
 _USAGE = "usage: python -m graphmoe.worker <resolved.yaml of a run>"
 
@@ -177,14 +177,14 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
     import torch.distributed as dist
 
     from graphmoe.run.folder import announce
-    from graphmoe.training.run import open_worker, run_worker
+    from graphmoe.training.run import open_worker
 
     start_logging(folder / LOGS, f"rank{ranks.rank}", on_console=ranks.is_first)
     try:
         plan, lines = open_worker(config, ranks)
         if claimed:
             announce(claimed, to_plain(config))
-        summary = run_worker(plan, folder, ranks, lines)
+        summary = train_rank(plan, folder, ranks, lines)
         if claimed and LAUNCHER_PID not in os.environ:
             emit(summary, render(summary), config.format)
     except BaseException:
@@ -194,6 +194,32 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
     if ranks.size > 1:
         ranks.barrier()
         dist.destroy_process_group()
+
+
+def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
+    """Train, and on rank 0 leave projected memory before it and the run's page after it; the summary."""
+    from graphmoe.project.projected_memory import write_projected_memory
+    from graphmoe.training.run import run_worker
+
+    if ranks.is_first:
+        write_projected_memory(folder, plan)
+    summary = run_worker(plan, folder, ranks, host_lines)
+    if summary and plan.config.log.report:
+        with StopSignal():  # a signal is for what comes after this run
+            leave_report(folder)
+    return summary
+
+
+def leave_report(folder: Path) -> None:
+    """Write the run's page; log an error there with the command that makes the page later."""
+    from graphmoe.report.page import write_report
+    from graphmoe.report.work import MAX_TRACE_BYTES
+
+    try:
+        write_report(folder, max_trace_bytes=MAX_TRACE_BYTES)
+    except Exception as error:
+        why = f"{error}; pip install plotly" if isinstance(error, ImportError) else repr(error)
+        log.warning("no report: %s. python -m graphmoe.report run=%s makes it", why, shown(folder))
 
 
 def _end(error: BaseException, log_dir: Path | None) -> NoReturn:

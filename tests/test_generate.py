@@ -12,12 +12,13 @@ import torch
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.tokenizer import load_tokenizer
-from graphmoe.generate import generate, load_model, main, model_of_one_rank
+from graphmoe.generate import load_model, main
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.receive_budget import Load
 from graphmoe.run.weights import run_config
 from graphmoe.runtime.dispatch.symm import Symm
+from graphmoe.training.sample import generate, model_of_one_rank
 from tests.runs import TINY, assert_same_state, command, config, train_in
 
 

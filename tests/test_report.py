@@ -31,7 +31,7 @@ from graphmoe.report.memory import KINDS, OUTSIDE_ALLOCATOR, memory_remarks, pro
 from graphmoe.report.page import write_report
 from graphmoe.report.run_data import read_run
 from graphmoe.report.work import segments_section
-from graphmoe.training.run import leave_report
+from graphmoe.worker import leave_report
 from tests.kineto import KinetoTrace
 from tests.runs import config
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from graphmoe.plan.costs.hardware import CARDS, H100
+from graphmoe.run.records import trace_file
 from graphmoe.trace.__main__ import main
-from graphmoe.trace.events import Trace, rank_of, read_trace, trace_file
+from graphmoe.trace.events import Trace, rank_of, read_trace
 from graphmoe.trace.floors import Device
 from graphmoe.trace.intervals import apart, length, union
 from graphmoe.trace.reading import summarise

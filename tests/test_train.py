@@ -23,7 +23,8 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.run import _sample, _summarise, warn_of_unused
+from graphmoe.training.run import _summarise, warn_of_unused
+from graphmoe.training.sample import sample_of
 from tests.faulty_disk import no_file_beyond
 from tests.runs import (
     QUIET,
@@ -286,10 +287,10 @@ def test_a_run_on_text_ends_with_a_sample_and_its_tokenizer(tmp_path, text_words
     assert (tmp_path / "run" / "tokenizer.json").is_file()
 
 
-def test_a_tokenizer_without_the_words_of_the_prompt_ends_without_a_sample(tmp_path):
+def test_a_tokenizer_without_the_words_of_the_prompt_ends_without_asample_of(tmp_path):
     trainer = trainer_in(tmp_path, "log.sample_tokens=5")
     trainer.corpus = dataclasses.replace(trainer.corpus, tokenizer=Tokenizer(BPE()))
-    assert _sample(trainer) is None
+    assert sample_of(trainer) is None
 
 
 def test_a_rank_that_has_a_part_of_the_model_writes_no_sample_since_others_would_not_join_it(
@@ -299,10 +300,10 @@ def test_a_rank_that_has_a_part_of_the_model_writes_no_sample_since_others_would
     with caplog.at_level("INFO"):
         for layout in (Layout(tp=2), Layout(dp=2, ep=2)):
             trainer.model.layout = layout
-            assert _sample(trainer) is None
+            assert sample_of(trainer) is None
     assert caplog.text.count("no sample of text: ranks share the weights") == 2
     trainer.model.layout = Layout(dp=2)
-    assert _sample(trainer) is not None
+    assert sample_of(trainer) is not None
 
 
 @pytest.mark.parametrize("key", ["resume_from", "init_from"])

@@ -12,6 +12,17 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Size = Annotated[int, Meta(ge=1, lt=2**53)]
 Number = float | None
+PROFILE_FOLDER = "profile"
+"""Name of the folder of traces, in a run's folder."""
+FACTS = "graphmoe"
+"""Key in a trace of facts about the run."""
+STEP = "ProfilerStep#"
+"""Beginning of the name of a range that is a step."""
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's trace."""
+    return f"rank{rank}.trace.json.gz"
 
 
 class MetricsRow(TypedDict, total=False):

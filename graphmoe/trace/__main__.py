@@ -19,8 +19,9 @@ from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
+from graphmoe.run.records import PROFILE_FOLDER
 from graphmoe.trace.comparison import Comparison, compare
-from graphmoe.trace.events import PROFILE_FOLDER, rank_of, read_trace
+from graphmoe.trace.events import rank_of, read_trace
 from graphmoe.trace.reading import summarise
 from graphmoe.trace.summary import Summary
 from graphmoe.trace.tables import comparison_text, summary_text

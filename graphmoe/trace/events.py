@@ -17,12 +17,8 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
+from graphmoe.run.records import STEP, trace_file
 
-FACTS = "graphmoe"
-"""Key of what a run with profile.steps says of itself."""
-STEP = "ProfilerStep#"
-PROFILE_FOLDER = "profile"
-"""Of the traces, in a run's folder."""
 LARGEST_TRACE = 4 << 30
 """Bytes of a trace that is read, unpacked."""
 Thread = tuple[Any, Any]
@@ -85,11 +81,6 @@ class Trace:
     """What the run has said of itself; empty for a trace from elsewhere."""
     device: str | None = None
     """Name of the GPU."""
-
-
-def trace_file(rank: int) -> str:
-    """Name of a rank's trace."""
-    return f"rank{rank}.trace.json.gz"
 
 
 def rank_of(name: str) -> int | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.run.records import STEP
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.trace.cpu import of_cpu
-from graphmoe.trace.events import STEP, Trace
+from graphmoe.trace.events import Trace
 from graphmoe.trace.gpu import of_gpu
 from graphmoe.trace.owners import owners_of
 from graphmoe.trace.summary import UNKNOWN, Summary

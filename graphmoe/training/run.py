@@ -1,4 +1,4 @@
-"""What each rank of a run does in its folder: train, and on rank 0 write what the run leaves behind."""
+"""Train on each rank of a run, and on rank 0 write env.json, the tokenizer and summary.json."""
 
 from __future__ import annotations
 
@@ -26,38 +26,31 @@ from graphmoe.config.schema import (
     RunConfig,
 )
 from graphmoe.data import DataError
-from graphmoe.generate import TOKENIZER_FILE, generate, model_of_one_rank
 from graphmoe.model.attention import check_backend
 from graphmoe.passes import select_passes
 from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.project.projected_memory import write_projected_memory
-from graphmoe.report.__main__ import PROG
-from graphmoe.report.page import write_report
-from graphmoe.report.work import MAX_TRACE_BYTES
 from graphmoe.run.folder import ENVIRONMENT_FILE, SUMMARY_FILE
 from graphmoe.run.machine import check_memory, check_processes, describe, open_device
 from graphmoe.run.metrics_file import METRICS_FILE, read_rows, summarise
 from graphmoe.run.progress import Progress
-from graphmoe.run.summary import shown, to_json
+from graphmoe.run.summary import to_json
 from graphmoe.runtime.cache.bytecode import folder_in_use
 from graphmoe.runtime.dispatch.vendors import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
 from graphmoe.runtime.host.logs import console
-from graphmoe.runtime.host.signals import StopSignal
+from graphmoe.runtime.host.signals import LAUNCHED_AT, StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.host.writing import replace_text
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.training.sample import TOKENIZER_FILE, sample_of
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.start_state import check_start
 from graphmoe.training.trainer import Trainer
-from graphmoe.worker import LAUNCHED_AT
 
 log = logging.getLogger(__name__)
-
-PROMPT = "def read_file(path):\n"
 
 
 def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
@@ -103,28 +96,13 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
         if ranks.is_first:
             facts = {**describe(trainer.device), "num_workers": ranks.size}
             _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
-            write_projected_memory(folder, plan)
             if trainer.corpus.tokenizer is not None:
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
         finished = trainer.run()
     with StopSignal():  # all steps are done: a signal is for what comes after this run
         memory = ranks.gather(trainer.memory)
-        if not ranks.is_first:
-            return {}
-        summary = _summarise(trainer, folder, finished, memory)
-        if config.log.report:
-            leave_report(folder)
-        return summary
-
-
-def leave_report(folder: Path) -> None:
-    """Write the run's page. What goes wrong there is logged, with the command that makes it again."""
-    try:
-        write_report(folder, max_trace_bytes=MAX_TRACE_BYTES)
-    except Exception as error:
-        why = f"{error}; pip install plotly" if isinstance(error, ImportError) else repr(error)
-        log.warning("no report: %s. python -m %s run=%s makes it", why, PROG, shown(folder))
+        return _summarise(trainer, folder, finished, memory) if ranks.is_first else {}
 
 
 def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
@@ -153,8 +131,8 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     }
     for key, value in ((key, getattr(config.moe, key)) for key, has in has_effect.items() if not has):
         if value != getattr(MoEConfig, key):
-            shown = getattr(value, "value", value)
-            log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, shown, plan.dispatcher.value)
+            text = getattr(value, "value", value)
+            log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, text, plan.dispatcher.value)
     if config.profile.pipeline and config.parallel.pp == 1:
         log.warning("profile.pipeline=true has no effect with parallel.pp=1")
     if config.profile.ranks != ProfileConfig().ranks and not config.profile.steps:
@@ -189,7 +167,7 @@ def _summarise(
         "device_memory_gib": taken,
         "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
     }
-    summary["sample"] = _sample(trainer) if finished else None
+    summary["sample"] = sample_of(trainer) if finished else None
     _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")
     return summary
 
@@ -207,18 +185,3 @@ def _seconds_after_launch() -> float:
     """How long after the command, or the job of a sweep, this process began; 0 in the command's own."""
     launched = os.environ.get(LAUNCHED_AT)
     return psutil.Process().create_time() - float(launched) if launched else 0.0
-
-
-def _sample(trainer: Trainer) -> str | None:
-    """Text that the trained model writes, where the corpus has a tokenizer."""
-    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
-    if count and not trainer.optimizer.model_is_whole:
-        log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
-        return None
-    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
-        return None
-    model = model_of_one_rank(trainer.model, trainer.config.moe)
-    if model is None:
-        log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
-        return None
-    return generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0)

@@ -23,6 +23,10 @@ NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Of a terminal that is gone, and of Slurm and others whose time limit is near."""
 ELASTIC = "TORCHELASTIC_RUN_ID"
 """Torch elastic, torchrun's or graphmoe's own, sets it in each worker."""
+FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"
+"""The folder that the launching process of the first node has claimed for the run."""
+LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
+"""When the command, or the job of a sweep, began: seconds since the epoch, from the launching process."""
 LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"
 """graphmoe's own launcher sets it in each worker, and tells the user of signals and errors itself."""
 _ECHO_S = 2.0

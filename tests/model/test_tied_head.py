@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import ModelConfig
-from graphmoe.generate import model_of_one_rank
 from graphmoe.model.blocks import EMBEDDING, HEAD
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.layout import Layout
+from graphmoe.training.sample import model_of_one_rank
 from tests.model.test_transformer import CONFIGS, both, make_batch
 from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -1,0 +1,74 @@
+"""Continue a prompt with a model, as a run does at its end and the command generate does with its weights."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from graphmoe.config.schema import ConfigError, MoEConfig
+from graphmoe.model.build import build_model
+from graphmoe.model.transformer import Transformer
+from graphmoe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_FILE = "tokenizer.json"
+PROMPT = "def read_file(path):\n"
+
+
+def sample_of(trainer: Trainer) -> str | None:
+    """Return text that the trained model writes, where the corpus has a tokenizer."""
+    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
+    if count and not trainer.optimizer.model_is_whole:
+        log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
+        return None
+    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
+        return None
+    model = model_of_one_rank(trainer.model, trainer.config.moe)
+    if model is None:
+        log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
+        return None
+    return generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0)
+
+
+def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
+    """A model that this rank can run alone, with the same weights; None where other ranks have parts of them.
+
+    Ranks of cp have all weights, and a model that runs on whole sequences shares them; so does one without
+    a dispatcher, whose room is for the tokens of a micro-batch.
+    """
+    layout = model.layout
+    if layout.tp * layout.pp * layout.size("ep_etp") > 1:
+        return None
+    if layout.cp == 1 and model.dispatcher is None:
+        return model
+    alone = build_model(model.config, device="meta", execution=execution)
+    alone.load_state_dict(model.state_dict(), assign=True)
+    for router, other in zip(alone.routers(), model.routers(), strict=True):
+        router.earlier_counts = other.earlier_counts  # no part of the state
+    return alone
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
+) -> str:
+    """The prompt and its continuation; the model sees at most its context length at a time."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ConfigError(f"prompt='{prompt}' has no tokens; give some text")
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for _ in range(num_tokens):
+        window = torch.tensor([ids[-model.config.context_length :]], device=device)
+        ids.append(int(_pick(model(window)[0, -1, : tokenizer.get_vocab_size()], temperature, generator)))
+    return tokenizer.decode(ids)
+
+
+def _pick(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature <= 0:
+        return logits_V.argmax()
+    return torch.multinomial((logits_V / temperature).softmax(dim=-1), 1, generator=generator)

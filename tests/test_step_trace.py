@@ -75,7 +75,7 @@ def test_a_captured_step_is_one_range(tmp_path):
 
 def test_a_run_that_ends_early_has_the_steps_until_then(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, *SHORT, *RECORDED)
-    monkeypatch.setattr(trainer.agreement, "signal", lambda own: "SIGTERM" if trainer.step == 2 else None)
+    monkeypatch.setattr(trainer.stop_flag, "signal", lambda own: "SIGTERM" if trainer.step == 2 else None)
     assert not trainer.run()
     assert trace_of(tmp_path)["graphmoe"]["steps"] == [2]
     again = train_in(tmp_path, *SHORT, *RECORDED)

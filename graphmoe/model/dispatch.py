@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from graphmoe.model.moe import Experts, combine
 from graphmoe.ops.dispatch import PLANNED, RECEIVED, Dispatcher, plan_received
-from graphmoe.ops.gradients import Gradient, delivered, have_begun
+from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.plan.receive_budget import Load
 
 ROUTED = ("routed", "load")
@@ -218,7 +218,7 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
     for rows, numbers in _by_expert(number_NK, ctx.shapes[0][0], ctx.dispatcher):
         ctx.work.weight_gradients(into, dy_ND[rows], *(x[rows] for x in received[:2]), numbers)
     if totals:
-        delivered(totals)
+        report_added(totals)
         return None, None
     return tuple(gradient.to(dy_ND.dtype) for gradient in into)
 

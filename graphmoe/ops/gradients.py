@@ -10,14 +10,14 @@ from torch import Tensor
 class Gradient:
     """One parameter's gradient. ``total`` keeps its address; the optimizer's update may scale it.
 
-    Who writes into ``total`` without ``add`` reports it to ``delivered``.
+    Who writes into ``total`` without ``add`` reports it to ``report_added``.
     """
 
     def __init__(self, total: Tensor) -> None:
         self.total = total
         self.begun = False
         """Whether ``total`` holds anything of this step; a flag of the host, so nothing waits for it."""
-        self.on_delivery: Callable[[], None] | None = None
+        self.on_added: Callable[[], None] | None = None
         """Called each time that something was stored in ``total`` or added to it."""
 
     def add(self, value: Tensor) -> None:
@@ -26,7 +26,7 @@ class Gradient:
             self.total.add_(value)
         else:
             self.total.copy_(value)
-        delivered([self])
+        report_added([self])
 
     def fill(self) -> None:
         """Make it zeros if nothing came so far; more may be added."""
@@ -49,10 +49,10 @@ def have_begun(gradients: Sequence[Gradient]) -> bool:
     return begun
 
 
-def delivered(gradients: Sequence[Gradient]) -> None:
+def report_added(gradients: Sequence[Gradient]) -> None:
     """Say that each ``total`` has something more of this step; all were written before any is reported."""
     for gradient in gradients:
         gradient.begun = True
     for gradient in gradients:
-        if gradient.on_delivery is not None:
-            gradient.on_delivery()
+        if gradient.on_added is not None:
+            gradient.on_added()

@@ -72,7 +72,7 @@ class _BucketSum:
         """Whether something came after the start."""
         self._work: dist.Work | None = None
         for gradient in gradients:
-            gradient.on_delivery = self._count
+            gradient.on_added = self._count
 
     @property
     def complete(self) -> bool:

@@ -16,7 +16,7 @@ TIMES_LONGEST = 3.0
 """What has been done before may take so much longer than the longest time that it took."""
 
 
-class Pace:
+class Heartbeat:
     """Leaves a sign of life at each step, validation and checkpoint of a run. No device sync.
 
     A device works behind the host, which waits for it where it reads metrics. So the host knows how long a

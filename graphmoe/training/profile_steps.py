@@ -27,7 +27,7 @@ from graphmoe.runtime.torch_compat.memory import (
     stop_memory_history,
     write_memory_history,
 )
-from graphmoe.training.heartbeat import Pace
+from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.step_rows import StepClock
 
 log = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class StepTrace:
         folder: Path,
         ranks: Ranks,
         device: torch.device,
-        pace: Pace,
+        heartbeat: Heartbeat,
         clock: StepClock,
     ) -> None:
         steps = config.profile.steps
         self._first, self._last = steps[0], steps[-1]
-        self._config, self._ranks, self._device, self._pace = config, ranks, device, pace
+        self._config, self._ranks, self._device, self._heartbeat = config, ranks, device, heartbeat
         self._clock = clock
         self._folder = folder / PROFILE_FOLDER
         self._is_wanted = ranks.rank in config.profile.ranks
@@ -71,7 +71,7 @@ class StepTrace:
         if not self._first <= number <= self._last:
             yield
             return
-        self._pace.slow(f"step {number}, which is profiled")
+        self._heartbeat.slow(f"step {number}, which is profiled")
         if not self._is_open:
             self._begin()
         self._done.append(number)

@@ -11,7 +11,7 @@ from types import TracebackType
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import open_device
 from graphmoe.runtime.ranks import Mesh, Ranks
-from graphmoe.training.heartbeat import Pace
+from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.pipelined import Pipelined
 from graphmoe.training.profile_pipeline import PipelineProfile
@@ -59,7 +59,7 @@ def profiles_of(
     micro_batches: MicroBatches,
     mesh: Mesh,
     ranks: Ranks,
-    pace: Pace,
+    heartbeat: Heartbeat,
     clock: StepClock,
     folder: Path,
     done: int,
@@ -74,5 +74,5 @@ def profiles_of(
         if done >= steps[-1]:
             log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, done)
         else:
-            trace = StepTrace(config, folder, ranks, open_device(config.run.device), pace, clock)
+            trace = StepTrace(config, folder, ranks, open_device(config.run.device), heartbeat, clock)
     return Profiles(pipeline, trace)

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.plan.receive_budget import Load
 from graphmoe.runtime.capture.step import Step
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung
-from graphmoe.training.heartbeat import Pace
+from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.step_rows import StepRows
 
 
@@ -23,7 +23,7 @@ class _Launched(NamedTuple):
     rung: Rung
 
 
-class Launches:
+class RetryingSteps:
     """Runs optimizer steps and keeps their rows.
 
     With a ladder it asks, once a step was launched, whether there was room for what arrived in the one
@@ -33,10 +33,10 @@ class Launches:
     """
 
     def __init__(
-        self, run: Step, rows: StepRows, void: Tensor, pace: Pace, ladder: ReceiveLadder | None
+        self, run: Step, rows: StepRows, void: Tensor, heartbeat: Heartbeat, ladder: ReceiveLadder | None
     ) -> None:
         """``void`` is the flag of `graphmoe.optim.base.StepOptimizer`."""
-        self._run, self._rows, self._void, self._pace, self._ladder = run, rows, void, pace, ladder
+        self._run, self._rows, self._void, self._heartbeat, self._ladder = run, rows, void, heartbeat, ladder
         self._open: deque[_Launched] = deque()
 
     def __call__(self, step: int, batches: Iterable[Tensor]) -> None:
@@ -77,9 +77,9 @@ class Launches:
         self._rows.drop(len(again))
         what = f"step {step}, again with more room"
         if ladder.climb(step, load, too_small):
-            self._pace.anew(what)
+            self._heartbeat.anew(what)
         else:
-            self._pace.slow(what)  # several steps, of which the watch expects one
+            self._heartbeat.slow(what)  # several steps, of which the watch expects one
         self._void.zero_()
         for launched in again:
             self._launch(launched._replace(rung=ladder.rung))

@@ -53,12 +53,8 @@ class Made:
         if output.counted_LE is not None:
             self.counted_LE[layers.start : layers.stop] += output.counted_LE
         if output.received_load is not None:
-            received_load = self.received_load
-            self.received_load = (
-                output.received_load
-                if received_load is None
-                else torch.maximum(received_load, output.received_load)
-            )
+            earlier, load = self.received_load, output.received_load
+            self.received_load = load if earlier is None else torch.maximum(earlier, load)
 
 
 class TrainStep:

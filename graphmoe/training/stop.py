@@ -15,7 +15,7 @@ NOTHING = 0
 """No signal has this number."""
 
 
-class StopAgreement:
+class StopFlag:
     """Between two steps tells the other ranks of a signal, and learns what they told at the time before.
 
     So nobody waits for a message: it had a whole step to arrive. It travels between the hosts, in a group

@@ -46,16 +46,16 @@ from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
-from graphmoe.training.heartbeat import Pace
+from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
 from graphmoe.training.pipelined import micro_batches_of
 from graphmoe.training.profiles import profiles_of
-from graphmoe.training.rerun import Launches
+from graphmoe.training.rerun import RetryingSteps
 from graphmoe.training.saves import Saves
 from graphmoe.training.start_state import named_source
 from graphmoe.training.step import TrainStep
 from graphmoe.training.step_rows import StepRow, StepRows
-from graphmoe.training.stop import StopAgreement
+from graphmoe.training.stop import StopFlag
 from graphmoe.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -101,9 +101,9 @@ class Trainer:
             planned=self._plans,
         )
         self.throughput = self._throughput()
-        self.agreement = StopAgreement(self.ranks)
+        self.stop_flag = StopFlag(self.ranks)
         capture = self.execution.capture
-        self.pace = Pace(config.launch.hang_timeout_s, capture.warmup_steps + 1 if capture else 1)
+        self.heartbeat = Heartbeat(config.launch.hang_timeout_s, capture.warmup_steps + 1 if capture else 1)
         self._pending: tuple[int, float] | None = None
         """The last step whose metrics are due to be written, and the epoch after it."""
         self.step = 0
@@ -123,15 +123,15 @@ class Trainer:
         self._captured = CapturedRun(self.train_step, self.plan, capture, self.device, places, folder)
         self._run_step: Step = self._captured
         ladder = self._ladder()
-        self.launches = Launches(
-            lambda batches: self._run_step(batches), self.rows, self.optimizer.void, self.pace, ladder
+        self.steps = RetryingSteps(
+            lambda batches: self._run_step(batches), self.rows, self.optimizer.void, self.heartbeat, ladder
         )
         self.validation = Validation(
-            self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.pace, ladder
+            self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.heartbeat, ladder
         )
         clock, done = self.rows.clock, self.step
         self.profile = profiles_of(
-            self.plan, micro_batches, self.mesh, self.ranks, self.pace, clock, self.folder, done
+            self.plan, micro_batches, self.mesh, self.ranks, self.heartbeat, clock, self.folder, done
         )
         self.metrics: MetricsWriter = NoMetrics()
         self.ranks.on_first(self._open_metrics)
@@ -148,7 +148,7 @@ class Trainer:
             stack.callback(self.store.close)
             stack.callback(self.loader.close)
             stack.callback(self._captured.release)
-            stack.push(self.pace.leave)
+            stack.push(self.heartbeat.leave)
             stack.push(self.profile.leave)
             if self.step == 0:
                 self._validate()
@@ -182,22 +182,22 @@ class Trainer:
         """Steps up to the last, or to a signal at any rank, whose name is returned."""
         self.rows.clock.restart()
         while self.step < self.config.train.steps:
-            if signal := self.agreement.signal(stop.received):
+            if signal := self.stop_flag.signal(stop.received):
                 return signal
             self.corpus.check.raise_damage()
             self._train_step()
             garbage.after_step(self.step)
-        self.agreement.close()
+        self.stop_flag.close()
         self.corpus.check.raise_damage()
         return None
 
     def _train_step(self) -> None:
         """One optimizer step, and what is due after it."""
         train, checkpoint = self.config.train, self.config.checkpoint
-        self.pace.step(self.step + 1)
+        self.heartbeat.step(self.step + 1)
         batches = (next(self.loader) for _ in range(self.plan.num_micro_batches))
         with self.profile.step(self.step + 1):
-            self.launches(self.step + 1, batches)
+            self.steps(self.step + 1, batches)
         self.step += 1
         if self.first_step_s is None:
             self._synchronize()
@@ -215,7 +215,7 @@ class Trainer:
         if validates or saves or len(self.rows) == train.log_interval:
             self._pending = self.step, self.loader.epochs
             if waits:
-                self.launches.settle()
+                self.steps.settle()
         if waits:
             self._report_pending()
         if validates:
@@ -252,7 +252,7 @@ class Trainer:
 
     def _flush(self) -> None:
         """Report the metrics of all steps so far."""
-        self.launches.settle()
+        self.steps.settle()
         self._report_pending()
         if len(self.rows):
             self._pending = self.step, self.loader.epochs
@@ -269,17 +269,17 @@ class Trainer:
         config, (step, epoch), self._pending = self.config, self._pending, None
         read = self._write(step, epoch)
         if read[-1].values["longest_skip"] >= config.train.max_nonfinite:
-            self.launches.settle()
+            self.steps.settle()
             if len(self.rows):
                 self._write(self.step, self.loader.epochs)
-            self.pace.slow(f"the checkpoint of step {self.step}")
+            self.heartbeat.slow(f"the checkpoint of step {self.step}")
             raise self.saves.after_skips(self.step, self._state(), int(read[-1].values["longest_skip"]))
 
     def _write(self, step: int, epoch: float) -> list[StepRow]:
         """Write the metrics up to a step and log them; returns them as read."""
         memory, per_step = self._peak_gib(), self.throughput.tokens_per_step
         read = self.rows.read(step)
-        self.pace.has_read()
+        self.heartbeat.has_read()
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
         self.metrics.write(rows, read)
         for row in rows:
@@ -308,7 +308,7 @@ class Trainer:
         }
 
     def _save(self, *, wait: bool = False) -> None:
-        self.pace.slow(f"the checkpoint of step {self.step}")
+        self.heartbeat.slow(f"the checkpoint of step {self.step}")
         self.saves.save(self.step, self._state(), wait=wait)
 
     def _restore(self) -> str:

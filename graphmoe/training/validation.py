@@ -12,7 +12,7 @@ from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import Mesh, sums
-from graphmoe.training.heartbeat import Pace
+from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.step import one_of_all
 
@@ -27,11 +27,11 @@ class Validation:
         model: Transformer,
         micro_batches: MicroBatches,
         mesh: Mesh,
-        pace: Pace,
+        heartbeat: Heartbeat,
         ladder: ReceiveLadder | None,
     ) -> None:
         self.config, self.corpus, self.model, self.micro_batches = config, corpus, model, micro_batches
-        self.mesh, self.pace, self.ladder = mesh, pace, ladder
+        self.mesh, self.heartbeat, self.ladder = mesh, heartbeat, ladder
         self.device = next(model.parameters()).device
 
     @property
@@ -43,12 +43,12 @@ class Validation:
     def __call__(self) -> tuple[float, int]:
         """The mean, and of how many micro-batches. A collective; the weights must be whole."""
         assert self.corpus.val is not None
-        self.pace.validation()
+        self.heartbeat.validation()
         batches = [*first_batches(self.corpus.val, self.config.val_batches, self.config.micro_batch_size)]
         total, has_room = self._total(batches)
         if not has_room:
             assert self.ladder is not None
-            self.pace.slow("the validation, again with room for everything")
+            self.heartbeat.slow("the validation, again with room for everything")
             with self.ladder.without_limit():
                 total, _ = self._total(batches)
         return total / len(batches), len(batches)

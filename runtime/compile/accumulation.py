@@ -10,7 +10,7 @@ from graphmoe.ops import grouped_mlp  # noqa: F401  # registers the ops
 aten, prims, ops = torch.ops.aten, torch.ops.prims, torch.ops.graphmoe
 
 
-def deliver_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
+def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
     """The same graph with a further fp32 input for each output, which it stores there or adds to it.
 
     The experts' kernels do so from their own sums where they can. Elsewhere the sum is taken in fp32 before

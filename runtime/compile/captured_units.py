@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops.gradients import Gradient, delivered, have_begun
+from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.runtime.capture.capture import Capture, Span
 from graphmoe.runtime.capture.graphs import static_copy
 from graphmoe.runtime.capture.replays import Pool, Replay
@@ -98,7 +98,7 @@ class CapturedUnit:
     """A training unit at one place: its code while the capture warms up, then its graphs."""
 
     def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
-        assert code.delivers, "autograd would keep a gradient that the next replay overwrites"
+        assert code.accumulates, "autograd would keep a gradient that the next replay overwrites"
         self.graphs, self._shared = code.graphs, shared
         self._make = functools.partial(_UnitOnLane, code, shared, span, reads)
         self._lanes: dict[tuple[Hashable, int], _UnitOnLane] = {}
@@ -227,7 +227,7 @@ class _UnitOnLane:
             replay = Replay(self._span, self._pool, run, scratch, [False] * len(scratch), part="B")
             self._backward[add].append(replay)
         results = replay(of_outputs)
-        delivered(sums)
+        report_added(sums)
         return [result.detach() for result in results], [None] * len(sums)
 
     def _inputs_alone(
@@ -290,7 +290,7 @@ class _UnitOnLane:
                 inputs.weights[add].append(replay)
             replay()
         self._pool.num_left -= 1
-        delivered(sums)
+        report_added(sums)
 
 
 class _Inputs(Replay):

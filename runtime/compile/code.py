@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from graphmoe.ops.gradients import Gradient, delivered, have_begun
+from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.profiler_ranges import ranged
-from graphmoe.runtime.compile.accumulation import deliver_outputs
+from graphmoe.runtime.compile.accumulation import accumulate_outputs
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.torch_compat import FakeTensorMode, compile_inference
 
@@ -36,16 +36,16 @@ class UnitCode:
     """
 
     def __init__(
-        self, graphs: UnitGraphs, compiler: Callable[[fx.GraphModule], Compiled], *, delivers: bool
+        self, graphs: UnitGraphs, compiler: Callable[[fx.GraphModule], Compiled], *, accumulates: bool
     ) -> None:
-        """``delivers``: W sums weight gradients itself; else autograd gets them."""
-        self.graphs, self.delivers, self._compiler = graphs, delivers, compiler
+        """``accumulates``: W sums weight gradients itself; else autograd gets them."""
+        self.graphs, self.accumulates, self._compiler = graphs, accumulates, compiler
         self._forward = compiler(graphs.forward) if graphs.num_outputs else _no_results
         self._inputs: Compiled | None = None
         self._weights: dict[bool, Compiled] = {}
         """W that stores, and W that adds to gradients that are there already, compiled at first use."""
         self.weights_run: set[bool] = set()
-        """Which of the two have run where W delivers."""
+        """Which of the two have run where W accumulates."""
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
                 self._inputs = compiler(graphs.backward.inputs)
@@ -67,7 +67,7 @@ class UnitCode:
     ) -> tuple[Tensor, ...]:
         """The unit's outputs from (parameters, buffers, inputs); differentiable if it was compiled so.
 
-        Where the code delivers, the backward adds to each parameter's gradient in ``gradients``, and
+        Where the code accumulates, the backward adds to each parameter's gradient in ``gradients``, and
         autograd gets none. It leaves that to a call that it puts into ``later``, if it is given.
         """
         if self.graphs.backward is None:
@@ -119,22 +119,22 @@ class UnitCode:
     ) -> list[Tensor | None]:
         """W, from what I handed over: gradients of the parameters in ``graphs.weight_gradients``.
 
-        They go to ``gradients`` instead, and None is returned, where the code delivers.
+        They go to ``gradients`` instead, and None is returned, where the code accumulates.
         """
         wanted = self.graphs.weight_gradients
         if not wanted:
             return []
-        if not self.delivers:
+        if not self.accumulates:
             code = self._weights_code(add=False)
             with ranged(self.graphs.name, "W"):
                 return list(code(*handed))
         sums = [gradients[i] for i in wanted]
         self.run_weights(handed, sums, add=have_begun(sums))
-        delivered(sums)
+        report_added(sums)
         return [None] * len(wanted)
 
     def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:
-        """W, where it delivers: store in ``sums`` or add to them."""
+        """W, where it accumulates: store in ``sums`` or add to them."""
         if sums:
             code = self._weights_code(add=add)
             with ranged(self.graphs.name, "W"):
@@ -145,7 +145,9 @@ class UnitCode:
         if add not in self._weights:
             assert self.graphs.backward is not None
             graph = self.graphs.backward.weights
-            self._weights[add] = self._compiler(deliver_outputs(graph, add=add) if self.delivers else graph)
+            self._weights[add] = self._compiler(
+                accumulate_outputs(graph, add=add) if self.accumulates else graph
+            )
         return self._weights[add]
 
 
@@ -153,7 +155,7 @@ class Postponing:
     """A unit whose backward is I, and leaves W for later."""
 
     def __init__(self, code: UnitCode, later: Later, num_weights: int) -> None:
-        assert code.delivers, "autograd wants weight gradients at once"
+        assert code.accumulates, "autograd wants weight gradients at once"
         of_inputs = code.graphs.input_gradients
         assert all(i >= num_weights for i in of_inputs), "the backward is not cut into I and W"
         self.graphs, self.forward, self._code, self._later = code.graphs, code.forward, code, later

@@ -314,7 +314,7 @@ class CompiledSegments:
         report.passes = graphs.reports
         report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
         compiler = functools.partial(self._compile_graph, report)
-        code = UnitCode(graphs, compiler, delivers=self._gradient_of is not None)
+        code = UnitCode(graphs, compiler, accumulates=self._gradient_of is not None)
         self._add(report)
         return code, report
 

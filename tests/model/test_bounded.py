@@ -83,7 +83,7 @@ def counted(totals: list[Gradient]) -> list[int]:
         def count(i: int = i) -> None:
             counts[i] += 1
 
-        gradient.on_delivery = count
+        gradient.on_added = count
     return counts
 
 

@@ -92,7 +92,7 @@ def test_weight_gradients_of_two_micro_batches_are_summed_in_fp32_where_the_opti
     totals = [Gradient(torch.full(w.shape, torch.nan)) for w in weights]
     come = []
     for gradient in totals:
-        gradient.on_delivery = lambda: come.append(len(come))
+        gradient.on_added = lambda: come.append(len(come))
     sums = [torch.zeros(w.shape) for w in weights]
     for _ in range(2):
         h = torch.randn(T, D, generator=generator, dtype=torch.bfloat16)

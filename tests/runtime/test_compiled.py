@@ -208,12 +208,12 @@ class Scale(nn.Module):
 SPLIT = [spec for spec in PASSES if spec.name == "split_backward"]
 
 
-@pytest.mark.parametrize("delivers", [False, True])
-def test_a_weight_of_two_segments_gets_both_gradients(delivers):
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_weight_of_two_segments_gets_both_gradients(accumulates):
     scale = Scale()
     segments = [Segment("attn", scale, ("x",), ("x",)), Segment("mlp", scale, ("x",), ("x",))]
     gradient = Gradient(torch.full((4,), math.nan))
-    made = CompiledSegments(lambda trains: PassRunner(SPLIT), (lambda p: gradient) if delivers else None)
+    made = CompiledSegments(lambda trains: PassRunner(SPLIT), (lambda p: gradient) if accumulates else None)
     x = torch.randn(3, 5, 4, requires_grad=True)
     (expected,) = run_segments(segments, {"x": x}, ("x",))
     of_weight, of_x = torch.autograd.grad(expected.square().sum(), (scale.weight, x))
@@ -224,11 +224,11 @@ def test_a_weight_of_two_segments_gets_both_gradients(delivers):
             y.square().sum().backward()
         assert_forward_close(y, expected)
         assert_gradient_close(x.grad, of_x)
-        assert (scale.weight.grad is None) == delivers
-        if delivers:
+        assert (scale.weight.grad is None) == accumulates
+        if accumulates:
             assert_gradient_close(gradient.total / micro_batches, of_weight)
             gradient.finish()
-    assert [report.graphs for report in made.reports] == [4 if delivers else 3]  # W again, to add
+    assert [report.graphs for report in made.reports] == [4 if accumulates else 3]  # W again, to add
 
 
 def test_a_unit_adds_to_the_gradient_that_another_unit_began_and_begins_its_own():

@@ -33,7 +33,7 @@ class Stage:
         self.gradients = {name: Gradient(torch.empty(p.shape)) for name, p in self.model.named_parameters()}
         names = {id(p): name for name, p in self.model.named_parameters()}
         for name, gradient in self.gradients.items():
-            gradient.on_delivery = lambda name=name: self.delivered.append(name)
+            gradient.on_added = lambda name=name: self.delivered.append(name)
         self.execute = CompiledSegments(
             lambda trains: PassRunner(SPLIT), lambda p: self.gradients[names[id(p)]], overlap=overlap
         )

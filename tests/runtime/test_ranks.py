@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.ranks import Ranks, sums
-from graphmoe.training.stop import StopAgreement
+from graphmoe.training.stop import StopFlag
 from tests.distributed.ranks import run_ranks
 
 
@@ -66,7 +66,7 @@ def errors(ranks: Ranks, folder: Path) -> list[str]:
 
 def agreed(ranks: Ranks, folder: Path) -> list[str | None]:
     """What each of six calls says, where rank 1 has a signal from the third on and rank 0 from the fourth."""
-    agreement = StopAgreement(ranks)
+    agreement = StopFlag(ranks)
     names = ["SIGINT" if call >= 3 and ranks.rank else None for call in range(1, 7)]
     if not ranks.rank:
         names[3:] = ["SIGTERM"] * 3
@@ -114,6 +114,6 @@ def test_one_rank_gives_back_what_it_got_and_knows_a_signal_at_once():
     assert (ranks.rank, ranks.size, ranks.local_index, ranks.is_first) == (0, 1, 0, True)
     assert sums(None, tensor, tensor) == (tensor, tensor)
     assert ranks.gather(3) == [3] and ranks.on_first(lambda: 4) == ranks.on_first_of_node(lambda: 4) == 4
-    agreement = StopAgreement(ranks)
+    agreement = StopFlag(ranks)
     assert agreement.signal(None) is None and agreement.signal("SIGTERM") == "SIGTERM"
     agreement.close()

@@ -19,7 +19,7 @@ from graphmoe.plan.receive_budget import Load, balanced_load, capacity, room_byt
 from graphmoe.runtime.dispatch import ladder as receive_ladder
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training.rerun import Launches
+from graphmoe.training.rerun import RetryingSteps
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
 
@@ -146,7 +146,7 @@ class _Event:
         self._said.append(f"wait {self._of}")
 
 
-def launches(voids: set[tuple[str, int]], monkeypatch) -> tuple[Launches, list[str], StepRows]:
+def launches(voids: set[tuple[str, int]], monkeypatch) -> tuple[RetryingSteps, list[str], StepRows]:
     """Steps that are void on a rung, and what happens one after the other."""
     said: list[str] = []
     rows = StepRows(6, (1, 2), torch.device("cpu"), planned=True)
@@ -162,11 +162,11 @@ def launches(voids: set[tuple[str, int]], monkeypatch) -> tuple[Launches, list[s
         scalars = dict.fromkeys((*SCALARS, *RECEIVED), torch.tensor(float(number)))
         return device_row({**scalars, "void": void}, torch.ones(1, 2, dtype=torch.int32))
 
-    pace = SimpleNamespace(anew=lambda what: said.append(what))
-    return Launches(run, rows, void, pace, steps), said, rows
+    heartbeat = SimpleNamespace(anew=lambda what: said.append(what))
+    return RetryingSteps(run, rows, void, heartbeat, steps), said, rows
 
 
-def start(run: Launches, *steps: int) -> Iterator[None]:
+def start(run: RetryingSteps, *steps: int) -> Iterator[None]:
     for step in steps:
         run(step, (torch.tensor(number) for number in (step,)))
 

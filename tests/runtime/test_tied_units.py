@@ -1,4 +1,4 @@
-"""Units that share a weight: whichever delivers first stores its gradient, the others add theirs."""
+"""Units that share a weight: whichever accumulates first stores its gradient, the others add theirs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_compiled_units_sum_the_gradients_of_both_uses_over_micro_batches():
     gradients = {name: Gradient(torch.full_like(weight, torch.nan)) for name, weight in weights.items()}
     came: list[str] = []
     for name, gradient in gradients.items():
-        gradient.on_delivery = lambda name=name: came.append(name)
+        gradient.on_added = lambda name=name: came.append(name)
     execute = compiling({id(weights[name]): gradient for name, gradient in gradients.items()})
     batches = torch.randint(0, 64, (2, 2, 17), generator=torch.Generator().manual_seed(0))
     for tokens in batches:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops.gradients import Gradient, delivered, have_begun
+from graphmoe.ops.gradients import Gradient, have_begun, report_added
 
 
 def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
-    """``graphmoe::grouped_mlp``, which has delivered the gradients of its two weights when its backward ends.
+    """Run ``graphmoe::grouped_mlp``; its backward adds the gradients of its two weights to ``totals``.
 
     ``totals`` are those of ``w_gate_up`` and ``w_down``; autograd gets none for them.
     """
@@ -40,5 +40,5 @@ class _Delivering(torch.autograd.Function):
         totals = [gradient.total for gradient in ctx.totals]
         add = have_begun(ctx.totals)
         torch.ops.graphmoe.grouped_mlp_wgrad_into(dy_TD, x_TD, dh_RH, a_RF, *plan, *totals, ctx.backend, add)
-        delivered(ctx.totals)
+        report_added(ctx.totals)
         return None, None, dx_TD, None, None, dweight_TK, None, None, None

@@ -16,7 +16,7 @@ from graphmoe.runtime.launch.failures import error_file, first_failure
 from graphmoe.runtime.launch.hangs import HangWatch, watching
 from graphmoe.runtime.launch.stamps import BEFORE_TRAINING_S, SLOW_S, STAMPS
 from graphmoe.runtime.ranks import PATIENCE
-from graphmoe.training.heartbeat import Pace
+from graphmoe.training.heartbeat import Heartbeat
 from tests.runs import ROOT
 
 WORKER = """
@@ -45,49 +45,49 @@ def at(monkeypatch):
 
 
 def test_steps_have_a_limit_once_metrics_of_one_that_did_not_compile_were_read(limits, at):
-    pace = Pace(45, first_steps=1)
+    heartbeat = Heartbeat(45, first_steps=1)
     for number, began in enumerate((0, 300, 301, 302), start=1):  # the first compiles for five minutes
         at(began)
-        pace.step(number)
+        heartbeat.step(number)
         if number in (1, 3):
-            pace.has_read()
+            heartbeat.has_read()
     assert limits == [("step 1", SLOW_S), ("step 2", SLOW_S), ("step 3", SLOW_S), ("step 4", 45)]
 
 
 def test_a_limit_grows_with_the_longest_step_and_checkpoints_count_for_none(limits, at):
-    pace = Pace(45, first_steps=1)
+    heartbeat = Heartbeat(45, first_steps=1)
     for number, began in enumerate((0, 1, 2, 42, 43), start=1):
         at(began)
-        pace.step(number)
-        pace.has_read()
-    pace.slow("the checkpoint of step 5")
+        heartbeat.step(number)
+        heartbeat.has_read()
+    heartbeat.slow("the checkpoint of step 5")
     at(1000)
-    pace.step(6)
+    heartbeat.step(6)
     assert limits[-3:] == [("step 5", 120), ("the checkpoint of step 5", SLOW_S), ("step 6", 120)]
 
 
 def test_steps_that_begin_anew_have_no_limit_until_metrics_of_a_later_one_were_read(limits, at):
-    pace = Pace(45, first_steps=1)
+    heartbeat = Heartbeat(45, first_steps=1)
     for number in (1, 2, 3):
         at(number)
-        pace.step(number)
-        pace.has_read()
-    pace.anew("step 2, again with more room")  # compiles for five minutes
+        heartbeat.step(number)
+        heartbeat.has_read()
+    heartbeat.anew("step 2, again with more room")  # compiles for five minutes
     for number, began in enumerate((304, 305, 306), start=4):
         at(began)
-        pace.step(number)
-        pace.has_read()
+        heartbeat.step(number)
+        heartbeat.has_read()
     assert [limit for _, limit in limits] == [SLOW_S, SLOW_S, 45, SLOW_S, SLOW_S, SLOW_S, 45]
 
 
 def test_a_validation_has_a_limit_from_the_second_on_and_an_error_must_get_out_soon(limits, at):
-    pace = Pace(45, first_steps=1)
+    heartbeat = Heartbeat(45, first_steps=1)
     at(0)
-    pace.validation()
+    heartbeat.validation()
     at(20)
-    pace.step(1)
-    pace.validation()
-    pace.leave(RuntimeError, RuntimeError("the cause"), None)
+    heartbeat.step(1)
+    heartbeat.validation()
+    heartbeat.leave(RuntimeError, RuntimeError("the cause"), None)
     assert limits[0] == ("the validation after step 0", SLOW_S)
     assert limits[2:] == [("the validation after step 1", 60), ("what follows RuntimeError: the cause", 45)]
 

@@ -132,6 +132,8 @@ def _tools() -> Iterator[str]:
     yield "## Small tools"
     for tool, name in TOOLS.items():
         module = importlib.import_module(f"graphmoe.{tool}")
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"graphmoe.{tool}.__main__")
         cls = getattr(module, name)
         yield f"\n### graphmoe.{tool}\n"
         yield f"{str(module.__doc__).splitlines()[0]}\n"

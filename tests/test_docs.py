@@ -34,7 +34,6 @@ from graphmoe.project.arguments import ProjectArgs, completed, split_words
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-EXPERIMENTS = sorted(ROOT.glob("conf/experiment/**/*.yaml"))
 COMMAND = re.compile(r"(\$\()?\bpython3? (?:-m (graphmoe\.\w+)|(docs/\w+\.py))(.*)")
 TERMS = """
     bubble, capacity, capture, cold compile, combine, dead rows, dispatch, expert, global batch,
@@ -100,9 +99,10 @@ def words_of(line: str) -> tuple[str, list[str]]:
 
 
 def load(tool: str) -> ModuleType:
-    """The module of a tool, without running it."""
+    """The module that a command runs, without running it."""
     if not tool.endswith(".py"):
-        return importlib.import_module(tool)
+        module = importlib.import_module(tool)
+        return importlib.import_module(f"{tool}.__main__") if hasattr(module, "__path__") else module
     spec = importlib.util.spec_from_file_location(Path(tool).stem, ROOT / tool)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -142,68 +142,78 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
             to_config(compose("config", overrides=list(chosen)), complete=complete)
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS)
-def test_a_quoted_command_line_is_valid(page, line, tmp_path):
+def check_command(page: str, line: str, folder: Path) -> None:
+    """Check the words of one command line as its tool does."""
     tool, words = words_of(line)
     module = load(tool)
     if tool == "graphmoe.project" and words:
         own, words = split_words(words)
         args = parse_args(ProjectArgs, own, prog=tool)
-        check_hydra_words(words, tmp_path, functools.partial(completed, args=args))
-        return
-    if hasattr(module, "hydra_app"):
-        check_hydra_words(words, tmp_path)
-        return
-    classes = [value for name, value in vars(module).items() if name.endswith("Args")]
-    mentioned = not words and line in inline((ROOT / page).read_text(encoding="utf-8"))
-    if tool == "graphmoe.worker":
+        check_hydra_words(words, folder, functools.partial(completed, args=args))
+    elif hasattr(module, "hydra_app"):
+        check_hydra_words(words, folder)
+    elif tool == "graphmoe.worker":
         assert len(words) == 1
-    elif not classes:
+    elif words == ["--help"] or (not words and line in inline((ROOT / page).read_text(encoding="utf-8"))):
+        return  # an inline command without words is a tool's name in a sentence
+    elif classes := [cls for name, cls in vars(module).items() if name.endswith("Args")]:
+        (args_class,) = filter(dataclasses.is_dataclass, classes)
+        parse_args(args_class, words, prog=tool)
+    else:
         assert words == []
-    elif not mentioned and words != ["--help"]:
-        (cls,) = (c for c in classes if dataclasses.is_dataclass(c))
-        parse_args(cls, words, prog=tool)
 
 
-@pytest.mark.parametrize(("line", "message"), MISTAKES)
-def test_a_quoted_error_is_what_its_command_line_gives(line, message, tmp_path):
-    _, words = words_of(line)
-    with pytest.raises((ConfigError, HydraException, OmegaConfBaseException)) as caught:
-        check_hydra_words(words, tmp_path)
-    error = caught.value
-    assert (str(error) if isinstance(error, ConfigError) else explain(error, words)) == message
-
-
-def test_there_are_commands_to_check():
+def test_quoted_command_lines_are_valid(tmp_path):
     assert {"docs/configuration.md", "docs/data.md", "CONTRIBUTING.md"} <= {page for page, _ in COMMANDS}
+    failed = []
+    for number, (line, page) in enumerate({line: page for page, line in COMMANDS}.items()):
+        (folder := tmp_path / str(number)).mkdir()
+        try:
+            check_command(page, line, folder)
+        except Exception as error:
+            failed.append(f"{page}: {line}: {error}")
+    assert failed == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_make_targets_that_a_page_names_exist(page):
+def test_a_quoted_error_is_what_its_command_line_gives(tmp_path):
+    assert MISTAKES
+    for line, message in MISTAKES:
+        _, words = words_of(line)
+        with pytest.raises((ConfigError, HydraException, OmegaConfBaseException)) as caught:
+            check_hydra_words(words, tmp_path)
+        error = caught.value
+        assert (str(error) if isinstance(error, ConfigError) else explain(error, words)) == message, line
+
+
+def test_make_targets_that_a_page_names_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    text = page.read_text(encoding="utf-8")
-    code = [line.split("#")[0] for block in fenced(text) + inline(text) for line in block.splitlines()]
-    named = {match[1] for line in code if (match := re.match(r"make ([a-z-]+)", line))}
-    assert named <= targets
+    unknown = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        code = [line.split("#")[0] for block in fenced(text) + inline(text) for line in block.splitlines()]
+        named = {match[1] for line in code if (match := re.match(r"make ([a-z-]+)", line))}
+        unknown += [(name_of(page), target) for target in sorted(named - targets)]
+    assert unknown == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_paths_of_a_page_lead_somewhere(page):
+def test_links_and_paths_of_a_page_lead_somewhere():
+    assert [found for page in PAGES for found in missing_targets(page)] == []
+
+
+def missing_targets(page: Path) -> Iterator[tuple[str, str]]:
+    """Links of a page, and paths in its code, that lead nowhere."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    missing = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
         path = (page.parent / file).resolve() if file else page
         if not path.exists() or (anchor and anchor not in anchors(path)):
-            missing.append(target)
+            yield name_of(page), target
     for code in inline(text):
-        if re.fullmatch(r"(conf|docs|graphmoe|passes|runtime|tests)/[\w./*-]*", code) and not any(
-            ROOT.glob(code)
-        ):
-            missing.append(code)
-    assert missing == []
+        is_path = re.fullmatch(r"(conf|docs|graphmoe|passes|runtime|tests)/[\w./*-]*", code)
+        if is_path and not any(ROOT.glob(code)):
+            yield name_of(page), code
 
 
 def anchors(page: Path) -> set[str]:
@@ -212,10 +222,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_page_speaks_to_its_reader_only(page):
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if any(re.search(word, line, re.I) for word in NOT_FOR_READERS)] == []
+def test_a_page_speaks_to_its_reader_only():
+    found = [
+        (name_of(page), line)
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if any(re.search(word, line, re.I) for word in NOT_FOR_READERS)
+    ]
+    assert found == []
 
 
 def test_the_configuration_page_is_up_to_date():
@@ -223,12 +237,14 @@ def test_the_configuration_page_is_up_to_date():
     assert tables.PAGE.read_text(encoding="utf-8") == tables.render(), "run: make docs"
 
 
-@pytest.mark.parametrize("file", EXPERIMENTS, ids=name_of)
-def test_an_experiment_opens_with_what_it_is_and_its_command(file):
-    package, what, command = file.read_text().splitlines()[:3]
-    assert package == "# @package _global_" and what.startswith("# ")
-    option = file.relative_to(ROOT / "conf" / "experiment").with_suffix("")
-    assert command == f"#   python -m graphmoe.train experiment={option}"
+def test_an_experiment_opens_with_a_sentence_and_its_command():
+    experiments = sorted(ROOT.glob("conf/experiment/**/*.yaml"))
+    assert experiments
+    for file in experiments:
+        package, sentence, command = file.read_text().splitlines()[:3]
+        assert package == "# @package _global_" and sentence.startswith("# "), file
+        option = file.relative_to(ROOT / "conf" / "experiment").with_suffix("")
+        assert command == f"#   python -m graphmoe.train experiment={option}", file
 
 
 def rows_below(page: Path, header: str) -> list[list[str]]:

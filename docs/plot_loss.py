@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from graphmoe.config.arguments import parse_args, run_tool
-from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.run.files import METRICS_FILE
 
 
 @dataclass

@@ -34,7 +34,8 @@ from graphmoe import worker
 from graphmoe.command.hydra import hydra_app, to_plain
 from graphmoe.config.arguments import emit
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.summary import render, shown, value_of
+from graphmoe.run.files import CONFIG_FILE, display_path
+from graphmoe.run.summary import render, value_of
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
     ELASTIC,
@@ -129,7 +130,7 @@ def _prepare(config: RunConfig) -> None:
 def _write_only(config: RunConfig) -> None:
     """Leave resolved.yaml in a folder of the run's own, and print the command that runs it."""
     with _claimed(config, "launch") as run_folder:
-        resolved = shown(run_folder.path / "resolved.yaml")
+        resolved = display_path(run_folder.path / CONFIG_FILE)
     launch = config.launch
     nodes = 1 if launch.nodes == "auto" else launch.nodes
     meeting = ["--standalone"]
@@ -144,7 +145,7 @@ def _write_only(config: RunConfig) -> None:
 def _dry_run(config: RunConfig) -> None:
     """Report one rank of a layout without the others. The folder of the report stays free for a run."""
     from graphmoe.command.sweep.job import in_sweep
-    from graphmoe.run.summary import write_json
+    from graphmoe.run.files import write_json
     from graphmoe.training.dry_run import dry_run
     from graphmoe.training.dry_run.report import FILE, render
 
@@ -175,10 +176,11 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     """The summary of a run in workers of their own; None on nodes other than the first."""
     from graphmoe.command.sweep.job import in_sweep, job_gpus
     from graphmoe.plan.rules.experts import reads_peers
-    from graphmoe.run.folder import CONFIG_FILE, SUMMARY_FILE, write_config
+    from graphmoe.run.files import SUMMARY_FILE
+    from graphmoe.run.folder import write_config
     from graphmoe.run.machine import check_processes
-    from graphmoe.runtime.cache.folders import temporary_folder
     from graphmoe.runtime.dispatch.vendors import check_package
+    from graphmoe.runtime.host.temporary import temporary_folder
     from graphmoe.runtime.launch.elastic import launch
 
     # The workers would say it too, in a folder made for them.

@@ -155,7 +155,7 @@ def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path
 
 def _base(path: Path, config: RunConfig) -> Path:
     """Where a run of this file goes: the folder it lies in, if it is a run's, or the usual one."""
-    from graphmoe.run.folder import CONFIG_FILE
+    from graphmoe.run.files import CONFIG_FILE
 
     return path.parent if path.name == CONFIG_FILE else Path("outputs", config.run.name).absolute()
 

@@ -30,7 +30,7 @@ from graphmoe.checkpoint.entries import flatten
 from graphmoe.command.hydra import schema, to_config
 from graphmoe.config.schema import RunConfig
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.progress import Progress
+from graphmoe.runtime.host.logs import Progress
 from graphmoe.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]

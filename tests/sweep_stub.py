@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from graphmoe.command.hydra import hydra_app
 from graphmoe.command.sweep.job import record_folder
 from graphmoe.config.schema import RunConfig
-from graphmoe.run.summary import write_json
+from graphmoe.run.files import write_json
 from graphmoe.runtime.launch.failures import RunFailed
 
 FAILS, CRASHES, ENDS_BY_SIGNAL = 0.5, 0.6, 0.7

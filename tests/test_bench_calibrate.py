@@ -17,8 +17,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import CLASSES, NVIDIA, rates_of, share_at
 from graphmoe.project.projected_memory import allocated_bytes
-from graphmoe.run.folder import SUMMARY_FILE
-from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.run.files import METRICS_FILE, SUMMARY_FILE
 
 
 def run(*words: str):

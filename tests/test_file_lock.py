@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.host import file_lock
-from graphmoe.runtime.host.durable import write_durably
-from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.runtime.host import files
+from graphmoe.runtime.host.files import FileLock, replace_text
 from tests.runs import ROOT
 
 
@@ -22,7 +21,7 @@ def no_flock(monkeypatch, request):
         raise OSError(request.param, os.strerror(request.param))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    file_lock._say_once.cache_clear()
+    files._say_once.cache_clear()
 
 
 def test_a_lock_without_flock_excludes_others_until_it_is_released(tmp_path, no_flock, caplog):
@@ -42,7 +41,7 @@ from pathlib import Path
 def refuse(descriptor, operation):
     raise OSError(errno.ENOLCK, "no locks")
 fcntl.flock = refuse
-from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.runtime.host.files import FileLock
 path, mine = Path(sys.argv[1]), Path(sys.argv[2])
 for number in range(200):
     lock = FileLock.take(path)
@@ -82,7 +81,7 @@ def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     for pid, started in ((dead.pid, "1 of x"), (os.getpid(), "another start")):
-        holder = {**file_lock._holder(pid), "started": started}
+        holder = {**files._holder(pid), "started": started}
         (tmp_path / "run.lock.held").write_text(json.dumps(holder))
         lock = FileLock.take(tmp_path / "run.lock")
         assert lock is not None
@@ -93,7 +92,7 @@ def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):
 @pytest.mark.parametrize("change", [{"host": "node7"}, {"processes": "pid:[1]"}])
 def test_the_file_of_another_host_or_container_stays_and_is_named(tmp_path, no_flock, change):
     held = tmp_path / "run.lock.held"
-    held.write_text(json.dumps({**file_lock._holder(os.getpid()), **change, "pid": 99}))
+    held.write_text(json.dumps({**files._holder(os.getpid()), **change, "pid": 99}))
     with pytest.raises(ConfigError, match=rf"process 99 on .*remove the file: rm {held}"):
         FileLock.take(tmp_path / "run.lock")
     assert held.exists()
@@ -131,7 +130,7 @@ def test_a_file_system_that_cannot_sync_folders_is_written_to(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     if not passes:
         with pytest.raises(OSError, match="I/O|Input"):
-            write_durably(tmp_path / "a", "text")
+            replace_text(tmp_path / "a", "text", durably=True)
     else:
-        write_durably(tmp_path / "a", "text")
+        replace_text(tmp_path / "a", "text", durably=True)
         assert (tmp_path / "a").read_text() == "text"

@@ -37,7 +37,7 @@ def test_a_console_that_takes_no_more_is_named_once_in_the_log_and_ends_nothing(
 import logging, sys
 from pathlib import Path
 from graphmoe.runtime.host.logs import console, start_logging
-from graphmoe.run.progress import Progress
+from graphmoe.runtime.host.logs import Progress
 start_logging(Path({str(tmp_path)!r}), "rank0", on_console=True)
 sys.stdin.readline()
 with Progress(console(), 3, wanted=True):

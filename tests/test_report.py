@@ -12,18 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-import graphmoe.project.projected_memory
-import graphmoe.run.folder
 import graphmoe.runtime.capture.capture
 import graphmoe.runtime.compile.report
 import graphmoe.runtime.pipeline.recording_file
-import graphmoe.training.expert_loads
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
 from graphmoe.project.memory import exact_memory
 from graphmoe.project.projected_memory import allocated_bytes, projected_memory
 from graphmoe.report import __main__ as report
-from graphmoe.report import run_data
 from graphmoe.report.comparison import config_differences, names_of, numbers
 from graphmoe.report.curves import MAX_POINTS, Curve, curve, curves_chart, thinned
 from graphmoe.report.experts import MAX_CELLS, MAX_FRAMES, loads_chart
@@ -31,6 +27,7 @@ from graphmoe.report.memory import KINDS, OUTSIDE_ALLOCATOR, memory_remarks, pro
 from graphmoe.report.page import write_report
 from graphmoe.report.run_data import read_run
 from graphmoe.report.work import segments_section
+from graphmoe.run import files
 from graphmoe.worker import leave_report
 from tests.kineto import KinetoTrace
 from tests.runs import config
@@ -65,14 +62,9 @@ def outside_scripts(page: Path) -> str:
 
 
 def test_files_have_the_names_that_their_writers_give_them():
-    assert run_data.CONFIG_FILE == graphmoe.run.folder.CONFIG_FILE
-    assert run_data.ENVIRONMENT_FILE == graphmoe.run.folder.ENVIRONMENT_FILE
-    assert run_data.SUMMARY_FILE == graphmoe.run.folder.SUMMARY_FILE
-    assert run_data.EXPERT_LOADS_FILE == graphmoe.training.expert_loads.EXPERT_LOADS_FILE
-    assert run_data.PROJECTION_FILE == graphmoe.project.projected_memory.PROJECTION_FILE
-    assert run_data.COMPILE_FILE == graphmoe.runtime.compile.report.REPORT_FILE
-    assert run_data.CAPTURE_FILE == graphmoe.runtime.capture.capture.REPORT_FILE
-    assert run_data.PIPELINE_FILE == graphmoe.runtime.pipeline.recording_file.FILE_NAME
+    assert files.COMPILE_FILE == graphmoe.runtime.compile.report.REPORT_FILE
+    assert files.CAPTURE_FILE == graphmoe.runtime.capture.capture.REPORT_FILE
+    assert files.PIPELINE_FILE == graphmoe.runtime.pipeline.recording_file.FILE_NAME
 
 
 def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):

@@ -14,7 +14,7 @@ from graphmoe.pipeline_view.page import write_page as write_pipeline_page
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.report import __main__ as report
-from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.run.files import METRICS_FILE
 from graphmoe.runtime.pipeline.recording_file import FILE_NAME, write
 from tests.browser import find_chromium, page_in_chromium
 from tests.runs import COMPILED, TINY, command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphmoe.runtime.host.writing import LineFile, dispensable, replace_text
+from graphmoe.runtime.host.files import LineFile, dispensable, replace_text
 from tests.faulty_disk import no_file_beyond
 
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.folder import announce, claim, cut_metrics, passed_over
+from graphmoe.run.folder import announce, claim, passed_over
+from graphmoe.run.metrics_file import cut_metrics
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["graphmoe.run.folder"])

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from graphmoe.command.sweep.folder import Job, JobStatus, read_job
 from graphmoe.command.sweep.job import in_sweep, job_gpus
 from graphmoe.config.schema import ConfigError, DeviceChoice, LaunchConfig, RunConfig
-from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.runtime.host.files import FileLock
 from tests.faults import STEP_S, WORDS
 from tests.runs import ROOT, TINY, Command, command, metrics
 from tests.sweep_stub import CRASHES, ENDS_BY_SIGNAL, FAILS, GONE, STARTS_FILE

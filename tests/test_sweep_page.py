@@ -13,7 +13,7 @@ from rich.console import Console
 from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_words
 from graphmoe.command.sweep.page import curves_figure, read_curves, sweep_table, write_page
 from graphmoe.report.curves import MAX_POINTS
-from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.run.files import METRICS_FILE
 
 LONG = 0.012345678901234
 

@@ -15,7 +15,8 @@ import yaml
 
 from graphmoe.command.hydra import load_config, to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.folder import ENVIRONMENT_FILE, announce, claim
+from graphmoe.run.files import ENVIRONMENT_FILE
+from graphmoe.run.folder import announce, claim
 from graphmoe.runtime.host.signals import (
     ELASTIC,
     LAUNCHER_PID,

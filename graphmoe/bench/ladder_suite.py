@@ -20,7 +20,7 @@ from graphmoe.bench.step_suite import UNREAD
 from graphmoe.bench.training_job import steps_of, train
 from graphmoe.bench.words import compose_config, key_of, numbers, refuse, without, words_of
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.folder import SUMMARY_FILE
+from graphmoe.run.files import SUMMARY_FILE
 
 WARM_UP_STEPS = 5
 """Before those that are timed, after those of graph.warmup_steps and the step that is captured."""

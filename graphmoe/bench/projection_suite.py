@@ -29,7 +29,7 @@ from graphmoe.project.document import MEMORY_ERROR
 from graphmoe.project.memory import PlaceMemory, exact_memory
 from graphmoe.project.projected_memory import allocated_bytes
 from graphmoe.project.step_time import StepTime, step_time
-from graphmoe.run.folder import SUMMARY_FILE
+from graphmoe.run.files import SUMMARY_FILE
 
 WARM_UP_STEPS = 2
 """Before those that are timed, after those of graph.warmup_steps and the step that is captured."""

@@ -20,7 +20,7 @@ from graphmoe.config.schema import RunConfig
 from graphmoe.model.attention import check_backend
 from graphmoe.plan.plan import plan_of
 from graphmoe.run.machine import check_memory, open_device
-from graphmoe.run.progress import Progress
+from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.tuning import GarbageCollection
 from graphmoe.training.trainer import Trainer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.bench.own_process import ProcessFailed
-from graphmoe.run.metrics_file import METRICS_FILE
+from graphmoe.run.files import METRICS_FILE
 from graphmoe.runtime.host.signals import end_with_parent
 
 log = logging.getLogger(__name__)

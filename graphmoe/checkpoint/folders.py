@@ -14,13 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from graphmoe.runtime.host.durable import sync_folder
+from graphmoe.runtime.host.files import sync_folder
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-RUN_CONFIG = "resolved.yaml"
-"""What tells a run's folder from others; graphmoe.run.folder writes it."""
+_RUN_CONFIG = "resolved.yaml"
+"""File that tells a run's folder from others; graphmoe.run writes it."""
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 _TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
 
@@ -40,7 +40,7 @@ def why_none(path: Path) -> str:
     """The error for a path without a checkpoint: what to wait for, or what to give instead."""
     inside = path if path.name == CHECKPOINTS else path.parent if step_of(path) is not None else None
     run = inside.parent if inside else path
-    if (run / RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
+    if (run / _RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
         return (
             f"{path} holds no checkpoint: none was saved yet; a run saves first after checkpoint.interval "
             "steps, and at its end (never with checkpoint.enabled=false)"

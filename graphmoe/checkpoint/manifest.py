@@ -14,7 +14,7 @@ import torch
 from graphmoe.checkpoint.errors import CheckpointError
 from graphmoe.checkpoint.metadata_file import METADATA
 from graphmoe.config.untrusted import FileError, is_file_name, open_at_once, read_json
-from graphmoe.runtime.host.durable import write_durably
+from graphmoe.runtime.host.files import replace_text
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -44,7 +44,7 @@ def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
         "torch": torch.__version__,
         "files": {name: asdict(sums[name]) for name in sorted(sums)},
     }
-    write_durably(folder / MANIFEST, json.dumps(document, indent=1) + "\n")
+    replace_text(folder / MANIFEST, json.dumps(document, indent=1) + "\n", durably=True)
 
 
 def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:

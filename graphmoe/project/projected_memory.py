@@ -12,11 +12,10 @@ import torch
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.plan import Plan
 from graphmoe.project.memory import PlaceMemory, exact_memory
-from graphmoe.run.summary import write_json
+from graphmoe.run.files import PROJECTION_FILE, write_json
 
 log = logging.getLogger(__name__)
 
-PROJECTION_FILE = "projection.json"
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
 """Buffers that torch's allocator does not hold: those of communicators, and memory that ranks share."""
 

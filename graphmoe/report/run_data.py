@@ -10,7 +10,17 @@ from typing import Any
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_json, read_yaml, typed
-from graphmoe.run.metrics_file import METRICS_FILE, Row, read_lines, steps_of, summarise, validations_of
+from graphmoe.run.files import (
+    CAPTURE_FILE,
+    COMPILE_FILE,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    EXPERT_LOADS_FILE,
+    METRICS_FILE,
+    PROJECTION_FILE,
+    SUMMARY_FILE,
+)
+from graphmoe.run.metrics_file import Row, read_lines, steps_of, validations_of
 from graphmoe.run.records import (
     Captured,
     Compiled,
@@ -21,13 +31,9 @@ from graphmoe.run.records import (
     Projection,
     Summary,
 )
+from graphmoe.run.summary import summarise
 
 log = logging.getLogger(__name__)
-
-CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE = "resolved.yaml", "env.json", "summary.json"
-EXPERT_LOADS_FILE, PROJECTION_FILE = "expert_load.jsonl", "projection.json"
-COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
-"""As their writers name them, which import torch; a test compares."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.report.run_data import PIPELINE_FILE, RunData
+from graphmoe.report.run_data import RunData
+from graphmoe.run.files import PIPELINE_FILE
 from graphmoe.web_page.page import COLOURS, Chart, grid, paragraph, side_by_side, table
 
 MAX_TRACE_BYTES = 16 * 2**20

@@ -1,4 +1,4 @@
-"""The folder of a run: which one a start may use, and its metrics after a resume.
+"""The folder of a run: which one a start may use.
 
 ``claim`` hands out a folder and holds its lock until the process ends, so that two live runs never
 write to the same one.
@@ -24,17 +24,12 @@ from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.config.masking import aligned, prints
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, load_yaml, read_text
-from graphmoe.run.metrics_file import METRICS_FILE
-from graphmoe.run.summary import shown
-from graphmoe.runtime.host.durable import write_durably
-from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.run.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, display_path
+from graphmoe.run.metrics_file import json_object
+from graphmoe.runtime.host.files import FileLock, replace_text
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "resolved.yaml"
-SUMMARY_FILE = "summary.json"
-ENVIRONMENT_FILE = "env.json"
-"""Written when training begins."""
 _LOCK_FILE = "run.lock"
 _TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
 _PRINTS = "# values from the environment: "
@@ -118,7 +113,9 @@ def is_free(path: Path) -> bool:
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write ``resolved.yaml``, which workers read."""
     text, found = yaml.safe_dump(config, sort_keys=False), prints()
-    write_durably(folder / CONFIG_FILE, text + (f"{_PRINTS}{json.dumps(found)}\n" if found else ""))
+    replace_text(
+        folder / CONFIG_FILE, text + (f"{_PRINTS}{json.dumps(found)}\n" if found else ""), durably=True
+    )
 
 
 def announce(folder: RunFolder, config: dict[str, Any]) -> None:
@@ -126,13 +123,15 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
     has_run = folder.resumed and (folder.path / ENVIRONMENT_FILE).exists()
     saved = saved_steps(folder.path / CHECKPOINTS)
     how = " (continued)" if saved else " (again: it saved nothing)" if has_run else ""
-    log.info("run folder: %s%s", shown(folder.path), how)
+    log.info("run folder: %s%s", display_path(folder.path), how)
     others, num_more = passed_over(folder.base, folder.path, config)
     for path, keys in others:
         saved = saved_steps(path / CHECKPOINTS)
-        how = f"checkpoint.resume_from={shown(path)} continues it" if saved else "it saved nothing"
+        how = f"checkpoint.resume_from={display_path(path)} continues it" if saved else "it saved nothing"
         differences = ", ".join(keys)
-        log.info("%s is an unfinished run of another configuration (%s); %s", shown(path), differences, how)
+        log.info(
+            "%s is an unfinished run of another configuration (%s); %s", display_path(path), differences, how
+        )
     if num_more:
         log.info("%d older unfinished runs of this name are not listed", num_more)
 
@@ -176,7 +175,7 @@ def _read_config(path: Path, ours: Any) -> dict[str, Any]:
         raise FileError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise FileError(f"{path} holds no keys of a configuration")
-    return aligned(found, ours, _row(text.rpartition(_PRINTS)[2]) or {})
+    return aligned(found, ours, json_object(text.rpartition(_PRINTS)[2]) or {})
 
 
 def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -193,30 +192,6 @@ def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, A
 
 def _brief(value: Any) -> Any:
     return reprlib.repr(value) if isinstance(value, (dict, list)) else value
-
-
-def cut_metrics(path: Path, step: int) -> int:
-    """Drop the rows after ``step`` and unreadable ones from a metrics.jsonl; how many went.
-
-    The file is replaced atomically. A torn last line is what a kill leaves; other lines that are
-    no JSON object are reported.
-    """
-    if not path.exists():
-        return 0
-    text = path.read_bytes().decode("utf-8", errors="replace")
-    lines = text.removesuffix("\n").split("\n") if text else []
-    kept, unreadable = [], []
-    for number, line in enumerate(lines, start=1):
-        row = _row(line)
-        if row is None or not isinstance(row.get("step", step), int):
-            unreadable.append(number)
-        elif row.get("step", step) <= step:
-            kept.append(line)
-    if unreadable and unreadable != [len(lines)]:
-        log.warning("%s: dropped lines that are no JSON object: %s", path, unreadable)
-    if len(kept) < len(lines) or not text.endswith("\n"):
-        write_durably(path, "".join(f"{line}\n" for line in kept))
-    return len(lines) - len(kept)
 
 
 def _enter(
@@ -297,16 +272,8 @@ def _is_finished(summary: Path) -> bool:
     """*Raises* FileError for one that cannot be read."""
     if not summary.exists():
         return False
-    document = _row(read_text(summary))
+    document = json_object(read_text(summary))
     if document is None:
         log.warning("%s is no JSON object; its run counts as unfinished", summary)
         return False
     return document.get("finished") is True
-
-
-def _row(text: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None

@@ -1,17 +1,17 @@
-"""What is in a run's metrics.jsonl, read without torch."""
+"""Rows of a run's metrics.jsonl: read without torch, and cut where a run resumes."""
 
 from __future__ import annotations
 
+import json
 import logging
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from graphmoe.config.untrusted import FileError, from_json, read_bytes
 from graphmoe.run.records import MetricsRow
+from graphmoe.runtime.host.files import replace_text
 
-METRICS_FILE = "metrics.jsonl"
 Row = dict[str, Any]
 
 log = logging.getLogger(__name__)
@@ -45,31 +45,43 @@ def read_lines(path: Path, kind: type[Any]) -> list[Row]:
 
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:
-    """Those of training steps."""
+    """Return the rows of training steps."""
     return [row for row in rows if "loss" in row]
 
 
 def validations_of(rows: Sequence[Row]) -> list[Row]:
-    """Those of validations."""
+    """Return the rows of validations."""
     return [row for row in rows if "val_loss" in row]
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Final losses and medians of a run; the first step is left out of the medians.
+def cut_metrics(path: Path, step: int) -> int:
+    """Drop the rows after ``step`` and unreadable ones from a metrics.jsonl; return their number.
 
-    The final validation loss is that of the last step, and None where an earlier one was validated last.
+    The file is replaced atomically. A torn last line is what a kill leaves; other lines that are
+    no JSON object are reported.
     """
-    steps, validations = steps_of(rows), validations_of(rows)
-    timed = steps[1:] or steps
-    last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
-    summary: dict[str, Any] = {
-        "final_loss": steps[-1]["loss"] if steps else None,
-        "first_val_loss": validations[0]["val_loss"] if validations else None,
-        "final_val_loss": last["val_loss"] if last else None,
-        "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
-        "skipped_steps": steps[-1].get("skipped_total", 0) if steps else 0,
-    }
-    for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
-        values = [row[name] for row in timed if row.get(name) is not None]
-        summary[f"median_{name}"] = statistics.median(values) if values else None
-    return summary
+    if not path.exists():
+        return 0
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    kept, unreadable = [], []
+    for number, line in enumerate(lines, start=1):
+        row = json_object(line)
+        if row is None or not isinstance(row.get("step", step), int):
+            unreadable.append(number)
+        elif row.get("step", step) <= step:
+            kept.append(line)
+    if unreadable and unreadable != [len(lines)]:
+        log.warning("%s: dropped lines that are no JSON object: %s", path, unreadable)
+    if len(kept) < len(lines) or not text.endswith("\n"):
+        replace_text(path, "".join(f"{line}\n" for line in kept), durably=True)
+    return len(lines) - len(kept)
+
+
+def json_object(text: str) -> Row | None:
+    """Return the object that a text of JSON is; None for any other text."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

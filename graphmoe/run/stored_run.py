@@ -9,10 +9,11 @@ import msgspec
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.checkpoint.folders import CHECKPOINTS, RUN_CONFIG, step_of
+from graphmoe.checkpoint.folders import CHECKPOINTS, step_of
 from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.config.untrusted import FileError, read_yaml
 from graphmoe.plan.rules.check import violations
+from graphmoe.run.files import CONFIG_FILE
 
 
 class StoredPrecision(msgspec.Struct):
@@ -43,7 +44,7 @@ def config_file(folder: Path) -> Path | None:
         folder = folder.parent
     if folder.name == CHECKPOINTS:
         folder = folder.parent
-    path = folder / RUN_CONFIG
+    path = folder / CONFIG_FILE
     return path if path.is_file() else None
 
 
@@ -51,7 +52,7 @@ def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
     """Return a run's resolved.yaml and what it says. *Raises* ConfigError where there is none."""
     path = config_file(folder)
     if path is None:
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {RUN_CONFIG}")
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
     return path, read_yaml(path, StoredRun)
 
 

@@ -35,7 +35,7 @@ from graphmoe.checkpoint.look import check_fit
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import is_file_name, read_json, read_yaml
 from graphmoe.plan.layout import ALONE, Layout
-from graphmoe.run.folder import CONFIG_FILE
+from graphmoe.run.files import CONFIG_FILE
 from graphmoe.run.stored_run import computes_in_bf16, config_file, model_from, model_of, read_stored_run
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
 from graphmoe.runtime.compile.report import REPORT_FILE, to_json, to_text
-from graphmoe.runtime.host.writing import dispensable
+from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers

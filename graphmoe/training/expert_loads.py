@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from graphmoe.run.folder import cut_metrics
-from graphmoe.runtime.host.writing import LineFile
+from graphmoe.run.files import EXPERT_LOADS_FILE
+from graphmoe.run.metrics_file import cut_metrics
+from graphmoe.runtime.host.files import LineFile
 from graphmoe.training.step_rows import StepRow
 
-EXPERT_LOADS_FILE = "expert_load.jsonl"
 MAX_LINES = 200
 """Of a run at most, so that the file of many layers and experts stays small."""
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from graphmoe.config.schema import ConfigError, LogConfig
 from graphmoe.model.flops import peak_tflops
-from graphmoe.run.metrics_file import METRICS_FILE
-from graphmoe.runtime.host.writing import LineFile, dispensable
+from graphmoe.run.files import METRICS_FILE
+from graphmoe.runtime.host.files import LineFile, dispensable
 from graphmoe.training.expert_loads import ExpertLoads
 from graphmoe.training.step_rows import StepRow
 

@@ -16,7 +16,7 @@ from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.pipeline.timeline import Span, Timeline
 from graphmoe.run.machine import memory_gib
-from graphmoe.runtime.host.writing import dispensable
+from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.pipeline.recorder import Recorder
 from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read, timeline_of, write
 from graphmoe.runtime.ranks import PATIENCE, Mesh

@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.flops import peak_tflops
 from graphmoe.profiler_ranges import ranges_wanted
+from graphmoe.run.files import display_path
 from graphmoe.run.machine import device_name
 from graphmoe.run.records import FACTS, PROFILE_FOLDER, STEP, trace_file
-from graphmoe.run.summary import shown
-from graphmoe.runtime.host.writing import dispensable
+from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat.memory import (
     start_memory_history,
@@ -97,7 +97,7 @@ class StepTrace:
                 self._profiler = None
             names = ", ".join(chain.from_iterable(self._ranks.gather(written)))
         log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
-        log.info("python -m graphmoe.trace run=%s reads them", shown(self._folder.parent))
+        log.info("python -m graphmoe.trace run=%s reads them", display_path(self._folder.parent))
 
     def drop(self) -> None:
         """Stop recording and write nothing: the run ends with an error."""

@@ -31,18 +31,17 @@ from graphmoe.passes import select_passes
 from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.run.folder import ENVIRONMENT_FILE, SUMMARY_FILE
+from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, to_json
 from graphmoe.run.machine import check_memory, check_processes, describe, open_device
-from graphmoe.run.metrics_file import METRICS_FILE, read_rows, summarise
-from graphmoe.run.progress import Progress
-from graphmoe.run.summary import to_json
+from graphmoe.run.metrics_file import read_rows
+from graphmoe.run.summary import summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
 from graphmoe.runtime.dispatch.vendors import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
-from graphmoe.runtime.host.logs import console
+from graphmoe.runtime.host.files import replace_text
+from graphmoe.runtime.host.logs import Progress, console
 from graphmoe.runtime.host.signals import LAUNCHED_AT, StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
-from graphmoe.runtime.host.writing import replace_text
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.sample import TOKENIZER_FILE, sample_of

@@ -21,7 +21,7 @@ from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.model.flops import flops_per_token
 from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.plan import Plan
-from graphmoe.run.folder import cut_metrics
+from graphmoe.run.files import METRICS_FILE
 from graphmoe.run.machine import (
     device_name,
     free_bytes,
@@ -33,13 +33,13 @@ from graphmoe.run.machine import (
     seed_everything,
     taken_gib,
 )
-from graphmoe.run.metrics_file import METRICS_FILE
-from graphmoe.run.progress import Progress
+from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.run import CapturedRun
 from graphmoe.runtime.capture.step import Step
 from graphmoe.runtime.dispatch import close_dispatcher, make_room, open_dispatcher
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
 from graphmoe.runtime.ranks import Mesh, Ranks

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphmoe.runtime.host.writing import replace_text
+from graphmoe.runtime.host.files import replace_text
 from graphmoe.web_page.parts import SCRIPT, STYLE
 
 COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4fb3c9", "#d65f5f")

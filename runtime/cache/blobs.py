@@ -10,13 +10,13 @@ import logging
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from graphmoe.config.untrusted import require_regular
+from graphmoe.config.untrusted import open_at_once
+from graphmoe.runtime.host.temporary import age_s
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +113,12 @@ class Blobs:
 
 
 def read_or_damaged(path: Path) -> bytes:
-    """The file's content. *Raises* DamagedBlob where the disk cannot read it, OSError otherwise."""
+    """Return the file's content. *Raises* DamagedBlob where the disk cannot read it, OSError otherwise."""
     try:
-        if stat.S_ISFIFO(path.stat().st_mode):
-            raise DamagedBlob(path.name)  # it would be waited for
-        return path.read_bytes()
+        with open(path, "rb", opener=open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DamagedBlob(path.name)
+            return file.read()
     except OSError as error:
         if error.errno == errno.EIO:
             raise DamagedBlob(path.name) from error
@@ -158,22 +159,12 @@ def set_aside(path: Path, folder: Path) -> None:
 
 
 def read_document(path: Path, read: Callable[[Any], T], damaged: Path) -> T | None:
-    """What ``read`` makes of a JSON file; None where it is gone, or damaged and therefore set aside."""
+    """Return what ``read`` makes of a JSON file; None where it is gone, or damaged and therefore set aside."""
     try:
-        if path.exists():
-            require_regular(path)  # a FIFO would be waited for
-        return read(json.loads(path.read_bytes()))
+        return read(json.loads(read_or_damaged(path)))
     except OSError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, DamagedBlob) as error:
         log.warning("compile cache: %s is damaged (%s); it is set aside", path, error)
         set_aside(path, damaged)
         return None
-
-
-def age_s(path: Path) -> float:
-    """Seconds since the last change; 0 for a file that is gone."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
-import secrets
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from graphmoe.runtime.cache.blobs import read_document, write_whole
+from graphmoe.runtime.host.temporary import process_name
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +133,6 @@ class Entries:
             return max(created, (self.folder(key) / USED).stat().st_mtime)
         except OSError:
             return created
-
-
-def process_name() -> str:
-    """<host>-<pid>-<random>, which nothing else is called."""
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:

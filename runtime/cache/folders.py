@@ -1,29 +1,20 @@
-"""Folders that running jobs compile to: made, recognised as dead, removed, and shown to torch."""
+"""The folder of a compile cache, which nobody else may write to, and torch pointed at a work folder."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import grp
-import logging
 import os
 import pwd
 import shutil
-import socket
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.cache.blobs import age_s, make_folder, write_whole
-from graphmoe.runtime.cache.entries import INDUCTOR, TRITON, process_name
-from graphmoe.runtime.host.file_lock import FileLock
-
-log = logging.getLogger(__name__)
+from graphmoe.runtime.cache.blobs import write_whole
+from graphmoe.runtime.cache.entries import INDUCTOR, TRITON
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": INDUCTOR, "TRITON_CACHE_DIR": TRITON}
 """Where torch and Triton look for their caches, and the folder of ours that it should be."""
@@ -31,17 +22,11 @@ OURS = "GRAPHMOE_WORK_FOLDER"
 """Says which work folder a variable points to that the user has not set."""
 TEMPORARY = "graphmoe-work-"
 """Begins the name of a work folder among other temporary files."""
-ALIVE = "alive"
-"""File that the process of a work folder holds locked."""
 TAG_FILE = "CACHEDIR.TAG"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/cache.md.\n"
 """Says that the folder is a cache (bford.info/cachedir). Backups leave it out, the tool prunes no other."""
 MIN_FREE_BYTES = 256 * 2**20
 """A disk with less room counts as full: a cold compilation would not fit."""
-YOUNG_S = 10.0
-"""Age below which a work folder is not yet called dead: its process may not have locked it."""
-FOREIGN_AGE_S = 7 * 24 * 3600.0
-"""Age at which one of another host is dead, if its file is not locked."""
 
 
 def check_trusted(folder: Path, *, shared: bool) -> None:
@@ -119,53 +104,6 @@ def make_cache(folder: Path, *, shared: bool = False) -> None:
         write_whole(folder / TAG_FILE, TAG.encode())
 
 
-def make_work_folder(parent: Path, prefix: str = "") -> tuple[Path, FileLock | None]:
-    """A new folder of this process, and the lock that says so. *Raises* OSError."""
-    make_folder(parent)
-    folder = parent / f"{prefix}{process_name()}"
-    folder.mkdir(mode=0o700)  # what lies here is run, so nobody else may write here
-    return folder, _lock(folder)
-
-
-def make_temporary_folder() -> tuple[Path, FileLock | None]:
-    """The same in the system's folder for temporary files. *Raises* OSError."""
-    remove_dead(Path(tempfile.gettempdir()), TEMPORARY)
-    return make_work_folder(Path(tempfile.gettempdir()), TEMPORARY)
-
-
-@contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder for the block; where its process is killed, a later one removes it. *Raises* OSError."""
-    parent = Path(tempfile.gettempdir())
-    remove_dead(parent, prefix)
-    folder, lock = make_work_folder(parent, prefix)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            lock.release()
-
-
-def remove_dead(parent: Path, prefix: str = "") -> list[Path]:
-    """Remove this user's folders whose processes have ended; returns them."""
-    dead = [folder for folder in parent.glob(f"{prefix}*-*-*") if is_dead(folder, prefix)]
-    for folder in dead:
-        log.info("removing %s, left by a process that has ended", folder)
-        shutil.rmtree(folder, ignore_errors=True)
-    return dead
-
-
-def is_dead(folder: Path, prefix: str = "") -> bool:
-    """Whether the process of a work folder has ended; one of another host has if nothing tells for long."""
-    host, pid, _ = folder.name.removeprefix(prefix).rsplit("-", 2)
-    if not pid.isdigit() or not _is_mine(folder) or age_s(folder) < YOUNG_S or _is_locked(folder):
-        return False
-    if host == socket.gethostname():
-        return not psutil.pid_exists(int(pid))
-    return age_s(folder) > FOREIGN_AGE_S
-
-
 def point_torch_at(work: Path) -> list[str]:
     """Let torch and Triton keep their caches in a work folder, each unless the user has set another place.
 
@@ -196,29 +134,3 @@ def is_users(name: str) -> bool:
         return False
     path = Path(value)
     return not (path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_"))
-
-
-def _is_mine(folder: Path) -> bool:
-    try:
-        return folder.stat().st_uid == os.getuid()
-    except OSError:
-        return False
-
-
-def _lock(folder: Path) -> FileLock | None:
-    try:
-        return FileLock.take(folder / ALIVE)
-    except OSError:  # a file system without locks: the process id must do
-        return None
-
-
-def _is_locked(folder: Path) -> bool:
-    if not (folder / ALIVE).exists():
-        return False
-    try:
-        lock = FileLock.take(folder / ALIVE)
-    except (OSError, ConfigError):  # no locks, and no process of this host: its age must do
-        return False
-    if lock is not None:
-        lock.release()
-    return lock is None

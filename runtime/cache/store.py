@@ -13,18 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphmoe.runtime.cache.blobs import Blobs
-from graphmoe.runtime.cache.choices import Choices
+from graphmoe.runtime.cache.blobs import Blobs, make_folder, read_document
 from graphmoe.runtime.cache.entries import Entries, Entry
-from graphmoe.runtime.cache.folders import (
-    make_cache,
-    make_temporary_folder,
-    make_work_folder,
-    point_torch_at,
-    remove_dead,
-)
+from graphmoe.runtime.cache.folders import TEMPORARY, make_cache, point_torch_at
 from graphmoe.runtime.cache.key import Facts, differences, key_of, may_share
 from graphmoe.runtime.cache.work import Nearest, WorkFolder
+from graphmoe.runtime.host.temporary import (
+    make_process_folder,
+    make_temporary_folder,
+    process_name,
+    remove_dead,
+)
 
 __all__ = ["CompileCache", "Nearest", "WorkFolder", "point_torch_at"]
 
@@ -74,7 +73,7 @@ class CompileCache:
             except OSError as error:
                 problem = f"{self.folder} cannot be written ({error.strerror or error})"
                 log.warning("compile cache: %s; what is compiled is not kept", problem)
-        work = WorkFolder(self.blobs, self.entries, facts, *make_temporary_folder(), keeps=False)
+        work = WorkFolder(self.blobs, self.entries, facts, *make_temporary_folder(TEMPORARY), keeps=False)
         try:
             work.fill(source, found=found)
         except OSError as error:
@@ -87,7 +86,8 @@ class CompileCache:
     ) -> WorkFolder:
         make_cache(folder, shared=self._shared)
         remove_dead(folder / "work")
-        place = make_work_folder(folder / "work")
+        make_folder(folder / "work")
+        place = make_process_folder(folder / "work")
         work = WorkFolder(self.blobs, self.entries, facts, *place, keeps=True)
         try:
             work.fill(source, found=found)
@@ -104,3 +104,50 @@ def _nearest(facts: Facts, entries: Sequence[Entry]) -> Entry | None:
         return len(differences(facts, entry.facts)), -entry.last_used
 
     return min(entries, key=distance, default=None)
+
+
+class Choices:
+    """Small answers that processes must agree on, such as the fastest kernel: the first that is kept holds.
+
+    ``choices/<hash>.json`` in the folder of a cache.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self._folder, self._damaged = cache / "choices", cache / "damaged"
+
+    def recall(self, name: str, facts: Facts) -> Any | None:
+        """The answer, or None."""
+        return read_document(self._path(name, facts), lambda found: found["answer"], self._damaged)
+
+    def remember(self, name: str, facts: Facts, answer: Any) -> Any:
+        """Keep an answer that is not None, unless there is one; returns the one that holds."""
+        document = {"name": name, "facts": dict(facts), "answer": answer}
+        try:
+            self._write_first(self._path(name, facts), json.dumps(document, indent=1))
+        except OSError as error:
+            log.warning("compile cache: the answer for %s cannot be kept: %s", name, error)
+        holds = self.recall(name, facts)
+        return answer if holds is None else holds
+
+    def _path(self, name: str, facts: Facts) -> Path:
+        return self._folder / f"{key_of({'name': name, 'facts': dict(facts)})}.json"
+
+    def _write_first(self, path: Path, text: str) -> None:
+        """Write the file as a whole unless it is there. *Raises* OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        draft = self._folder / f"{process_name()}.draft"
+        try:
+            draft.write_text(text, encoding="utf-8")
+            _link(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _link(draft: Path, path: Path) -> None:
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links: of two at the same moment the last one holds
+        if not path.exists():
+            draft.replace(path)

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from graphmoe.runtime.cache.blobs import ORPHAN_AGE_S, Blob, DamagedBlob, age_s
+from graphmoe.runtime.cache.blobs import ORPHAN_AGE_S, Blob, DamagedBlob
 from graphmoe.runtime.cache.bytecode import BYTECODE
 from graphmoe.runtime.cache.entries import Document, Entry, unit_of
-from graphmoe.runtime.cache.folders import remove_dead
 from graphmoe.runtime.cache.store import CompileCache
+from graphmoe.runtime.host.temporary import age_s, remove_dead
 
 
 @dataclass(frozen=True)

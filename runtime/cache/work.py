@@ -26,7 +26,7 @@ from graphmoe.runtime.cache.files import (
 )
 from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
 from graphmoe.runtime.cache.key import key_of
-from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.runtime.host.files import FileLock
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.capture.capture import REPORT_FILE, Capture, Place
 from graphmoe.runtime.capture.step import CapturedStep, Step
-from graphmoe.runtime.host.writing import dispensable
+from graphmoe.runtime.host.files import dispensable
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,13 @@ import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from rich import progress
 from rich.console import Console
 
-from graphmoe.runtime.host.writing import LineFile
+from graphmoe.runtime.host.files import LineFile
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,37 @@ def start_logging(log_dir: Path | None, name: str, *, on_console: bool) -> None:
     root.setLevel(logging.INFO)
     for handler in handlers:
         root.addHandler(handler)
+
+
+class Progress:
+    """Inside a ``with`` block, a bar with the time left, or nothing where stderr is no terminal."""
+
+    def __init__(self, console: Console, total_steps: int, *, wanted: bool) -> None:
+        self._bar = progress.Progress(
+            progress.TextColumn("training"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            disable=not (wanted and console.is_terminal),
+            transient=True,
+        )
+        self._task = self._bar.add_task("training", total=total_steps)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Show that ``step`` is done."""
+        self._bar.update(self._task, completed=step)
 
 
 def _print_warning(text: str) -> None:

@@ -24,7 +24,7 @@ from graphmoe.config.untrusted import read_json
 from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.timeline import Span, Timeline, Track
-from graphmoe.runtime.host.writing import replace_text
+from graphmoe.runtime.host.files import replace_text
 
 FILE_NAME = "pipeline.json"
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")

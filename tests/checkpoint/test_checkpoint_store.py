@@ -9,8 +9,8 @@ import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, contents
 from graphmoe.config.schema import CheckpointConfig
-from graphmoe.run.folder import CONFIG_FILE
-from graphmoe.runtime.host.durable import write_durably
+from graphmoe.run.files import CONFIG_FILE
+from graphmoe.runtime.host.files import replace_text
 
 
 def make_store(folder: Path, **settings) -> CheckpointStore:
@@ -250,5 +250,5 @@ def test_opening_to_read_leaves_a_save_in_progress_alone(tmp_path):
 def test_a_durable_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
-    write_durably(path, "new\n")
+    replace_text(path, "new\n", durably=True)
     assert path.read_bytes() == b"new\n" and list(tmp_path.iterdir()) == [path]

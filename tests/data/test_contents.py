@@ -12,7 +12,7 @@ from graphmoe.data import DataError, Loader, contents, open_data
 from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.progress import Progress
+from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import run as training

@@ -28,9 +28,9 @@ from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes import PassRunner
 from graphmoe.passes.base import Stage
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.progress import Progress
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile import code as unit_code
+from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.metrics import MetricsWriter, NoMetrics
 from graphmoe.training.saves import TrainingStopped

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from graphmoe.run.folder import SUMMARY_FILE
+from graphmoe.run.files import SUMMARY_FILE
 from tests.gpu.tiny import GPU
 from tests.runs import metrics
 

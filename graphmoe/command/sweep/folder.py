@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.untrusted import FileError, read_json
+from graphmoe.run.files import SUMMARY_FILE
 from graphmoe.run.records import JobRecord, Summary
 
 log = logging.getLogger(__name__)
 
 JOB_FILE = "job.json"
 SWEEP_FILE = "sweep.json"
-SUMMARY_FILE = "summary.json"
 FREE_KEYS = ("format", "sweep.resume", "launch.gpus_per_job")
 """Keys that may differ between a sweep and its continuation."""
 
@@ -77,11 +77,11 @@ class Job:
 
     def write(self) -> None:
         """Replace ``job.json`` in its folder."""
-        from graphmoe.runtime.host.durable import write_durably  # imports torch
+        from graphmoe.runtime.host.files import replace_text
 
         assert self.path is not None
         kept = {name: value for name, value in vars(self).items() if name != "path"}
-        write_durably(self.path / JOB_FILE, json.dumps(kept, indent=2) + "\n")
+        replace_text(self.path / JOB_FILE, json.dumps(kept, indent=2) + "\n", durably=True)
 
 
 def read_job(path: Path) -> Job | None:

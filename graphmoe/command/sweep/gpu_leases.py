@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.runtime.host.files import FileLock
 
 log = logging.getLogger(__name__)
 

@@ -172,9 +172,9 @@ def _mask_file(path: Path) -> None:
     config.hydra.overrides.task, config.hydra.job.override_dirname = shown, ",".join(shown)
     for name in environment or {}:
         environment[name] = MASK
-    from graphmoe.runtime.host.durable import write_durably  # imports torch
+    from graphmoe.runtime.host.files import replace_text
 
-    write_durably(path, OmegaConf.to_yaml(config))
+    replace_text(path, OmegaConf.to_yaml(config), durably=True)
 
 
 def record_folder(folder: Path) -> None:

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from graphmoe.command.sweep.folder import Job, JobStatus
 from graphmoe.report.curves import MAX_POINTS, Curve, curve, thinned
-from graphmoe.run.metrics_file import METRICS_FILE, read_rows, steps_of, validations_of
+from graphmoe.run.files import METRICS_FILE
+from graphmoe.run.metrics_file import read_rows, steps_of, validations_of
 from graphmoe.web_page.page import chart_of, grid, paragraph, table
 from graphmoe.web_page.page import write_page as write_whole
 

@@ -36,9 +36,9 @@ from graphmoe.command.sweep.page import sweep_table, write_page
 from graphmoe.config.arguments import emit
 from graphmoe.config.masking import masked_words
 from graphmoe.config.schema import OutputFormat
+from graphmoe.run.files import display_path, write_json
 from graphmoe.run.records import SweepRecord
-from graphmoe.run.summary import shown, write_json
-from graphmoe.runtime.host.file_lock import FileLock
+from graphmoe.runtime.host.files import FileLock
 from graphmoe.runtime.host.signals import NOTICES, ends_at_signals, heard, say
 
 PAGE_FILE = "sweep.html"
@@ -128,7 +128,7 @@ class RunningSweep:
         emit(documents, sweep_table(ranked(jobs), words), self.format)
         try:
             write_page(self.folder / PAGE_FILE, str(begun.get("command")), ranked(jobs), words)
-            print(f"curves: {shown(self.folder / PAGE_FILE)}", file=sys.stderr)
+            print(f"curves: {display_path(self.folder / PAGE_FILE)}", file=sys.stderr)
         except ImportError as error:
             print(f"no {PAGE_FILE}: {error}; pip install plotly", file=sys.stderr)
         if any(job.status is not JobStatus.finished for job in jobs):
@@ -215,7 +215,7 @@ def _in_brackets(words: Sequence[str]) -> str:
 
 def _word(folder: Path) -> str:
     """The folder as Hydra's grammar wants it on the command line."""
-    text = shown(folder)
+    text = display_path(folder)
     return text if re.fullmatch(r"[\w/.@-]+", text) else "'" + text.replace("'", "\\'") + "'"
 
 

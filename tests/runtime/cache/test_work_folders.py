@@ -11,6 +11,7 @@ import pytest
 
 from graphmoe.runtime.cache import folders as work_folders
 from graphmoe.runtime.cache.store import CompileCache, point_torch_at
+from graphmoe.runtime.host.temporary import is_dead
 from tests.runtime.cache.cache_contents import (
     FACTS,
     KERNEL,
@@ -216,9 +217,9 @@ def test_work_folders_of_dead_processes_are_removed_and_others_stay(cache):
 def test_a_work_folder_that_another_process_holds_is_alive_whatever_its_name_says(cache):
     work = cache.open(FACTS)
     disguised = work.path.rename(work.path.with_name(f"{socket.gethostname()}-{dead_pid()}-aa"))
-    assert not work_folders.is_dead(old(disguised))
+    assert not is_dead(old(disguised))
     work._lock.release()
-    assert work_folders.is_dead(old(disguised))
+    assert is_dead(old(disguised))
 
 
 def test_a_killed_process_leaves_a_work_folder_that_the_next_one_removes(cache):

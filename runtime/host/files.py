@@ -1,7 +1,8 @@
-"""A lock on a file, which the kernel frees when its holder dies.
+"""Files that several processes write, or that must survive a crash or a full disk.
 
-Some file systems have no flock (Lustre mounted without it, NFS without lockd). There a second file names the
-holder, and it counts for nothing once that process is gone; only the holder's own host can tell.
+A lock on a file is freed by the kernel when its holder dies. Some file systems have no flock (Lustre mounted
+without it, NFS without lockd). There a second file names the holder, and it counts for nothing once that
+process is gone; only the holder's own host can tell.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from graphmoe.config.schema import ConfigError
@@ -28,6 +31,97 @@ HELD = ".held"
 POLL_S = 0.1
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _held: set[FileLock] = set()
+
+
+def replace_text(path: Path, text: str, *, durably: bool = False) -> None:
+    """Replace a file, whole at any moment; an error leaves nothing that takes room.
+
+    durably: return once the text is on the disk, so that a power cut leaves the old text or the new one.
+    """
+    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            if durably:
+                stream.flush()
+                os.fsync(stream.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    if durably:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the folder's list of names on the disk, so that a rename in it survives a power cut.
+
+    A file system that cannot do so for folders (EINVAL) does it in its own time.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class LineFile:
+    """Whole lines at the end of a file; those that its disk does not take are lost, which it tells."""
+
+    def __init__(self, path: Path, tell: Callable[[str], object] = log.warning) -> None:
+        self._path, self._tell = path, tell
+        self._descriptor: int | None = None
+        self._lost = 0
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Hand lines to the operating system, so that a kill loses none."""
+        try:
+            self._write("".join(f"{line}\n" for line in lines).encode("utf-8", errors="backslashreplace"))
+        except OSError as error:
+            if not self._lost:
+                why = error.strerror or error
+                self._tell(f"{self._path} takes no more lines ({why}): they are lost, and the run goes on")
+            self._lost += len(lines)
+            return
+        lost, self._lost = self._lost, 0
+        if lost:
+            self._tell(f"{self._path} takes lines again; lost are {lost}")
+
+    def close(self) -> None:
+        """Close the file, and tell how many lines its end lacks."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        lost, self._lost = self._lost, 0
+        if lost:
+            self._tell(f"{self._path} lacks the last lines, {lost} of them")
+
+    def _write(self, content: bytes) -> None:
+        """Write all of it or, as far as the disk lets us, nothing: half a line would spoil the next one."""
+        if self._descriptor is None:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o666)
+        end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
+            content = b"\n" + content
+        try:
+            while content:
+                content = content[os.write(self._descriptor, content) :]
+        except OSError:
+            os.ftruncate(self._descriptor, end)
+            raise
+
+
+@contextmanager
+def dispensable(file: Path | str) -> Iterator[None]:
+    """Let the block write a file; where the disk does not take it, the log says so and the run goes on."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s is not written (%s); the run goes on", file, error.strerror or error)
 
 
 class FileLock:

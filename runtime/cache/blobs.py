@@ -159,7 +159,7 @@ def set_aside(path: Path, folder: Path) -> None:
 
 
 def read_document(path: Path, read: Callable[[Any], T], damaged: Path) -> T | None:
-    """Return what ``read`` makes of a JSON file; None where it is gone, or damaged and therefore set aside."""
+    """Return what ``read`` makes of a JSON file; None where it is gone, or damaged and so set aside."""
     try:
         return read(json.loads(read_or_damaged(path)))
     except OSError:

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graphmoe.runtime.cache.blobs import Blobs, DamagedBlob
-from graphmoe.runtime.cache.entries import Document, Entries, Entry, union, unit_of
-from graphmoe.runtime.cache.files import (
-    has_its_group,
-    kept_files,
-    mark_unread,
-    placed_form,
-    stored_form,
-    tells_reads,
-    was_read,
-)
+from graphmoe.runtime.cache.entries import INDUCTOR, TRITON, Document, Entries, Entry, union, unit_of
 from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
 from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.host.files import FileLock
 
 log = logging.getLogger(__name__)
 
+GROUP_FILE = "__grp__"
+"""Begins the name of the file in which Triton lists the files of a kernel, by their absolute paths."""
+CHILDREN = "child_paths"
+_SKIPPED_FOLDERS = {"locks", "__pycache__"}
+_SKIPPED_ENDS = (".lock", ".tmp")
 MANY_DOCUMENTS = 4
 """Documents of one entry above which a job joins them though it has nothing new."""
 
@@ -72,9 +69,7 @@ class WorkFolder:
         """What the newest `publish` of the entry whose files lie here was given."""
         self._blobs, self._entries, self._lock, self._pid = blobs, entries, lock, os.getpid()
         self._files: dict[str, str] = {}
-        """What the entry holds, as far as it lies here."""
-        self._shared: dict[str, str] = {}
-        """What another entry holds; ours once torch has read it."""
+        """Files of the entry, or of another that lent them, as far as they lie here."""
         self._new: dict[str, str] = {}
         """What is stored and not yet in a document."""
         self._seen: dict[str, tuple[int, int]] = {}
@@ -98,11 +93,14 @@ class WorkFolder:
             if problem:
                 self._refuse(path, digest, source.key, problem)
         broken = {unit_of(path) for path in self.damaged}
-        broken |= {unit_of(path) for path in wanted if not has_its_group(self.path / path)}
+        broken |= {unit_of(path) for path in wanted if not _has_its_group(self.path / path)}
         placed = {path: digest for path, digest in wanted.items() if unit_of(path) not in broken}
         for path in wanted.keys() - placed.keys():
             (self.path / path).unlink(missing_ok=True)
-        self._know(placed, found=found)
+        self._files = placed
+        statuses = {path: (self.path / path).stat() for path in placed}
+        self._seen = {path: (status.st_size, status.st_mtime_ns) for path, status in statuses.items()}
+        self.num_files, self.num_bytes = len(placed), sum(size for size, _ in self._seen.values())
 
     def clear(self) -> None:
         """Make the folder as it is where there is no entry."""
@@ -152,7 +150,7 @@ class WorkFolder:
             return f"is missing ({error.strerror})"
         target = self.path / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(placed_form(target, content, self.path))
+        target.write_bytes(_placed_form(target, content, self.path))
         return None
 
     def _refuse(self, path: str, digest: str, key: str, problem: str) -> None:
@@ -161,20 +159,7 @@ class WorkFolder:
         self._refused.add((path, digest))
         self._blobs.set_aside(digest)
 
-    def _know(self, placed: dict[str, str], *, found: bool) -> None:
-        """Remember what was put here, so that what torch adds or changes can be told from it."""
-        if found or not tells_reads(self.path):
-            self._files = placed
-        else:
-            self._shared = placed
-            for path in placed:
-                mark_unread(self.path / path)
-        statuses = {path: (self.path / path).stat() for path in placed}
-        self._seen = {path: (status.st_size, status.st_mtime_ns) for path, status in statuses.items()}
-        self.num_files, self.num_bytes = len(placed), sum(size for size, _ in self._seen.values())
-
     def _publish(self, report: Any, notes: dict[str, Any]) -> int:
-        self._take_what_was_read()
         self._take_what_changed()
         entry = self._entries.read(self.key)
         joins = entry is not None and (bool(self._refused) or len(entry.documents) > MANY_DOCUMENTS)
@@ -194,28 +179,21 @@ class WorkFolder:
         self._refused.clear()
         return count
 
-    def _take_what_was_read(self) -> None:
-        """Make those files of another entry ours that torch has used here."""
-        used = {unit_of(path) for path in self._shared if was_read(self.path / path)}
-        for path in [path for path in self._shared if unit_of(path) in used]:
-            self._files[path] = self._new[path] = self._shared.pop(path)
-
     def _take_what_changed(self) -> None:
         """Store files that torch has added or changed."""
-        for name, path in kept_files(self.path):
+        for name, path in _kept_files(self.path):
             try:
                 status = path.stat()
                 known = (status.st_size, status.st_mtime_ns)
                 if self._seen.get(name) == known:
                     continue
-                content = stored_form(path, path.read_bytes(), self.path)
+                content = _stored_form(path, path.read_bytes(), self.path)
             except FileNotFoundError:  # replaced meanwhile
                 continue
             if content is None:
                 continue
             digest = self._blobs.put(content)
             self._seen[name] = known
-            self._shared.pop(name, None)
             if self._files.get(name) != digest:
                 self._files[name] = self._new[name] = digest
 
@@ -224,6 +202,68 @@ class WorkFolder:
         for name, digest in self._files.items():
             path = self.path / name
             if not self._blobs.has(digest) and path.exists():
-                content = stored_form(path, path.read_bytes(), self.path)
+                content = _stored_form(path, path.read_bytes(), self.path)
                 if content is not None:
                     self._blobs.put(content)
+
+
+def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (path below the work folder, path) of what is worth keeping: no locks, nothing half written.
+
+    What is compiling must be done. Names of unfinished files are those of torch/_inductor/codecache.py
+    (``.<pid>.<thread>.tmp``) and triton/runtime/cache.py (``tmp.pid_<pid>_<uuid>/``).
+    """
+    for part in (INDUCTOR, TRITON):
+        for folder, folders, names in os.walk(work / part):
+            folders[:] = [
+                name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("tmp.")
+            ]
+            for name in names:
+                path = Path(folder, name)
+                if name != "lock" and not name.endswith(_SKIPPED_ENDS) and not path.is_symlink():
+                    yield path.relative_to(work).as_posix(), path
+
+
+def _stored_form(path: Path, content: bytes, work: Path) -> bytes | None:
+    """Return the content without the place of the work folder; None for what holds only at this place.
+
+    A group file gets the names of its children in Triton's folder, which must all be there.
+    """
+    group = _group(path, content)
+    if group is None:
+        return content
+    children: dict[str, str] = {}
+    for name, child in group[CHILDREN].items():
+        inside = Path(child).is_relative_to(work / TRITON)
+        if not inside or not os.path.exists(child):
+            return None
+        children[name] = Path(child).relative_to(work / TRITON).as_posix()
+    return json.dumps({**group, CHILDREN: children}, sort_keys=True).encode()
+
+
+def _placed_form(path: Path, content: bytes, work: Path) -> bytes:
+    """Return a stored content with the place of this work folder, which `_stored_form` took away."""
+    group = _group(path, content)
+    if group is None:
+        return content
+    children = {name: str(work / TRITON / child) for name, child in group[CHILDREN].items()}
+    return json.dumps({**group, CHILDREN: children}).encode()
+
+
+def _has_its_group(path: Path) -> bool:
+    """Return False for a placed group file, one of whose children is not there."""
+    if not path.name.startswith(GROUP_FILE) or not path.exists():
+        return True
+    group = _group(path, path.read_bytes())
+    return group is not None and all(os.path.exists(child) for child in group[CHILDREN].values())
+
+
+def _group(path: Path, content: bytes) -> dict[str, Any] | None:
+    """Return the content of a group file of Triton's; None for any other file."""
+    if not path.name.startswith(GROUP_FILE):
+        return None
+    try:
+        group = json.loads(content)
+        return group if isinstance(group[CHILDREN], dict) else None
+    except (ValueError, KeyError, TypeError):
+        return None

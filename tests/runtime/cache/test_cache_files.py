@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.runtime.cache import files as cache_files
-from graphmoe.runtime.cache import work as cache_work
 from graphmoe.runtime.cache.key import key_of
 from tests.runtime.cache.cache_contents import (
     FACTS,
@@ -19,7 +17,6 @@ from tests.runtime.cache.cache_contents import (
     kept,
     read,
     warnings_of,
-    write,
     write_kernel,
 )
 
@@ -93,7 +90,7 @@ def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
     kept(cache, FACTS | {"model.num_experts": 16}, used="1", unused="2")
     kept(cache, FACTS | {"base.torch": "2.11.0"}, foreign="never")
     work = cache.open(FACTS)
-    assert read_without_reading(work) == {"used", "unused"} and not work.found
+    assert read(work) == {"used": "1", "unused": "2"} and not work.found
     assert work.shared_from == key_of(FACTS | {"model.num_experts": 16})
     assert set(work.nearest.differences) <= {
         "model.num_experts changed: 16 -> 8",
@@ -101,28 +98,7 @@ def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
     }
 
 
-def read_without_reading(work) -> set[str]:
-    return {path.stem for path in (work.path / "inductor").rglob("*.so")}
-
-
-def test_of_lent_files_those_that_were_read_join_the_new_entry(cache):
-    if not cache_files.tells_reads(cache.folder.parent):
-        pytest.skip("this file system does not note reads")
-    other = cache.open(FACTS | {"model.num_experts": 16})
-    write(other, used="1", unused="2")
-    write_kernel(other)
-    other.publish()
-    work = cache.open(FACTS)
-    (work.path / "inductor/ab/used.so").read_bytes()
-    (work.path / KERNEL).read_bytes()
-    write(work, own="3")
-    assert work.publish() == 5  # one that was read, three of the kernel, one of its own
-    later = cache.open(FACTS)
-    assert read(later) == {"used": "1", "own": "3"} and (later.path / GROUP).exists()
-
-
-def test_where_reads_are_not_noted_all_lent_files_join_the_new_entry(cache, monkeypatch):
-    monkeypatch.setattr(cache_work, "tells_reads", lambda folder: False)
+def test_lent_files_join_the_new_entry(cache):
     kept(cache, FACTS | {"model.num_experts": 16}, a="1", b="2")
     cache.open(FACTS).publish()
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2"}

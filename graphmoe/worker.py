@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from graphmoe.command.hydra import load_config, to_plain
 from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.summary import render, shown
+from graphmoe.run.files import display_path
+from graphmoe.run.summary import render
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
     ELASTIC,
@@ -219,7 +220,7 @@ def leave_report(folder: Path) -> None:
         write_report(folder, max_trace_bytes=MAX_TRACE_BYTES)
     except Exception as error:
         why = f"{error}; pip install plotly" if isinstance(error, ImportError) else repr(error)
-        log.warning("no report: %s. python -m graphmoe.report run=%s makes it", why, shown(folder))
+        log.warning("no report: %s. python -m graphmoe.report run=%s makes it", why, display_path(folder))
 
 
 def _end(error: BaseException, log_dir: Path | None) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import importlib
@@ -266,44 +265,6 @@ def test_the_segment_table_is_what_the_layers_declare():
         expected[f"`{segment.name}`"] = cells
     table = rows_below(ROOT / "docs" / "architecture.md", "| segment |")
     assert {row[0]: row[1:4] for row in table} == expected
-
-
-def test_the_import_table_is_what_the_packages_import():
-    table = rows_below(ROOT / "docs" / "architecture.md", "| package |")
-    packages = [row[0].strip("`") for row in table]
-    sources = [
-        file
-        for top in sorted({p.partition(".")[0] for p in packages})
-        for file in ROOT.glob(f"{top}/**/*.py")
-    ]
-    for row in table:
-        package, allowed = row[0].strip("`"), set(re.findall(r"`([\w.]+)`", row[1]))
-        inner = [other for other in packages if other.startswith(f"{package}.")]
-        files = [file for file in sources if within(module_of(file), package)]
-        files = [file for file in files if not any(within(module_of(file), other) for other in inner)]
-        used = {name for file in files for name in imports_of(file) if not within(name, package)}
-        unlisted = {name for name in used if not any(within(name, other) for other in allowed)}
-        unused = {other for other in allowed if not any(within(name, other) for name in used)}
-        assert files and (unlisted, unused) == (set(), set()), package
-
-
-def module_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def within(module: str, package: str) -> bool:
-    return module == package or module.startswith(f"{package}.")
-
-
-def imports_of(file: Path) -> set[str]:
-    """The project's modules that a file imports, inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return {name for name in found if name.split(".")[0] in ("conf", "graphmoe", "passes", "runtime")}
 
 
 def test_the_glossary_defines_each_term_once_in_alphabetical_order():

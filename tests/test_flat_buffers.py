@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.model.sizes import count_parameters, state_bytes
-from graphmoe.optim.flat_buffers import ALIGNMENT, Placement
+from graphmoe.plan.buckets import ALIGNMENT, BufferLayout
 from graphmoe.plan.layout import Layout
 from tests.test_presets import load_preset
 
@@ -17,9 +17,9 @@ WEIGHTS = [torch.empty(shape) for shape in SHAPES]
 LIMITS = (100, 700, 1e9)
 
 
-def placements(num_ranks: int, limit: float) -> list[Placement]:
+def placements(num_ranks: int, limit: float) -> list[BufferLayout]:
     """Of each rank."""
-    return [Placement.of(WEIGHTS, num_ranks, index, limit) for index in range(num_ranks)]
+    return [BufferLayout.of(WEIGHTS, num_ranks, index, limit) for index in range(num_ranks)]
 
 
 @pytest.mark.parametrize("limit", LIMITS)

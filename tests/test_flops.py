@@ -4,8 +4,9 @@ from dataclasses import asdict
 
 import pytest
 
-from graphmoe.model.flops import flops_per_token, peak_tflops
+from graphmoe.model.flops import flops_per_token
 from graphmoe.model.sizes import count_parameters
+from graphmoe.plan.costs.hardware import peak_tflops
 from tests.test_presets import PRESETS, load_preset
 
 

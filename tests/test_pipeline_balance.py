@@ -11,7 +11,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline import balance as pipeline_balance
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.balance import balanced_layout
-from graphmoe.plan.pipeline.stages import parse_layout
+from graphmoe.plan.pipeline.layouts import parse_layout
 
 
 def parts_of(costs: list[float]) -> list[tuple[str, float]]:

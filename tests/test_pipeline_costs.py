@@ -9,9 +9,10 @@ import torch
 
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
-from graphmoe.plan.costs.part_times import modelled_parts
+from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
+from graphmoe.plan.costs.part_times import modelled_parts, stage_costs
 from graphmoe.plan.pipeline.balance import balanced_layout
-from graphmoe.plan.pipeline.costs import DENSE_SEGMENTS, MOE_SEGMENTS, measured_parts, stage_costs
+from graphmoe.plan.pipeline.costs import measured_parts
 
 
 def test_a_stage_costs_the_sum_of_its_parts():

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.stages import MAX_SIGNS, StagePieces, parse_layout, pieces_of, short_layout
+from graphmoe.plan.pipeline.layouts import MAX_SIGNS, parse_layout, pieces_of, short_layout
+from graphmoe.plan.stages import StagePieces
 
 EXAMPLE = "Et|(tt|)*6L"
 

@@ -25,10 +25,9 @@ from graphmoe.bench.step_suite import UNREAD
 from graphmoe.bench.step_times import measure
 from graphmoe.bench.words import compose_config
 from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.model.flops import device_words, peak_tflops
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
-from graphmoe.plan.costs.hardware import CARDS, H200, Card
-from graphmoe.plan.pipeline.costs import DENSE_SEGMENTS, MOE_SEGMENTS
+from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
+from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
 
 SMALL_KERNELS = 200
 """Launched one after the other, in one graph on a GPU, for the least time of a kernel."""

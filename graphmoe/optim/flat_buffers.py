@@ -14,74 +14,16 @@ On one rank a shard is the whole buffer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphmoe.ops.collectives import all_gather_into, reduce_scatter_into
+from graphmoe.plan.buckets import Bucket, BufferLayout
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.ranks import Mesh
-
-ALIGNMENT = 64
-"""Elements; every parameter and every shard of a bucket starts at a multiple, 128 bytes in bf16, and zeros
-fill the gaps."""
-
-
-class Sized(Protocol):
-    """A parameter, or the sizes of one."""
-
-    def numel(self) -> int: ...
-
-    def dim(self) -> int: ...
-
-
-class Bucket(NamedTuple):
-    """Neighbouring parameters whose gradients are reduced, and whose weights are gathered, at once."""
-
-    members: tuple[int, ...]
-    """Their places in the family."""
-    whole: slice
-    """In whole buffers."""
-    own: slice
-    """What this rank owns of it, in whole buffers."""
-    shard: slice
-    """The same in the shards."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where parameters lie in the buffers of one of ``num_ranks`` ranks."""
-
-    starts: tuple[int, ...]
-    """Of each parameter in whole buffers."""
-    buckets: tuple[Bucket, ...]
-    size: int
-    """Of whole buffers."""
-    decayed: int
-    """Where in the shards those begin that do not decay."""
-
-    @classmethod
-    def of(cls, weights: Sequence[Sized], num_ranks: int, index: int, bucket_elements: float) -> Placement:
-        """Whole parameters are cut into buckets of at most ``bucket_elements``, or of one parameter."""
-        starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
-        for decays in (True, False):
-            members = [i for i, weight in enumerate(weights) if _decays(weight) is decays]
-            for group in _neighbours(members, weights, bucket_elements):
-                start = end
-                for i in group:
-                    starts[i] = end
-                    end += _aligned(weights[i].numel(), ALIGNMENT)
-                length = _aligned(end - start, num_ranks * ALIGNMENT)
-                part, end = length // num_ranks, start + length
-                own = slice(start + index * part, start + (index + 1) * part)
-                shard = slice(start // num_ranks, end // num_ranks)
-                buckets.append(Bucket(tuple(group), slice(start, end), own, shard))
-            if decays:
-                decayed = end // num_ranks
-        return cls(tuple(starts), tuple(buckets), end, decayed)
 
 
 class Region(NamedTuple):
@@ -115,8 +57,8 @@ class Family:
         self.group = mesh.group(axis)
         """None where this rank owns all."""
         ranks, index = (mesh.layout.size(axis), mesh.index(axis)) if self.group is not None else (1, 0)
-        self.placement = Placement.of(self.weights, ranks, index, bucket_elements)
-        dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.placement.size
+        self.layout = BufferLayout.of(self.weights, ranks, index, bucket_elements)
+        dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.layout.size
         self.weight = torch.zeros(size, dtype=dtype, device=device)
         """What the model reads, whole; of the other ranks' parts it has what was last gathered."""
         self._adopt_weights()
@@ -131,15 +73,15 @@ class Family:
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """A view of a whole buffer for each parameter, by name."""
-        places = zip(self.names, self.placement.starts, self.weights, strict=True)
+        places = zip(self.names, self.layout.starts, self.weights, strict=True)
         return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
         """Of each parameter that this rank owns a part of: its first element here, and the part, [N]."""
         found = {}
-        for bucket in self.placement.buckets:
+        for bucket in self.layout.buckets:
             for i in bucket.members:
-                start = self.placement.starts[i]
+                start = self.layout.starts[i]
                 first = max(bucket.own.start, start)
                 last = min(bucket.own.stop, start + self.weights[i].numel())
                 if first < last:
@@ -152,7 +94,7 @@ class Family:
         shards = [self.main, self.grad_shard, self.exp_avg, self.exp_avg_sq]
         if self.weight_shard is not self.main:
             shards.append(self.weight_shard)
-        end = self.placement.decayed
+        end = self.layout.decayed
         parts = {True: slice(0, end), False: slice(end, self.main.numel())}
         return [Region(d, [s[part] for s in shards]) for d, part in parts.items() if part.stop > part.start]
 
@@ -173,7 +115,7 @@ class Family:
         """
         if self.group is None:
             return self.views(shard)
-        for bucket in self.placement.buckets:
+        for bucket in self.layout.buckets:
             all_gather_into(into[bucket.whole], shard[bucket.shard], group=self.group)
         return self.views(into)
 
@@ -184,7 +126,7 @@ class Family:
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's shard of a whole buffer; a copy on several ranks."""
-        return whole if self.group is None else torch.cat([whole[b.own] for b in self.placement.buckets])
+        return whole if self.group is None else torch.cat([whole[b.own] for b in self.layout.buckets])
 
     @torch.no_grad()
     def _adopt_weights(self) -> None:
@@ -218,28 +160,5 @@ def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
     It is the order in which a forward needs them, and the reverse of that in which a backward finishes
     them. It is the same on all ranks, as communicators want it.
     """
-    buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.placement.buckets]
+    buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.layout.buckets]
     return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))
-
-
-def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) -> list[list[int]]:
-    """Cut into groups from the end, so that the small one is the first: it is waited for, whoever waits."""
-    groups: list[list[int]] = []
-    room = 0.0
-    for i in reversed(members):
-        length = _aligned(weights[i].numel(), ALIGNMENT)
-        if not groups or length > room:
-            groups.insert(0, [])
-            room = limit
-        groups[0].insert(0, i)
-        room -= length
-    return groups
-
-
-def _decays(weight: Sized) -> bool:
-    """Matrices and experts decay, norms and biases do not."""
-    return weight.dim() > 1
-
-
-def _aligned(length: int, to: int) -> int:
-    return -(-length // to) * to

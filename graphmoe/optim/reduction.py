@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops.gradients import Gradient
-from graphmoe.optim.flat_buffers import Bucket, Family, in_forward_order
+from graphmoe.optim.flat_buffers import Family, in_forward_order
+from graphmoe.plan.buckets import Bucket
 from graphmoe.profiler_ranges import ranged
 from graphmoe.runtime.launch.stamps import wait_for
 

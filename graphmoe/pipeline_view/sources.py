@@ -10,8 +10,8 @@ from pathlib import Path
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view.bars import Panel
+from graphmoe.plan.costs.part_times import PartCost
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
-from graphmoe.plan.pipeline.costs import PartCost
 from graphmoe.plan.pipeline.dependencies import TableError
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.pipeline.timeline import Timeline

@@ -15,6 +15,8 @@ from graphmoe.plan.layout import Layout
 
 WORST_CASE = "worst_case"
 """The value of ``moe.receive_budget`` that makes room for all that can arrive."""
+BLOCK_STEP = 128
+"""A block of rows that copy engines move has a multiple of so many."""
 
 
 class Load(NamedTuple):
@@ -78,3 +80,13 @@ def capacity(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int, fa
     balanced, budget = balanced_load(model, layout, tokens), moe.receive_budget * factor
     rows = min(math.ceil(balanced.rows * budget), worst.rows)
     return Load(rows, min(math.ceil(balanced.slots * budget), rows * (worst.slots // worst.rows)))
+
+
+def blocks_of(balanced: Load, room: Load, ranks: int) -> tuple[int, int]:
+    """Rows that copy engines move for each pair of ranks, and the rows that there is to be room for then.
+
+    A block has the rows of a balanced routing, rounded up. A pair with fewer sends garbage behind them; one
+    with more has a kernel pull the rest, for which there is as much room as ``room`` has beyond balance.
+    """
+    block = -(-balanced.rows // (ranks * BLOCK_STEP)) * BLOCK_STEP
+    return block, ranks * block + max(room.rows - balanced.rows, 0)

@@ -9,7 +9,7 @@ from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.costs.activations import made_again
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import AXES
-from graphmoe.plan.pipeline.stages import StagePieces
+from graphmoe.plan.stages import StagePieces
 from graphmoe.project.state import ranks_of
 from graphmoe.segments import FULL_ITERATION, segments_of
 

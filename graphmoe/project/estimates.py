@@ -20,8 +20,8 @@ from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_batches, pipeline_of
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.simulate import Costs
-from graphmoe.plan.pipeline.stages import StagePieces, all_pieces
 from graphmoe.plan.pipeline.walk import Walk
+from graphmoe.plan.stages import StagePieces, all_pieces
 from graphmoe.project.buffers import communication_bytes, own_buffer_bytes
 from graphmoe.project.candidates import Again, Shape
 from graphmoe.project.stage_kinds import PlaceKind, alike, place_kinds

@@ -13,7 +13,7 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan, pipeline_of
-from graphmoe.plan.pipeline.stages import all_pieces
+from graphmoe.plan.stages import all_pieces
 from graphmoe.project.buffers import buffer_bytes
 from graphmoe.project.state import state_of
 

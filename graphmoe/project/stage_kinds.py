@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graphmoe.config.schema import ModelConfig
 from graphmoe.plan.pipeline.check import in_flight
 from graphmoe.plan.pipeline.plan import PipelinePlan
-from graphmoe.plan.pipeline.stages import StagePieces, all_pieces
+from graphmoe.plan.stages import StagePieces, all_pieces
 
 Moments = tuple[tuple[int, ...], ...]
 """Micro-batches that are kept of each stage of a rank, at the moments when that is most."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphmoe.model.sizes import Weight
-from graphmoe.optim.flat_buffers import Placement
+from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.layout import Axis, Layout
 
 FP32 = 4
@@ -24,7 +24,7 @@ def state_of(
     found = dict.fromkeys(KINDS, 0)
     for members in families.values():
         ranks = layout.size(members[0].summed_over)
-        size = Placement.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size
+        size = BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size
         shard = size // ranks
         is_rounded = element_bytes != FP32
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))

@@ -16,7 +16,7 @@ from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches
 from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.stages import StagePieces, all_pieces
+from graphmoe.plan.stages import StagePieces, all_pieces
 from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphmoe.model.flops import device_words, peak_tflops
-from graphmoe.plan.costs.hardware import CARDS
+from graphmoe.plan.costs.hardware import CARDS, device_words, peak_tflops
 from graphmoe.trace.events import Activity, HostEvent, Trace
 
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.schema import ConfigError, LogConfig
-from graphmoe.model.flops import peak_tflops
+from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.runtime.host.files import LineFile, dispensable
 from graphmoe.training.expert_loads import ExpertLoads

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphmoe.config.schema import RunConfig
-from graphmoe.model.flops import peak_tflops
+from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.profiler_ranges import ranges_wanted
 from graphmoe.run.files import display_path
 from graphmoe.run.machine import device_name

@@ -14,8 +14,8 @@ from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.optim.zero1 import update_selection_bias
 from graphmoe.plan.layout import Axis
-from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.plan.plan import Plan
+from graphmoe.plan.stages import StagePieces
 from graphmoe.profiler_ranges import ranged
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.training.micro_batches import MicroBatches

@@ -10,7 +10,7 @@ from graphmoe.config.schema import DispatcherChoice, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.receive_budget import blocks_of
 from graphmoe.plan.vendor_dispatch import BUFFERED
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem
@@ -20,9 +20,6 @@ from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_ro
 from graphmoe.runtime.ranks import Mesh
 
 log = logging.getLogger(__name__)
-
-BLOCK_STEP = 128
-"""A block has a multiple of so many rows."""
 
 
 def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
@@ -50,16 +47,6 @@ def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"))
         room = room._replace(rows=rows)
     return Symm(room, model.num_experts // layout.ep, layout.etp, block)
-
-
-def blocks_of(balanced: Load, room: Load, ranks: int) -> tuple[int, int]:
-    """Rows that copy engines move for each pair of ranks, and the rows that there is to be room for then.
-
-    A block has the rows of a balanced routing, rounded up. A pair with fewer sends garbage behind them; one
-    with more has a kernel pull the rest, for which there is as much room as ``room`` has beyond balance.
-    """
-    block = -(-balanced.rows // (ranks * BLOCK_STEP)) * BLOCK_STEP
-    return block, ranks * block + max(room.rows - balanced.rows, 0)
 
 
 def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:

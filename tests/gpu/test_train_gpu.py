@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.generate import load_model
-from graphmoe.model.flops import peak_tflops
+from graphmoe.plan.costs.hardware import peak_tflops
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
 from tests.gpu.tiny import COMPILED, GPU
 from tests.runs import config, metrics, numbers, train_in, trainer_in

@@ -11,7 +11,7 @@ from graphmoe.config.schema import AuxLoss, ModelConfig
 from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
 from graphmoe.model.mtp import shift_left
-from graphmoe.plan.pipeline.stages import pieces_of
+from graphmoe.plan.pipeline.layouts import pieces_of
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S, V = 2, 9, 50

@@ -12,17 +12,24 @@ from graphmoe.config.schema import (
     RunConfig,
     Transport,
 )
-from graphmoe.model.flops import attention_scores, flops_per_token
+from graphmoe.model.flops import flops_per_token
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import H200, MI300X
-from graphmoe.plan.costs.layer_parts import attention_parts, experts, gate, swiglu, travelling_bytes
+from graphmoe.plan.costs.layer_parts import (
+    attention_parts,
+    attention_scores,
+    experts,
+    gate,
+    swiglu,
+    travelling_bytes,
+)
 from graphmoe.plan.costs.rates import NVIDIA, TIMES
-from graphmoe.plan.costs.second_forward import MOVED, second_forward
+from graphmoe.plan.costs.segment_times import MOVED, second_forward
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.stages import all_pieces
 from graphmoe.plan.receive_budget import balanced_load
+from graphmoe.plan.stages import all_pieces
 from graphmoe.project.step_time import message_seconds, stage_times, total_time
 
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name in TIMES else 1.0 for f in fields(NVIDIA)})

@@ -9,9 +9,9 @@ import pytest
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.pipeline_view.plans import load_preset
-from graphmoe.plan.costs.part_times import default_layout, modelled_parts
-from graphmoe.plan.pipeline.costs import stage_costs
-from graphmoe.plan.pipeline.stages import parse_layout, pieces_of
+from graphmoe.plan.costs.part_times import modelled_parts, stage_costs
+from graphmoe.plan.pipeline.balance import default_layout
+from graphmoe.plan.pipeline.layouts import parse_layout, pieces_of
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 

@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.schema import AttentionKind, RecomputeConfig
+from graphmoe.config.segment_names import SEGMENT_NAMES
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.pipeline.costs import DENSE_SEGMENTS, MOE_SEGMENTS
-from graphmoe.plan.pipeline.stages import StagePieces, normalises
+from graphmoe.plan.stages import StagePieces, normalises
 
+DENSE_SEGMENTS = ("attn", "mlp")
+MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))
+"""The segments of layers in their order, as `graphmoe.model.layer` has them."""
 Bytes = Counter[str]
 """Bytes by segment."""
 RECEIVED = "received"

@@ -1,43 +1,36 @@
-"""The cards that a run is projected for, by the figures of their vendors.
+"""Cards that a run is projected for, and peaks of all that are known, by the figures of their vendors.
 
-From AMD's data sheets of Instinct MI300X, MI325X and MI355X (peak dense bf16 1307.4, 1307.4 and 2516.6
-TFLOP/s) and NVIDIA's of H100 SXM, H200 SXM and HGX B200 (989.4, 989.4 and 2250 TFLOP/s dense, half of the
-sparse figures that they state). Peaks are in `graphmoe.model.flops`; memory, bandwidth and links are here.
+NVIDIA's data sheets state sparse figures for Hopper and newer; peaks here are dense, half of them.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from graphmoe.config.arguments import nearest
 from graphmoe.config.schema import ConfigError
-from graphmoe.model.flops import peak_tflops
 
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU of a node of eight, and what it reaches of the others."""
+    """One GPU of a node of eight, and its links to the others."""
 
     name: str
+    tflops: float
+    """Dense bf16 peak."""
     memory_gb: float
-    """As the vendor states it, read as decimal GB; drivers leave a little more or less than that."""
+    """Size that the vendor states, read as decimal GB; drivers leave a little more or less."""
     hbm_tb_per_s: float
     """Peak bandwidth of its own memory."""
     node_gb_per_s: float
-    """Peak of what it sends to the GPUs of its node, one direction, all links together."""
+    """Peak to the GPUs of its node, one direction, all links together."""
     peer_gb_per_s: float
-    """Of that, to one other GPU: all of it through NVSwitch, one of seven links between AMD's."""
+    """Peak to one other GPU: all links through NVSwitch, one of seven between AMD's."""
     network_gb_per_s: float
-    """Peak of what it sends to other nodes, one direction."""
-
-    @property
-    def tflops(self) -> float:
-        """Dense bf16 peak, of `graphmoe.model.flops`."""
-        peak = peak_tflops(self.name)
-        assert peak is not None
-        return peak
+    """Peak to other nodes, one direction."""
 
     @property
     def is_nvidia(self) -> bool:
@@ -52,21 +45,52 @@ _NIC_GB_PER_S = 50.0
 """One network card of 400 Gb/s for each GPU: ConnectX-7 of DGX and HGX reference designs, Pollara 400 or
 Thor 2 of Instinct platforms. A cluster with others differs."""
 
-MI300X = Card("MI300X", 192, 5.3, 448, 64, _NIC_GB_PER_S)
+MI300X = Card("MI300X", 1307.4, 192, 5.3, 448, 64, _NIC_GB_PER_S)
 """AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven links to peers of 128 GB/s both ways."""
-MI325X = Card("MI325X", 256, 6.0, 448, 64, _NIC_GB_PER_S)
+MI325X = Card("MI325X", 1307.4, 256, 6.0, 448, 64, _NIC_GB_PER_S)
 """AMD Instinct MI325X data sheet: 256 GB HBM3E, 6 TB/s; seven links to peers of 128 GB/s both ways."""
-MI355X = Card("MI355X", 288, 8.0, 537.6, 76.8, _NIC_GB_PER_S)
+MI355X = Card("MI355X", 2516.6, 288, 8.0, 537.6, 76.8, _NIC_GB_PER_S)
 """AMD Instinct MI355X data sheet: 288 GB HBM3E, 8 TB/s; seven links to peers of 153.6 GB/s both ways."""
-H100 = Card("H100", 80, 3.35, 450, 450, _NIC_GB_PER_S)
+H100 = Card("H100", 989.4, 80, 3.35, 450, 450, _NIC_GB_PER_S)
 """NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s; NVLink of 900 GB/s both ways."""
-H200 = Card("H200", 141, 4.8, 450, 450, _NIC_GB_PER_S)
+H200 = Card("H200", 989.4, 141, 4.8, 450, 450, _NIC_GB_PER_S)
 """NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways."""
-B200 = Card("B200", 180, 8.0, 900, 900, _NIC_GB_PER_S)
+B200 = Card("B200", 2250.0, 180, 8.0, 900, 900, _NIC_GB_PER_S)
 """NVIDIA HGX B200 data sheet: 180 GB HBM3e of each GPU (1.44 TB of eight; the module has 192), 8 TB/s;
 NVLink of 1.8 TB/s both ways."""
 
 CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
+
+
+# (words that the name holds, dense bf16 TFLOP/s); those of `CARDS` come behind, as some are words of these
+_OTHER_PEAKS: tuple[tuple[str, float], ...] = (
+    # AMD Instinct data sheets, "Peak bfloat16": amd.com/en/products/accelerators/instinct.html
+    ("MI350X", 2309.6),
+    ("MI300A", 980.6),
+    ("MI250X", 383.0),
+    ("MI250", 362.1),
+    ("MI210", 181.0),
+    # NVIDIA Blackwell: HGX B200 (8 GPUs) and GB200 NVL72 data sheets, per GPU
+    ("GB200", 2500.0),
+    # NVIDIA H200, GH200 and H100 data sheets; the PCIe and NVL forms have lower clocks
+    ("H200 NVL", 835.5),
+    ("GH200", 989.4),
+    ("H100 PCIE", 756.5),
+    ("H100 NVL", 835.5),
+    ("H800 PCIE", 756.5),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    # NVIDIA Ampere and Ada data sheets
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.1),
+    ("L4", 121.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    # NVIDIA Ada architecture white paper, appendix A: bf16 with fp32 accumulation
+    ("4090", 165.2),
+)
 
 
 def card_of(name: str) -> Card:
@@ -76,3 +100,21 @@ def card_of(name: str) -> Card:
             f"hardware={name} is not known{nearest(name.lower(), list(CARDS))}; use one of {', '.join(CARDS)}"
         )
     return CARDS[name.lower()]
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Return the dense bf16 peak in TFLOP/s of a device; None where it is not known.
+
+    ``device_name`` is what ``torch.cuda.get_device_name`` says. A MIG slice has no entry.
+    """
+    words = device_words(device_name)
+    if "MIG" in words:
+        return None
+    of_cards = ((card.name, card.tflops) for card in CARDS.values())
+    peaks = (peak for required, peak in (*_OTHER_PEAKS, *of_cards) if words.issuperset(required.split()))
+    return next(peaks, None)
+
+
+def device_words(device_name: str) -> set[str]:
+    """Split a device's name into capitals: H100 is a word of "NVIDIA H100 PCIe", H200 none of "GH200"."""
+    return set(re.split(r"[^A-Z0-9]+", device_name.upper()))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphmoe.config.schema import AttentionKind
-from graphmoe.model.flops import attention_scores, swiglu_weights
+from graphmoe.config.schema import AttentionKind, ModelConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.costs.products import attention_products, mla_up_products, swiglu_products
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.costs.speeds import FP32, Product, Speeds
+from graphmoe.plan.costs.speeds import FP32, Product, Sides, Speeds
 from graphmoe.plan.receive_budget import balanced_load
 
 
@@ -149,3 +147,48 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
     backward = steps * max(passing + gradients - scores.inputs / layout.cp, 0.0) + gradients
     return forward, backward
+
+
+def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:
+    """Weights of one SwiGLU MLP: gate, up and down."""
+    return 3 * model.hidden_size * ffn_size
+
+
+def attention_scores(model: ModelConfig, seq_len: int) -> int:
+    """Forward FLOPs of one token's scores and weighted values in one layer, causal."""
+    if model.attention is AttentionKind.gqa:
+        per_key = 2 * model.num_heads * 2 * model.head_dim
+    else:
+        qk_head_dim = model.qk_nope_head_dim + model.qk_rope_head_dim
+        per_key = 2 * model.num_heads * (qk_head_dim + model.v_head_dim)
+    return per_key * seq_len // 2
+
+
+def attention_products(model: ModelConfig, tp: int) -> list[Sides]:
+    """Those of a layer's attention, of which a rank of tp has its heads.
+
+    Latents are made of a rank's own tokens by the whole weight: the same work as all tokens by a part of it.
+    """
+    d, heads = model.hidden_size, model.num_heads
+    if model.attention is AttentionKind.gqa:
+        queries, keys = heads * model.head_dim, model.num_kv_heads * model.head_dim
+        return [(d, queries / tp), (d, keys / tp), (d, keys / tp), (queries / tp, d)]
+    queries = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    rank, latent = model.q_lora_rank, model.kv_lora_rank
+    of_queries: list[Sides] = [(d, rank / tp), (rank, queries / tp)] if rank else [(d, queries / tp)]
+    of_keys: list[Sides] = [
+        (d, (latent + model.qk_rope_head_dim) / tp),
+        (latent, heads * (model.qk_nope_head_dim + model.v_head_dim) / tp),
+    ]
+    return [*of_queries, *of_keys, (heads * model.v_head_dim / tp, d)]
+
+
+def mla_up_products(model: ModelConfig, tp: int) -> list[Sides]:
+    """Of `attention_products` of latent attention, those that make heads of what was compressed."""
+    *_, up_of_keys, _ = products = attention_products(model, tp)
+    return [products[1 if model.q_lora_rank else 0], up_of_keys]
+
+
+def swiglu_products(model: ModelConfig, inner: int, tp: int) -> list[Sides]:
+    """Gate and up in one, and down, of a dense MLP or the shared experts."""
+    return [(model.hidden_size, 2 * inner / tp), (inner / tp, model.hidden_size)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.plan.costs.hardware import H200
@@ -13,18 +15,29 @@ from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.balance import balanced_layout
-from graphmoe.plan.pipeline.costs import PartCost
 
 NOTHING_AGAIN = RecomputeConfig()
 
 
-def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> str:
-    """The layout whose busiest rank takes least, by `modelled_parts`. ``rank_of`` says where each stage is.
+class PartCost(NamedTuple):
+    """What a part of the model takes."""
 
-    *Raises* ConfigError where there are more stages than parts.
-    """
-    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
+    letter: str
+    """Of layout strings."""
+    forward: float
+    inputs: float
+    """For the gradients of what it reads."""
+    weights: float
+    """For the gradients of its weights."""
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.inputs + self.weights
+
+    def taking(self, total: float) -> PartCost:
+        """The part with another total, of which all three have their shares."""
+        by = total / self.total if self.total else 0.0
+        return PartCost(self.letter, self.forward * by, self.inputs * by, self.weights * by)
 
 
 def modelled_parts(
@@ -79,3 +92,14 @@ def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple
 def _part(letter: str, times: Sequence[SegmentTime]) -> PartCost:
     sums = (sum(getattr(time, kind) for time in times) for kind in ("forward", "inputs", "weights"))
     return PartCost(letter, *sums)
+
+
+def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCost]:
+    """The sum of each stage's parts; its letter is the piece."""
+    assert "".join(pieces) == "".join(part.letter for part in parts)
+    found, rest = [], iter(parts)
+    for piece in pieces:
+        own = list(itertools.islice(rest, len(piece)))
+        sums = (sum(part[field] for part in own) for field in (1, 2, 3))  # type: ignore[misc]
+        found.append(PartCost(piece, *sums))
+    return found

@@ -15,7 +15,7 @@ from graphmoe.config.schema import (
     Transport,
 )
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load, balanced_load, capacity, routed_tokens
+from graphmoe.plan.receive_budget import Load, balanced_load, blocks_of, capacity, routed_tokens
 from graphmoe.plan.rules.experts import transport_of
 
 
@@ -104,8 +104,6 @@ def _room(config: RunConfig, layout: Layout, on_nvidia: bool) -> tuple[int, Load
     model, tokens = config.model, routed_tokens(config, layout)
     room = capacity(config.moe, model, layout, tokens)
     if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
-        from graphmoe.runtime.dispatch import blocks_of  # imports process groups
-
         block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
         return block, room._replace(rows=rows)
     return 0, room

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card
-from graphmoe.plan.costs.products import Sides
 from graphmoe.plan.costs.rates import Rates, Share, share_at
 
+Sides = tuple[float, float]
+"""Rows and columns of a weight, as far as a rank has it."""
 FP32 = 4
 """Bytes of an element."""
 

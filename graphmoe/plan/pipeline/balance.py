@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.stages import short_layout
+from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.plan.costs.part_times import modelled_parts
+from graphmoe.plan.pipeline.layouts import short_layout
 
 Borders = list[int]
 """Where stages begin and end among the parts of a model: from 0 to their number."""
@@ -31,6 +32,14 @@ def balanced_layout(costs: Sequence[tuple[str, float]], rank_of: Sequence[int]) 
     *Raises* ConfigError where there are more stages than parts.
     """
     return _balanced(tuple(costs), tuple(rank_of))
+
+
+def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> str:
+    """The layout whose busiest rank takes least, by `modelled_parts`. ``rank_of`` says where each stage is.
+
+    *Raises* ConfigError where there are more stages than parts.
+    """
+    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
 
 
 @functools.lru_cache(maxsize=1024)

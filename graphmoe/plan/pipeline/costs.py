@@ -1,44 +1,15 @@
-"""What the parts of a model cost a pipeline, and the times of parts that a user has measured.
-
-Neither this module nor what it imports needs torch.
-"""
+"""Times of a model's parts that a user has measured."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.config.segment_names import SEGMENT_NAMES
+from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 
-DENSE_SEGMENTS = ("attn", "mlp")
-MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))
-"""The segments of layers in their order, as `graphmoe.model.layer` has them."""
 KINDS = ("embed", "dense", "moe", "mtp", "loss")
 """Words for the parts of a model of which costs may be given whole."""
-
-
-class PartCost(NamedTuple):
-    """What a part of the model takes."""
-
-    letter: str
-    """Of layout strings."""
-    forward: float
-    inputs: float
-    """For the gradients of what it reads."""
-    weights: float
-    """For the gradients of its weights."""
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.inputs + self.weights
-
-    def taking(self, total: float) -> PartCost:
-        """The part with another total, of which all three have their shares."""
-        by = total / self.total if self.total else 0.0
-        return PartCost(self.letter, self.forward * by, self.inputs * by, self.weights * by)
 
 
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -84,17 +55,6 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
         *[("m", measured_ms.get("mtp", moe))] * model.mtp_depth,
         ("L", loss),
     ]
-
-
-def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCost]:
-    """The sum of each stage's parts; its letter is the piece."""
-    assert "".join(pieces) == "".join(part.letter for part in parts)
-    found, rest = [], iter(parts)
-    for piece in pieces:
-        own = list(itertools.islice(rest, len(piece)))
-        sums = (sum(part[field] for part in own) for field in (1, 2, 3))  # type: ignore[misc]
-        found.append(PartCost(piece, *sums))
-    return found
 
 
 def _is_unit(words: Sequence[str], segments: Sequence[str]) -> bool:

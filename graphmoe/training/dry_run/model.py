@@ -15,8 +15,8 @@ from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import PassRunner, select_passes
-from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.plan.plan import Plan
+from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll

@@ -14,8 +14,8 @@ from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.pipeline.actions import Action, Table, Together
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan
-from graphmoe.plan.pipeline.stages import StagePieces
 from graphmoe.plan.plan import DTYPES, Plan
+from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog

@@ -8,11 +8,12 @@ multi-token-prediction layer, ``L`` the loss (final norm, head and loss), ``|`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.plan.stages import StagePieces
 
 KEY = "pipeline.layout"
 MAX_SIGNS = 10_000
@@ -21,36 +22,6 @@ MAX_GROUPS = 200
 """Parentheses, which may stand in each other."""
 _LETTERS = "EtmL"
 _VALID = "E (embedding), t (layer), m (multi-token-prediction layer), L (loss), |, x*n and (x)*n"
-
-
-@dataclass(frozen=True)
-class StagePieces:
-    """What one stage has of the model; layers are numbered over the whole model."""
-
-    embed: bool
-    layers: range
-    mtp: range
-    loss: bool
-
-
-def all_pieces(num_layers: int, mtp_depth: int) -> StagePieces:
-    """The one stage of a model that is not cut."""
-    return StagePieces(True, range(num_layers), range(mtp_depth), True)
-
-
-def any_of(stages: Iterable[StagePieces], holds: Callable[[StagePieces], bool]) -> bool:
-    """Whether it holds for one of the stages."""
-    return any(map(holds, stages))
-
-
-def needs_embedding(stage: StagePieces, *, tied: bool) -> bool:
-    """Whether a stage reads the embedding's weight; a tied head is it."""
-    return stage.embed or len(stage.mtp) > 0 or (tied and stage.loss)
-
-
-def normalises(stage: StagePieces, mtp_depth: int) -> bool:
-    """Whether a stage applies the final norm: the first with a prediction of later tokens, or the loss."""
-    return stage.mtp.start == 0 and len(stage.mtp) > 0 if mtp_depth else stage.loss
 
 
 def parse_layout(text: str, *, key: str = KEY) -> list[str]:

@@ -1,0 +1,91 @@
+"""Buckets of flat buffers: where parameters lie in them, and which part each rank owns.
+
+`graphmoe.optim.flat_buffers` shows a picture and holds the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+ALIGNMENT = 64
+"""Elements; every parameter and every shard of a bucket starts at a multiple, 128 bytes in bf16, and zeros
+fill the gaps."""
+
+
+class Sized(Protocol):
+    """A parameter, or the sizes of one."""
+
+    def numel(self) -> int: ...
+
+    def dim(self) -> int: ...
+
+
+class Bucket(NamedTuple):
+    """Neighbouring parameters whose gradients are reduced, and whose weights are gathered, at once."""
+
+    members: tuple[int, ...]
+    """Their places in the family."""
+    whole: slice
+    """In whole buffers."""
+    own: slice
+    """What this rank owns of it, in whole buffers."""
+    shard: slice
+    """The same in the shards."""
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Where parameters lie in the buffers of one of ``num_ranks`` ranks."""
+
+    starts: tuple[int, ...]
+    """Of each parameter in whole buffers."""
+    buckets: tuple[Bucket, ...]
+    size: int
+    """Of whole buffers."""
+    decayed: int
+    """Where in the shards those begin that do not decay."""
+
+    @classmethod
+    def of(cls, weights: Sequence[Sized], num_ranks: int, index: int, bucket_elements: float) -> BufferLayout:
+        """Whole parameters are cut into buckets of at most ``bucket_elements``, or of one parameter."""
+        starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
+        for decays in (True, False):
+            members = [i for i, weight in enumerate(weights) if _decays(weight) is decays]
+            for group in _neighbours(members, weights, bucket_elements):
+                start = end
+                for i in group:
+                    starts[i] = end
+                    end += _aligned(weights[i].numel(), ALIGNMENT)
+                length = _aligned(end - start, num_ranks * ALIGNMENT)
+                part, end = length // num_ranks, start + length
+                own = slice(start + index * part, start + (index + 1) * part)
+                shard = slice(start // num_ranks, end // num_ranks)
+                buckets.append(Bucket(tuple(group), slice(start, end), own, shard))
+            if decays:
+                decayed = end // num_ranks
+        return cls(tuple(starts), tuple(buckets), end, decayed)
+
+
+def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) -> list[list[int]]:
+    """Cut into groups from the end, so that the small one is the first: it is waited for, whoever waits."""
+    groups: list[list[int]] = []
+    room = 0.0
+    for i in reversed(members):
+        length = _aligned(weights[i].numel(), ALIGNMENT)
+        if not groups or length > room:
+            groups.insert(0, [])
+            room = limit
+        groups[0].insert(0, i)
+        room -= length
+    return groups
+
+
+def _decays(weight: Sized) -> bool:
+    """Matrices and experts decay, norms and biases do not."""
+    return weight.dim() > 1
+
+
+def _aligned(length: int, to: int) -> int:
+    return -(-length // to) * to

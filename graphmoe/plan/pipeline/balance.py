@@ -1,7 +1,4 @@
-"""Layouts that balance a pipeline: contiguous stages with no rank, and no stage, far busier than others.
-
-Neither this module nor what it imports needs torch.
-"""
+"""Layouts that balance a pipeline: contiguous stages with no rank, and no stage, far busier than others."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from rich.text import Text
 
 import graphmoe
 from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.packages import INSTALL
 from graphmoe.config.schema import DispatcherChoice, OutputFormat
-from graphmoe.ops.vendors import INSTALL
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.vendor_dispatch import BUFFERED
 from graphmoe.runtime.host.facts import environment, host, node_of_gpu

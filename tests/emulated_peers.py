@@ -74,7 +74,7 @@ class Emulation:
         if self.region is None or self.region.sizes.joined(sizes) != self.region.sizes:
             joined = sizes if self.region is None else self.region.sizes.joined(sizes)
             self._kept.append(self.memory)
-            self.region = Region.of(joined, self.size)
+            self.region = Region.with_room_for(joined, self.size)
             length = self.region.num_bytes + 2 * GUARD
             self.memory = [
                 torch.full((length,), 255, dtype=torch.uint8, device=self.device) for _ in range(self.size)

@@ -44,7 +44,7 @@ def gradients(net: nn.Module, step: int, scale: float = 1.0) -> list[Tensor]:
 
 
 def backward(net: nn.Module, grads: list[Tensor]) -> None:
-    """Let autograd deliver these gradients."""
+    """Let autograd accumulate these gradients."""
     sum((p.float() * g).sum() for p, g in zip(net.parameters(), grads, strict=True)).backward()
 
 

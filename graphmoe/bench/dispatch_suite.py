@@ -21,12 +21,12 @@ from graphmoe.bench.dispatch_table import LINK_BYTES_PER_S, DispatchRow
 from graphmoe.bench.dispatch_times import Call, Streams, Turn, samples_ms
 from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.bench.routing import route
+from graphmoe.config.packages import is_installed
 from graphmoe.config.schema import ConfigError, DispatcherChoice
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.router import round_robin
 from graphmoe.ops.symm import use_peers
-from graphmoe.ops.vendors import is_installed
 from graphmoe.plan.vendor_dispatch import BUFFERED
 from graphmoe.runtime.dispatch.peers import make_peers
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer

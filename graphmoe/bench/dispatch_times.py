@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from graphmoe.bench.rank_group import RankGroup
-from graphmoe.ops.symm.product_stream import beside_products_on
+from graphmoe.ops.symm.peers import beside_products_on
 
 ROUNDS = {"cuda": 8, "cpu": 1}
 """Of a sample, by device: ranks that come late at the first do not at the others."""

@@ -17,7 +17,7 @@ from graphmoe.bench import peers
 from graphmoe.bench.cases import Alternative, Case, Floor, Results, Run
 from graphmoe.bench.grouped_mlp_cases import OWN_BACKENDS, MlpShape, grouped_mlp_cases
 from graphmoe.bench.routing import route
-from graphmoe.ops.vendors import PACKAGES, is_installed
+from graphmoe.config.packages import PACKAGES, is_installed
 
 OWN = "graphmoe"
 BF16, F32, I32 = 2, 4, 4

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graphmoe.config.packages import is_installed, require_package
 from graphmoe.config.schema import AttentionBackend, ConfigError
-from graphmoe.ops.vendors import HALF_DTYPES, is_installed, require_half, require_package
+from graphmoe.ops.vendors import HALF_DTYPES, require_half
 
 log = logging.getLogger(__name__)
 KEY = "model.attention_backend"

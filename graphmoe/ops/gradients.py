@@ -10,7 +10,7 @@ from torch import Tensor
 class Gradient:
     """One parameter's gradient. ``total`` keeps its address; the optimizer's update may scale it.
 
-    Who writes into ``total`` without ``add`` reports it to ``report_added``.
+    A caller that writes into ``total`` without ``add`` calls `report_added`.
     """
 
     def __init__(self, total: Tensor) -> None:
@@ -29,19 +29,19 @@ class Gradient:
         report_added([self])
 
     def fill(self) -> None:
-        """Make it zeros if nothing came so far; more may be added."""
+        """Set ``total`` to zero if nothing was added so far; more may be added."""
         if not self.begun:
             self.total.zero_()
         self.begun = True
 
     def finish(self) -> None:
-        """End the step: zeros where no micro-batch gave anything; the next ``add`` begins anew."""
+        """End the step: zeros where no micro-batch gave anything; the next ``add`` stores."""
         self.fill()
         self.begun = False
 
 
 def have_begun(gradients: Sequence[Gradient]) -> bool:
-    """Whether any has begun; then the others are set to zero, so that all can be added to."""
+    """Return whether any has begun; then set the others to zero, so that all can be added to."""
     begun = any(gradient.begun for gradient in gradients)
     for gradient in gradients:
         if begun and not gradient.begun:
@@ -50,7 +50,7 @@ def have_begun(gradients: Sequence[Gradient]) -> bool:
 
 
 def report_added(gradients: Sequence[Gradient]) -> None:
-    """Say that each ``total`` has something more of this step; all were written before any is reported."""
+    """Report that each ``total`` has more of this step; all were written before any is reported."""
     for gradient in gradients:
         gradient.begun = True
     for gradient in gradients:

@@ -8,22 +8,33 @@ keys of the rank s places before it:
 - of a rank with a lower number: all its queries see that rank's first chunk, and none the second;
 - of a rank with a higher number: its second chunk sees both, and its first none.
 
-Outputs of blocks are joined by the log-sum-exp of their scores. In the backward the gradient of a block of
-keys and values travels behind it, each rank adds its part, and it ends where the block began. Shapes as in
-``graphmoe.ops.attention``; S positions of this rank.
+Outputs of blocks are joined by the log-sum-exp of their scores. The kernels are those of torch's
+scaled_dot_product_attention; called by name, they give the log-sum-exp of each query's scores, and their
+backward takes the log-sum-exp over all keys in place of its own block's. The gradient of a block of keys and
+values travels behind it, each rank adds its part, and it ends where the block began. Shapes as in
+``graphmoe.ops.attention``; S positions of this rank, and T keys of a block.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.ops.block_attention import accumulated, attend_to_block, gradients_of_block
+from graphmoe.ops.attention import FLASH_MAX_HEAD_DIM
 from graphmoe.ops.collectives import group_of
+from graphmoe.ops.vendors import HALF_DTYPES
 from graphmoe.plan.layout import Axis
+
+aten = torch.ops.aten
+Kernel = Literal["cpu", "flash", "cudnn", "efficient"]
+CUDNN_MAX_HEAD_DIM = 192
+"""Beyond it the backward of cuDNN depends on its version and on the GPU."""
+_LSE_ALIGNMENT = 32
+"""The memory-efficient kernel pads the log-sum-exps of a head to a multiple of this many queries."""
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis, size: int) -> Tensor:
@@ -39,10 +50,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis,
 
 
 class _Shift:
-    """A tensor on its way to the next rank of a ring, and that of the rank before on its way here.
+    """A tensor on its way to the next rank of a ring, and one on its way here from the rank before.
 
     One collective of all ranks instead of a send and a receive: so there is no order that could block, on
-    any backend. What is for others than the next rank is empty.
+    any backend. Parts for other ranks are empty.
     """
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
@@ -53,7 +64,7 @@ class _Shift:
         self._work = dist.all_to_all_single(self._received, sent, of, to, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """What came from the rank before; on a GPU its stream waits, and not the host."""
+        """Return the tensor of the rank before; on a GPU its stream waits, and not the host."""
         self._work.wait()
         return self._received
 
@@ -67,7 +78,7 @@ class _Part(NamedTuple):
 
 
 def _part(step: int, index: int, seq: int) -> _Part:
-    """What rank ``index`` computes at a step, with ``seq`` positions on each rank."""
+    """The part that rank ``index`` computes at a step, with ``seq`` positions on each rank."""
     everything = slice(0, seq)
     if step == 0:
         return _Part(everything, everything, True)
@@ -165,12 +176,12 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.arguments = scale, axis, size
 
 
-def _of_ring_attention(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_of_ring(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.graphmoe.ring_attention_backward(d_out, *ctx.saved_tensors, *ctx.arguments)
     return *gradients, None, None, None
 
 
-_ring_attention.register_autograd(_of_ring_attention, setup_context=_keep_for_backward)
+_ring_attention.register_autograd(_backward_of_ring, setup_context=_keep_for_backward)
 
 
 def _join(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> None:
@@ -192,3 +203,122 @@ def _unpacked(block: Tensor, of_keys: torch.Size, of_values: torch.Size) -> tupl
     """Views of a packed block."""
     k, v = block.split([of_keys.numel(), of_values.numel()])
     return k.view(of_keys), v.view(of_values)
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which blocks are joined: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [B, S, H, V] and natural log-sum-exp of the scores, [B, H, S] in the dtype of `accumulated`.
+
+    q [B, S, H, E], k [B, T, G, E], v [B, T, G, V]; ``causal`` needs S = T. No gradient of its own.
+    """
+    kernel, V = choose_kernel(q, k, v, causal), v.shape[-1]
+    q, k, v = _prepared(kernel, q, k, v)
+    if kernel == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    elif kernel == "flash":
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    elif kernel == "cudnn":
+        out, lse = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )[:2]
+    else:
+        out, lse = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )[:2]
+    batch, heads, seq = q.shape[:3]
+    lse = lse[:, :, :seq].reshape(
+        batch, heads, seq
+    )  # cuDNN's has one more dimension, efficient's more queries
+    return out.transpose(1, 2)[..., :V], lse
+
+
+def gradients_of_block(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by attention to this block, each of its tensor's shape.
+
+    ``out`` [B, S, H, V] and ``lse`` [B, H, S] are those of attention to all blocks.
+    """
+    kernel, (E, V), groups = choose_kernel(q, k, v, causal), (q.shape[-1], v.shape[-1]), k.shape[2]
+    seq, keys = q.shape[1], k.shape[1]
+    q, k, v = _prepared(kernel, q, k, v)
+    out, d_out = (_padded(x.transpose(1, 2), v.shape[-1]) for x in (out, d_out))
+    lse = lse.contiguous()
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seeds of a dropout that is 0
+    if kernel == "cpu":
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    elif kernel == "flash":
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            d_out, q, k, v, out, lse, None, None, seq, keys, 0.0, causal, unused, unused, scale=scale
+        )
+    elif kernel == "cudnn":
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            *(d_out, q, k, v, out, lse.unsqueeze(-1), unused, unused),
+            *(None, None, None, seq, keys, 0.0, causal),
+            scale=scale,
+        )
+    else:
+        lse = F.pad(lse, (0, -seq % _LSE_ALIGNMENT), value=torch.inf)
+        wanted = [True, True, True, False]
+        gradients = aten._scaled_dot_product_efficient_attention_backward(
+            d_out, q, k, v, None, out, lse, unused, unused, 0.0, wanted, causal, scale=scale
+        )[:3]
+    dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
+    return dq[..., :E], _of_groups(dk[..., :E], groups), _of_groups(dv[..., :V], groups)
+
+
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
+    """The kernel for these tensors, by the rules of ``graphmoe.ops.attention.kernel_order``."""
+    if q.device.type == "cpu":
+        return "cpu"
+    largest = max(q.shape[-1], v.shape[-1])
+    if q.dtype not in HALF_DTYPES or largest > FLASH_MAX_HEAD_DIM:
+        return "efficient"
+    if largest > CUDNN_MAX_HEAD_DIM or torch.are_deterministic_algorithms_enabled():
+        return "flash"
+    cuda = torch.backends.cuda
+    grouped = q.shape[2] != k.shape[2]
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    parameters = cuda.SDPAParams(*heads_first, None, 0.0, causal, grouped)  # type: ignore[arg-type,call-arg]
+    return "cudnn" if cuda.can_use_cudnn_attention(parameters) else "flash"
+
+
+def _prepared(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as [B, heads, positions, size], with heads and sizes that the kernel takes.
+
+    Padding with zeros changes neither scores nor the columns that are kept.
+    """
+    if kernel in ("cpu", "efficient") and q.shape[2] != k.shape[2]:
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if kernel == "cudnn":
+        return q, k, v
+    sizes = (q.shape[-1], v.shape[-1])
+    of_heads, of_values = sizes if kernel == "efficient" else (max(sizes), max(sizes))
+    return _padded(q, of_heads), _padded(k, of_heads), _padded(v, of_values)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """x with zeros behind its last dimension, up to the next multiple of 8 from ``size``."""
+    missing = -(-size // 8) * 8 - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _of_groups(d_BTHE: Tensor, groups: int) -> Tensor:
+    """Gradients of key-value heads from those of repeated ones, summed as `accumulated` says."""
+    if d_BTHE.shape[2] == groups:
+        return d_BTHE
+    return d_BTHE.unflatten(2, (groups, -1)).to(accumulated(d_BTHE.dtype)).sum(dim=3)

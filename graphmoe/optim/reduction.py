@@ -20,18 +20,18 @@ from graphmoe.runtime.launch.stamps import wait_for
 class GradientReduction:
     """Sums each step's gradients over the ranks, bucket by bucket, into the shards of their owners.
 
-    The sum of a bucket starts once its gradients are complete: when as many deliveries have come as in the
+    The sum of a bucket starts once its gradients are complete: when as many additions have come as in the
     whole step before. A parameter has several, of micro-batches and of places that share it. In the first
     step nobody knows how many there will be, and all sums start at its end.
 
-    Should the number change, no sum is wrong. With fewer deliveries, the bucket and those behind it in the
+    Should the number change, no sum is wrong. With fewer additions, the bucket and those behind it in the
     queue are summed at the end of the step. One more than expected may come after the start: then the bucket
     is summed again at the end. The ranks of a group must agree on that, as they do where they run the same
     program.
     """
 
     def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:
-        """``gradients`` by parameter name; they report their deliveries from now on."""
+        """``gradients`` by parameter name; from now on their additions are counted."""
         self._queue: list[_BucketSum] = []
         for family, bucket in reversed(in_forward_order(families)):
             members = [gradients[family.names[i]] for i in bucket.members]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphmoe.config.packages import INSTALL, PACKAGES
 from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, MoEConfig, ParallelConfig
-from graphmoe.ops.vendors import INSTALL, PACKAGES
 
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
 """Dispatchers that need no package."""

@@ -81,7 +81,7 @@ def dispatch_bytes(sizes: Sizes, dispatcher: DispatcherChoice) -> float:
         room = Exchange(
             sizes.tokens, e * model.hidden_size, model.top_k, places, sizes.room.rows, sizes.block
         )
-        return Region.of(room, sizes.layout.size("ep_etp")).num_bytes
+        return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes
     raise ConfigError(
         f"the buffers of moe.dispatcher={dispatcher.value} are not projected; use "
         f"moe.dispatcher=alltoall, or symm inside nodes"

@@ -59,7 +59,7 @@ class SymmetricPeers:
         torch.cuda.synchronize()
         if self._captured:
             self._of_graphs.append((self._buffers, self._meet, self.addresses))
-        region = Region.of(joined, self.size)
+        region = Region.with_room_for(joined, self.size)
         self._buffers, self._meet = symmetric_memory(region.num_bytes, self._group)
         self.addresses = torch.tensor(
             [buffer.data_ptr() for buffer in self._buffers], device=self._buffers[0].device

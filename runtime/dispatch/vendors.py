@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from graphmoe.config.packages import is_installed
 from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig
-from graphmoe.ops.vendors import is_installed
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.receive_budget import Load
 from graphmoe.plan.vendor_dispatch import BUFFERED, INSTEAD

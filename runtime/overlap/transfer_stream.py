@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphmoe.ops.symm.product_stream import beside_products_on
+from graphmoe.ops.symm.peers import beside_products_on
 
 Result = TypeVar("Result")
 

@@ -24,7 +24,7 @@ SHAPES = {
 TINY = 600e-6
 """MB: 150 elements, less than some parameters have."""
 
-Deliveries = Callable[[int, str], int]
+Additions = Callable[[int, str], int]
 """How often a parameter gets a gradient in a step."""
 
 
@@ -44,7 +44,7 @@ class Nets:
     axes: Mapping[str, Axis] = field(default_factory=dict)
     """What parameters are summed over, where it isn't ``stage``: each group has weights of its own."""
     dtype: torch.dtype = torch.float32
-    deliveries: Deliveries = once
+    additions: Additions = once
     compiled: bool = False
     bad: tuple[int, int] | None = None
     """The step and the rank of a gradient with a NaN."""
@@ -78,8 +78,8 @@ class Nets:
         for name, weight in reversed(list(zip(optimizer.names, optimizer.weights, strict=True))):
             plain, _, number = name.partition("_")
             ranks = self.groups(plain)[int(number)] if rank is None else (rank,)
-            for delivery, of_rank in itertools.product(range(self.deliveries(step, plain)), ranks):
-                (weight.float() * self._gradient(plain, step, delivery, of_rank)).sum().backward()
+            for addition, of_rank in itertools.product(range(self.additions(step, plain)), ranks):
+                (weight.float() * self._gradient(plain, step, addition, of_rank)).sum().backward()
         return optimizer.step(torch.tensor(1.0))
 
     def whole(self, of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -92,8 +92,8 @@ class Nets:
                     assert torch.equal(of_ranks[rank][name], of_ranks[group[0]][name]), (name, rank)
         return found
 
-    def _gradient(self, name: str, step: int, delivery: int, rank: int) -> Tensor:
-        gradient = random(f"{name} {step} {delivery} {rank}", SHAPES[name])
+    def _gradient(self, name: str, step: int, addition: int, rank: int) -> Tensor:
+        gradient = random(f"{name} {step} {addition} {rank}", SHAPES[name])
         if self.bad == (step, rank) and name == "head":
             gradient[3, 3] = torch.nan
         return gradient

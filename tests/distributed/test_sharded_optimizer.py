@@ -42,10 +42,10 @@ TWO, FOUR = Layout(dp=2), Layout(dp=4)
 CASES = {
     "two ranks": Nets(TWO),
     "two ranks in bf16": Nets(TWO, dtype=torch.bfloat16),
-    "several deliveries": Nets(TWO, deliveries=several),
-    "used twice": Nets(TWO, deliveries=used_twice_in_step_2),
-    "unused": Nets(TWO, deliveries=unused_in_step_2),
-    "one for another": Nets(TWO, deliveries=one_for_another_in_step_2),
+    "several additions": Nets(TWO, additions=several),
+    "used twice": Nets(TWO, additions=used_twice_in_step_2),
+    "unused": Nets(TWO, additions=unused_in_step_2),
+    "one for another": Nets(TWO, additions=one_for_another_in_step_2),
     "a bad gradient": Nets(TWO, bad=(2, 1)),
     "compiled": Nets(TWO, dtype=torch.bfloat16, compiled=True, bad=(2, 1)),
     "a family of one rank": Nets(TWO, {"experts": "tp", "bias": "tp"}),
@@ -85,7 +85,7 @@ class Trained:
 
 def times_of_sums(ranks: Ranks, folder: Path) -> list[list[str]]:
     """Of each step, the first parameter of each bucket that is summed, and "-" where the backward ends."""
-    nets = Nets(TWO, deliveries=used_twice_in_step_2)
+    nets = Nets(TWO, additions=used_twice_in_step_2)
     optimizer, steps = nets.optimizer(ranks.rank), []
     (family,) = optimizer.families
     reduce, finish = family.reduce, optimizer._reduction.finish
@@ -225,7 +225,7 @@ def test_from_the_second_step_on_sums_start_in_the_backward_and_late_gradients_a
         assert steps[1] == [*order, "-"]
         # the second gradient of "first" comes after its bucket was started
         assert steps[2] == [*order, "-", "first"]
-        # one delivery is missing of those that the last step had
+        # one addition is missing of those that the last step had
         assert steps[3] == ["head", "bias", "experts", "-", "first", "norm", "embed"]
         assert steps[4] == [*order, "-"]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from graphmoe.config.packages import PACKAGES, is_installed
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
-from graphmoe.ops.vendors import PACKAGES, is_installed
 from tests.ops import attention_cases as cases
 from tests.ops.attention_cases import assert_matches_reference, forward_and_gradients, reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.ops.block_attention import attend_to_block, choose_kernel, gradients_of_block
-from graphmoe.ops.ring_attention import _join
+from graphmoe.ops.ring_attention import _join, attend_to_block, choose_kernel, gradients_of_block
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.parallel_steps import Step, whole_gradient

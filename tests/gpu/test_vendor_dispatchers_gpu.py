@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.ops.vendors import is_installed
+from graphmoe.config.packages import is_installed
 from graphmoe.runtime.torch_compat import has_nvshmem
 from tests.distributed.ranks import Job
 from tests.gpu.vendor_ranks import TOKENS, VendorTrip

@@ -76,7 +76,7 @@ def fresh_totals(layer: MoELayer, begun: bool) -> list[Gradient]:
 
 
 def counted(totals: list[Gradient]) -> list[int]:
-    """How often each was delivered to."""
+    """Number of additions to each."""
     counts = [0] * len(totals)
     for i, gradient in enumerate(totals):
 

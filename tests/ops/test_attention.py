@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from graphmoe.config.packages import INSTALL, PACKAGES, is_installed
 from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.ops import attention
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
-from graphmoe.ops.vendors import INSTALL, PACKAGES, is_installed
 from tests.ops.attention_cases import assert_matches_reference, make_inputs, reference_attention
 from tests.ops.attention_fakes import FakeDotProductAttention, FakeTurbo
 from tests.tolerances import assert_forward_close, relative_error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.ops.symm import product_stream
-from graphmoe.ops.symm.product_stream import before_products, beside_products_on
+from graphmoe.ops.symm import peers
+from graphmoe.ops.symm.peers import before_products, beside_products_on
 from tests.stand_in_streams import use_streams
 
 
@@ -52,12 +52,12 @@ def test_an_error_leaves_no_stream_behind(gpu):
     transfers = gpu.stream(torch.cuda.Stream())
     with pytest.raises(KeyError), transfers, beside_products_on(products), before_products():
         raise KeyError
-    assert product_stream._products is None and gpu.current is products
+    assert peers._products is None and gpu.current is products
 
 
 def test_products_inside_products_give_way_to_those_around_them(gpu):
     outer, inner = gpu.current, torch.cuda.Stream()
     with beside_products_on(outer):
         with beside_products_on(inner):
-            assert product_stream._products is inner
-        assert product_stream._products is outer
+            assert peers._products is inner
+        assert peers._products is outer

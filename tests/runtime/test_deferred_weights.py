@@ -29,11 +29,11 @@ class Stage:
         self.model = build_model(
             run.model, device=torch.device("cpu"), dtype=torch.float32, seed=0, execution=run.moe
         )
-        self.delivered: list[str] = []
+        self.added: list[str] = []
         self.gradients = {name: Gradient(torch.empty(p.shape)) for name, p in self.model.named_parameters()}
         names = {id(p): name for name, p in self.model.named_parameters()}
         for name, gradient in self.gradients.items():
-            gradient.on_added = lambda name=name: self.delivered.append(name)
+            gradient.on_added = lambda name=name: self.added.append(name)
         self.execute = CompiledSegments(
             lambda trains: PassRunner(SPLIT), lambda p: self.gradients[names[id(p)]], overlap=overlap
         )
@@ -57,7 +57,7 @@ def plain(num_micro_batches: int) -> tuple[dict[str, torch.Tensor], list[str]]:
     stage = Stage()
     for seed in range(num_micro_batches):
         stage.loss(seed).backward()
-    return stage.totals(), stage.delivered
+    return stage.totals(), stage.added
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -72,9 +72,9 @@ def test_sums_are_bitwise_those_of_whole_backwards_and_w_runs_in_the_order_of_i(
         with stage.execute.deferring(later):
             loss = stage.loss(seed)
         loss.backward()
-        assert len(later) > 3 and len(stage.delivered) == seed * len(order) // 2
+        assert len(later) > 3 and len(stage.added) == seed * len(order) // 2
         run_all(later)
-    assert stage.delivered == order
+    assert stage.added == order
     assert_same(stage.totals(), wanted)
 
 
@@ -105,10 +105,10 @@ def test_only_forwards_inside_leave_their_w():
             stage.loss(0)
         inside = stage.loss(0)
     stage.loss(1).backward()
-    assert stage.delivered and not later
-    before = len(stage.delivered)
+    assert stage.added and not later
+    before = len(stage.added)
     inside.backward()
-    assert later and len(stage.delivered) == before
+    assert later and len(stage.added) == before
 
 
 def test_an_overlap_under_way_has_a_list_of_its_own():

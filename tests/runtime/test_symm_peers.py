@@ -51,7 +51,7 @@ def pair(device):
 
 
 def test_parts_of_a_region_are_apart_aligned_and_large_enough():
-    region = Region.of(SIZES, 2)
+    region = Region.with_room_for(SIZES, 2)
     parts = {"tokens": 6 * 20, "blocks": 2 * 3 * 20, "records": 6 * 4 * 5 * 4, "counts": 8, "sums": 600}
     starts = [getattr(region, name) for name in (*parts, "dweights", "num_bytes")]
     for start, end, length in zip(starts, starts[1:], (*parts.values(), 30 * 2 * 4), strict=False):

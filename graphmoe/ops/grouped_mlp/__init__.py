@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.packages import is_installed
 from graphmoe.ops import permute, swiglu  # noqa: F401  # registers the ops that the plain form calls
 from graphmoe.ops.grouped_mlp import reference
-from graphmoe.ops.vendors import is_installed
 
 KEY = "moe.experts"
 BACKENDS = {

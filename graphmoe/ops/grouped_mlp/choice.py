@@ -20,10 +20,11 @@ from typing import Any, Protocol
 
 import torch
 
+from graphmoe.config.packages import PACKAGES, is_installed, require_package
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, KEY
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
-from graphmoe.ops.vendors import HALF_DTYPES, PACKAGES, is_installed, require_package
+from graphmoe.ops.vendors import HALF_DTYPES
 
 log = logging.getLogger(__name__)
 NAME = "grouped_mlp"

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.packages import require_package
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import KEY
 from graphmoe.ops.grouped_mlp.reference import Products
-from graphmoe.ops.vendors import require_half, require_package
+from graphmoe.ops.vendors import require_half
 
 
 def products(dtype: torch.dtype) -> Products:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphmoe.config.packages import require_package
 from graphmoe.ops.grouped_mlp import KEY
 from graphmoe.ops.grouped_mlp.reference import Products
-from graphmoe.ops.vendors import require_half, require_package
+from graphmoe.ops.vendors import require_half
 
 
 def products(dtype: torch.dtype) -> Products:

@@ -7,7 +7,7 @@ this exchange's side, and have read what the other side held.
 With a block, the first rows for each other rank travel by copies of a fixed size, which need no SM, each on a
 stream of its own (``peers.streams``); kernels move the rest beside them. Where products run beside such an
 exchange, what must be done before anything travels is queued before these
-(`graphmoe.ops.symm.product_stream`).
+(`peers.before_products`).
 
 Rows of the own rank's tokens do not travel. Sums are read where the experts wrote them, and with a block the
 first rows are packed straight to where they are received. Other tokens of its own a rank pulls out of its own
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.symm import launches
-from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes
-from graphmoe.ops.symm.product_stream import before_products
+from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products
 
 Way = tuple[Tensor, Tensor, Tensor, int]
 """ends_P, row_TW, arrivals_PP and block."""

@@ -8,7 +8,8 @@ Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Literal, Protocol, cast
 
@@ -40,7 +41,7 @@ class CollectivePeers:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one exchange needs room for; equal on all ranks."""
+    """Sizes of one exchange; equal on all ranks."""
 
     tokens: int
     row_bytes: int
@@ -58,7 +59,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Region:
-    """Where things lie in each rank's region, in bytes from its base; the same on all ranks.
+    """Offsets of the parts of each rank's region, in bytes from its base; the same on all ranks.
 
     The side "out" is tokens, blocks, records and counts, the side "back" is sums and weight gradients. Only
     its owner writes to a region. A side is written while peers may still read the other.
@@ -80,7 +81,7 @@ class Region:
     num_bytes: int
 
     @classmethod
-    def of(cls, sizes: Sizes, num_ranks: int) -> Region:
+    def with_room_for(cls, sizes: Sizes, num_ranks: int) -> Region:
         """The region with room for these sizes."""
         parts = (
             sizes.tokens * sizes.row_bytes,
@@ -128,7 +129,7 @@ class MemoryPeers(Peers, Protocol):
         ...
 
     def barrier(self) -> None:
-        """What ranks wrote before is seen by all after it. On the current stream; no device sync."""
+        """Let all ranks see what was written before. On the current stream; no device sync."""
         ...
 
 
@@ -136,7 +137,7 @@ _in_use: Peers | None = None
 
 
 def use_peers(peers: Peers | None) -> None:
-    """From now on the operations of this process exchange rows with these peers; None forgets them."""
+    """Let the operations of this process exchange rows with these peers; None forgets them."""
     global _in_use
     _in_use = peers
 
@@ -159,3 +160,40 @@ def peers_of(size: int) -> Peers:
             f"another layout than use_peers was given"
         )
     return _in_use
+
+
+_products: torch.cuda.Stream | None = None
+"""Of this process and not of a thread: autograd runs gradients in a thread of its own."""
+
+
+@contextmanager
+def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Queue exchanges inside that run beside products, which are queued on ``stream`` afterwards.
+
+    A transfer by copy engines hides beside products, but what it sends must be packed first. Kernels of
+    another stream that come when products have begun wait until these leave a multiprocessor, and the
+    transfer waits with them: so the exchange packs on the stream of the products.
+    """
+    global _products
+    before, _products = _products, stream
+    try:
+        yield
+    finally:
+        _products = before
+
+
+@contextmanager
+def before_products() -> Iterator[None]:
+    """Queue kernels inside on the stream of the products, if there is one, behind all of the current stream.
+
+    Later kernels of the current stream come after them, so memory of the current stream may be used inside.
+    """
+    products = _products
+    if products is None:
+        yield
+        return
+    here = torch.cuda.current_stream()
+    products.wait_stream(here)
+    with torch.cuda.stream(products):
+        yield
+    here.wait_stream(products)

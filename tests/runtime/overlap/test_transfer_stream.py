@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.ops.symm import product_stream
-from graphmoe.ops.symm.product_stream import before_products
+from graphmoe.ops.symm import peers
+from graphmoe.ops.symm.peers import before_products
 from graphmoe.runtime.overlap.transfer_stream import TransferStream
 from tests.stand_in_streams import use_streams
 
@@ -52,7 +52,7 @@ def test_an_error_in_a_transfer_leaves_the_current_stream_and_no_products(monkey
     products, transfers = gpu.current, TransferStream(torch.device("cuda"))
     with pytest.raises(ZeroDivisionError):
         transfers.run("a", lambda: 1 // 0, reads=None)
-    assert gpu.current is products and product_stream._products is None
+    assert gpu.current is products and peers._products is None
     transfers.wait(["a"])
     transfers.run("a", lambda: exchange(gpu, "a"), reads=None)
     assert gpu.on == {"reserve a": "second", "pack a": "first", "copy a": "second"}

@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from graphmoe import conf
-from graphmoe.config.field_docs import field_docs
+from graphmoe.config.arguments import field_docs
 from graphmoe.config.schema import RunConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -67,12 +67,11 @@ GRAMMAR = """\
 python -m graphmoe.train --cfg job                               # print the configuration and stop
 python -m graphmoe.train -m optim.lr=1e-3,3e-3 train.steps=20    # two runs, under multirun/
 python -m graphmoe.train --help                                  # examples, groups, keys
-eval "$(python -m graphmoe.train -sc install=bash)"              # tab completion in this bash
+eval "$(graphmoe-train -sc install=bash)"                        # tab completion of graphmoe-train
 ```
 
 A sweep puts its runs into `multirun/<run.name>/<time>/<number>`; a signal ends all of it with status 130,
-and with `format=json` it prints one list of summaries. Tab completion covers the groups, options
-and keys of `python -m graphmoe.train` and `python -m graphmoe.info`.
+and with `format=json` it prints one list of summaries.
 
 The [small tools](#small-tools) take plain `key=value` words: values are taken as they are, a comma separates
 the items of a list, `none` clears an optional value. Every tool takes `format=json` and then prints one JSON
@@ -179,7 +178,7 @@ def _type(hint: Any) -> str:
     """The type of a field, or its choices."""
     if hint is Any:
         return "as described"
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         return f"{_type(options[0])} or null"
     if typing.get_origin(hint) is list:

@@ -22,8 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphmoe.config.arguments import emit, parse_args, run_tool
-from graphmoe.config.cache_folders import compiled_folder
-from graphmoe.config.schema import ConfigError, OutputFormat
+from graphmoe.config.schema import ConfigError, OutputFormat, compiled_folder
 from graphmoe.runtime.cache.folders import TAG_FILE
 from graphmoe.runtime.cache.key import BASE, differences
 from graphmoe.runtime.cache.store import CompileCache

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from graphmoe.config.segment_names import SEGMENT_NAMES
+from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.profiler_ranges import ranged
 
 CAPTURABLE = tuple(name for name in SEGMENT_NAMES if name != "optimizer")

@@ -4,8 +4,7 @@ import pwd
 
 import pytest
 
-from graphmoe.config.cache_folders import cache_root
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.schema import ConfigError, cache_root
 
 
 @pytest.fixture

@@ -12,8 +12,16 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from graphmoe.config.arguments import emit, file_problems, nearest, parse_args, print_error, run_tool, usage
-from graphmoe.config.field_docs import field_docs
+from graphmoe.config.arguments import (
+    emit,
+    field_docs,
+    file_problems,
+    nearest,
+    parse_args,
+    print_error,
+    run_tool,
+    usage,
+)
 from graphmoe.config.schema import ConfigError, OutputFormat
 
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from graphmoe import conf
 from graphmoe.command.errors import known_keys
 from graphmoe.command.hydra import to_config, to_plain
-from graphmoe.config.field_docs import field_docs
+from graphmoe.config.arguments import field_docs
 from graphmoe.config.schema import ComputeDtype, DeviceChoice, ModelConfig, RunConfig
 from graphmoe.plan.rules.check import resolve, violations
 from tests.runs import command, config

@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from graphmoe.command.errors import explain
 from graphmoe.command.hydra import Complete, to_config
 from graphmoe.config.arguments import parse_args
+from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig, RunConfig
-from graphmoe.config.segment_names import SEGMENT_NAMES
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
 from graphmoe.project.arguments import ProjectArgs, completed, split_words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config.segment_names import SEGMENT_NAMES
+from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.segments import DISPATCHER_STAGES, Segment, lowest_stage, run_segments, waiting_segments
 
 

@@ -67,13 +67,6 @@ def test_without_the_plugin_everything_else_works(tmp_path, words):
     assert shown.out.read_text()
 
 
-def test_without_the_plugin_completion_works(tmp_path):
-    line = {"COMP_LINE": "python -m graphmoe.train hydra/launcher="}
-    shown = command(tmp_path, "-sc", "query=bash", module="tests.hidden_submitit", environment=line)
-    assert shown.wait() == 0 and "hydra/launcher=basic" in shown.out.read_text().split()
-    assert "hydra/launcher=submitit_slurm" not in shown.out.read_text().split()
-
-
 def test_without_the_plugin_its_launcher_ends_with_an_error_and_starts_nothing(tmp_path):
     words = ("-m", "hydra/launcher=slurm", "train.steps=1")
     shown = command(tmp_path, *words, module="tests.hidden_submitit")

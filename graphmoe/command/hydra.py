@@ -30,11 +30,9 @@ from graphmoe.command.sweep.job import (
     run_job,
 )
 from graphmoe.command.sweep.process import SweepError
-from graphmoe.config import completion
 from graphmoe.config.arguments import print_error
-from graphmoe.config.cache_folders import compiled_folder
 from graphmoe.config.masking import masked, note_interpolations
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError, RunConfig, compiled_folder
 from graphmoe.config.untrusted import load_yaml
 from graphmoe.runtime.cache.bytecode import keep_bytecode
 from graphmoe.runtime.cache.folders import check_trusted
@@ -62,10 +60,6 @@ def hydra_app(
     run folder, and makes it itself once all is checked. ``prepare`` is called between check and resolve,
     before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
     """
-    if completion.is_install(sys.argv):
-        print(completion.BASH, end="")
-        return
-    completion.adapt_query()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what goes wrong, so that it can be worded here
     ConfigStore.instance().store(name="schema", node=RunConfig)
     OmegaConf.register_new_resolver("graphmoe.prog", lambda: prog, replace=True)

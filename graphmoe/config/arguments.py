@@ -5,12 +5,15 @@ The tools that read a run's whole configuration are Hydra applications (``graphm
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import enum
+import inspect
 import json
 import os
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +23,6 @@ from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
 
-from graphmoe.config.field_docs import field_docs
 from graphmoe.config.schema import ConfigError, OutputFormat
 
 Args = TypeVar("Args")
@@ -172,6 +174,21 @@ def _keys(cls: type, outer: tuple[str, ...] = (), base: Any = dataclasses.MISSIN
         # from_ is spelled from, which Python keeps for itself
         word = ".".join(name.removesuffix("_") for name in path)
         yield _Key(word, path, hints[f.name], docs.get(f.name, ""), _default(f, base))
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Documentation of each field of a dataclass, by field name, on one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    name: str | None = None
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs[name] = " ".join(str(node.value.value).split())
+            name = None
+    return docs
 
 
 def _default(f: dataclasses.Field[Any], base: Any) -> Any:

@@ -110,3 +110,19 @@ class NumaBinding(enum.Enum):
 class OutputFormat(enum.Enum):
     text = "text"
     json = "json"
+
+
+SEGMENT_NAMES = (
+    "embed",
+    "attn",
+    "mlp",
+    "moe_router",
+    "moe_preprocess",
+    "moe_dispatch",
+    "shared_experts",
+    "moe_experts",
+    "moe_combine",
+    "loss",
+    "optimizer",
+)
+"""Names of segments, in their order in the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from graphmoe.config.choices import (
     AttentionBackend,
@@ -12,6 +13,7 @@ from graphmoe.config.choices import (
     RopeScaling,
     ScoreFunction,
 )
+from graphmoe.config.ranges import FP32, INT32, MANY_LAYERS, NOT_NEGATIVE, POSITIVE, CountOrZero, Size
 
 
 @dataclass
@@ -20,69 +22,69 @@ class ModelConfig:
 
     name: str = "custom"
     """Name of the preset, used in logs and as the default run name."""
-    vocab_size: int = 4096
+    vocab_size: Size = 4096
     """Rows of the embedding and of the head, > 0."""
-    hidden_size: int = 256
+    hidden_size: Size = 256
     """Width of the residual stream, > 0."""
     tie_embeddings: bool = False
     """Whether the head's weight is the embedding's: one parameter, whose gradient is the sum of both uses."""
-    num_layers: int = 4
+    num_layers: Annotated[int, POSITIVE, MANY_LAYERS] = 4
     """Transformer layers, dense ones included, multi-token-prediction layers not, > 0."""
-    num_dense_layers: int = 1
+    num_dense_layers: CountOrZero = 1
     """Leading layers whose MLP is dense, 0 to num_layers."""
-    dense_ffn_size: int = 704
+    dense_ffn_size: Size = 704
     """Intermediate width of the dense MLP, > 0."""
     attention: AttentionKind = AttentionKind.mla
     """Attention: mla (multi-head latent) or gqa (grouped query)."""
-    num_heads: int = 4
+    num_heads: Size = 4
     """Query heads, > 0."""
-    num_kv_heads: int = 4
+    num_kv_heads: Annotated[int, INT32] = 4
     """Key-value heads of gqa, a divisor of num_heads; mla ignores it."""
-    head_dim: int = 64
+    head_dim: Size = 64
     """Head size of gqa, even; mla uses the three sizes below."""
     qk_norm: bool = False
     """RMSNorm on the query and key heads of gqa (Qwen3)."""
-    q_lora_rank: int = 0
+    q_lora_rank: Annotated[int, NOT_NEGATIVE, INT32] = 0
     """Rank of mla's query compression; 0 projects queries directly."""
-    kv_lora_rank: int = 128
+    kv_lora_rank: Size = 128
     """Rank of mla's key-value compression, > 0."""
-    qk_nope_head_dim: int = 32
+    qk_nope_head_dim: Size = 32
     """Part of an mla query or key head without rotary embedding, > 0."""
-    qk_rope_head_dim: int = 16
+    qk_rope_head_dim: Size = 16
     """Part of an mla query or key head with rotary embedding, even, > 0."""
-    v_head_dim: int = 32
+    v_head_dim: Size = 32
     """Size of an mla value head, > 0."""
     attention_backend: AttentionBackend = AttentionBackend.auto
     """Kernel behind the attention: auto, sdpa, padded_flash, turbo (Primus-Turbo), te."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, POSITIVE, FP32] = 10000.0
     """Base of the rotary embedding, > 0."""
     rope_scaling: RopeScaling = RopeScaling.none
     """Context extension of the rotary embedding: none or yarn."""
-    yarn_factor: float = 40.0
+    yarn_factor: Annotated[float, FP32] = 40.0
     """YaRN: new context over original context, >= 1."""
-    yarn_original_context: int = 4096
+    yarn_original_context: Size = 4096
     """YaRN: tokens of context before the extension, > 0."""
     yarn_beta_fast: float = 32.0
     """YaRN: rotations above which a frequency is kept, > yarn_beta_slow."""
-    yarn_beta_slow: float = 1.0
+    yarn_beta_slow: Annotated[float, POSITIVE] = 1.0
     """YaRN: rotations below which a frequency is divided by the factor, > 0."""
-    yarn_mscale: float = 1.0
+    yarn_mscale: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
     """YaRN: coefficient of the magnitude correction of rotated parts, >= 0."""
-    yarn_mscale_all_dim: float = 0.0
+    yarn_mscale_all_dim: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
     """YaRN: coefficient of the magnitude correction of the softmax scale, >= 0."""
-    context_length: int = 4096
+    context_length: Size = 4096
     """Longest sequence in tokens that the model is meant for, > 0."""
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, POSITIVE, FP32] = 1e-6
     """Epsilon of every RMSNorm, > 0."""
-    init_std: float = 0.02
+    init_std: Annotated[float, POSITIVE, FP32] = 0.02
     """Standard deviation of the initial weights, > 0."""
-    num_experts: int = 8
+    num_experts: Size = 8
     """Routed experts per MoE layer, > 0."""
-    top_k: int = 2
+    top_k: Size = 2
     """Routed experts per token, 1 to num_experts."""
-    expert_ffn_size: int = 176
+    expert_ffn_size: Size = 176
     """Intermediate width of a routed expert, > 0."""
-    shared_ffn_size: int = 176
+    shared_ffn_size: Annotated[int, NOT_NEGATIVE, INT32] = 176
     """Intermediate width of the shared experts together; 0 has none."""
     score_function: ScoreFunction = ScoreFunction.softmax
     """Router scores: softmax or sigmoid of the logits, in fp32."""
@@ -90,28 +92,28 @@ class ModelConfig:
     """Take the softmax over the selected experts only (Mixtral); score_function must be softmax."""
     renormalise: bool = False
     """Divide the selected scores by their sum."""
-    routed_scale: float = 1.0
+    routed_scale: Annotated[float, POSITIVE, FP32] = 1.0
     """Factor on the selected scores, > 0."""
-    num_groups: int = 1
+    num_groups: Size = 1
     """Expert groups for group-limited selection, a divisor of num_experts; 1 is no limit."""
-    topk_groups: int = 1
+    topk_groups: Size = 1
     """Groups that a token may choose experts from, 1 to num_groups."""
     group_score: GroupScore = GroupScore.max
     """Score of a group: its max (DeepSeek-V2), topk_sum, its best top_k / topk_groups (V3's report), or
     top2_sum, its best two whatever top_k is (V3's code)."""
     selection_bias: bool = False
     """Add a per-expert bias to the scores for selection only (aux-loss-free balancing)."""
-    bias_update_rate: float = 0.001
+    bias_update_rate: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
     """Step of the selection bias towards balance after each optimizer step, >= 0."""
     aux_loss: AuxLoss = AuxLoss.sequence
     """Balance loss over: none, sequence, micro_batch, or global_batch."""
-    aux_loss_coef: float = 0.001
+    aux_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
     """Weight of the balance loss, >= 0."""
-    z_loss_coef: float = 0.0
+    z_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
     """Weight of the router's z-loss (mean squared logsumexp of the logits), >= 0."""
-    peak_lr: float = 3e-4
+    peak_lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate that suits this model; optim=adamw takes it, > 0."""
-    mtp_depth: int = 0
+    mtp_depth: Annotated[int, NOT_NEGATIVE, MANY_LAYERS] = 0
     """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
-    mtp_loss_weight: float = 0.3
+    mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3
     """Weight of the mean multi-token-prediction loss, >= 0."""

@@ -1,38 +1,58 @@
 """The typed schema of a run: every key that a YAML file or an override can set.
 
-One dataclass per section (the model's in ``model.py``, those of pipeline and profiles in ``pipeline.py``);
-choices are the enums of ``choices.py``. All of them can be imported from here.
-Defaults stand here and YAML states deltas. The string under a field is its documentation:
-``docs/configuration.md`` and error messages are made from it. ``graphmoe.plan.rules.check`` holds the rules
-that join several fields.
+One dataclass per section: the model's in ``model.py``, those of the execution in ``parallel.py``, the others
+here, from where all can be imported. Defaults and ranges stand beside the fields, and YAML states deltas. The
+string under a field is its documentation: ``docs/configuration.md`` and error messages are made from it.
+``graphmoe.plan.rules.check`` holds the rules that join several fields.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AttentionKind as AttentionKind
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import (
     ComputeDtype,
-    ContextMethod,
     DataSource,
     DeviceChoice,
-    DispatcherChoice,
-    DpShard,
-    ExpertsBackend,
     LrSchedule,
     NumaBinding,
     OutputFormat,
-    Transport,
 )
+from graphmoe.config.choices import ContextMethod as ContextMethod
+from graphmoe.config.choices import DispatcherChoice as DispatcherChoice
+from graphmoe.config.choices import DpShard as DpShard
+from graphmoe.config.choices import ExpertsBackend as ExpertsBackend
 from graphmoe.config.choices import GroupScore as GroupScore
 from graphmoe.config.choices import RopeScaling as RopeScaling
 from graphmoe.config.choices import ScoreFunction as ScoreFunction
+from graphmoe.config.choices import Transport as Transport
 from graphmoe.config.model import ModelConfig
-from graphmoe.config.pipeline import PipelineConfig, ProfileConfig
+from graphmoe.config.parallel import (
+    GraphConfig,
+    MoEConfig,
+    ParallelConfig,
+    PipelineConfig,
+    ProfileConfig,
+    RecomputeConfig,
+)
+from graphmoe.config.ranges import (
+    BELOW_ONE,
+    FP32,
+    MANY_RANKS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Count,
+    CountOrZero,
+    RankCount,
+    Size,
+)
 
 
 class ConfigError(ValueError):
@@ -45,7 +65,7 @@ class DataConfig:
 
     source: DataSource = DataSource.stdlib
     """stdlib (Python's own library), files, hf (streaming), memmap (.bin/.idx), synthetic."""
-    seq_len: int | None = None
+    seq_len: Size | None = None
     """Tokens per training sequence; default: model.context_length, at most 4096."""
     seed: int = 0
     """Seed of the order of documents and sequences, and of synthetic tokens."""
@@ -53,7 +73,7 @@ class DataConfig:
     """Training files or globs (files), or path prefixes of .bin/.idx pairs (memmap)."""
     val_paths: list[str] = field(default_factory=list)
     """Validation files, globs or prefixes; default: val_fraction of the training ones."""
-    val_fraction: float = 0.05
+    val_fraction: Annotated[float, BELOW_ONE] = 0.05
     """Share of documents (stdlib: of files) kept for validation, 0 <= share < 1."""
     text_field: str = "text"
     """Field of a .jsonl or .parquet record that holds the text."""
@@ -77,7 +97,7 @@ class DataConfig:
     """Visit documents and sequences in a seeded random order, a new one each epoch."""
     skip_bad: bool = False
     """Count and skip unreadable files, bad records and bad tokens instead of stopping."""
-    prefetch: int = 4
+    prefetch: CountOrZero = 4
     """Micro-batches prepared ahead by a background thread, >= 0."""
 
 
@@ -85,25 +105,25 @@ class DataConfig:
 class OptimConfig:
     """AdamW and the learning-rate schedule."""
 
-    lr: float = 3e-4
+    lr: Annotated[float, POSITIVE, FP32] = 3e-4
     """Peak learning rate, > 0."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
     """Final learning rate over the peak (cosine, wsd), 0 to 1."""
     schedule: LrSchedule = LrSchedule.cosine
     """After warm-up: cosine, wsd (stable, then a decay at the end) or constant."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps of linear warm-up from lr / warmup_steps, >= 0; a run that is shorter ends during it."""
-    wsd_decay_fraction: float = 0.2
+    wsd_decay_fraction: Annotated[float, SHARE] = 0.2
     """wsd: share of train.steps that decays (1 - sqrt form), 0 < share <= 1."""
-    beta1: float = 0.9
+    beta1: Annotated[float, BELOW_ONE, FP32] = 0.9
     """AdamW's first-moment decay, 0 <= beta1 < 1."""
-    beta2: float = 0.95
+    beta2: Annotated[float, BELOW_ONE, FP32] = 0.95
     """AdamW's second-moment decay, 0 <= beta2 < 1."""
-    eps: float = 1e-8
+    eps: Annotated[float, POSITIVE, FP32] = 1e-8
     """AdamW's epsilon, > 0."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none, >= 0."""
-    bucket_mb: float = 100.0
+    bucket_mb: Annotated[float, POSITIVE] = 100.0
     """Size in MB of the pieces in which ranks sum fp32 gradients, while the backward makes the next, > 0."""
 
 
@@ -111,23 +131,23 @@ class OptimConfig:
 class TrainConfig:
     """Length, batch and safety of the training loop."""
 
-    steps: int = 1000
+    steps: Count = 1000
     """Optimizer steps, > 0."""
-    global_batch_size: int = 16
+    global_batch_size: Size = 16
     """Sequences per optimizer step, a multiple of micro_batch_size."""
-    micro_batch_size: int = 4
+    micro_batch_size: Size = 4
     """Sequences per forward and backward, > 0."""
     seed: int = 0
     """Seed of the initial weights and of every random number of the run."""
-    clip_grad_norm: float = 1.0
+    clip_grad_norm: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
     """Largest global L2 norm of the gradient; 0 does not clip, >= 0."""
-    val_interval: int = 100
+    val_interval: CountOrZero = 100
     """Steps between validations; 0 validates only before the first step and at the end, >= 0."""
-    val_batches: int = 20
+    val_batches: CountOrZero = 20
     """Micro-batches per validation; 0 switches validation off, >= 0."""
-    max_nonfinite: int = 5
+    max_nonfinite: Count = 5
     """Skipped non-finite steps in a row that end the run, with a checkpoint if weights are finite, > 0."""
-    log_interval: int = 10
+    log_interval: Count = 10
     """Steps between reads of the metrics by the host; each step is logged, > 0."""
 
 
@@ -139,33 +159,6 @@ class PrecisionConfig:
     """Weights and activations: bf16, fp32, or auto (bf16 on a GPU, fp32 on a CPU)."""
     deterministic: bool = False
     """Use deterministic kernels only, so that two runs on a GPU are bitwise equal; slower."""
-
-
-@dataclass
-class MoEConfig:
-    """How MoE layers are executed (the model section says what they compute)."""
-
-    force_balance: bool = False
-    """Route round robin, ignoring the router's choice. For benchmarks only."""
-    experts: ExpertsBackend = ExpertsBackend.auto
-    """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
-    the fastest, and takes torch on a CPU."""
-    dispatcher: DispatcherChoice = DispatcherChoice.auto
-    """How tokens reach the ranks of their experts: local (each rank holds all of them), alltoall
-    (torch.distributed), symm (kernels that read the memory of other GPUs of the node), nvshmem (torch on
-    NVSHMEM), deepep (the package DeepEP), turbo (its port in Primus-Turbo), or auto: local where
-    parallel.ep * parallel.etp is 1, else alltoall."""
-    transport: Transport = Transport.auto
-    """Who moves the rows of symm: pull (kernels), copy_engine (copies of blocks of a fixed size beside the
-    kernels, which pull what a block has no place for), or auto: copy_engine with pipeline.ep_overlap=true on
-    GPUs of NVIDIA, else pull."""
-    receive_budget: Any = 1.5
-    """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
-    > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md."""
-    sync_free_stage: Any = "auto"
-    """How far a MoE layer never waits for the host: 0 nothing is promised; 1 router and routing plan; 2
-    dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest
-    that graph.scope needs, docs/capture.md."""
 
 
 @dataclass
@@ -202,11 +195,11 @@ class CheckpointConfig:
 
     enabled: bool = True
     """Save checkpoints; without them a run that ends early starts again from the beginning."""
-    interval: int = 100
+    interval: CountOrZero = 100
     """Steps between checkpoints; 0 saves only at the end, >= 0."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Newest whole checkpoints that are kept, > 0."""
-    keep_every: int = 0
+    keep_every: CountOrZero = 0
     """Keep each checkpoint whose step is a multiple of this for ever; 0 keeps none so, >= 0."""
     async_save: bool = True
     """Write in a background thread while training goes on."""
@@ -224,15 +217,15 @@ class HostConfig:
 
     manual_gc: bool = True
     """Collect garbage at fixed steps instead of whenever Python pleases."""
-    gc_interval: int = 100
+    gc_interval: Count = 100
     """Steps between collections with manual_gc, > 0."""
     numa: NumaBinding = NumaBinding.auto
     """Where a worker's threads run: auto (the NUMA node of its GPU) or none (anywhere)."""
-    threads: int | None = None
+    threads: Count | None = None
     """Threads of operations on the CPU, > 0; default: torch's own, or on several workers a share of cores."""
-    kernarg_pool_mb: int | None = 12
+    kernarg_pool_mb: Count | None = 12
     """ROCm: MiB for arguments of launched kernels (HSA_KERNARG_POOL_SIZE), > 0; null leaves ROCm's own."""
-    max_hw_queues: int | None = None
+    max_hw_queues: Count | None = None
     """ROCm: hardware queues of a process (GPU_MAX_HW_QUEUES), > 0; null leaves ROCm's own."""
     nvlink_multicast: bool = False
     """Let NCCL, NVSHMEM and torch's symmetric memory use NVLink multicast."""
@@ -254,9 +247,9 @@ class LogConfig:
     """Project that log.wandb writes to."""
     progress: bool = True
     """Show a progress bar with the time left when stderr is a terminal."""
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float, POSITIVE] | None = None
     """Dense peak of the device in TFLOP/s for MFU; default: a table of known devices."""
-    sample_tokens: int = 120
+    sample_tokens: CountOrZero = 120
     """Tokens of text generated at the end of a run on text; 0 generates none, >= 0."""
 
 
@@ -271,66 +264,31 @@ class RunSection:
 
 
 @dataclass
-class GraphConfig:
-    """Capture into CUDA and HIP graphs, docs/capture.md."""
-
-    scope: Any = "none"
-    """What replays from graphs: none, partial, moe, layer or full_iteration, or a list of segments."""
-    warmup_steps: int = 3
-    """Steps that run uncaptured first, while kernels are compiled and measured, > 0."""
-
-
-@dataclass
-class ParallelConfig:
-    """How the ranks are laid out, docs/parallel.md. Ranks = dp * cp * tp * pp; experts fold the same ranks as
-    edp * ep * etp * pp."""
-
-    dp: int | None = None
-    """Copies of the dense weights, each with batches of its own; default: what the others leave over, > 0."""
-    tp: int = 1
-    """Ranks that share each matrix of attention, dense and shared MLPs, embedding and head, > 0."""
-    cp: int = 1
-    """Ranks that share each sequence, > 0."""
-    cp_method: ContextMethod = ContextMethod.auto
-    """How attention sees what other ranks of cp have: alltoall (heads for positions), ring (keys and values
-    go round), or auto: alltoall where the heads of a rank of tp divide by cp, else ring."""
-    pp: int = 1
-    """Ranks of a pipeline, > 0, which share the layers; pipeline.schedule says how."""
-    ep: int = 1
-    """Ranks that share the experts; may be more than dp, > 0."""
-    etp: int = 1
-    """Ranks that share each expert's matrices, > 0."""
-    dp_shard: DpShard = DpShard.zero1
-    """What ranks with the same weights share out: zero1 main weights and moments, fsdp2 weights and gradients
-    too, which takes more exchange and no graph.scope."""
-
-
-@dataclass
 class LaunchConfig:
     """The processes of a run, docs/launch.md."""
 
-    nproc: Any = 1
+    nproc: Annotated[Any, MANY_RANKS] = 1
     """Workers on each node, one for each device: a number, or auto (gpus_per_job, else the visible GPUs; on a
     CPU 1)."""
-    nodes: Any = "auto"
+    nodes: Annotated[Any, MANY_RANKS] = "auto"
     """Nodes of the run, all started by the same command: a number, or auto (those of the Slurm job, or 1)."""
     endpoint: str | None = None
     """host:port where the nodes meet; default: the first host of the Slurm job."""
-    max_restarts: int = 0
+    max_restarts: CountOrZero = 0
     """Times that all workers are started again, from the last checkpoint, after one failed, >= 0."""
-    hang_timeout_s: int | None = 45
+    hang_timeout_s: Count | None = 45
     """Seconds without progress of a worker after which the job ends; three times the longest step so far if
     that is more, > 0; null waits for ever."""
-    gpus_per_job: int | None = None
+    gpus_per_job: Count | None = None
     """GPUs of each job of a sweep whose jobs run side by side, > 0."""
     write_only: bool = False
     """Write resolved.yaml into the run's folder, print the command for a torchrun of your own, and stop."""
-    fake_world: int | None = None
+    fake_world: RankCount | None = None
     """Dry run of one rank of so many, alone and without data: reports collectives and memory of a step,
     docs/dry_run.md, > 0."""
     fake_rank: int | None = None
     """The rank that a dry run runs, from 0; null takes one of those that are projected to hold most."""
-    fake_memory_gb: float = 192.0
+    fake_memory_gb: Annotated[float, POSITIVE] = 192.0
     """Memory of the device that a dry run plans for, as its vendor states it, in units of 2^30 bytes, > 0."""
 
 
@@ -340,22 +298,6 @@ class SweepConfig:
 
     resume: str | None = None
     """Folder of an interrupted sweep to go on with; all other words as in the command that began it."""
-
-
-@dataclass
-class RecomputeConfig:
-    """What the backward computes again instead of keeping it, docs/recompute.md."""
-
-    all: bool = False
-    """Keep only what enters each layer."""
-    segments: list[str] = field(default_factory=list)
-    """Segments of the layers that are computed again, from what enters them."""
-    ops: list[str] = field(default_factory=list)
-    """Parts of segments whose results are not kept, in compiled runs: layernorm, core_attn, mla_up_proj,
-    moe_act, mlp, shared_experts."""
-    layer_ids: list[int] = field(default_factory=list)
-    """Layers, counted from 0, multi-token-prediction layers last. Alone they are computed again as a whole;
-    beside segments or ops they say where those apply, and none is everywhere."""
 
 
 @dataclass
@@ -383,3 +325,34 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     format: OutputFormat = OutputFormat.text
     """What a tool prints on stdout: text, or one JSON document and nothing else."""
+
+
+def cache_root(configured: str | None = None) -> Path:
+    """``configured``, else $GRAPHMOE_CACHE or ~/.cache/graphmoe. *Raises* ConfigError without a home."""
+    named = configured or os.environ.get("GRAPHMOE_CACHE") or "~/.cache/graphmoe"
+    path = os.path.expanduser(named)
+    if path.startswith("~"):
+        raise ConfigError(
+            f"there is no home folder for the cache {named}; set HOME, or GRAPHMOE_CACHE=/a/folder"
+        )
+    folder = Path(path).absolute()
+    if not is_path(path):
+        raise ConfigError(
+            f"{ascii(named)[1:-1]} can be no folder of a cache; use at most 255 bytes between slashes for "
+            f"compile.cache_dir, data.cache_dir or GRAPHMOE_CACHE"
+        )
+    return folder
+
+
+def is_path(text: str) -> bool:
+    """Tell whether a file system can have a file of this name."""
+    try:
+        parts = os.fsencode(text).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text and max(map(len, parts)) < 256 and len(text) < 2048
+
+
+def compiled_folder(configured: str | None = None) -> Path:
+    """The compile cache: ``configured``, else ``compiled`` in the common folder."""
+    return cache_root(configured) if configured else cache_root() / "compiled"

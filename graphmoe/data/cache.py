@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
-from graphmoe.config.cache_folders import cache_root
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.schema import ConfigError, cache_root
 from graphmoe.config.untrusted import FileError, read_json, typed
 
 log = logging.getLogger(__name__)

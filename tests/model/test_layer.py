@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.config.schema import AttentionKind, ModelConfig, MoEConfig
-from graphmoe.config.segment_names import SEGMENT_NAMES
 from graphmoe.model.layer import DenseLayer, MoELayer
 from graphmoe.segments import run_segments
 from tests.tolerances import assert_gradient_close

@@ -9,8 +9,14 @@ from rich.console import Console
 
 from graphmoe.bench.projection_suite import projected
 from graphmoe.bench.words import compose_config
-from graphmoe.config.pipeline import PipelineConfig
-from graphmoe.config.schema import ConfigError, DataConfig, ParallelConfig, RunConfig, TrainConfig
+from graphmoe.config.schema import (
+    ConfigError,
+    DataConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
 from graphmoe.plan.costs.rates import CLASSES, NVIDIA, rates_of

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.config.schema import AttentionKind, RecomputeConfig
-from graphmoe.config.segment_names import SEGMENT_NAMES
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.stages import StagePieces, normalises
 

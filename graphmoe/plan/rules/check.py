@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-from graphmoe.config.cache_folders import cache_root, compiled_folder
 from graphmoe.config.schema import (
     AttentionBackend,
     AttentionKind,
@@ -24,6 +23,8 @@ from graphmoe.config.schema import (
     RunConfig,
     ScoreFunction,
     TrainConfig,
+    cache_root,
+    compiled_folder,
 )
 from graphmoe.optim.lr_schedule import lr_schedule_rules
 from graphmoe.plan.layout import Layout

@@ -9,8 +9,7 @@ import re
 import typing
 from collections.abc import Iterator
 
-from graphmoe.config.cache_folders import is_path
-from graphmoe.config.schema import RunConfig
+from graphmoe.config.schema import RunConfig, is_path
 
 FP32 = """
     optim.lr optim.min_lr_ratio optim.beta1 optim.beta2 optim.eps optim.weight_decay train.clip_grad_norm

@@ -1,19 +1,27 @@
-"""What the benchmark tool is asked, and what speaks against it."""
+"""Arguments of the benchmark tool, their check, and the overrides of runs among them."""
 
 from __future__ import annotations
 
 import enum
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.bench.dispatch_suite import BLOCKS
+from graphmoe.command.errors import explain
+from graphmoe.command.hydra import to_config
 from graphmoe.config.arguments import file_problems
-from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat
+from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat, RunConfig
+
+BLOCKS = "0.5,0.8,0.95,1.1"
 
 
 class Suite(enum.Enum):
@@ -33,10 +41,10 @@ class ShapeChoice(enum.Enum):
 
 @dataclass
 class BenchArgs:
-    """What the tool is asked."""
+    """Arguments of the tool."""
 
     suite: Suite = Suite.ops
-    """What is measured: operations alone; training by graph.scope; by torchrun, how tokens travel;
+    """The measured things: operations alone; training by graph.scope; by torchrun, how tokens travel;
     training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
     between its GPUs too; or short runs beside what is projected of them."""
     only: list[str] = field(default_factory=list)
@@ -46,9 +54,7 @@ class BenchArgs:
     shapes: ShapeChoice = ShapeChoice.auto
     """full: layers of published models; tiny: to see that it runs; auto is full on a GPU, else tiny."""
     device: DeviceChoice = DeviceChoice.auto
-    """Where it runs; auto takes the GPU if there is one."""
-    peers: bool = True
-    """ops: measure other projects' kernels that are installed too; some take minutes to tune themselves."""
+    """Device of the run; auto takes the GPU if there is one."""
     scopes: str = "none,partial,layer,full_iteration"
     """step: values of graph.scope; none is measured first and once more last."""
     micro_batch_sizes: str | None = None
@@ -57,7 +63,7 @@ class BenchArgs:
     seq_lens: str | None = None
     """step: tokens per sequence; default: 4096."""
     overrides: str | None = None
-    """step, ladder, projection: what else is set, separated by commas, such as
+    """step, ladder, projection: further overrides of the runs, separated by commas, such as
     model=mixtral_8x7b,model.num_layers=2."""
     limit_s: int = 300
     """step, ladder, projection: seconds that a row may take, > 0; calibrate: of the row of the host."""
@@ -76,7 +82,7 @@ class BenchArgs:
 
 
 def check(args: BenchArgs) -> tuple[torch.device, bool]:
-    """The device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
+    """Return the device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
     problems: list[str] = []
     gpu = torch.cuda.is_available()
     if args.repeats < 1:
@@ -105,7 +111,6 @@ MOST_S = 86_400
 CPU_RANKS = 2
 MATPLOTLIB = "pip install 'graphmoe[dev]'"
 OF_SUITES = {
-    "peers": (Suite.ops,),
     "scopes": (Suite.step,),
     "seq_lens": (Suite.step,),
     "micro_batch_sizes": (Suite.step, Suite.ladder),
@@ -118,7 +123,7 @@ OF_SUITES = {
 
 
 def _without_effect(args: BenchArgs) -> Iterator[str]:
-    """Arguments of other suites that were set."""
+    """Yield the arguments of other suites that were set."""
     default = BenchArgs()
     for name, suites in OF_SUITES.items():
         if args.suite not in suites and (value := getattr(args, name)) != getattr(default, name):
@@ -127,7 +132,7 @@ def _without_effect(args: BenchArgs) -> Iterator[str]:
 
 
 def _wrong_ranks(args: BenchArgs) -> Iterator[str]:
-    """What speaks against so many processes: suite=dispatch needs several, suite=calibrate may have them."""
+    """Yield the problems of the number of processes: suite=dispatch needs several, suite=calibrate may."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if args.suite is Suite.dispatch and size == 1:
         yield (
@@ -147,7 +152,7 @@ def _wrong_ranks(args: BenchArgs) -> Iterator[str]:
 
 
 def _too_many_or_few(args: BenchArgs, gpus: int) -> Iterator[str]:
-    """What speaks against the ranks of jobs; ``gpus`` is 0 on a CPU."""
+    """Yield the problems of the number of ranks of jobs; ``gpus`` is 0 on a CPU."""
     if args.suite is Suite.projection and args.nproc is not None and args.nproc < 1:
         yield f"nproc={args.nproc} must be 1 or more"
     elif args.suite is Suite.projection and 0 < gpus < (args.nproc or 1):
@@ -163,7 +168,7 @@ def _too_many_or_few(args: BenchArgs, gpus: int) -> Iterator[str]:
 
 
 def _own_gpu() -> int:
-    """The one of this rank, where torchrun started several."""
+    """The GPU of this rank, where torchrun started several."""
     local = os.environ.get("LOCAL_RANK")
     return torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
 
@@ -171,3 +176,67 @@ def _own_gpu() -> int:
 def visible(device: torch.device) -> int:
     """The ranks of a ladder that names no number."""
     return torch.cuda.device_count() if device.type == "cuda" else CPU_RANKS
+
+
+DEPENDENT = {
+    "model": ("model.", "recompute."),
+    "compile": ("recompute.ops",),
+    "compile.enabled": ("recompute.ops",),
+    "recompute": ("recompute.",),
+}
+"""Keys below or beside a choice that another choice need not have."""
+
+
+def compose_config(*words: str) -> RunConfig:
+    """The configuration of a run with these overrides. *Raises* ConfigError."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    try:
+        with initialize_config_module("graphmoe.conf", version_base="1.3"):
+            return to_config(compose("config", overrides=list(words)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"overrides: {explain(error, words)}") from error
+
+
+def split_list(text: str) -> list[str]:
+    """The items of a list, which commas outside brackets separate; brackets around all may be left out."""
+    items, depth, whole = [""], 0, False
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    whole = len(items) == 1 and text.startswith("[") and text.endswith("]")
+    return split_list(text[1:-1]) if whole else [item.strip() for item in items if item.strip()]
+
+
+def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
+    """The words whose key the user does not set; another model has its own number of layers."""
+    keys = {key_of(word) for word in own}
+    gone = tuple(prefix for group in keys & DEPENDENT.keys() for prefix in DEPENDENT[group])
+    return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
+
+
+def refuse(own: Sequence[str], arguments: Mapping[str, str], unread: Sequence[str]) -> None:
+    """Raise ConfigError for a word that the suite sets, by an argument or so that only steps are timed."""
+    fixed = {key_of(word) for word in unread} | {"train.log_interval"}
+    for word in own:
+        key = key_of(word)
+        if key in arguments:
+            raise ConfigError(f"overrides={word}: the suite sets {key}; use {arguments[key]}=...")
+        if key in fixed or key.startswith("checkpoint."):
+            raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")
+
+
+def key_of(word: str) -> str:
+    """The key that an override sets."""
+    return word.partition("=")[0].lstrip("+~")
+
+
+def numbers(key: str, text: str) -> list[int]:
+    """The numbers of a list, all above 0. *Raises* ConfigError, which names the argument ``key``."""
+    words = split_list(text)
+    for word in words:
+        if not re.fullmatch(r"[1-9]\d*", word):
+            raise ConfigError(f"{key}={text}: '{word}' is no number above 0; use such as {key}=1,4")
+    return [int(word) for word in words]

@@ -1,4 +1,4 @@
-"""What ``suite=calibrate`` times for each rate of a projection: the project's own operations, at sizes of
+"""Calls that ``suite=calibrate`` times for each rate of a projection: the project's operations at sizes of
 training.
 
 Suffixes: T tokens, R rows, I inner, O outer, D hidden, V vocabulary, E experts, B sequences, S their tokens.
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from graphmoe.bench.routing import route
+from graphmoe.bench.cases import route
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 
 Call = Callable[[], object]
 Calls = dict[str, Call]
-"""What is timed, by the rate that it gives; a rate of several calls has them as ``rate/what``."""
+"""Timed calls by the rate that they give; a rate of several calls has them as ``rate/call``."""
 BF16 = torch.bfloat16
 
 
@@ -89,7 +89,7 @@ TINY = CalibrateShapes(
 
 @dataclass(frozen=True)
 class CalibrateCase:
-    """Operations at one size, each of which gives a rate a point."""
+    """Operations at one size; each gives a rate one point."""
 
     name: str
     kind: float
@@ -98,11 +98,11 @@ class CalibrateCase:
     work: float
     """FLOPs or bytes of each call."""
     make: Callable[[torch.device], Calls]
-    """Inputs in place and what is timed with them. *Raises* what a kernel or the allocator may raise."""
+    """Put the inputs in place and return the timed calls. *Raises* any error of a kernel or the allocator."""
 
 
 def calibrate_cases(shapes: CalibrateShapes) -> list[CalibrateCase]:
-    """All that one device measures by itself."""
+    """All cases of one device by itself."""
     return [
         *_dense(shapes),
         *_experts(shapes),

@@ -1,14 +1,16 @@
-"""``suite=calibrate``: what this machine reaches of its card's peaks, for ``graphmoe.project rates=``.
+"""``suite=calibrate``: shares that this machine reaches of its card's peaks, for ``graphmoe.project rates=``.
 
 Suffixes: see `graphmoe.bench.calibrate_cases`.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphmoe.bench import calibrate_cases
+from graphmoe.bench.arguments import BenchArgs, compose_config
 from graphmoe.bench.calibrate_cases import CalibrateCase, Calls, names_of
-from graphmoe.bench.cases import free_memory, reason
+from graphmoe.bench.cases import Measured, chosen, free_memory, is_first, keep, one_by_one, reason, table
 from graphmoe.bench.dispatch_times import Streams, samples_ms
 from graphmoe.bench.own_process import ProcessFailed, in_own_process
-from graphmoe.bench.rank_group import RankGroup, RanksFailed
-from graphmoe.bench.step_suite import UNREAD
-from graphmoe.bench.step_times import measure
-from graphmoe.bench.words import compose_config
+from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks
+from graphmoe.bench.step_times import UNREAD, measure
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
 
+log = logging.getLogger(__name__)
 SMALL_KERNELS = 200
 """Launched one after the other, in one graph on a GPU, for the least time of a kernel."""
 KERNELS_OF_SEGMENT = 8
@@ -47,7 +50,7 @@ WORK = {"attention_backward": 2}
 
 @dataclass
 class CalibrateRow:
-    """What one call took, and the share of the peak; an error in place of both where it failed."""
+    """Time of one call, and its share of the peak; an error in place of both where it failed."""
 
     case: str
     rate: str
@@ -62,6 +65,40 @@ class CalibrateRow:
     value_us: float | None = None
     """Of a rate that is a time."""
     error: str | None = None
+
+
+def measure_rates(args: BenchArgs, device: torch.device, full: bool) -> Measured:
+    """Run ``suite=calibrate``."""
+    card = card_of_device(device)
+    cases = calibrate_cases.calibrate_cases(calibrate_cases.FULL if full else calibrate_cases.TINY)
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    rows: list[CalibrateRow] = []
+    if is_first():
+        rows += one_by_one(
+            chosen(cases, args.only),
+            lambda case: run_calibrate_case(case, card, device, args.repeats),
+            _brief,
+            args.out,
+        )
+        rows.append(launch_row(device))
+        keep(args.out, rows[-1:])
+    if is_alone:
+        left_out = ["node: one rank sends nothing; start it with torchrun --nproc-per-node=8"]
+        own = [] if device.type == "cuda" else ["compile=none"]
+        rows.append(host_row(device, args.limit_s, *own))
+    else:
+        left_out = ["host_us: it is measured by one process; start it with python -m graphmoe.bench"]
+        with joined_ranks(device) as ranks:
+            rows.append(exchange_row(ranks, card, args.repeats))
+    keep(args.out, rows[-1:])
+    for line in left_out:
+        log.info("left out: %s", line)
+    method = {
+        "card": card.name,
+        "kernels_of_segment": KERNELS_OF_SEGMENT,
+        "launched": " ".join(LAUNCHED),
+    }
+    return rows, left_out, method
 
 
 def card_of_device(device: torch.device) -> Card:
@@ -216,25 +253,25 @@ def _rounded(share: float | None) -> float:
 
 
 def render_calibration(document: dict[str, Any]) -> Iterator[str]:
-    """The table, and the rates below it."""
-    yield "| case | call | ms | share of peak |"
-    yield "|---|---|---|---|"
-    for row in document["rows"]:
-        if row["error"]:
-            yield f"| {row['case']} | {row['call']} | failed: {row['error'].replace('|', '/')} | |"
-            continue
-        ms = "" if row["median_ms"] is None else f"{row['median_ms']:.4f}"
-        value = f"{row['share']:.3g}" if row["share"] is not None else f"{row['value_us']:.1f} us"
-        yield f"| {row['case']} | {row['call']} | {ms} | {value} |"
-    yield ""
+    """Yield the lines of the table, and the rates below it."""
+
+    def share(row: dict[str, Any]) -> str:
+        return f"{row['share']:.3g}" if row["share"] is not None else f"{row['value_us']:.1f} us"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "case": lambda row: row["case"],
+        "call": lambda row: row["call"],
+        "ms": lambda row: "" if row["median_ms"] is None else f"{row['median_ms']:.4f}",
+        "share of peak": share,
+    }
+    yield from table(columns, document["rows"], named=2)
     yield (
         f"Shares of the peaks of {document['method']['card']}. python -m graphmoe.project rates=FILE reads "
         f"the document that out=FILE writes; it has {', '.join(document['rates']) or 'no rates'}."
     )
 
 
-def brief(rows: Sequence[CalibrateRow]) -> str:
-    """The calls of a case and their shares, for the log."""
+def _brief(rows: Sequence[CalibrateRow]) -> str:
     return ", ".join(
         row.error
         or (f"{row.call} {row.share:.3g}" if row.share is not None else f"{row.call} {row.value_us:.1f}")

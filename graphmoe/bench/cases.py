@@ -1,4 +1,4 @@
-"""A case of a benchmark, its alternatives, and the rows that running it gives.
+"""Cases of a benchmark, their alternatives, and the rows that running them gives, one case after the other.
 
 Before anything is timed, each alternative's results are compared with those of the first; one that computes
 something else is reported and not timed.
@@ -7,16 +7,23 @@ something else is reported and not timed.
 from __future__ import annotations
 
 import gc
+import json
+import logging
+import os
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.timing import WARM_UP_CALLS, spread, time_in_turns
 
+log = logging.getLogger(__name__)
 FLOPS_PER_S = 790e12
 """An 8192 x 8192 x 8192 bf16 matrix product on random data on an H200."""
 BYTES_PER_S = 4.3e12
@@ -24,8 +31,13 @@ BYTES_PER_S = 4.3e12
 TOLERANCE = 0.03
 """Largest relative difference (Frobenius) of right results; bf16 sums in another order differ by 0.005."""
 
+SKEW = 4
+"""Rows of the largest expert over the mean, in a skewed routing."""
+
+Measured = tuple[Sequence[Any], list[str], dict[str, Any]]
+"""Rows of a suite, lines on what was left out, and the facts of how it was measured."""
 Results = tuple[Tensor | None, ...]
-"""What a call gives, in the order of the case's ``results``; None is not compared, and the end may lack."""
+"""Results of a call, in the order of the case's ``results``; None is not compared."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +58,17 @@ class Run:
     """An alternative with its inputs in place."""
 
     call: Callable[[], Results]
-    """What is timed."""
+    """The timed call."""
     forward: Callable[[], Tensor] | None = None
-    """The forward alone, with gradients: where the memory kept for the backward is measured."""
+    """The forward alone, with gradients, for the memory kept for the backward."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to compute a case. ``bind`` prepares what is not timed, such as another layout of weights."""
+    """One way to compute a case. ``bind`` puts the inputs in place, which is not timed."""
 
     name: str
     bind: Callable[[], Run]
-    is_peer: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,10 @@ class Case:
 
 @dataclass
 class Row:
-    """What one alternative of a case took; an error instead of times where it failed."""
+    """Times of one alternative of a case; an error instead where it failed."""
 
     case: str
     alternative: str
-    is_peer: bool
     shape: dict[str, int]
     floor_kind: str
     floor_amount: int
@@ -93,11 +103,10 @@ class Row:
     share_of_floor_rate: float | None = None
     memory_kind: str | None = None
     memory_bytes: int | None = None
-    note: str | None = None
     error: str | None = None
 
     def take(self, samples_ms: Sequence[float]) -> None:
-        """Fill in the samples and what follows from them."""
+        """Fill in the samples and the numbers that follow from them."""
         self.samples_ms = [round(ms, 6) for ms in samples_ms]
         self.p10_ms, self.median_ms, self.p90_ms = (round(ms, 6) for ms in spread(samples_ms))
         self.time_over_floor = self.median_ms / self.floor_ms
@@ -107,13 +116,13 @@ class Row:
 def run_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
     """Check, warm up and time the alternatives of a case, ``repeats`` times each. Raises nothing.
 
-    What fails becomes the error of its row, and the others go on.
+    A failure becomes the error of its row, and the others go on.
     """
     try:
         alternatives = case.make()
     except Exception as error:  # whatever a kernel, a compiler or the allocator may raise
-        return [_row(case, "all", False, reason(error))]
-    rows = {a.name: _row(case, a.name, a.is_peer) for a in alternatives}
+        return [_row(case, "all", reason(error))]
+    rows = {a.name: _row(case, a.name) for a in alternatives}
     runs: dict[str, Run] = {}
     expected: Results | None = None
     for alternative in alternatives:
@@ -121,7 +130,7 @@ def run_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
         try:
             run = alternative.bind()
             results = _warm(run, device)
-            row.error, row.note = compare(case.results, results, expected, alternative.is_peer)
+            row.error = compare(case.results, results, expected)
             if row.error is None:
                 expected = results if expected is None else expected
                 row.memory_kind, row.memory_bytes = case.memory, _memory(case, run, device)
@@ -148,13 +157,8 @@ def free_memory(device: torch.device, *, after_error: bool) -> None:
         torch.cuda.empty_cache()
 
 
-def compare(
-    names: Sequence[str], results: Results, expected: Results | None, is_peer: bool
-) -> tuple[str | None, str | None]:
-    """An error if results are not finite or not the expected ones, and a note.
-
-    A peer whose first result is right and another is not gets a note: it may define a gradient otherwise.
-    """
+def compare(names: Sequence[str], results: Results, expected: Results | None) -> str | None:
+    """An error if results are not finite or not the expected ones."""
     wrong: list[str] = []
     for number, (name, result) in enumerate(zip(names, results, strict=False)):
         if result is None or not result.is_floating_point():
@@ -165,9 +169,7 @@ def compare(
             difference = relative_difference(result, wanted)
             if not difference <= TOLERANCE:
                 wrong.append(f"{name} differs by {difference:.1%} from the first alternative's")
-        if wrong and (number == 0 or not is_peer):
-            return "; ".join(wrong), None
-    return None, "; ".join(wrong) or None
+    return "; ".join(wrong) or None
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
@@ -190,9 +192,9 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?<![\w./:~])/(?:[^/\s'\",=]+/)+", "", text)
 
 
-def _row(case: Case, alternative: str, is_peer: bool, error: str | None = None) -> Row:
+def _row(case: Case, alternative: str, error: str | None = None) -> Row:
     floor = case.floor
-    return Row(case.name, alternative, is_peer, case.shape, floor.kind, floor.amount, floor.ms, error=error)
+    return Row(case.name, alternative, case.shape, floor.kind, floor.amount, floor.ms, error=error)
 
 
 def _warm(run: Run, device: torch.device) -> Results:
@@ -225,6 +227,119 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+AnyRow = TypeVar("AnyRow")
+
+
+def one_by_one(
+    cases: Sequence[AnyCase],
+    run: Callable[[AnyCase], list[AnyRow]],
+    brief: Callable[[list[AnyRow]], str],
+    out: Path | None,
+) -> list[AnyRow]:
+    """The rows of all cases, each logged and kept as soon as it is there."""
+    rows: list[AnyRow] = []
+    for number, case in enumerate(cases, start=1):
+        started = time.monotonic()
+        found = run(case)
+        seconds = time.monotonic() - started
+        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, brief(found), seconds)
+        keep(out, found)
+        rows += found
+    return rows
+
+
+def keep(out: Path | None, rows: Sequence[object]) -> None:
+    """Add rows to a file beside the one that the document will be, for a suite that ends before."""
+    if out is None or not is_first():
+        return
+    lines = "".join(json.dumps(row) + "\n" for row in as_plain(rows))
+    try:
+        with rows_file(out).open("a", encoding="utf-8") as file:
+            file.write(lines)
+    except OSError as error:
+        log.warning("rows are not kept meanwhile: %s", error)
+
+
+def rows_file(out: Path) -> Path:
+    """The file of rows until the document is written."""
+    return out.with_suffix(".rows.jsonl")
+
+
+def chosen(cases: list[AnyCase], prefixes: Sequence[str]) -> list[AnyCase]:
+    """Cases whose name starts with one of the prefixes. *Raises* ConfigError for a prefix of none."""
+    unknown = [prefix for prefix in prefixes if not any(case.name.startswith(prefix) for case in cases)]
+    if unknown:
+        names = ", ".join(case.name for case in cases)
+        raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases are {names}")
+    return [case for case in cases if not prefixes or case.name.startswith(tuple(prefixes))]
+
+
+def is_first() -> bool:
+    """Return whether this process prints and writes, the first of those of torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def as_plain(rows: Sequence[object]) -> list[dict[str, Any]]:
     """Rows as a JSON document has them."""
     return [dict(vars(row)) for row in rows]
+
+
+def table(
+    columns: Mapping[str, Callable[[dict[str, Any]], str]], rows: Sequence[dict[str, Any]], *, named: int = 1
+) -> Iterator[str]:
+    """Lines of a Markdown table; a failed row has its first ``named`` cells and the reason."""
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        if row["error"]:
+            cells = [cell(row) for cell in list(columns.values())[:named]]
+            cells += [f"failed: {row['error'].replace('|', '/')}", *[""] * (len(columns) - named - 1)]
+        else:
+            cells = [cell(row) for cell in columns.values()]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+class Routing(NamedTuple):
+    """The experts of each slot, and the plan that the operations take; R = T * K are the routed rows."""
+
+    expert_TK: Tensor
+    slot_R: Tensor
+    row_TK: Tensor
+    ends_E: Tensor
+
+    @property
+    def plan(self) -> tuple[Tensor, Tensor, Tensor]:
+        """slot_R, row_TK and ends_E, as the operations take them."""
+        return self.slot_R, self.row_TK, self.ends_E
+
+
+def route(
+    T: int, E: int, K: int, generator: torch.Generator, device: torch.device, *, skewed: bool = False
+) -> tuple[Routing, Tensor]:
+    """A random routing of T tokens to K of E experts, and its weights [T, K] fp32: softmax of random logits.
+
+    Natural: the K largest. Skewed: expert 0 is chosen by exactly ``SKEW * T * K / E`` tokens (which must be
+    whole and at most T), the other slots go to the largest of the rest.
+    """
+    from graphmoe.ops import permute  # noqa: F401  # registers the ops
+
+    logits_TE = torch.randn(T, E, generator=generator, device=device)
+    choice_TE = logits_TE.clone()
+    if skewed:
+        num_busy, rest = divmod(SKEW * T * K, E)
+        assert rest == 0 and num_busy <= T, (T, E, K)
+        order_T = torch.randperm(T, generator=generator, device=device)
+        choice_TE[:, 0] = -torch.inf
+        choice_TE[order_T[:num_busy], 0] = torch.inf
+    expert_TK = choice_TE.topk(K, dim=-1).indices
+    weight_TK = logits_TE.softmax(dim=-1).gather(1, expert_TK)
+    expert_TK = expert_TK.int()
+    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK, E)
+    return Routing(expert_TK, slot_R, row_TK, ends_E), weight_TK

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
+from graphmoe.bench import dispatch_times
 from graphmoe.bench import dispatch_ways as ways
-from graphmoe.bench.cases import free_memory
-from graphmoe.bench.dispatch_table import LINK_BYTES_PER_S, DispatchRow
+from graphmoe.bench.arguments import BLOCKS, BenchArgs
+from graphmoe.bench.cases import Measured, chosen, free_memory, is_first, one_by_one, route, table
 from graphmoe.bench.dispatch_times import Call, Streams, Turn, samples_ms
-from graphmoe.bench.rank_group import RankGroup, RanksFailed
-from graphmoe.bench.routing import route
+from graphmoe.bench.dispatch_ways import LINK_BYTES_PER_S
+from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks
 from graphmoe.config.packages import is_installed
 from graphmoe.config.schema import ConfigError, DispatcherChoice
-from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
-from graphmoe.ops.router import round_robin
 from graphmoe.ops.symm import use_peers
+from graphmoe.ops.timing import spread
 from graphmoe.plan.vendor_dispatch import BUFFERED
 from graphmoe.runtime.dispatch.peers import make_peers
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer
@@ -35,12 +35,8 @@ log = logging.getLogger(__name__)
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
 ROUTINGS = ("natural", "balanced")
-ALL_FOUR = "all four"
 VENDORS = {choice.value: choice for choice in BUFFERED}
 """Dispatchers through a package's buffer, by the name of their way."""
-ROOM = 1.5
-"""Rows of the received tensors over those that arrive on average, as `moe.receive_budget` has it."""
-BLOCKS = "0.5,0.8,0.95,1.1"
 MOST_SHARE = 4.0
 STEP = 16
 """Rows of a block are a multiple of this."""
@@ -97,6 +93,88 @@ def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> dict[Dis
     return {choice: why}
 
 
+@dataclass
+class DispatchRow:
+    """Times of one exchange by one way, of the slowest rank, or the error of one without numbers."""
+
+    case: str
+    way: str
+    exchange: str
+    ranks: int
+    shape: dict[str, int]
+    block: int | None = None
+    """Rows for each rank that go by copy engines; None for ways without them."""
+    captured: bool = False
+    """True if rounds were replays of a graph."""
+    out_bytes: int = 0
+    """Bytes that leave a GPU for others, of the rank with most; without rows of padding."""
+    floor_ms: float = 0.0
+    """Of the bytes that leave or enter a GPU, of the rank with most, at `LINK_BYTES_PER_S`."""
+    samples_ms: list[float] = field(default_factory=list)
+    p10_ms: float | None = None
+    median_ms: float | None = None
+    p90_ms: float | None = None
+    bytes_per_s: float | None = None
+    time_over_floor: float | None = None
+    time_over_alltoall: float | None = None
+    products_samples_ms: list[float] = field(default_factory=list)
+    products_ms: float | None = None
+    """The experts' products alone."""
+    both_samples_ms: list[float] = field(default_factory=list)
+    both_ms: float | None = None
+    """The exchange beside them."""
+    hidden: float | None = None
+    """1 - (both - products) / alone: the share of the exchange's time that the products cover."""
+    error: str | None = None
+
+    def take(self, alone: Sequence[float], products: Sequence[float], both: Sequence[float]) -> None:
+        """Fill in the samples and the numbers that follow from them."""
+        self.samples_ms, self.products_samples_ms, self.both_samples_ms = (
+            [round(ms, 6) for ms in samples] for samples in (alone, products, both)
+        )
+        self.p10_ms, self.median_ms, self.p90_ms = (round(ms, 6) for ms in spread(alone))
+        self.products_ms, self.both_ms = (round(spread(samples)[1], 6) for samples in (products, both))
+        self.bytes_per_s = self.out_bytes / self.median_ms * 1e3
+        self.time_over_floor = self.median_ms / self.floor_ms
+        self.hidden = 1 - (self.both_ms - self.products_ms) / self.median_ms
+
+    def compare(self, baseline: DispatchRow | None) -> None:
+        """Fill in the ratio to the same exchange by `alltoall`, where that was measured."""
+        if baseline is not None and baseline.median_ms and self.median_ms:
+            self.time_over_alltoall = self.median_ms / baseline.median_ms
+
+
+def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Measured:
+    """Run ``suite=dispatch``. Equal on all ranks."""
+    shapes = FULL if full else TINY
+    vendors = vendors_of(device, shapes)
+    left_out = [f"{choice.value}: {missing}" for choice, missing in vendors.items() if missing]
+    for line in left_out * is_first():
+        log.info("left out: %s", line)
+    here = [choice for choice, missing in vendors.items() if not missing]
+    cases = chosen(dispatch_cases(shapes, args.blocks, here), args.only)
+    with joined_ranks(device) as ranks:
+        if ranks.rank:
+            logging.getLogger().setLevel(logging.WARNING)
+        suite = DispatchSuite(ranks, args.repeats)
+        rows = one_by_one(
+            cases,
+            suite.run,
+            lambda found: ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found),
+            args.out,
+        )
+        suite.close()
+    method = {
+        "ranks": ranks.size,
+        "rounds": dispatch_times.ROUNDS[device.type],
+        "warm_up_samples": dispatch_times.WARM_UP_SAMPLES,
+        "experts": suite.backends,
+        "priority": dispatch_times.PRIORITY,
+        "link_bytes_per_s": LINK_BYTES_PER_S,
+    }
+    return rows, left_out, method
+
+
 class DispatchSuite:
     """Runs cases on all ranks. What it is asked, and its rows, are equal on all of them."""
 
@@ -123,21 +201,21 @@ class DispatchSuite:
         ranks, shape = self._ranks, case.shape
         if shape.E % ranks.size or shape.K * ranks.size > shape.E:
             error = f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks"
-            return [self._row(case, ALL_FOUR, error=error)]
+            return [self._row(case, ways.ALL_FOUR, error=error)]
         try:
             rows = self._measured(case)
         except RanksFailed as failed:
-            rows = [self._row(case, ALL_FOUR, error=str(failed))]
+            rows = [self._row(case, ways.ALL_FOUR, error=str(failed))]
         free_memory(ranks.device, after_error=any(row.error for row in rows))
         return rows
 
     def _measured(self, case: DispatchCase) -> list[DispatchRow]:
         ranks, shape = self._ranks, case.shape
-        tokens = ranks.together(lambda: tokens_of(shape, case.routing, ranks))
+        tokens = ranks.together(lambda: ways.tokens_of(shape, case.routing, ranks))
         sent_PP = ranks.gather(tokens.plan.send_counts_P.tolist())
         mean = sum(map(sum, sent_PP)) / ranks.size**2
         block = 0 if case.share is None else STEP * max(round(case.share * mean / STEP), 1)
-        rows, experts = rows_of(sent_PP, mean, block), shape.E // ranks.size
+        rows, experts = ways.rows_of(sent_PP, mean, block), shape.E // ranks.size
 
         def made() -> ways.Way:
             reference = ways.by_alltoall(tokens, ranks.mesh, shape.E)
@@ -155,10 +233,10 @@ class DispatchSuite:
         way = ranks.together(lambda: self._streams.in_exchanges(made))
         products = self._products_of(replace(shape, E=experts))
         found = []
-        for name in (*BESIDE, ALL_FOUR):
+        for name in (*BESIDE, ways.ALL_FOUR):
             row = self._row(case, name, block=block if case.share else None, captured=way.captures)
-            row.out_bytes, row.floor_ms = traffic(shape, sent_PP, name)
-            parts = ways.EXCHANGES if name == ALL_FOUR else (name,)
+            row.out_bytes, row.floor_ms = ways.traffic(shape, sent_PP, name)
+            parts = ways.EXCHANGES if name == ways.ALL_FOUR else (name,)
             self._take(row, [(way.calls[part], products[BESIDE[part]]) for part in parts])
             if case.way == "alltoall":
                 self._baselines[case.place, name] = row
@@ -221,45 +299,6 @@ class DispatchSuite:
         )
 
 
-def tokens_of(shape: MlpShape, routing: str, ranks: RankGroup) -> ways.Tokens:
-    """This rank's tokens in bf16, routed at random or to all experts alike."""
-    T, D, E, K = shape.T, shape.D, shape.E, shape.K
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    h_TD = torch.randn(T, D, generator=generator, device=ranks.device).to(shape.dtype)
-    drawn, weight_TK = route(T, E, K, generator, ranks.device)
-    balanced = routing == "balanced"
-    expert_TK = round_robin(T, K, E, ranks.device) if balanced else drawn.expert_TK
-    return ways.Tokens(h_TD, weight_TK, expert_TK, send_plan(expert_TK, E, ranks.size, 1))
-
-
-def rows_of(sent_PP: Sequence[Sequence[int]], mean: float, block: int) -> int:
-    """Rows of the received tensors: `ROOM` over the mean, and no fewer than arrive at any rank.
-
-    Blocks that are not full are rows too.
-    """
-    behind = (sum(max(0, rows - block) for rows in column) for column in zip(*sent_PP, strict=True))
-    return max(math.ceil(ROOM * mean * len(sent_PP)), len(sent_PP) * block + max(behind))
-
-
-def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) -> tuple[int, float]:
-    """Bytes that leave a GPU, of the rank with most, and the floor's milliseconds.
-
-    ``sent_PP[s][p]`` are the rows that rank s sends to rank p.
-    """
-    sent = [sum(row) - row[rank] for rank, row in enumerate(sent_PP)]
-    arrived = [sum(column) - column[rank] for rank, column in enumerate(zip(*sent_PP, strict=True))]
-    row_bytes, slot_bytes = shape.dtype.itemsize * shape.D, 4 * shape.K
-    there = {"dispatch": row_bytes + 2 * slot_bytes, "combine_grad": row_bytes}
-    back = {"combine": row_bytes, "dispatch_grad": row_bytes + slot_bytes}
-    if exchange == ALL_FOUR:
-        going, coming = sum(there.values()), sum(back.values())
-    else:
-        going, coming = there.get(exchange, 0), back.get(exchange, 0)
-    out = max(going * s + coming * a for s, a in zip(sent, arrived, strict=True))
-    into = max(going * a + coming * s for s, a in zip(sent, arrived, strict=True))
-    return out, max(out, into) / LINK_BYTES_PER_S * 1e3
-
-
 def _shares(blocks: str) -> list[float]:
     """Shares of the mean, as the command line has them. *Raises* ConfigError."""
     try:
@@ -272,3 +311,37 @@ def _shares(blocks: str) -> list[float]:
             f"{MOST_SHARE:g}, such as blocks={BLOCKS}"
         )
     return shares
+
+
+def render_dispatch(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the table and its legend."""
+
+    def ratio(row: dict[str, Any]) -> str:
+        return "" if row["time_over_alltoall"] is None else f"{row['time_over_alltoall']:.2f}"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "case": lambda row: row["case"],
+        "way": lambda row: row["way"],
+        "exchange": lambda row: row["exchange"],
+        "ms": lambda row: f"{row['median_ms']:.4f}",
+        "p10 to p90": lambda row: f"{row['p10_ms']:.4f} to {row['p90_ms']:.4f}",
+        "MB out": lambda row: f"{row['out_bytes'] / 1e6:,.1f}",
+        "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.1f}",
+        "of alltoall": ratio,
+        "time / floor": lambda row: f"{row['time_over_floor']:.2f}",
+        "experts ms": lambda row: f"{row['products_ms']:.4f}",
+        "both ms": lambda row: f"{row['both_ms']:.4f}",
+        "hidden %": lambda row: f"{100 * row['hidden']:.1f}",
+    }
+    yield from table(columns, document["rows"], named=3)
+    method = document["method"]
+    yield (
+        f"{method['ranks']} ranks. Times: of a round, medians of {method['repeats']} samples of "
+        f"{method['rounds']} rounds, of the slowest rank in each. Rounds are one graph, but with alltoall, "
+        "whose host waits for counts. All four: the exchanges of a step, one after the other."
+    )
+    yield (
+        f"Floor: what leaves or enters a GPU at {LINK_BYTES_PER_S / 1e9:.0f} GB/s. Hidden: 1 - (both - "
+        f"experts) / ms. Experts run on {method['experts']}: their forward beside dispatch and combine, row "
+        "gradients beside the gradients of these; beside all four these one after the other."
+    )

@@ -5,18 +5,28 @@ Suffixes: T tokens, K slots, P ranks, W places of a token in the send plan, N ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import graphmoe.ops.symm  # noqa: F401  # registers the operations
-from graphmoe.ops.dispatch import SendPlan
+from graphmoe.bench.cases import route
+from graphmoe.bench.rank_group import RankGroup
+from graphmoe.ops.dispatch import SendPlan, send_plan
+from graphmoe.ops.grouped_mlp.choice import MlpShape
+from graphmoe.ops.router import round_robin
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
 
 ops = torch.ops.graphmoe
+ALL_FOUR = "all four"
+ROOM = 1.5
+"""Rows of the received tensors over those that arrive on average, as `moe.receive_budget` has it."""
+LINK_BYTES_PER_S = 325e9
+"""Of a GPU to all others of its node by NVLink, in one direction, as measured on H200s."""
 EXCHANGES = ("dispatch", "combine", "combine_grad", "dispatch_grad")
 """In the order of a training step. The first and last carry slot weights, the first expert numbers too."""
 
@@ -139,3 +149,42 @@ def _way(
     dh_TD, dweight_TK = dispatch_grad()
     results = {"y": y_TD, "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
     return Way(calls, results, captures)
+
+
+def tokens_of(shape: MlpShape, routing: str, ranks: RankGroup) -> Tokens:
+    """This rank's tokens in bf16, routed at random or to all experts alike."""
+    T, D, E, K = shape.T, shape.D, shape.E, shape.K
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    h_TD = torch.randn(T, D, generator=generator, device=ranks.device).to(shape.dtype)
+    drawn, weight_TK = route(T, E, K, generator, ranks.device)
+    balanced = routing == "balanced"
+    expert_TK = round_robin(T, K, E, ranks.device) if balanced else drawn.expert_TK
+    return Tokens(h_TD, weight_TK, expert_TK, send_plan(expert_TK, E, ranks.size, 1))
+
+
+def rows_of(sent_PP: Sequence[Sequence[int]], mean: float, block: int) -> int:
+    """Rows of the received tensors: `ROOM` over the mean, and no fewer than arrive at any rank.
+
+    Blocks that are not full are rows too.
+    """
+    behind = (sum(max(0, rows - block) for rows in column) for column in zip(*sent_PP, strict=True))
+    return max(math.ceil(ROOM * mean * len(sent_PP)), len(sent_PP) * block + max(behind))
+
+
+def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) -> tuple[int, float]:
+    """Bytes that leave a GPU, of the rank with most, and the floor's milliseconds.
+
+    ``sent_PP[s][p]`` are the rows that rank s sends to rank p.
+    """
+    sent = [sum(row) - row[rank] for rank, row in enumerate(sent_PP)]
+    arrived = [sum(column) - column[rank] for rank, column in enumerate(zip(*sent_PP, strict=True))]
+    row_bytes, slot_bytes = shape.dtype.itemsize * shape.D, 4 * shape.K
+    there = {"dispatch": row_bytes + 2 * slot_bytes, "combine_grad": row_bytes}
+    back = {"combine": row_bytes, "dispatch_grad": row_bytes + slot_bytes}
+    if exchange == ALL_FOUR:
+        going, coming = sum(there.values()), sum(back.values())
+    else:
+        going, coming = there.get(exchange, 0), back.get(exchange, 0)
+    out = max(going * s + coming * a for s, a in zip(sent, arrived, strict=True))
+    into = max(going * a + coming * s for s, a in zip(sent, arrived, strict=True))
+    return out, max(out, into) / LINK_BYTES_PER_S * 1e3

@@ -7,26 +7,53 @@ V vocabulary, B sequences.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphmoe.bench import peers
-from graphmoe.bench.cases import Alternative, Case, Floor, Results, Run
-from graphmoe.bench.grouped_mlp_cases import OWN_BACKENDS, MlpShape, grouped_mlp_cases
-from graphmoe.bench.routing import route
+from graphmoe.bench.arguments import BenchArgs
+from graphmoe.bench.cases import (
+    BYTES_PER_S,
+    FLOPS_PER_S,
+    Alternative,
+    Case,
+    Floor,
+    Measured,
+    Results,
+    Row,
+    Run,
+    chosen,
+    free_memory,
+    one_by_one,
+    route,
+    run_case,
+    table,
+)
 from graphmoe.config.packages import PACKAGES, is_installed
+from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
+from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
+log = logging.getLogger(__name__)
 OWN = "graphmoe"
+OWN_BACKENDS = ("torch", "triton")
 BF16, F32, I32 = 2, 4, 4
 """Bytes of an element."""
+MLP_RESULTS = {
+    "forward": ("y", "h"),
+    "dgrad": ("dx", "dweight", "dh", "a"),
+    "wgrad": ("dw_gate_up", "dw_down"),
+    "forward_backward": ("y", "dx", "dw_gate_up", "dw_down", "dweight"),
+}
+"""Directions of the routed experts, and the results of each."""
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """Sizes of what moves rows."""
+    """Sizes of the operations that move rows."""
 
     T: int
     D: int
@@ -44,7 +71,7 @@ class SwigluShape:
 
 @dataclass(frozen=True)
 class RouterShape:
-    """Tokens of ``B`` sequences, and how experts are chosen; groups with the sigmoid score of DeepSeek-V3."""
+    """Tokens of ``B`` sequences, and the choice of experts; groups with the sigmoid score of DeepSeek-V3."""
 
     T: int
     B: int
@@ -101,24 +128,40 @@ TINY = Shapes(
 """Large enough to run every line, small enough for a CPU."""
 
 
-def ops_suite(shapes: Shapes, device: torch.device, with_peers: bool) -> tuple[list[Case], list[str]]:
-    """All cases, and one line for each backend or peer that is left out."""
+def measure_operations(args: BenchArgs, device: torch.device, full: bool) -> Measured:
+    """Run ``suite=ops``."""
+    cases, left_out = ops_suite(FULL if full else TINY, device)
+    cases = chosen(cases, args.only)
+    for line in left_out:
+        log.info("left out: %s", line)
+
+    def run(case: Case) -> list[Row]:
+        found = run_case(case, device, args.repeats)
+        free_memory(device, after_error=any(row.error for row in found))
+        return found
+
+    rows = one_by_one(cases, run, _brief, args.out)
+    flushed = FLUSH_BYTES if device.type == "cuda" else 0
+    method = {"warm_up_calls": WARM_UP_CALLS, "max_s_per_case": MAX_CASE_S, "cache_flush_bytes": flushed}
+    return rows, left_out, method
+
+
+def _brief(rows: Sequence[Row]) -> str:
+    return ", ".join(
+        f"{row.alternative} {row.error}" if row.error else f"{row.alternative} {row.median_ms:.3f} ms"
+        for row in rows
+    )
+
+
+def ops_suite(shapes: Shapes, device: torch.device) -> tuple[list[Case], list[str]]:
+    """All cases, and one line for each backend that is left out."""
     backends, left_out = _backends(device)
-    usable: set[str] = set()
-    if with_peers and device.type != "cuda":
-        left_out.append(f"peers ({', '.join(peers.FUNCTIONS)}): their kernels need a GPU")
-    elif with_peers:
-        why = {package: peers.why_unusable(package) for package in peers.FUNCTIONS}
-        usable = {package for package, text in why.items() if text is None}
-        left_out += [f"{package}: {text}" for package, text in why.items() if text is not None]
-    mlp_peers = [name for name in peers.GROUPED_MLP if name in usable]
-    loss_peers = [name for name in peers.LINEAR_CROSS_ENTROPY if name in usable]
     cases = [
-        *grouped_mlp_cases(shapes.mlp, device, backends, mlp_peers),
+        *_mlp_cases(shapes.mlp, device, backends),
         *_row_cases(shapes.rows, device),
         *_swiglu_cases(shapes.swiglu, device),
         *(case for label, shape in shapes.router.items() for case in _router_cases(label, shape, device)),
-        _loss_case(shapes.loss, device, loss_peers),
+        _loss_case(shapes.loss, device),
     ]
     return cases, left_out
 
@@ -132,6 +175,59 @@ def _backends(device: torch.device) -> tuple[list[str], list[str]]:
         f"{name}: {package} is not installed" for name, package in PACKAGES.items() if name not in there
     ]
     return [*OWN_BACKENDS, *there], missing
+
+
+def _mlp_cases(shapes: dict[str, MlpShape], device: torch.device, backends: Sequence[str]) -> Iterator[Case]:
+    """Every direction at every shape, with natural routing and with one expert at 4 times the mean.
+
+    A training step is timed with the mix of backends that ``moe.experts=auto`` takes, too.
+    """
+    for label, shape in shapes.items():
+        sizes = {name: size for name, size in asdict(shape).items() if name != "dtype"}
+        flops = 3 * 2 * (shape.T * shape.K) * shape.F * shape.D  # of the products of gate, up and down
+        for skewed in (False, True):
+            for direction, results in MLP_RESULTS.items():
+                is_step = direction == "forward_backward"
+                yield Case(
+                    f"grouped_mlp/{label}{'_skewed' if skewed else ''}/{direction}",
+                    sizes,
+                    Floor(flops * (3 if is_step else 1), "FLOPs"),
+                    results,
+                    functools.partial(_mlp_alternatives, shape, skewed, direction, device, backends),
+                    "kept" if is_step else None,
+                )
+
+
+def _mlp_alternatives(
+    shape: MlpShape, skewed: bool, direction: str, device: torch.device, backends: Sequence[str]
+) -> list[Alternative]:
+    generator = _seeded(device)
+    routing, weight_TK = route(shape.T, shape.E, shape.K, generator, device, skewed=skewed)
+    dy_TD, names = None, {name: name for name in backends}
+    if direction == "forward_backward":
+        dy_TD = torch.randn(shape.T, shape.D, generator=generator, device=device, dtype=shape.dtype)
+        chosen_backends = choose_backends("auto", shape, device, None)
+        names[f"auto={chosen_backends}"], direction = chosen_backends, "forward"
+    inputs = random_inputs(direction, shape, weight_TK, routing.plan, generator)
+    return [
+        Alternative(name, functools.partial(_bind_mlp, direction, inputs, dy_TD, backend))
+        for name, backend in names.items()
+    ]
+
+
+def _bind_mlp(direction: str, inputs: Sequence[Tensor], dy_TD: Tensor | None, backend: str) -> Run:
+    if dy_TD is None:
+        return Run(functools.partial(call_op, direction, *inputs, backend))
+    leaves, plan = [tensor.detach().requires_grad_() for tensor in inputs[:4]], inputs[4:]
+
+    def forward() -> Tensor:
+        return call_op(direction, *leaves, *plan, backend)[0]
+
+    def call() -> Results:
+        y_TD = forward()
+        return y_TD.detach(), *torch.autograd.grad(y_TD, leaves, dy_TD)
+
+    return Run(call, forward)
 
 
 def _row_cases(shape: RowShape, device: torch.device) -> Iterator[Case]:
@@ -223,19 +319,19 @@ def _router_alternatives(shape: RouterShape, direction: str, device: torch.devic
     return _own(lambda: (ops.router_backward(*gradients, logits_TE, expert_TK, shape.B, score, *how),))
 
 
-def _loss_case(shape: LossShape, device: torch.device, peer_names: list[str]) -> Case:
+def _loss_case(shape: LossShape, device: torch.device) -> Case:
     """Forward and backward; the floor is the three products, each 2 * T * D * V."""
     return Case(
         "linear_cross_entropy/forward_backward",
         asdict(shape),
         Floor(3 * 2 * shape.T * shape.D * shape.V, "FLOPs"),
         ("total", "dh", "dw"),
-        functools.partial(_loss_alternatives, shape, device, peer_names),
+        functools.partial(_loss_alternatives, shape, device),
         "peak",
     )
 
 
-def _loss_alternatives(shape: LossShape, device: torch.device, peer_names: list[str]) -> list[Alternative]:
+def _loss_alternatives(shape: LossShape, device: torch.device) -> list[Alternative]:
     from graphmoe.ops import linear_cross_entropy  # noqa: F401  # registers the ops
 
     generator, (T, S, D, V) = _seeded(device), asdict(shape).values()
@@ -243,24 +339,13 @@ def _loss_alternatives(shape: LossShape, device: torch.device, peer_names: list[
     w_VD = torch.randn(V, D, generator=generator, device=device, dtype=torch.bfloat16).mul_(D**-0.5)
     w_VD.requires_grad_()
     labels_T = torch.randint(V, (T,), generator=generator, device=device)
-    # A mean: a gradient of exactly one would let some skip the scaling, which no training can.
-    dtotal = torch.full((), 1 / T, device=device)
+    dtotal = torch.full((), 1 / T, device=device)  # of a mean: a gradient of one would hide a missing scale
 
-    def step(forward: Callable[[], Tensor]) -> Run:
-        def call() -> Results:
-            total = forward()
-            return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
+    def call() -> Results:
+        total = torch.ops.graphmoe.linear_cross_entropy(h_TD, w_VD, labels_T, -100, 0.0, S, 0, True)[0]
+        return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
 
-        return Run(call)
-
-    def own() -> Tensor:
-        return torch.ops.graphmoe.linear_cross_entropy(h_TD, w_VD, labels_T, -100, 0.0, S, 0, True)[0]
-
-    def bind_peer(name: str) -> Run:
-        return step(peers.LINEAR_CROSS_ENTROPY[name](h_TD, w_VD, labels_T))
-
-    theirs = [Alternative(name, functools.partial(bind_peer, name), is_peer=True) for name in peer_names]
-    return [Alternative(OWN, lambda: step(own)), *theirs]
+    return _own(call)
 
 
 def _own(call: Callable[[], Results]) -> list[Alternative]:
@@ -269,3 +354,31 @@ def _own(call: Callable[[], Results]) -> list[Alternative]:
 
 def _seeded(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
+
+
+def render_operations(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the table and its legend."""
+
+    def memory(row: dict[str, Any]) -> str:
+        count = row["memory_bytes"]
+        return "" if count is None else f"{count / 2**20:,.0f} {row['memory_kind']}"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "case": lambda row: row["case"],
+        "alternative": lambda row: row["alternative"],
+        "median ms": lambda row: f"{row['median_ms']:.4f}",
+        "p10 to p90": lambda row: f"{row['p10_ms']:.4f} to {row['p90_ms']:.4f}",
+        "floor ms": lambda row: f"{row['floor_ms']:.4g}",
+        "time / floor": lambda row: f"{row['time_over_floor']:.2f}",
+        "memory MiB": memory,
+    }
+    yield from table(columns, document["rows"], named=2)
+    yield (
+        f"Times: medians of up to {document['method']['repeats']} calls with cold caches, alternatives in "
+        f"turns. Floors: FLOPs at {FLOPS_PER_S / 1e12:.0f} TFLOP/s (grouped_mlp, linear_cross_entropy), "
+        f"bytes at {BYTES_PER_S / 1e12:.1f} TB/s (the others), both as measured on an H200."
+    )
+    yield (
+        "Memory: kept for the backward beside x and y (kept); most in use above the inputs and the "
+        "gradients dh and dw (peak)."
+    )

@@ -1,32 +1,43 @@
-"""Runs a function in a fresh Python process, whose memory and caches of the device go with it."""
+"""Fresh processes for a function or a training job, whose memory and caches of the device go with them."""
 
 from __future__ import annotations
 
+import json
+import logging
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from graphmoe.bench.cases import reason
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.host.signals import die_with_parent
+from graphmoe.run.files import METRICS_FILE, SUMMARY_FILE
+from graphmoe.runtime.host.signals import die_with_parent, end_with_parent
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 END_S = 10
-"""Seconds that a process may take to end after it has given its result."""
+"""Seconds that a process may take to end after it has given its result, and a job after each signal."""
+SHOWN = 4000
+"""Characters of a failed job's output that are logged, since its folder goes."""
 
 
 class ProcessFailed(Exception):
-    """Why a process gave no result."""
+    """The reason why a process gave no result."""
 
 
 def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: float) -> Result:
-    """``function(*arguments)``, all of which must be picklable. *Raises* ProcessFailed.
+    """Return ``function(*arguments)``, all of which must be picklable. *Raises* ProcessFailed.
 
-    The process is killed after ``limit_s`` seconds. What it prints on stdout goes to stderr.
+    The process is killed after ``limit_s`` seconds. Its stdout goes to stderr.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -36,7 +47,7 @@ def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: fl
     patience_s = 0.0
     try:
         if not receiver.poll(limit_s):
-            raise ProcessFailed(f"not done after limit_s={limit_s:g} seconds, compilation included; use more")
+            raise ProcessFailed(_late(limit_s))
         result, error = receiver.recv()
         patience_s = END_S
     except (EOFError, OSError):  # it died, perhaps while it sent
@@ -52,7 +63,7 @@ def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: fl
 
 
 def _run(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """What the process does: send (result, None) or (None, reason)."""
+    """Send (result, None) or (None, reason) from the process."""
     die_with_parent()  # so that the device is free where nobody waits any more
     os.dup2(2, 1)  # stdout of the tool holds its document alone
     try:
@@ -69,3 +80,54 @@ def _ended(status: int | None) -> str:
         names = {each.value: each.name for each in signal.Signals}
         return f"its process was killed by {names.get(-status, f'signal {-status}')}"
     return f"its process ended with status {status}"
+
+
+def train(overrides: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run a training job as a user starts it; return the rows of its steps and its summary.
+
+    *Raises* ProcessFailed, and OSError where the job left no such files.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch) / "run"
+        _run_job([*overrides, f"hydra.run.dir={folder}"], Path(scratch) / "output", limit_s)
+        lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return [row for row in map(json.loads, lines) if "loss" in row], summary
+
+
+def _run_job(overrides: Sequence[str], printed: Path, limit_s: float) -> None:
+    with printed.open("wb") as output:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "graphmoe.train", *overrides],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            status = job.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise ProcessFailed(_late(limit_s)) from None
+        finally:
+            _end(job)
+    if status:
+        text = printed.read_text(encoding="utf-8", errors="replace").strip()
+        log.error("the end of what the job printed:\n%s", text[-SHOWN:])
+        found = re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL)
+        last = text.rpartition("\n")[2]
+        raise ProcessFailed(found[1] if found else f"its process ended with status {status}: {last}")
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """End a job that still runs; its workers die with the process that started them."""
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # after the second it saves nothing
+        if job.poll() is None:
+            os.killpg(job.pid, number)
+            try:
+                job.wait(END_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _late(limit_s: float) -> str:
+    return f"not done after limit_s={limit_s:g} seconds, compilation included; use more"

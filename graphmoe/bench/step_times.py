@@ -1,4 +1,4 @@
-"""What whole training steps of a run take: time, idle time of the device, memory, kernels."""
+"""Times of whole training steps of a run, idle time of the device, memory, kernels."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.tuning import GarbageCollection
 from graphmoe.training.trainer import Trainer
 
+UNREAD = (
+    "train.val_batches=0",
+    "checkpoint=none",
+    "checkpoint.interval=0",
+    "log.tensorboard=false",
+    "log.report=false",
+    "log.progress=false",
+)
+"""Overrides of every run, so that only steps are timed."""
 WARM_UP_STEPS = 3
 """After those of graph.warmup_steps; graphs are made in the first of them."""
 HOST_STEPS = 7
@@ -44,7 +53,7 @@ class Activity(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """What was measured. Without a GPU there are times of the host alone; without capture no graphs."""
+    """Measured steps. Without a GPU there are times of the host alone; without capture no graphs."""
 
     samples_ms: list[float] = field(default_factory=list)
     """From one step's end to the next one's, by the device's clock, while the host runs ahead."""
@@ -129,7 +138,7 @@ def _host_ms(step: Callable[[], None], device: torch.device) -> list[float]:
 
 
 def _profiled(step: Callable[[], None], device: torch.device) -> list[Activity]:
-    """What the device does in `PROFILED_STEPS` steps."""
+    """Activities of the device in `PROFILED_STEPS` steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(PROFILED_STEPS):
             step()

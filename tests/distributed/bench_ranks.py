@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from graphmoe.bench import dispatch_ways, rank_group
-from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
-from graphmoe.bench.dispatch_table import DispatchRow
+from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchRow, DispatchSuite, dispatch_cases
 from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.config.schema import DispatcherChoice
 from graphmoe.runtime.ranks import Ranks

@@ -14,9 +14,8 @@ import torch
 
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import dispatch_suite
-from graphmoe.bench.dispatch_suite import ALL_FOUR, FULL, TINY, dispatch_cases, rows_of, traffic, vendors_of
-from graphmoe.bench.dispatch_table import LINK_BYTES_PER_S
-from graphmoe.bench.dispatch_ways import EXCHANGES
+from graphmoe.bench.dispatch_suite import FULL, TINY, dispatch_cases, vendors_of
+from graphmoe.bench.dispatch_ways import ALL_FOUR, EXCHANGES, LINK_BYTES_PER_S, rows_of, traffic
 from graphmoe.config.arguments import run_tool
 from tests.distributed.bench_ranks import (
     Suite,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench.arguments import ShapeChoice
-from tests.test_bench import NAMES
+from graphmoe.bench.arguments import BenchArgs, ShapeChoice
+from tests.bench.test_bench import NAMES
 
 
 def test_every_case_runs_on_a_gpu_at_tiny_shapes():
-    args = bench.BenchArgs(shapes=ShapeChoice.tiny, repeats=3, peers=False)
+    args = BenchArgs(shapes=ShapeChoice.tiny, repeats=3)
     rows = bench.bench(args)["rows"]
     assert {row["case"] for row in rows} == NAMES
     assert [(row["case"], row["alternative"], row["error"]) for row in rows if row["error"]] == []
@@ -19,7 +19,7 @@ def test_every_case_runs_on_a_gpu_at_tiny_shapes():
 
 def test_steps_are_timed_on_a_gpu_with_idle_time_memory_and_kernels():
     words = ["suite=step", "shapes=tiny", "overrides=compile=none", "scopes=none,full_iteration"]
-    args = bench.parse_args(bench.BenchArgs, [*words, "repeats=5"], prog="graphmoe.bench")
+    args = bench.parse_args(BenchArgs, [*words, "repeats=5"], prog="graphmoe.bench")
     plain, captured, again = bench.bench(args, words)["rows"]
     for row in (plain, captured, again):
         assert row["error"] is None, row

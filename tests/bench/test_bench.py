@@ -1,4 +1,4 @@
-"""The benchmark tool: every case at tiny shapes, floors, routings, failures, peers, arguments."""
+"""The benchmark tool: every operation at tiny shapes, floors, routings, failures, arguments, kept rows."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ import logging
 import math
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import cases as cases_module
-from graphmoe.bench import peers
-from graphmoe.bench.cases import Alternative, Case, Floor, Run, run_case, without_folders
-from graphmoe.bench.grouped_mlp_cases import grouped_mlp_cases
-from graphmoe.bench.ops_suite import FULL, TINY, _loss_case, ops_suite
-from graphmoe.bench.routing import route
+from graphmoe.bench import ops_suite as ops
+from graphmoe.bench.arguments import BenchArgs, split_list
+from graphmoe.bench.cases import (
+    Alternative,
+    Case,
+    Floor,
+    Run,
+    keep,
+    one_by_one,
+    route,
+    run_case,
+    without_folders,
+)
 from graphmoe.config.arguments import run_tool
-from graphmoe.ops import timing
-from tests import bench_peers
 
 CPU = torch.device("cpu")
 MLP_NAMES = {
@@ -51,7 +56,7 @@ def measured(tmp_path_factory):
     """The document of the whole suite on a CPU, the file it was written to, and the words."""
     out = tmp_path_factory.mktemp("bench") / "ops.json"
     words = ["suite=ops", "device=cpu", "repeats=4", f"out={out}"]
-    args = bench.parse_args(bench.BenchArgs, words, prog="graphmoe.bench")
+    args = bench.parse_args(BenchArgs, words, prog="graphmoe.bench")
     return bench.bench(args, words), out, words
 
 
@@ -59,38 +64,29 @@ def test_every_case_runs_on_a_cpu_and_gives_finite_numbers(measured):
     rows = measured[0]["rows"]
     assert {row["case"] for row in rows} == NAMES
     for row in rows:
-        assert (row["error"], row["note"]) == (None, None), row
+        assert row["error"] is None, row
         assert len(row["samples_ms"]) == 4
         numbers = [row[key] for key in ("p10_ms", "median_ms", "p90_ms", "floor_ms", "time_over_floor")]
         assert all(math.isfinite(number) and number > 0 for number in numbers), row
         assert min(row["samples_ms"]) <= row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
         assert row["time_over_floor"] == pytest.approx(row["median_ms"] / row["floor_ms"], rel=1e-3)
-        assert row["time_over_floor"] * row["share_of_floor_rate"] == pytest.approx(1)
+        if row["case"] in MLP_NAMES:
+            mix = ["auto=torch,torch,torch"] if row["case"].endswith("/forward_backward") else []
+            assert row["alternative"] in ["torch", *mix]
 
 
-def test_the_document_names_the_environment_but_not_this_machine(measured):
+def test_the_document_and_its_table_name_the_environment_but_not_this_machine(measured):
     document, out, _ = measured
     assert document["environment"]["packages"]["torch"].startswith(torch.__version__.split("+")[0])
-    assert document["environment"]["command"][:4] == ["python", "-m", "graphmoe.bench", "suite=ops"]
-    assert document["environment"]["command"][-1] == "out=ops.json"
+    command = document["environment"]["command"]
+    assert command[:4] == ["python", "-m", "graphmoe.bench", "suite=ops"] and command[-1] == "out=ops.json"
     text = json.dumps(document)
     assert str(out.parent) not in text and os.path.expanduser("~") + "/" not in text
     assert "host" not in document["environment"]
-
-
-def test_the_table_has_a_line_for_each_row_and_says_that_cpu_times_mean_nothing(measured):
-    text = bench.render(measured[0])
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + len(measured[0]["rows"]) and len({line.count("|") for line in lines}) == 1
-    assert "times of a CPU" in text and "mean nothing" in text
-    assert "790 TFLOP/s" in text and "4.3 TB/s" in text
-
-
-def test_a_training_step_of_the_experts_is_timed_with_the_mix_that_auto_takes_too(measured):
-    rows = [row for row in measured[0]["rows"] if row["case"].startswith("grouped_mlp/")]
-    for name in MLP_NAMES:
-        mix = ["auto=torch,torch,torch"] if name.endswith("/forward_backward") else []
-        assert [row["alternative"] for row in rows if row["case"] == name] == ["torch", *mix]
+    table = bench.render(document)
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(document["rows"]) and len({line.count("|") for line in lines}) == 1
+    assert "times of a CPU" in table and "790 TFLOP/s" in table
 
 
 def test_json_on_stdout_is_what_the_file_holds(tmp_path, capsys, caplog, monkeypatch):
@@ -103,8 +99,8 @@ def test_json_on_stdout_is_what_the_file_holds(tmp_path, capsys, caplog, monkeyp
     document = json.loads(streams.out)
     assert json.loads(out.read_text()) == document and [*tmp_path.iterdir()] == [out]
     assert [row["case"] for row in document["rows"]] == ["permute", "swiglu/forward"]
-    assert "[2/2] swiglu/forward: graphmoe" in streams.err and "left out: peers" in streams.err
-    assert any("need a GPU" in line for line in document["left_out"])
+    assert "[2/2] swiglu/forward: graphmoe" in streams.err
+    assert document["left_out"] == ["triton, turbo, te: a CPU has the torch backend only"]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +110,12 @@ def test_json_on_stdout_is_what_the_file_holds(tmp_path, capsys, caplog, monkeyp
         (["suite=model"], ["suite=model", "expected one of ops"]),
         (["shapes=huge"], ["shapes=huge", "auto, full, tiny"]),
         (["device=cpu", "shapes=full"], ["shapes=full", "shapes=tiny"]),
-        (["peers=maybe"], ["peers=maybe", "true or false"]),
         (["device=cpu", "only=permute,gemm"], ["only=gemm", "grouped_mlp/v2_lite/forward", "unpermute"]),
         (["device=cpu", "out=no_such_folder/ops.json"], ["out=no_such_folder/ops.json", "no folder"]),
         (["device=cpu", "out=."], ["out=.", "is a folder", "ops.json"]),
         (["repeat=3"], ["did you mean 'repeats'?"]),
         (["scopes=layer"], ["scopes=layer has no effect with suite=ops", "suite=step"]),
-        (["suite=step", "peers=false"], ["peers=False has no effect with suite=step", "suite=ops"]),
+        (["limit_s=9"], ["limit_s=9 has no effect with suite=ops; use suite=step or suite=ladder"]),
         (["suite=step", "limit_s=0"], ["limit_s=0", "limit_s=120"]),
         (["suite=step", "scopes=none,every"], ["scopes=every", "full_iteration", "[none,[attn,loss]]"]),
         (["suite=step", "scopes=[]"], ["scopes=", "scopes=none,full_iteration"]),
@@ -131,6 +126,13 @@ def test_json_on_stdout_is_what_the_file_holds(tmp_path, capsys, caplog, monkeyp
         (["suite=step", "overrides=train.val_batches=2"], ["train.val_batches=2", "only steps are timed"]),
         (["suite=step", "device=cpu", "overrides=model.top_k=9"], ["model.top_k=9", "use 1 to 8"]),
         (["suite=step", "device=cpu", "only=mbs9"], ["only=mbs9", "mbs2_s32/none_again"]),
+        (["suite=ladder", "device=cpu", "nproc=1"], ["nproc=1: the rungs", "use nproc=2 or more"]),
+        (["suite=ladder", "device=cpu", "blocks=1"], ["blocks=1 has no effect", "use suite=dispatch"]),
+        (["suite=ladder", "device=cpu", "micro_batch_sizes=1,x"], ["'x' is no number above 0"]),
+        (
+            ["suite=ladder", "device=cpu", "only=top"],
+            ["only=top: no case", "cases are baseline, loss_fusion"],
+        ),
     ],
     ids=lambda value: value[-1] if "=" in value[-1] else "",
 )
@@ -141,13 +143,6 @@ def test_a_bad_argument_names_key_value_and_what_is_valid(words, parts, capsys):
     assert exit_info.value.code == 2 and streams.out == ""
     for part in parts:
         assert part in streams.err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_an_error(capsys):
-    with pytest.raises(SystemExit):
-        run_tool(bench.main, ["device=cuda"])
-    assert "device=cuda, but torch sees no GPU; use device=cpu" in capsys.readouterr().err
 
 
 FLOORS = {  # case: (FLOPs or bytes, milliseconds), worked out by hand
@@ -178,15 +173,16 @@ FLOORS = {  # case: (FLOPs or bytes, milliseconds), worked out by hand
 }
 
 
-@pytest.mark.parametrize("name", FLOORS)
-def test_a_floor_is_what_a_hand_calculation_gives(name):
-    (case,) = [case for case in ops_suite(FULL, CPU, False)[0] if case.name == name]
-    amount, ms = FLOORS[name]
-    assert case.floor.amount == amount
-    assert case.floor.ms == pytest.approx(ms, rel=1e-4)
+def test_a_floor_is_what_a_hand_calculation_gives():
+    cases = {case.name: case.floor for case in ops.ops_suite(ops.FULL, CPU)[0]}
+    assert {name: cases[name].amount for name in FLOORS} == {
+        name: amount for name, (amount, _) in FLOORS.items()
+    }
+    for name, (_, ms) in FLOORS.items():
+        assert cases[name].ms == pytest.approx(ms, rel=1e-4), name
 
 
-@pytest.mark.parametrize("shape", FULL.mlp.values(), ids=FULL.mlp)
+@pytest.mark.parametrize("shape", ops.FULL.mlp.values(), ids=ops.FULL.mlp)
 def test_a_skewed_routing_gives_one_expert_four_times_the_mean(shape):
     generator = torch.Generator().manual_seed(1)
     routing, weight_TK = route(shape.T, shape.E, shape.K, generator, CPU, skewed=True)
@@ -243,83 +239,19 @@ def test_a_failing_alternative_is_a_row_with_the_reason_and_the_others_go_on():
     assert [len(row.samples_ms) for row in rows] == [2, 0, 0, 0, 2]
 
 
-def test_a_peer_may_have_another_gradient_but_not_another_output():
-    rows = run_case(
-        case_of(
-            Alternative("reference", gives(1.0, 2.0)),
-            Alternative("other gradient", gives(1.0, 3.0), is_peer=True),
-            Alternative("other output", gives(1.5, 2.0), is_peer=True),
-        ),
-        CPU,
-        2,
-    )
-    assert [row.is_peer for row in rows] == [False, True, True]
-    assert rows[1].error is None and rows[1].note == "dx differs by 50.0% from the first alternative's"
-    assert len(rows[1].samples_ms) == 2
-    assert rows[2].error == "y differs by 50.0% from the first alternative's" and not rows[2].samples_ms
-
-
 def test_a_case_whose_inputs_do_not_fit_is_one_row_and_the_status_is_1(monkeypatch, capsys):
     def make():
         raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 TiB")
 
     good = case_of(Alternative("reference", gives(1.0, 2.0)))
     bad = dataclasses.replace(good, name="too_large", make=make)
-    monkeypatch.setattr(bench, "ops_suite", lambda *_: ([bad, good], []))
+    monkeypatch.setattr(ops, "ops_suite", lambda *_: ([bad, good], []))
     with pytest.raises(SystemExit) as exit_info:
         run_tool(bench.main, ["device=cpu", "repeats=2"])
     assert exit_info.value.code == 1
     table = capsys.readouterr().out
     assert re.search(r"\| too_large \| all \| failed: OutOfMemoryError: out of memory\. Tried", table)
     assert "| made_up | reference | 0." in table
-
-
-def test_alternatives_take_turns_and_each_round_starts_with_another():
-    order: list[str] = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    samples = timing.time_in_turns(calls, 4, CPU)
-    assert "".join(order) == "abcbcacababc"
-    assert {name: len(times) for name, times in samples.items()} == {"a": 4, "b": 4, "c": 4}
-
-
-class FakeClock:
-    """The time in seconds, which passes only when a call says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-    def event(self, enable_timing: bool) -> SimpleNamespace:
-        """An event of a device that runs each call at once."""
-        assert enable_timing
-        event = SimpleNamespace(elapsed_time=lambda end: (end.at - event.at) * 1e3)
-        event.record = lambda: setattr(event, "at", self.now)
-        return event
-
-
-def test_device_times_are_those_between_events_and_slow_cases_take_fewer_rounds(monkeypatch):
-    clock = FakeClock()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(torch.cuda, "Event", clock.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.advance(0.001))
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 2**20)
-    calls = {"short": lambda: clock.advance(0.001), "long": lambda: clock.advance(0.01)}
-    samples = timing._times_of_device(calls, 6, CPU)
-    assert samples == {"short": pytest.approx([1.0] * 6), "long": pytest.approx([10.0] * 6)}
-    monkeypatch.setattr(timing, "MAX_CASE_S", 0.0)
-    assert [len(times) for times in timing._times_of_device(calls, 6, CPU).values()] == [3, 3]
-
-
-def test_as_many_rounds_are_timed_as_fit_into_the_time_of_a_case():
-    assert [timing.affordable(20, round_s) for round_s in (1e-6, 0.1, 60.0)] == [20, 15, 3]
-    assert timing.affordable(2, 60.0) == 2
-
-
-def test_the_spread_interpolates_percentiles():
-    assert timing.spread([3.0, 1.0, 2.0]) == pytest.approx((1.2, 2.0, 2.8))
-    assert timing.spread([5.0]) == (5.0, 5.0, 5.0)
 
 
 def test_memory_is_what_the_allocator_holds_beside_output_or_gradients(monkeypatch):
@@ -337,50 +269,47 @@ def test_memory_is_what_the_allocator_holds_beside_output_or_gradients(monkeypat
     assert cases_module._memory(dataclasses.replace(case, memory="kept"), run, CPU) is None
 
 
-def test_each_peer_of_the_routed_experts_is_called_so_that_it_computes_what_we_do(monkeypatch):
-    bench_peers.install(monkeypatch)
-    shapes = {"tiny": TINY.mlp["qwen3_30b"]}
-    for case in grouped_mlp_cases(shapes, CPU, ["torch"], list(peers.GROUPED_MLP)):
-        rows = run_case(case, CPU, 1)
-        direction = case.name.split("/")[-1]
-        mix = ["auto=torch,torch,torch"] if direction == "forward_backward" else []
-        others = [] if direction.endswith("grad") else [*mix, *peers.GROUPED_MLP]
-        assert [(row.alternative, row.error, row.note) for row in rows] == [
-            (name, None, None) for name in ["torch", *others]
-        ]
-
-
-def test_each_peer_of_the_loss_is_called_so_that_it_computes_what_we_do(monkeypatch):
-    bench_peers.install(monkeypatch)
-    rows = run_case(_loss_case(TINY.loss, CPU, list(peers.LINEAR_CROSS_ENTROPY)), CPU, 1)
-    assert [(row.alternative, row.error, row.note) for row in rows] == [
-        (name, None, None) for name in ["graphmoe", *peers.LINEAR_CROSS_ENTROPY]
-    ]
-
-
-def test_every_function_of_every_peer_is_accepted_as_it_was_read(monkeypatch):
-    bench_peers.install(monkeypatch)
-    for functions in peers.FUNCTIONS.values():
-        for function in functions:
-            assert callable(getattr(function.load(), "apply", function.load()))
-
-
-def test_a_peer_that_is_absent_or_another_or_broken_is_left_out_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(peers.FUNCTIONS, "no_such_peer", ())
-    assert peers.why_unusable("no_such_peer") == "not installed"
-    function = peers.Function("changed_peer", "loss", ("h", "w"))
-    monkeypatch.setitem(peers.FUNCTIONS, "changed_peer", (function,))
-    (tmp_path / "changed_peer.py").write_text("def loss(w, h): ...\n")
-    assert peers.why_unusable("changed_peer") == "changed_peer.loss takes (w, h), not (h, w)"
-    monkeypatch.setitem(
-        peers.FUNCTIONS, "broken_peer", (dataclasses.replace(function, module="broken_peer"),)
-    )
-    (tmp_path / "broken_peer.py").write_text("raise OSError('libcudart.so.99: cannot open')\n")
-    assert peers.why_unusable("broken_peer") == "does not load: OSError: libcudart.so.99: cannot open"
-
-
 def test_absolute_paths_lose_their_folders():
     assert without_folders("out=/srv/data/me/ops.json") == "out=ops.json"
     assert without_folders("no /opt/a/b.so, at 790 TFLOP/s, 4.3 TB/s") == "no b.so, at 790 TFLOP/s, 4.3 TB/s"
     assert without_folders("only=grouped_mlp/v2_lite/forward") == "only=grouped_mlp/v2_lite/forward"
+
+
+@dataclasses.dataclass
+class Named:
+    name: str
+
+
+@dataclasses.dataclass
+class KeptRow:
+    case: str
+    samples_ms: list[float]
+    error: str | None = None
+
+
+def run_named(case: Named) -> list[KeptRow]:
+    if case.name == "killed":
+        raise KeyboardInterrupt
+    return [KeptRow(case.name, [1.0, 2.0]), KeptRow(f"{case.name} again", [3.0])]
+
+
+def test_rows_are_kept_as_soon_as_they_are_there_by_the_first_rank_alone(tmp_path, monkeypatch, caplog):
+    out, file = tmp_path / "ops.json", tmp_path / "ops.rows.jsonl"
+    cases = [Named("first"), Named("second"), Named("killed"), Named("never")]
+    with pytest.raises(KeyboardInterrupt):
+        one_by_one(cases, run_named, str, out)
+    kept = [KeptRow(**json.loads(line)) for line in file.read_text().splitlines()]
+    assert kept == [*run_named(cases[0]), *run_named(cases[1])] and not out.exists()
+    keep(tmp_path / "gone" / "ops.json", kept)
+    assert "rows are not kept meanwhile" in caplog.text
+    file.unlink()
+    one_by_one(cases[:1], run_named, str, None)
+    monkeypatch.setenv("RANK", "1")
+    assert one_by_one(cases[:1], run_named, str, out) == run_named(cases[0])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_list_is_split_at_commas_outside_brackets():
+    assert split_list("a, b=[c,d],") == split_list("[a,b=[c,d]]") == ["a", "b=[c,d]"]
+    assert split_list("[[a,b]],c") == ["[[a,b]]", "c"]
+    assert split_list("") == split_list("[]") == []

@@ -1,0 +1,78 @@
+"""suite=calibrate of the benchmark tool: rates of one device, cards, points."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from graphmoe.bench import __main__ as bench
+from graphmoe.bench.arguments import BenchArgs, compose_config
+from graphmoe.bench.calibrate_suite import CalibrateRow, card_of_device, num_segments, rates_of_rows
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.costs.hardware import H200
+from graphmoe.plan.costs.rates import CLASSES, NVIDIA, rates_of, share_at
+
+
+def run(*words: str):
+    return bench.bench(bench.parse_args(BenchArgs, words, prog="graphmoe.bench"), words)
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    return run("suite=calibrate", "device=cpu", "repeats=2")
+
+
+def test_every_rate_of_one_device_is_measured_and_a_projection_reads_the_document(calibrated, tmp_path):
+    assert [row for row in calibrated["rows"] if row["error"]] == []
+    assert set(calibrated["rates"]) == {*CLASSES, "hbm", "segment_us", "host_us"}
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(calibrated))
+    found = rates_of(H200, path)
+    (row,) = (row for row in calibrated["rows"] if row["rate"] == "head")
+    assert found.head == ((32, 64, pytest.approx(row["share"], rel=1e-3)),)
+    assert found.host_us == pytest.approx(calibrated["rates"]["host_us"]) and found.node == NVIDIA.node
+    assert "| attention/2x24x16/32 | attention_backward |" in bench.render(calibrated)
+
+
+def test_a_rate_of_several_calls_is_their_work_over_their_time():
+    rows = [CalibrateRow("a", "dense", f"dense/{n}", 10, 4, 1e6, ms, 0.3 / ms) for n, ms in enumerate((1, 2))]
+    failed = CalibrateRow("b", "dense", "dense/0", 20, 4, 1e6, error="no")
+    assert rates_of_rows([*rows, failed]) == {"dense": [[10, 4, pytest.approx(0.2)]]}
+
+
+def test_a_share_is_that_of_the_nearest_class_between_its_points():
+    points = ((100, 10, 0.1), (100, 1000, 0.4), (800, 10, 0.5))
+    assert share_at(0.3, 1, 1) == 0.3
+    assert share_at(points, 150, 100) == pytest.approx(0.2)
+    assert (share_at(points, 150, 1), share_at(points, 1, 1e6), share_at(points, 700, 7)) == (0.1, 0.4, 0.5)
+
+
+def test_a_card_is_found_by_its_gpus_name_and_one_with_other_peaks_is_refused(monkeypatch):
+    cards = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA B200": "B200"}
+    for name, card in (cards | {"AMD Instinct MI300X VF": "MI300X"}).items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert card_of_device(torch.device("cuda")).name == card
+    for name in (
+        "NVIDIA H200 MIG 1g.18gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 PCIe", "NVIDIA H100 NVL",
+        "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A100-SXM4-80GB",
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        with pytest.raises(
+            ConfigError, match=f"{name}, is none that is known; run it on a whole one of MI300X"
+        ):
+            card_of_device(torch.device("cuda"))
+
+
+def test_segments_are_those_of_the_layers():
+    assert num_segments(compose_config("model=deepseek_v2_lite", "model.num_layers=3").model) == 2 + 2 + 2 * 7
+
+
+def test_ranks_join_to_measure_their_links_and_nothing_else_starts_twice(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="suite=projection is for one process"):
+        run("suite=projection", "device=cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="suite=calibrate is for the ranks of one node"):
+        run("suite=calibrate", "device=cpu")

@@ -78,7 +78,7 @@ def _no_tokenizer(folder: Path, source: str | None) -> str:
 def load_model(
     folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
-    """The weights of a run's newest checkpoint, or of that of ``step``, in fp32."""
+    """Load the fp32 weights of a run's newest checkpoint, or of that of ``step``."""
     needed, there = 4 * count_parameters(config).total.full, memory_of(device)
     if needed > there:
         raise ConfigError(

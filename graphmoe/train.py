@@ -31,8 +31,9 @@ import psutil
 from hydra.core.hydra_config import HydraConfig
 
 from graphmoe import worker
-from graphmoe.command.hydra import hydra_app, to_plain
+from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import CONFIG_FILE, display_path
 from graphmoe.run.summary import render, value_of
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 def train(config: RunConfig) -> float | None:
-    """Train to the end, or to a signal; the final validation loss, which sweeps minimise.
+    """Train to the end, or to a signal; return the final validation loss, which sweeps minimise.
 
     In a sweep the summary is not printed, and a signal ends the whole sweep.
     """
@@ -162,7 +163,7 @@ def _dry_run(config: RunConfig) -> None:
 
 
 def _train_here(config: RunConfig) -> dict[str, Any]:
-    """The summary of a run whose one worker is this process."""
+    """Train in this process as the only worker; return the summary."""
     from graphmoe.runtime.ranks import Ranks
     from graphmoe.training.run import open_worker
 
@@ -173,7 +174,7 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
-    """The summary of a run in workers of their own; None on nodes other than the first."""
+    """Train in worker processes; return the summary, or None on nodes other than the first."""
     from graphmoe.command.sweep.job import in_sweep, job_gpus
     from graphmoe.plan.rules.experts import reads_peers
     from graphmoe.run.files import SUMMARY_FILE
@@ -216,7 +217,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
 
 
 def _new_summary(path: Path, before: int | None, stopped: str | None) -> dict[str, Any]:
-    """What the workers wrote since ``before``. *Raises* Interrupted if a signal stopped them too early."""
+    """Read the summary written since ``before``. *Raises* Interrupted if a signal stopped too early."""
     if _written(path) == before and stopped:
         log.warning("%s: ended before the first step", stopped)
         raise Interrupted(signal.Signals[stopped])
@@ -243,7 +244,7 @@ def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
-    """The run's folder, held inside the block, with the log of this process in it.
+    """Claim the run's folder for the block, with the log of this process in it.
 
     An error or a signal before training has begun leaves a new folder free.
     """
@@ -267,7 +268,7 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
 
 
 def _written(path: Path) -> int | None:
-    """When a file was written; None if there is none."""
+    """Return the time at which a file was written; None if there is none."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 

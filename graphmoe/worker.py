@@ -1,4 +1,4 @@
-"""One rank of a run whose configuration is composed: python -m graphmoe.worker outputs/tiny/resolved.yaml
+"""Run one rank of a composed configuration: python -m graphmoe.worker outputs/tiny/resolved.yaml
 
 python -m graphmoe.train starts it on each rank. By hand it replays a past run, on one rank, or on as many
 as a torchrun of your own starts:
@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from graphmoe.command.hydra import load_config, to_plain
+from graphmoe.command.hydra import load_config
 from graphmoe.config.arguments import emit, print_error
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import display_path
 from graphmoe.run.summary import render
@@ -99,7 +100,7 @@ def _set_environment(config: RunConfig) -> None:
 
 
 def _join(config: RunConfig) -> Ranks:
-    """All ranks of the job, with a process group if there are several."""
+    """Join the ranks of the job, by a process group if there are several."""
     import torch
     import torch.distributed as dist
 
@@ -127,12 +128,12 @@ def _join(config: RunConfig) -> Ranks:
 
 
 def _has_flight_recorder(config: RunConfig) -> bool:
-    """Several ranks with GPUs have one; gloo has none."""
+    """Return whether there are several ranks with GPUs: gloo has no flight recorder."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.run.device is DeviceChoice.cuda
 
 
 def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path, RunFolder | None]:
-    """The configuration and the folder of all ranks; the claim on it, where this rank has it.
+    """Agree on the configuration and folder of all ranks; also return the claim, if this rank has it.
 
     The launching process may have claimed the folder: it told the workers of its node. Else rank 0 does.
     """
@@ -155,14 +156,14 @@ def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path
 
 
 def _base(path: Path, config: RunConfig) -> Path:
-    """Where a run of this file goes: the folder it lies in, if it is a run's, or the usual one."""
+    """Return the folder for a run of this file: the one it lies in, if that is a run's, or the usual one."""
     from graphmoe.run.files import CONFIG_FILE
 
     return path.parent if path.name == CONFIG_FILE else Path("outputs", config.run.name).absolute()
 
 
 def _adapted(config: RunConfig, ranks: Ranks) -> RunConfig:
-    """The configuration with the number of workers that there are. *Raises* ConfigError if it cannot run."""
+    """Put the number of workers into the configuration. *Raises* ConfigError if it cannot run."""
     from graphmoe.plan.rules.check import check
 
     nodes = ranks.size // ranks.local_size
@@ -198,7 +199,7 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
 
 
 def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
-    """Train, and on rank 0 leave projected memory before it and the run's page after it; the summary."""
+    """Train, and on rank 0 write projected memory before and the run's page after; return the summary."""
     from graphmoe.project.projected_memory import write_projected_memory
     from graphmoe.training.run import run_worker
 

@@ -103,9 +103,7 @@ def trainer_in(folder: Path, *overrides: str) -> Trainer:
     run_config = config(*overrides)
     silent = Console(file=io.StringIO())
     progress = Progress(silent, run_config.train.steps, wanted=False)
-    trainer = Trainer(plan_of(run_config, 1), folder, progress)
-    trainer.start()
-    return trainer
+    return Trainer(plan_of(run_config, 1), folder, progress)
 
 
 def train_in(folder: Path, *overrides: str) -> Trainer:

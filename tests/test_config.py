@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from graphmoe import conf
 from graphmoe.command.errors import known_keys
-from graphmoe.command.hydra import to_config, to_plain
+from graphmoe.command.hydra import to_config
 from graphmoe.config.arguments import field_docs
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ComputeDtype, DeviceChoice, ModelConfig, RunConfig
 from graphmoe.plan.rules.check import resolve, violations
 from tests.runs import command, config

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from graphmoe import cache, convert, generate
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan.plan import plan_of

@@ -4,8 +4,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from graphmoe.command.hydra import load_config, schema, to_config, to_plain
-from graphmoe.config.masking import masked_line, masked_words
+from graphmoe.command.hydra import load_config, schema, to_config
+from graphmoe.config.masking import masked_line, masked_words, to_plain
 from graphmoe.run.folder import claim
 from tests.runs import TINY, command
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_read_in_an_old_folder_stops_no_new_run(tmp_path, caplog,
 
 
 def test_many_unfinished_runs_of_a_name_cost_little_and_few_are_listed(tmp_path, caplog):
-    from graphmoe.command.hydra import to_plain
+    from graphmoe.config.masking import to_plain
     from graphmoe.config.schema import RunConfig
 
     config = to_plain(RunConfig())

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import save_file
 
 from graphmoe import convert, generate
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.run.stored_run import config_file, read_stored_run
 from graphmoe.run.weights import FolderKind, kind_of, open_weights, run_config

@@ -13,7 +13,8 @@ import sys
 import pytest
 import yaml
 
-from graphmoe.command.hydra import load_config, to_plain
+from graphmoe.command.hydra import load_config
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.run.files import ENVIRONMENT_FILE
 from graphmoe.run.folder import announce, claim
@@ -151,7 +152,7 @@ finally:
 
 
 def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_folder_free(tmp_path):
-    run = Command(tmp_path, (*TINY, *SHORT), slow={"graphmoe.training.trainer:Trainer.start": 30})
+    run = Command(tmp_path, (*TINY, *SHORT), slow={"graphmoe.training.trainer:micro_batches_of": 30})
     log = tmp_path / "run" / "logs" / "rank0.log"
     run.wait_until(lambda: log.exists() and "data: source synthetic" in log.read_text())
     run.kill(signal.SIGTERM)

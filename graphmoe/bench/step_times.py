@@ -80,7 +80,6 @@ def measure(config: RunConfig, folder: Path, repeats: int) -> StepTimes:
     trainer = Trainer(plan, folder, silent)
     with ExitStack() as stack:
         stack.callback(trainer.loader.close)
-        trainer.start()
         stack.callback(trainer.metrics.close)
         stack.enter_context(GarbageCollection(config.host))
         for _ in range(config.graph.warmup_steps + WARM_UP_STEPS):

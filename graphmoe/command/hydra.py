@@ -31,7 +31,7 @@ from graphmoe.command.sweep.job import (
 )
 from graphmoe.command.sweep.process import SweepError
 from graphmoe.config.arguments import print_error
-from graphmoe.config.masking import masked, note_interpolations
+from graphmoe.config.masking import note_interpolations
 from graphmoe.config.schema import ConfigError, RunConfig, compiled_folder
 from graphmoe.config.untrusted import load_yaml
 from graphmoe.runtime.cache.bytecode import keep_bytecode
@@ -188,10 +188,3 @@ def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
     if prepare is not None:
         prepare(config)
     return resolve(config)
-
-
-def to_plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain values, enums by name and `masked`: what ``resolved.yaml`` holds."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return masked({str(key): value for key, value in plain.items()})

@@ -149,3 +149,10 @@ def _kept(raw: Any) -> Any:
     if not isinstance(raw, str):
         return raw
     return _OTHER_CALL.sub(lambda call: str(OmegaConf.create({"value": call[0]}).value), raw)
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as plain values, enums by name and `masked`, as in ``resolved.yaml``."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return masked({str(key): value for key, value in plain.items()})

@@ -1,4 +1,4 @@
-"""One step of AdamW over flat tensors: in ATen operations, which compile to one kernel, and by torch's own.
+"""AdamW over flat tensors: in ATen operations, which compile to one kernel, and by torch's fused kernel.
 
 (Decoupled Weight Decay Regularization, arXiv 1711.05101, algorithm 2.)
 """
@@ -16,7 +16,7 @@ from graphmoe.config.schema import OptimConfig
 
 
 class AdamWNumbers(NamedTuple):
-    """AdamW's numbers: fp32 scalars on the device, so that others need no other code, or floats."""
+    """Settings of AdamW as floats, or as fp32 scalars on the device: other values need no other code."""
 
     new_average: Any
     """1 - beta1."""
@@ -31,14 +31,14 @@ class AdamWNumbers(NamedTuple):
 
     @classmethod
     def of(cls, config: OptimConfig) -> AdamWNumbers:
-        """The numbers of a configuration, as floats."""
+        """Return the numbers of a configuration, as floats."""
         log1, log2 = (math.log(b) if b > 0 else -math.inf for b in (config.beta1, config.beta2))
         square = config.beta2, 1 - config.beta2
         return cls(1 - config.beta1, log1, *square, log2, config.eps, config.weight_decay)
 
 
 class StepScalars(NamedTuple):
-    """What a step reads on the device."""
+    """Scalars on the device that a step reads."""
 
     lr: Tensor
     shrink: Tensor
@@ -61,7 +61,7 @@ def adamw_(
     decays: bool,
     scalars: StepScalars,
 ) -> None:
-    """One step of AdamW in place over fp32 tensors of one shape; rounds ``main`` into ``weight`` if given.
+    """Apply one step of AdamW in place to fp32 tensors of one shape; round ``main`` into ``weight`` if given.
 
     Every number comes from ``scalars``.
     """
@@ -89,7 +89,7 @@ def fused_adamw_(
     decays: bool,
     scalars: StepScalars,
 ) -> None:
-    """The same by torch's fused kernel, which without a compiler moves the fewest bytes; scales ``grad``."""
+    """Apply the same step by torch's fused kernel, the fastest uncompiled; scales ``grad``."""
     fused_adamw_of_many_(
         [main], [grad], [exp_avg], [exp_avg_sq], config=config, decays=decays, scalars=scalars
     )
@@ -107,7 +107,7 @@ def fused_adamw_of_many_(
     decays: bool,
     scalars: StepScalars,
 ) -> None:
-    """The same over lists of tensors, in few kernels."""
+    """Apply the same step to lists of tensors, in few kernels."""
     adamw(
         mains,
         grads,
@@ -129,5 +129,5 @@ def fused_adamw_of_many_(
 
 
 def _bias_correction(log_beta: Tensor, step: Tensor) -> Tensor:
-    """1 - beta^step, without cancellation."""
+    """Return 1 - beta^step, without cancellation."""
     return -torch.expm1(step * log_beta)

@@ -1,7 +1,7 @@
-"""What a trainer asks of an optimizer, and what all of them share: counters, schedule, norm and clipping.
+"""Interface of optimizers, and their common part: counters, schedule, norm and clipping.
 
-They differ in where weights, gradients and moments lie: ``graphmoe.optim.zero1`` keeps them in flat buffers,
-``graphmoe.optim.fsdp`` leaves them to torch's ``fully_shard``.
+Optimizers differ in where weights, gradients and moments lie: ``graphmoe.optim.zero1`` keeps them in flat
+buffers, ``graphmoe.optim.fsdp`` leaves them to torch's ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step says about itself; fp32 scalars on the device."""
+    """Results of one optimizer step; fp32 scalars on the device."""
 
     grad_norm: Tensor
     lr: Tensor
@@ -36,15 +36,15 @@ class StepResult(NamedTuple):
 
 
 class StepOptimizer(ABC):
-    """Holds main weights, gradients, moments and counters of a model, and applies steps.
+    """Holder of main weights, gradients, moments and counters of a model, which applies steps.
 
     All ranks of the mesh call its methods alike.
     """
 
     gradient_of: Callable[[Tensor], Gradient] | None
-    """Where the gradients of a parameter are summed, in its shape; None where autograd gets them."""
+    """Return the sum of a parameter's gradients, in its shape; None where autograd gets them."""
     model_is_whole: bool
-    """Whether each rank can read, after ``gather``, all that it has of the model."""
+    """True where each rank can read, after ``gather``, all that it has of the model."""
 
     def __init__(self, optim: OptimConfig, train: TrainConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.train, self.mesh = optim, train, mesh
@@ -55,23 +55,23 @@ class StepOptimizer(ABC):
         """0.0, or 1.0 while ``step`` must leave everything as it is; others set it, and take it back."""
         numbers = [*LrNumbers.of(optim, train.steps), *AdamWNumbers.of(optim), train.clip_grad_norm]
         self._numbers = torch.tensor(numbers, device=device)
-        """What the update reads of the configuration: other values need no other code."""
+        """Settings that the update reads: other values need no other code."""
 
-    @abstractmethod
-    def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Let ``compiler(function, arguments)`` compile the update, a function that changes its arguments."""
+    def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:  # noqa: B027
+        """Let ``compiler(function, arguments)`` compile the update, a function that changes its arguments.
+
+        Without a definition of its own an optimizer runs as it is, and gathers each layer when that runs.
+        """
 
     @abstractmethod
     def executor(self, execute: Executor) -> Executor:
-        """What runs segments when their weights are there, by an executor that takes them for granted."""
+        """Return an executor that runs segments by ``execute`` once their weights are there."""
 
-    @abstractmethod
-    def start_gather(self) -> None:
-        """Begin a step: weights that are on other ranks start to travel, where they do so ahead of use."""
+    def start_gather(self) -> None:  # noqa: B027
+        """Begin a step: start to gather weights of other ranks, where they are gathered ahead of use."""
 
-    @abstractmethod
-    def gather(self) -> None:
-        """Make the model's weights as the last step has left them. A collective."""
+    def gather(self) -> None:  # noqa: B027
+        """Make the model's weights those of the last step. A collective."""
 
     @abstractmethod
     def step(self, loss: Tensor) -> StepResult:
@@ -84,11 +84,11 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def model_state(self) -> dict[str, Tensor | FlatShard]:
-        """The model's state by name as a checkpoint keeps it. A collective."""
+        """Return the model's state by name as a checkpoint keeps it. A collective."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Main weights and moments by parameter name, and the counters; tensors are not copied.
+        """Return main weights and moments by parameter name, and the counters; tensors are not copied.
 
         On several ranks, what this rank owns of them.
         """
@@ -97,20 +97,18 @@ class StepOptimizer(ABC):
     def restored(self) -> None:
         """Take over what was loaded in place into the tensors of ``state_dict`` and ``model_state``."""
 
-    @abstractmethod
     def places(self) -> dict[str, Place]:
-        """All tensors that a captured step uses without being given them, by name."""
+        """Return by name all tensors that a captured step uses without being given them."""
+        raise AssertionError("a captured step needs fixed addresses")
 
     @abstractmethod
     def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
-        """The fp32 weights by parameter name, for new values from a folder; then call ``adopt``."""
+        """Return the fp32 weights by parameter name, for new values from a folder; then call ``adopt``."""
 
-    @abstractmethod
-    def adopt(self, weights: Mapping[str, Any]) -> None:
+    def adopt(self, weights: Mapping[str, Any]) -> None:  # noqa: B027
         """Take the values of what ``weights_to_fill`` gave for the main weights."""
 
     def _counters(self) -> dict[str, Tensor]:
-        """As a checkpoint keeps them."""
         return {
             "applied": self.applied,
             "skipped": self.skipped,
@@ -121,7 +119,7 @@ class StepOptimizer(ABC):
     def _scalars(
         self, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor
     ) -> StepScalars:
-        """What an update reads on the device, by the fp32 norm of all gradients."""
+        """Compute the scalars of an update, by the fp32 norm of all gradients."""
         *each, clip = numbers.unbind()
         of_lr, of_adamw = LrNumbers(*each[: len(LrNumbers._fields)]), each[len(LrNumbers._fields) :]
         lr = learning_rate(self.config.schedule, of_lr, applied)
@@ -133,14 +131,14 @@ class StepOptimizer(ABC):
         return StepScalars(lr, shrink, applied, ok, AdamWNumbers(*of_adamw))
 
     def _over_ranks(self, own: Tensor) -> Tensor:
-        """The norm over all ranks, of each rank's: no element of a gradient is counted by two."""
+        """Combine the norms of all ranks; each element of a gradient is counted by one rank."""
         norms = own.new_empty(self.mesh.layout.size("world"))
         all_gather_into(norms, own.reshape(1), group=self.mesh.group("world"))
         return torch.linalg.vector_norm(norms).float()
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of them together; fp64 on a CPU."""
+    """Return the norm of all gradients together; fp64 on a CPU."""
     # On a CPU an eager norm adds one element after the other: fp32 would lose three digits.
     exact = torch.float64 if gradients[0].device.type == "cpu" else None
     norms = [torch.linalg.vector_norm(gradient, dtype=exact) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""Flat buffers of parameters whose gradients are summed over the same ranks, and who owns what of them.
+"""Flat buffers of parameters whose gradients are summed over the same ranks, and the part of each rank.
 
 Parameters lie one behind the other in the model's order, those that decay and then the others, cut into
 buckets. Each of n ranks owns an n-th of every bucket, wherever that cuts a parameter; what it owns lies
@@ -27,7 +27,7 @@ from graphmoe.runtime.ranks import Mesh
 
 
 class Region(NamedTuple):
-    """What of a family's shards is updated alike."""
+    """Part of a family's shards that is updated alike."""
 
     decays: bool
     tensors: list[Tensor]
@@ -60,7 +60,7 @@ class Family:
         self.layout = BufferLayout.of(self.weights, ranks, index, bucket_elements)
         dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.layout.size
         self.weight = torch.zeros(size, dtype=dtype, device=device)
-        """What the model reads, whole; of the other ranks' parts it has what was last gathered."""
+        """Whole weights that the model reads, with the parts of other ranks as last gathered."""
         self._adopt_weights()
         self.grad = torch.zeros(size, device=device)
         """fp32, whole: what this rank has computed."""
@@ -72,12 +72,12 @@ class Family:
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """A view of a whole buffer for each parameter, by name."""
+        """Return a view of a whole buffer for each parameter, by name."""
         places = zip(self.names, self.layout.starts, self.weights, strict=True)
         return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
-        """Of each parameter that this rank owns a part of: its first element here, and the part, [N]."""
+        """Return this rank's parts of parameters: the first element of each, and the part, [N]."""
         found = {}
         for bucket in self.layout.buckets:
             for i in bucket.members:
@@ -90,7 +90,7 @@ class Family:
         return found
 
     def regions(self) -> list[Region]:
-        """The shards of what decays, and of what does not; none that is empty."""
+        """Return the shards of what decays, and of what does not; none that is empty."""
         shards = [self.main, self.grad_shard, self.exp_avg, self.exp_avg_sq]
         if self.weight_shard is not self.main:
             shards.append(self.weight_shard)
@@ -104,12 +104,12 @@ class Family:
         return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
 
     def gather(self, bucket: Bucket) -> dist.Work:
-        """Start to bring a bucket's weights from their owners."""
+        """Start to gather a bucket's weights from their owners."""
         shard, whole = self.weight_shard[bucket.shard], self.weight[bucket.whole]
         return all_gather_into(whole, shard, group=self.group, async_op=True)
 
     def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
-        """Whole tensors by parameter name, of the shards of all ranks. A collective.
+        """Gather whole tensors by parameter name from the shards of all ranks. A collective.
 
         They are views of ``into``, a whole buffer; on one rank of ``shard``, which is whole.
         """
@@ -125,7 +125,7 @@ class Family:
             self.weight_shard.copy_(self._own(self.weight))
 
     def _own(self, whole: Tensor) -> Tensor:
-        """This rank's shard of a whole buffer; a copy on several ranks."""
+        """Return this rank's shard of a whole buffer; a copy on several ranks."""
         return whole if self.group is None else torch.cat([whole[b.own] for b in self.layout.buckets])
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class Family:
 
 
 def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float) -> list[Family]:
-    """The model's parameters by the ranks that their gradients are summed over."""
+    """Group the model's parameters by the ranks that their gradients are summed over."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     for name, weight in model.named_parameters():
@@ -155,7 +155,7 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float) -> list[Fa
 
 
 def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
-    """All buckets that several ranks share, by the place of their first parameter in the model.
+    """Sort all buckets that several ranks share by the place of their first parameter in the model.
 
     It is the order in which a forward needs them, and the reverse of that in which a backward finishes
     them. It is the same on all ranks, as communicators want it.

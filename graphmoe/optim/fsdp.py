@@ -6,24 +6,27 @@ skipping are those of ``graphmoe.optim.zero1``; only what lies where differs, an
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.optim.adamw import fused_adamw_of_many_
-from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
-from graphmoe.optim.sharded_weights import ShardedWeights
-from graphmoe.plan.layout import layout_of
-from graphmoe.runtime.capture.capture import Place
+from graphmoe.optim.base import StepOptimizer, StepResult, count_step, norm_of
+from graphmoe.plan.layout import Axis, layout_of
+from graphmoe.runtime.compile.units import owner_of
 from graphmoe.runtime.ranks import Mesh
-from graphmoe.segments import Executor
+from graphmoe.segments import Executor, Segment
 
 
 class ShardedOptimizer(StepOptimizer):
@@ -60,22 +63,12 @@ class ShardedOptimizer(StepOptimizer):
         self.weights = dict(model.named_parameters())
         """DTensors by parameter name."""
         self.main = {name: _local(weight) for name, weight in self.weights.items()}
-        """What this rank has of the fp32 weights, rows of each."""
+        """This rank's rows of each fp32 weight."""
         self.exp_avg = {name: torch.zeros_like(main) for name, main in self.main.items()}
         self.exp_avg_sq = {name: torch.zeros_like(main) for name, main in self.main.items()}
 
-    def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Nothing: gradients have other addresses in each step, and torch's fused kernel takes lists."""
-
     def executor(self, execute: Executor) -> Executor:
-        """Gathers the weights of what it runs, and gives their memory back."""
         return self._sharded.executor(execute)
-
-    def start_gather(self) -> None:
-        """Nothing: each layer is gathered when it runs."""
-
-    def gather(self) -> None:
-        """Nothing: each layer is gathered when it runs."""
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
@@ -96,13 +89,13 @@ class ShardedOptimizer(StepOptimizer):
         return StepResult(norm, scalars.lr, done)
 
     def model_state(self) -> dict[str, Tensor | FlatShard]:
-        """The model's state as a checkpoint keeps it: weights rounded to the compute dtype, in copies."""
+        """Return copies of the model's state as a checkpoint keeps it: rounded to the compute dtype."""
         rounded = {name: main.to(self._dtype) for name, main in self.main.items()}
         state, shards = self.model.state_dict(keep_vars=True), self._shards(rounded)
         return {name: shards.get(name, tensor.detach()) for name, tensor in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owns of main weights and moments, by parameter name, and the counters."""
+        """Return this rank's part of main weights and moments by parameter name, and the counters."""
         return {
             "exp_avg": self._shards(self.exp_avg),
             "exp_avg_sq": self._shards(self.exp_avg_sq),
@@ -111,27 +104,19 @@ class ShardedOptimizer(StepOptimizer):
         }
 
     def restored(self) -> None:
-        """The next run may go on after a run of skipped steps, with other settings."""
         self.longest_skip.zero_()
 
-    def places(self) -> dict[str, Place]:
-        """*Raises* always: nothing stays where it is."""
-        raise AssertionError("a captured step needs fixed addresses")
-
     def weights_to_fill(self) -> Mapping[str, FlatShard]:
-        """What this rank owns of the main weights, in place."""
+        """Return this rank's part of the main weights, to be filled in place."""
         return self._shards(self.main)
 
-    def adopt(self, weights: Mapping[str, Any]) -> None:
-        """Nothing: they were filled in place."""
-
     def _gradient(self, name: str) -> Tensor:
-        """The sum over ranks and micro-batches; zeros where no micro-batch gave anything."""
+        """Return the sum over ranks and micro-batches; zeros where no micro-batch gave anything."""
         gradient = self.weights[name].grad
         return torch.zeros_like(self.main[name]) if gradient is None else _local(gradient)
 
     def _shards(self, tensors: Mapping[str, Tensor]) -> dict[str, FlatShard]:
-        """As entries of a checkpoint; a rank's rows of a parameter are neighbours."""
+        """Return entries of a checkpoint; a rank's rows of a parameter are neighbours."""
         layout, rank = self.mesh.layout, self.mesh.rank
         found = {}
         for name, own in tensors.items():
@@ -145,6 +130,143 @@ class ShardedOptimizer(StepOptimizer):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of a DTensor, sharing its memory."""
+    """Return this rank's part of a DTensor, sharing its memory."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local().detach()
+
+
+Holder = tuple[nn.Module, str]
+"""The module that holds a parameter, and its name there. The object changes, its place does not."""
+
+
+class _Gathering(nn.Module):
+    """Module whose call runs a function with parameters gathered: ``fully_shard`` hooks it."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.held = nn.ModuleList(modules)
+
+    def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        return run(*arguments)
+
+
+class ShardedWeights:
+    """Parameters of a model, each cut by rows and shared out to the ranks that have the same.
+
+    They become DTensors of fp32 over their axis. While a block runs they are plain tensors of the dtype that
+    they had, whole, and the same objects each time. Gradients are summed over the ranks in fp32, without
+    division, when the backward has left a block, and added to those of earlier micro-batches: no rank keeps
+    whole gradients.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[nn.Module]],
+        mesh: Mesh,
+        device: torch.device,
+        fill: Callable[[Sequence[nn.Module]], None],
+    ) -> None:
+        """``blocks`` in the order in which a forward needs them; each parameter is in one. A collective.
+
+        ``fill`` makes the parameters of a block real, on ``device``.
+        """
+        self._dtype = next(blocks[0][0].parameters()).dtype
+        self._device, self._mesh, self._fill = device, mesh, fill
+        self._meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
+        self._places: dict[FSDPModule, frozenset[Holder]] = {}
+        """Parameters of each gathering."""
+        self._blocks = [[*self._gatherings(block)] for block in blocks]
+        """The gatherings of each, the outermost first."""
+        self._root = _Gathering([gathering for block in self._blocks for gathering in block])  # type: ignore[misc]
+        fully_shard(self._root, mesh=self._mesh_over("world"))
+        self._needs: dict[nn.Module, tuple[FSDPModule, ...]] = {}
+        """The gatherings of what a module holds."""
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a forward that calls the executor, so that it begins with the weights of the last update."""
+        return functools.partial(self._root, run)
+
+    def executor(self, execute: Executor) -> Executor:
+        """Return an executor that gathers only the weights that the segments' modules hold."""
+        return functools.partial(self._execute, execute)
+
+    def gather_ahead(self, order: Sequence[int]) -> None:
+        """Gather each of these blocks while the one before it runs, in the backward the one after it."""
+        for number, following in zip(order, order[1:], strict=False):
+            self._blocks[number][-1].set_modules_to_forward_prefetch(self._blocks[following])
+        for place, number in enumerate(order):
+            inside_out = self._blocks[number][::-1]  # as a backward enters them
+            before = self._blocks[order[place - 1]][::-1] if place else []
+            for i, gathering in enumerate(inside_out):
+                gathering.set_modules_to_backward_prefetch(inside_out[i + 1 :] or before)
+
+    def _gatherings(self, block: Sequence[nn.Module]) -> Iterator[FSDPModule]:
+        """Make a gathering for each group of ranks that have the same part of some parameters."""
+        self._fill(block)
+        held = {place: getattr(*place) for module in block for place in _places(module)}
+        groups: dict[dist.ProcessGroup | None, Axis] = {}
+        for parameter in held.values():
+            axis = layout_of(parameter).summed_over
+            groups.setdefault(self._mesh.group(axis), axis)
+        marks = {place: layout_of(parameter) for place, parameter in held.items()}
+        for group, axis in groups.items():
+            own = {p for p in held if self._mesh.group(marks[p].summed_over) is group}
+            for place in own:
+                parameter = getattr(*place)
+                parameter.data = parameter.data.float()
+            gathering = _Gathering(block)
+            fully_shard(
+                gathering,
+                mesh=self._mesh_over(axis),
+                reshard_after_forward=True,
+                mp_policy=MixedPrecisionPolicy(self._dtype, torch.float32, cast_forward_inputs=False),
+                ignored_params={getattr(*place) for place in held if place not in own},
+            )
+            assert isinstance(gathering, FSDPModule)
+            gathering.set_gradient_divide_factor(1.0)
+            gathering.set_force_sum_reduction_for_comms(True)
+            gathering.set_unshard_in_backward(not all(isinstance(module, nn.Embedding) for module in block))
+            for place in own:
+                getattr(*place).parallel = marks[place]  # it is another object now
+            self._places[gathering] = frozenset(own)
+            yield gathering
+
+    def _mesh_over(self, axis: Axis) -> DeviceMesh:
+        group = self._mesh.group(axis)
+        if group not in self._meshes:
+            of_one = group or dist.new_group([self._mesh.rank], use_local_synchronization=True)
+            self._meshes[group] = DeviceMesh.from_group(of_one, self._device.type)
+        return self._meshes[group]
+
+    def _execute(
+        self,
+        execute: Executor,
+        segments: Sequence[Segment],
+        tensors: dict[str, Tensor],
+        keep: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        names = [*tensors]
+
+        def run(*values: Tensor) -> tuple[Tensor, ...]:
+            return execute(segments, dict(zip(names, values, strict=True)), keep)
+
+        needed: dict[FSDPModule, None] = {}
+        for segment in segments:
+            owner = owner_of(segment.run)
+            if owner is not None:
+                needed.update(dict.fromkeys(self._needed_by(owner)))
+        for gathering in reversed(needed):
+            run = functools.partial(cast(_Gathering, gathering), run)
+        return run(*tensors.values())
+
+    def _needed_by(self, owner: nn.Module) -> tuple[FSDPModule, ...]:
+        if owner not in self._needs:
+            held = {*_places(owner)}
+            self._needs[owner] = tuple(gathering for gathering, own in self._places.items() if own & held)
+        return self._needs[owner]
+
+
+def _places(module: nn.Module) -> Iterator[Holder]:
+    for holder in module.modules():
+        for name, _ in holder.named_parameters(recurse=False):
+            yield holder, name

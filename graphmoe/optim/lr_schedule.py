@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphmoe.config.schema import LrSchedule, OptimConfig
+from graphmoe.plan.rules.lr_schedule import wsd_decay_start
 
 
 class LrNumbers(NamedTuple):
-    """A schedule's numbers: fp32 scalars on the device, so that others need no other code, or floats."""
+    """Settings of a schedule as floats, or as fp32 scalars on the device: other values need no other code."""
 
     peak: Any
     floor: Any
@@ -27,16 +27,16 @@ class LrNumbers(NamedTuple):
 
     @classmethod
     def of(cls, config: OptimConfig, total_steps: int) -> LrNumbers:
-        """The numbers of a configuration, as floats."""
-        start, span = config.warmup_steps, max(total_steps - config.warmup_steps, 1)
+        """Return the numbers of a configuration, as floats."""
+        start = config.warmup_steps
         if config.schedule is LrSchedule.wsd:
-            span = max(round(total_steps * config.wsd_decay_fraction), 1)
-            start = total_steps - span
+            start = wsd_decay_start(config, total_steps)
+        span = max(total_steps - start, 1)
         return cls(config.lr, config.min_lr_ratio, float(config.warmup_steps), float(start), float(span))
 
 
 def learning_rate(schedule: LrSchedule, numbers: LrNumbers, done: Tensor) -> Tensor:
-    """Learning rate of the step that follows ``done`` applied steps; fp32 scalar, no device sync.
+    """Return the learning rate of the step after ``done`` applied ones; fp32 scalar, no device sync.
 
     Linear warm-up from peak / warmup, then constant; or a cosine down to floor * peak at the last step
     (arXiv 1608.03983); or wsd: stable, then a 1 - sqrt decay over the last steps (arXiv 2405.18392,
@@ -55,19 +55,3 @@ def learning_rate(schedule: LrSchedule, numbers: LrNumbers, done: Tensor) -> Ten
 
 def _between(floor: Tensor, share: Tensor) -> Tensor:
     return floor + (1 - floor) * share
-
-
-def lr_schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
-    """Name what a wsd schedule cannot do: a decay of no steps, or one that begins inside the warm-up."""
-    fraction, warmup = config.wsd_decay_fraction, config.warmup_steps
-    if fraction == 0:
-        yield "optim.wsd_decay_fraction=0 never decays; use a share above 0, or optim.schedule=constant"
-    if config.schedule is not LrSchedule.wsd or not 0 < fraction <= 1:
-        return
-    start = int(LrNumbers.of(config, total_steps).start)
-    if start < warmup <= total_steps:
-        yield (
-            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule=wsd begins: of "
-            f"train.steps={total_steps} those from {start} on decay (optim.wsd_decay_fraction={fraction}); "
-            f"use at most optim.warmup_steps={start}, or optim.schedule=cosine"
-        )

@@ -1,4 +1,4 @@
-"""When ranks exchange gradients and weights: while the backward still runs, and while the forward does.
+"""Exchange of gradients while the backward still runs, and of weights while the forward does.
 
 Both go bucket by bucket, and every rank queues its collectives in the same order. No device sync anywhere.
 """
@@ -8,39 +8,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.flat_buffers import Family, in_forward_order
 from graphmoe.plan.buckets import Bucket
 from graphmoe.profiler_ranges import ranged
+from graphmoe.runtime.compile.units import owner_of
 from graphmoe.runtime.launch.stamps import wait_for
+from graphmoe.segments import Executor, Segment
 
 
 class GradientReduction:
-    """Sums each step's gradients over the ranks, bucket by bucket, into the shards of their owners.
+    """Sum of each step's gradients over the ranks, bucket by bucket, into the shards of their owners.
 
-    The sum of a bucket starts once its gradients are complete: when as many additions have come as in the
-    whole step before. A parameter has several, of micro-batches and of places that share it. In the first
+    The sum of a bucket starts once its gradients are complete: when as many were added as in the whole step
+    before. A parameter has several, of micro-batches and of places that share it. In the first
     step nobody knows how many there will be, and all sums start at its end.
 
-    Should the number change, no sum is wrong. With fewer additions, the bucket and those behind it in the
+    Should the number change, no sum is wrong. With fewer, the bucket and those behind it in the
     queue are summed at the end of the step. One more than expected may come after the start: then the bucket
     is summed again at the end. The ranks of a group must agree on that, as they do where they run the same
     program.
     """
 
     def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:
-        """``gradients`` by parameter name; from now on their additions are counted."""
+        """Listen from now on to ``gradients``, by parameter name."""
         self._queue: list[_BucketSum] = []
         for family, bucket in reversed(in_forward_order(families)):
             members = [gradients[family.names[i]] for i in bucket.members]
             self._queue.append(_BucketSum(family, bucket, members, self._start_complete))
         self._num_started = 0
-        """Of the queue, in this step."""
+        """Buckets of the queue that were started in this step."""
 
     def finish(self) -> None:
-        """After the last backward: start what is left, and let the current stream wait for all sums."""
+        """Start what is left after the last backward, and let the current stream wait for all sums."""
         late = [bucket for bucket in self._queue[: self._num_started] if bucket.incomplete]
         for bucket in [*self._queue[self._num_started :], *late]:
             bucket.start()
@@ -55,7 +57,7 @@ class GradientReduction:
 
 
 class _BucketSum:
-    """The sum of one bucket over the ranks of its family."""
+    """Sum of one bucket over the ranks of its family."""
 
     def __init__(
         self, family: Family, bucket: Bucket, gradients: Sequence[Gradient], on_complete: Callable[[], None]
@@ -68,9 +70,9 @@ class _BucketSum:
         )
         self._come = 0
         self._expected: int | None = None
-        """Deliveries to all parameters in a step; None before the first is over."""
+        """Gradients added to all parameters in a step; None before the first is over."""
         self.incomplete = False
-        """Whether something came after the start."""
+        """True where something was added after the start."""
         self._work: dist.Work | None = None
         for gradient in gradients:
             gradient.on_added = self._count
@@ -105,7 +107,7 @@ class _BucketSum:
 
 
 class WeightGather:
-    """Brings the weights that other ranks have updated, bucket by bucket in the order of the forward."""
+    """Gathering of weights that other ranks have updated, bucket by bucket in the order of the forward."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._queue = in_forward_order(families)
@@ -135,3 +137,30 @@ class WeightGather:
         for number in numbers:
             if number in self._underway:
                 wait_for(self._underway.pop(number).wait)
+
+
+class ArrivingWeights:
+    """Executor that starts while weights arrive: it waits only for those that the segments' modules hold.
+
+    The wait is of the current stream on the device: it stands outside compiled units and captured graphs of
+    units, and inside the graph of a captured step.
+    """
+
+    def __init__(self, execute: Executor, wait: Callable[[Iterable[Tensor]], None]) -> None:
+        """``wait`` returns when the current stream may read these parameters."""
+        self._execute, self._wait = execute, wait
+        self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
+
+    def __call__(
+        self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        for segment in segments:
+            owner = owner_of(segment.run)
+            if owner is not None:
+                self._wait(self._parameters(owner))
+        return self._execute(segments, tensors, keep)
+
+    def _parameters(self, owner: nn.Module) -> tuple[Tensor, ...]:
+        if owner not in self._held:
+            self._held[owner] = tuple(owner.parameters())
+        return self._held[owner]

@@ -24,10 +24,9 @@ from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.adamw import adamw_, fused_adamw_
-from graphmoe.optim.arriving_weights import ArrivingWeights
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.optim.flat_buffers import Region, families_of
-from graphmoe.optim.reduction import GradientReduction, WeightGather
+from graphmoe.optim.reduction import ArrivingWeights, GradientReduction, WeightGather
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture.capture import Place
 from graphmoe.runtime.ranks import Mesh
@@ -35,7 +34,7 @@ from graphmoe.segments import Executor
 
 
 class Optimizer(StepOptimizer):
-    """A StepOptimizer over flat buffers.
+    """StepOptimizer over flat buffers.
 
     The model's parameters become views of flat buffers of their dtype: bf16, rounded from the fp32 main
     weights, or on one rank those main weights themselves. On several ranks they are whole, and as the last
@@ -82,11 +81,10 @@ class Optimizer(StepOptimizer):
             self._update = compiler(update, [self.applied, *arguments])
 
     def executor(self, execute: Executor) -> Executor:
-        """On several ranks one that waits for the weights on their way, for those that it needs only."""
         return execute if self._alone else ArrivingWeights(execute, self.wait_for)
 
     def start_gather(self) -> None:
-        """Start to bring the weights of the last step from their owners; ``wait_for`` those to be read."""
+        """Start to gather the weights of the last step; ``wait_for`` those to be read."""
         self._weight_gather.start()
 
     def wait_for(self, weights: Iterable[Tensor]) -> None:
@@ -94,13 +92,11 @@ class Optimizer(StepOptimizer):
         self._weight_gather.wait(weights)
 
     def gather(self) -> None:
-        """Make the model's weights whole, for whoever reads them outside a step. A collective."""
         self._weight_gather.start()
         self._weight_gather.wait()
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
-        """As ``StepOptimizer.step``."""
         self._weight_gather.wait()  # reads what the update writes
         self._reduction.finish()
         for gradient in self._gradients.values():
@@ -111,7 +107,6 @@ class Optimizer(StepOptimizer):
         return StepResult(*self._update(self._norm_of_all(), *arguments))
 
     def model_state(self) -> dict[str, Tensor | FlatShard]:
-        """The model's state by name as a checkpoint keeps it. A collective."""
         self.gather()
         return shards_of(self.model, self.mesh.layout, self.mesh.rank)
 
@@ -136,7 +131,6 @@ class Optimizer(StepOptimizer):
         self.publish()
 
     def places(self) -> dict[str, Place]:
-        """All tensors that a captured step uses without being given them, by name."""
         found: dict[str, Place] = {}
         for name, gradient in zip(self.names, self._gradients.values(), strict=True):
             found[f"the gradient of {name}"] = vars(gradient), "total"
@@ -149,20 +143,19 @@ class Optimizer(StepOptimizer):
         return found
 
     def gradient_of(self, weight: Tensor) -> Gradient:
-        """Where the gradients of a step's micro-batches are summed, in the weight's shape."""
+        """Return the sum of the gradients of a step's micro-batches, in the weight's shape."""
         return self._gradients[id(weight)]
 
     def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
-        """``main_weights``."""
         return self.main_weights()
 
     @property
     def main(self) -> list[Tensor]:
-        """``main_weights`` in the order of ``weights``."""
+        """Main weights in the order of ``weights``."""
         return list(self.main_weights().values())
 
     def main_weights(self) -> dict[str, Tensor]:
-        """The fp32 weights by parameter name, whole; after a change of their values call ``adopt``.
+        """Gather the whole fp32 weights by parameter name; after a change of values call ``adopt``.
 
         A collective. On several ranks they lie where the next backward puts its gradients.
         """
@@ -186,11 +179,10 @@ class Optimizer(StepOptimizer):
                 family.weight_shard.copy_(family.main)
 
     def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """In the order of the model, whatever the families."""
         return {name: tensors[name] for name in self.names}
 
     def _state(self, shards: Sequence[Tensor]) -> dict[str, Any]:
-        """Entries of a checkpoint: whole tensors on one rank, the ranges that this rank owns on several."""
+        """Return entries of a checkpoint: whole tensors on one rank, this rank's ranges on several."""
         pairs = list(zip(self.families, shards, strict=True))
         if self._alone:
             return self._by_name(
@@ -211,7 +203,6 @@ class Optimizer(StepOptimizer):
             weight.grad = None
 
     def _norm_of_all(self) -> Tensor:
-        """The norm over all ranks: each element of a gradient is in the shard of one rank only."""
         (own,) = self._norm(*self._gradient_shards())
         return self._over_ranks(own)
 
@@ -219,19 +210,18 @@ class Optimizer(StepOptimizer):
         return [region.grad for region in self._regions]
 
     def _arguments(self, loss: Tensor) -> list[Tensor]:
-        """Loss, counters, the flag of void steps, numbers, and the tensors of all regions."""
+        """Return loss, counters, the flag of void steps, numbers, and the tensors of all regions."""
         counters = [self.applied, self.skipped, self.skipped_in_row, self.longest_skip]
         tensors = [tensor for region in self._regions for tensor in region.tensors]
         return [loss, *counters, self.void, self._numbers, *tensors]
 
     def _norm_of_shards(self, *gradients: Tensor) -> tuple[Tensor]:
-        """The norm of the regions' gradients; fp64 on a CPU."""
         return (norm_of(gradients),)
 
     def _norm_and_update(
         self, *arguments: Tensor, rule: Callable[..., None] = fused_adamw_
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The update of ``_arguments`` in place, by the norm of what is there."""
+        """Update ``_arguments`` in place, by the norm of the gradients there."""
         flats = arguments[-sum(len(region.tensors) for region in self._regions) :]
         (norm,) = self._norm_of_shards(*(region.grad for region in self._regions_of(flats)))
         return self._update_in_place(norm.float(), *arguments, rule=rule)
@@ -249,7 +239,7 @@ class Optimizer(StepOptimizer):
         *flats: Tensor,
         rule: Callable[..., None] = fused_adamw_,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The update of ``_arguments`` in place, by a fp32 norm -> the values of a StepResult."""
+        """Update ``_arguments`` in place, by a fp32 norm -> the values of a StepResult."""
         scalars = self._scalars(norm, loss, applied, void, numbers)
         for region in self._regions_of(flats):
             rule(*region.tensors, config=self.config, decays=region.decays, scalars=scalars)
@@ -258,7 +248,7 @@ class Optimizer(StepOptimizer):
         return norm, scalars.lr, done
 
     def _regions_of(self, flats: Sequence[Tensor]) -> list[Region]:
-        """The regions, of the tensors that a function was given for theirs."""
+        """Return the regions over the tensors that a function was given."""
         given = iter(flats)
         return [region._replace(tensors=[next(given) for _ in region.tensors]) for region in self._regions]
 

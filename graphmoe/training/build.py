@@ -1,4 +1,4 @@
-"""A run's model and the optimizer that ``parallel.dp_shard`` asks for."""
+"""Build a run's model and the optimizer of ``parallel.dp_shard``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def build(plan: Plan, device: torch.device, mesh: Mesh) -> tuple[Transformer, StepOptimizer]:
-    """What this rank has of the model, with its first weights, and the optimizer over it. A collective.
+    """Build this rank's part of the model with its first weights, and the optimizer. A collective.
 
     *Raises* ConfigError where one rank alone is to share its weights out.
     """

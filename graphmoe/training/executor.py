@@ -1,4 +1,4 @@
-"""How a run executes the model's segments: eagerly, or compiled with the passes that it asks for."""
+"""Execution of a run's segments: eagerly, or compiled with its passes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from graphmoe.runtime.cache.key import facts_of
 from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
-from graphmoe.runtime.compile.code import Later
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
@@ -37,12 +34,13 @@ from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments
+from graphmoe.training.pipelined import StageOptions
 
 log = logging.getLogger(__name__)
 
 
 class Execution:
-    """The executor of a run, and what it remembers between starts."""
+    """Executor of a run with its capture, compiled units and compile cache."""
 
     def __init__(
         self,
@@ -58,11 +56,11 @@ class Execution:
         config, scope = plan.config, plan.config.graph.scope
         name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
         self.capture = Capture(name, device, config.graph.warmup_steps) if scope != "none" else None
-        """What is captured; None where nothing is."""
+        """Capture of graphs; None where nothing is captured."""
         units = UnitCapture(plan.captured, self.capture) if self.capture and plan.captured else None
         self._recompute = Recompute.of(config.recompute)
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
-        """What runs two micro-batches in turns; None where one follows the other."""
+        """Overlap of two micro-batches in turns; None where one follows the other."""
         assert config.compile.cache_dir is not None
         folder = Path(config.compile.cache_dir) if config.compile.cache else None
         self._store = CompileCache(folder, shared=config.compile.cache_shared)
@@ -77,7 +75,7 @@ class Execution:
         """Graphs that were compiled when the cache was last added to."""
 
     def start(self, folder: Path, experts: str) -> Executor:
-        """The executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
+        """Return the executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
 
         On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
         cannot run.
@@ -111,26 +109,19 @@ class Execution:
 
     @property
     def fuses(self) -> bool:
-        """Whether the routed experts run as one operation."""
+        """True where the routed experts run as one operation."""
         passes = select_passes(self.config.passes, {})
         return self._compiled is not None and "fuse_experts" in [spec.name for spec in passes]
 
-    @property
-    def deferring(self) -> Callable[[Later], AbstractContextManager[None]] | None:
-        """Inside, compiled units leave weight gradients to be made later; None where none are compiled."""
-        return self._compiled.deferring if self._compiled else None
-
-    @property
-    def lane(self) -> Callable[[Hashable], AbstractContextManager[None]] | None:
-        """`CompiledSegments.lane`; None where no units are captured."""
-        return self._compiled.lane if self._compiled and self._compiled.captures else None
-
-    @property
-    def waiting_steps(self) -> int:
-        """The first steps of a program, which wait for the device where they compile or capture units."""
-        if self.capture is None:
-            return 1
-        return self.capture.warmup_steps + (not self.plan.captures_step)
+    def stage_options(self) -> StageOptions:
+        """Return what a pipeline's stages ask of this executor."""
+        waits = 1 if self.capture is None else self.capture.warmup_steps + (not self.plan.captures_step)
+        compiled = self._compiled
+        if compiled is None:
+            return StageOptions(overlap=self.overlap, waiting_steps=waits)
+        return StageOptions(
+            compiled.deferring, self.overlap, compiled.lane if compiled.captures else None, waits
+        )
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
@@ -144,7 +135,7 @@ class Execution:
         self._published = graphs
 
     def warn_if_uncaptured(self) -> None:
-        """At the end of a run: say so where no step was left to capture."""
+        """Warn at the end of a run in which no step was left to capture."""
         if self.capture and not self.capture.has_captured:
             log.warning(
                 "graph.scope=%s captured nothing: the run did %d steps, and graph.warmup_steps=%d run "
@@ -185,7 +176,7 @@ class Execution:
         return PassRunner(select_passes(self.config.passes, knobs), self._dump)
 
     def _passes_set(self) -> dict[str, Any]:
-        """Keys of the passes that are not as they are by default."""
+        """Return the keys of the passes that differ from their defaults."""
         default, passes = asdict(PassesConfig()), asdict(self.config.passes)
         return {f"passes.{name}": value for name, value in passes.items() if value != default[name]}
 
@@ -212,7 +203,7 @@ class Execution:
 
 
 def mlp_shape(plan: Plan) -> MlpShape:
-    """The experts of one rank, with as many rows for each as a balanced routing sends.
+    """Return the shape of one rank's experts, with the rows of a balanced routing.
 
     Its tokens are those that arrive, and a token has as many experts as it has on this rank, 1 at least.
     """

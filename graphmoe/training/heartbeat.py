@@ -1,4 +1,4 @@
-"""How far this worker has come, and how long what it does now may take: what tells a hang from slow work.
+"""Stamps of a worker's progress with time limits, by which a hang is told from slow work.
 
 A collective stalls all ranks where one does not join it, so a time is needed after which none may come. It
 is known by experience only: the longest step so far. Steps before that compile and measure kernels.
@@ -13,11 +13,11 @@ from types import TracebackType
 from graphmoe.runtime.launch.stamps import SLOW_S, put_stamp
 
 TIMES_LONGEST = 3.0
-"""What has been done before may take so much longer than the longest time that it took."""
+"""Factor over the longest known time of a kind of work, after which it counts as hung."""
 
 
 class Heartbeat:
-    """Leaves a sign of life at each step, validation and checkpoint of a run. No device sync.
+    """Stamp at each step, validation and checkpoint of a run. No device sync.
 
     A device works behind the host, which waits for it where it reads metrics. So the host knows how long a
     step may take at most once it has read those of steps that did not compile.
@@ -33,34 +33,34 @@ class Heartbeat:
         self._has_read = False
 
     def step(self, number: int) -> None:
-        """A step begins."""
+        """Stamp the begin of a step."""
         self._end()
         self._begun, self._step = self._begun + 1, number
         self._begin("step", f"step {number}", known=self._has_read)
 
     def has_read(self) -> None:
-        """The host has waited for the device, in the step that was begun last."""
+        """Note that the host has waited for the device, in the step that was begun last."""
         self._has_read = self._begun > self._first_steps
 
-    def anew(self, what: str) -> None:
-        """Steps begin that are as unknown as the first ones were."""
+    def restart(self, what: str) -> None:
+        """Stamp the begin of steps that may compile, as the first ones did."""
         self.slow(what)
         self._begun, self._has_read = 0, False
 
     def validation(self) -> None:
-        """A validation begins; the first one may compile."""
+        """Stamp the begin of a validation; the first one may compile."""
         self._end()
         self._begin("validation", f"the validation after step {self._step}", "validation" in self._longest)
 
     def slow(self, what: str) -> None:
-        """Something begins that waits for disks."""
+        """Stamp the begin of work that waits for disks."""
         self._end()
         self._begin("slow", what, known=False)
 
     def leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The loop is over, by an error maybe, which must not take long to get out."""
+        """Stamp the end of the loop; an error must not take long to get out."""
         self._end()
         what = "the end of the run" if error is None else f"what follows {type(error).__name__}: {error}"
         self._begin("end", what, known=error is not None)

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases and the log."""
+"""Sinks of metrics: metrics.jsonl, expert_load.jsonl, TensorBoard, Weights & Biases and the log."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from graphmoe.config.schema import ConfigError, LogConfig
 from graphmoe.plan.costs.hardware import peak_tflops
-from graphmoe.run.files import METRICS_FILE
+from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
+from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.runtime.host.files import LineFile, dispensable
-from graphmoe.training.expert_loads import ExpertLoads
 from graphmoe.training.step_rows import StepRow
 
 log = logging.getLogger(__name__)
 
 
 class Throughput:
-    """Turns the seconds of a step into tokens/s of all devices, and TFLOP/s and MFU of each."""
+    """Rates of a step: tokens/s of all devices, and TFLOP/s and MFU of each."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Throughput:
         self.peak = peak or peak_tflops(device_name)
 
     def describe(self) -> str:
-        """The formula, stated once in the log."""
+        """Return the formula for the log."""
         gflop = self.flops_per_token / 1e9
         text = f"TFLOP/s = tokens/s x {gflop:.3f} GFLOP per token (forward and backward)"
         if self.num_devices > 1:
@@ -54,7 +56,7 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Writes rows to every sink that the configuration names."""
+    """Writer of rows to every sink that the configuration names."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class MetricsWriter:
 
 
 class NoMetrics(MetricsWriter):
-    """Of the ranks that write none."""
+    """Writer of ranks that write no metrics."""
 
     def __init__(self) -> None:
         pass
@@ -127,7 +129,7 @@ class NoMetrics(MetricsWriter):
 def to_json(
     row: StepRow, throughput: Throughput, tokens: int, epoch: float, memory_gib: float
 ) -> dict[str, Any]:
-    """The metrics.jsonl object of a step."""
+    """Return the metrics.jsonl object of a step."""
     values = row.values
     return {
         "step": row.step,
@@ -152,7 +154,7 @@ def to_json(
 
 
 def log_line(row: dict[str, Any], total_steps: int) -> str:
-    """A step on one line for people."""
+    """Format a step on one line for people."""
     parts = [
         f"step {row['step']:>{len(str(total_steps))}}/{total_steps}",
         f"loss {row['loss']:.4f}",
@@ -185,19 +187,19 @@ def log_line(row: dict[str, Any], total_steps: int) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value, or None for NaN and infinity, which JSON does not have."""
+    """Return the value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tensorboard(folder: Path, done: int) -> Any:
-    """A writer that hides what an earlier process wrote for the steps after ``done``."""
+    """Open a writer that hides rows of an earlier process after step ``done``."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
 
 
 def _wandb(folder: Path, config: LogConfig, run_name: str, run_config: dict[str, Any]) -> Any:
-    """A W&B run with an id of the folder's own, which a resume finds again."""
+    """Open a W&B run with an id of the folder's own, which a resume finds."""
     try:
         import wandb
     except ImportError as error:
@@ -219,3 +221,39 @@ def _wandb(folder: Path, config: LogConfig, run_name: str, run_config: dict[str,
             f"log.wandb=true cannot begin ({str(error).partition(chr(10))[0]}); log in with wandb login, set "
             f"WANDB_MODE=offline, or use log.wandb=false"
         ) from error
+
+
+MAX_LINES = 200
+"""Most lines of a run, so that the file of many layers and experts stays small."""
+
+
+class ExpertLoads:
+    """Writer of expert loads: means over neighbouring steps, of rows that the host has read anyway."""
+
+    def __init__(self, folder: Path, done: int, total_steps: int) -> None:
+        """Go on after step ``done`` of a run of ``total_steps``; what is there of later ones is dropped."""
+        self._file = LineFile(folder / EXPERT_LOADS_FILE)
+        cut_metrics(folder / EXPERT_LOADS_FILE, done)
+        self._last, self._every = total_steps, -(-total_steps // MAX_LINES)
+        self._sum_LE: Tensor | None = None
+        self._steps = 0
+
+    def write(self, rows: Sequence[StepRow]) -> None:
+        """Take the rows of the next steps; a line is due when it stands for enough of them, or for the last.
+
+        It has ``step``, the last of its ``steps`` steps, and ``load``: for each MoE layer the slots of each
+        expert over the layer's mean.
+        """
+        for row in rows:
+            if not row.load_LE.numel():
+                return
+            self._sum_LE = row.load_LE if self._sum_LE is None else self._sum_LE + row.load_LE
+            self._steps += 1
+        if self._sum_LE is None or (self._steps < self._every and rows[-1].step < self._last):
+            return
+        load = [[round(x, 3) for x in layer] for layer in (self._sum_LE / self._steps).tolist()]
+        self._file.append([json.dumps({"step": rows[-1].step, "steps": self._steps, "load": load})])
+        self._sum_LE, self._steps = None, 0
+
+    def close(self) -> None:
+        self._file.close()

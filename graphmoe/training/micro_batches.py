@@ -1,4 +1,4 @@
-"""The micro-batches of a step through a model that is whole on its rank, one after the other or in turns."""
+"""Micro-batches of a step through a model that is whole on its rank, one after the other or in turns."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Add = Callable[[StagePieces, LossOutput], None]
 
 
 class MicroBatches(Protocol):
-    """Runs micro-batches, token ids [micro_batch_size, seq_len + 1] each."""
+    """Runner of micro-batches, token ids [micro_batch_size, seq_len + 1] each."""
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        """Forward and backward of each; gradients are of the sum over micro-batches over their number.
+        """Run forward and backward of each; gradients are those of the mean over micro-batches.
 
         No device sync where no dispatcher waits.
         """
         ...
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
-        """The forward of each; the caller has switched gradients off."""
+        """Run the forward of each; the caller has switched gradients off."""
         ...
 
 
@@ -37,13 +37,12 @@ class OneAfterTheOther:
     def __init__(
         self, model: Transformer, execute: Executor, num_global: int, overlap: Overlap | None = None
     ) -> None:
-        """``num_global`` is how many micro-batches all ranks together have in a step."""
+        """``num_global`` is the number of micro-batches of all ranks in a step."""
         self.model, self.execute, self.num_global, self.overlap = model, execute, num_global, overlap
         self.device = next(model.parameters()).device
         (self.pieces,) = model.stages
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        """As `MicroBatches.train`."""
         overlap = overlap_in_use(self.overlap, self.model)
         for tokens in batches:
             tokens = tokens.to(self.device, non_blocking=True)
@@ -52,13 +51,12 @@ class OneAfterTheOther:
             overlap.finish()
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
-        """As `MicroBatches.evaluate`."""
         for tokens in batches:
             tokens = tokens.to(self.device, non_blocking=True)
             add(self.pieces, self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute))
 
     def _forward_and_backward(self, tokens: Tensor, overlap: Overlap | None) -> LossOutput:
-        """With overlap the backward may still have to run when this returns."""
+        """Run both; with overlap the backward may still have to run at the end."""
 
         def forward() -> LossOutput:
             return self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
@@ -73,6 +71,6 @@ class OneAfterTheOther:
 
 
 def overlap_in_use(overlap: Overlap | None, model: Transformer) -> Overlap | None:
-    """None where the host counts what arrives: then units are no graphs, and it would wait in between."""
+    """Return the overlap, or None where the host counts arriving rows and would wait between units."""
     dispatcher = model.dispatcher
     return overlap if dispatcher is not None and dispatcher.capacity is not None else None

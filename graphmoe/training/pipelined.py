@@ -1,4 +1,4 @@
-"""The micro-batches of a step through a model whose layers the ranks along pp share."""
+"""Micro-batches of a step through a model whose layers the ranks along pp share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,20 +33,17 @@ log = logging.getLogger(__name__)
 OpenChannels = Callable[[Iterable[Channel], Sequence[Sequence[int]], torch.device], Channels]
 
 
-class StageExecution(Protocol):
-    """What running stages asks of who executes their segments: a `graphmoe.training.executor.Execution`."""
+@dataclass(frozen=True)
+class StageOptions:
+    """Choices of the executor that change how stages run."""
 
-    @property
-    def overlap(self) -> Overlap | None: ...
-
-    @property
-    def deferring(self) -> Deferring | None: ...
-
-    @property
-    def lane(self) -> Callable[[Hashable], AbstractContextManager[None]] | None: ...
-
-    @property
-    def waiting_steps(self) -> int: ...
+    deferring: Deferring | None = None
+    """Context in which compiled units leave weight gradients for later; None without compiled units."""
+    overlap: Overlap | None = None
+    lane: Callable[[Hashable], AbstractContextManager[None]] | None = None
+    """Context with the captured graphs of one lane; None without captured units."""
+    waiting_steps: int = 0
+    """Number of first steps of a program in which the host waits: those that compile or capture."""
 
 
 def micro_batches_of(
@@ -54,23 +51,23 @@ def micro_batches_of(
     model: Transformer,
     execute: Executor,
     mesh: Mesh,
-    execution: StageExecution,
+    options: StageOptions,
     open_channels: OpenChannels = Channels,
 ) -> MicroBatches:
-    """What runs the micro-batches of a run's steps. A collective."""
+    """Return the runner of a run's micro-batches. A collective."""
     config, num_global = plan.config, plan.global_micro_batches
     if plan.pipeline is None:
-        return OneAfterTheOther(model, execute, num_global, execution.overlap)
+        return OneAfterTheOther(model, execute, num_global, options.overlap)
     log.info(plan.pipeline.describe())
     assert config.data.seq_len is not None
     positions = config.data.seq_len // plan.layout.size("cp_tp")
     shape = config.train.micro_batch_size, positions, config.model.hidden_size
     message = Spec(shape, next(model.parameters()).dtype)
-    return Pipelined(plan.pipeline, model, execute, mesh, message, num_global, execution, open_channels)
+    return Pipelined(plan.pipeline, model, execute, mesh, message, num_global, options, open_channels)
 
 
 class Pipelined:
-    """`graphmoe.training.micro_batches.MicroBatches` by the schedule of a plan. Making one is collective."""
+    """`MicroBatches` by the schedule of a plan. Making one is collective."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class Pipelined:
         mesh: Mesh,
         message: Spec,
         num_global: int,
-        execution: StageExecution,
+        options: StageOptions,
         open_channels: OpenChannels = Channels,
     ) -> None:
         """``message`` is a hidden state of a micro-batch.
@@ -89,15 +86,15 @@ class Pipelined:
         """
         self.model, self.execute, self.num_global = model, execute, num_global
         self.device = next(model.parameters()).device
-        self.overlap = execution.overlap
-        self._waiting_steps = execution.waiting_steps
+        self.overlap = options.overlap
+        self._waiting_steps = options.waiting_steps
         self._num_run: Counter[tuple[bool, Dispatcher | None]] = Counter()
-        """How often steps and validations ran, of each program."""
+        """Steps and validations run so far, of each program."""
         self._batches: list[Tensor] = []
         self._add: Add | None = None
         place = mesh.index("pp")
         self.stages = plan.own_stages(place)
-        self._lane = execution.lane
+        self._lane = options.lane
         self._lanes = lanes_of(plan.table, place)
         counts = carried_counts(plan.stages)
         runs = {
@@ -105,7 +102,7 @@ class Pipelined:
                 functools.partial(self._run, number),
                 (message,) * counts[number],
                 (message,) * counts[number + 1],
-                execution.deferring if SCHEDULES[plan.table.schedule].splits_backward else None,
+                options.deferring if SCHEDULES[plan.table.schedule].splits_backward else None,
                 self._overlap_in_use,
             )
             for number in self.stages
@@ -116,14 +113,13 @@ class Pipelined:
         self.pipeline = Pipeline(plan.table, place, runs, self.channels, copies=self._lane is not None)
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        """As `MicroBatches.train`; all ranks along pp get the same batches."""
+        """Train on the same batches as all ranks along pp."""
         self._begin(batches, add, self._waiting_steps)
         self.pipeline.train()
         if self.overlap:
             self.overlap.finish()
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
-        """As `MicroBatches.evaluate`."""
         self._begin(batches, add, 1)
         self.pipeline.evaluate(len(batches))
 
@@ -131,7 +127,7 @@ class Pipelined:
         return overlap_in_use(self.overlap, self.model)
 
     def _begin(self, batches: Iterable[Tensor], add: Add, waiting: int) -> None:
-        """So many first times of each program compile, or capture."""
+        """Take the batches; the first ``waiting`` times of each program compile or capture."""
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
         self._add = add
         program = torch.is_grad_enabled(), self.model.dispatcher  # each rung of a ladder has its own
@@ -144,7 +140,7 @@ class Pipelined:
     def _run(
         self, number: int, micro_batch: int, received: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What a stage carries on, and what it adds to the loss."""
+        """Run a stage: hidden states for the next one, and the term of the loss."""
         assert self._add is not None
         pieces, tokens = self.stages[number], self._batches[micro_batch]
         with self._on_lane(number, micro_batch):
@@ -159,7 +155,7 @@ class Pipelined:
 
 
 def carried_counts(stages: Sequence[StagePieces]) -> list[int]:
-    """How many hidden states each stage is given, and 0 behind the last.
+    """Return the number of hidden states that each stage is given, and 0 behind the last.
 
     One, and one more for each later token that stages before it have predicted from.
     """

@@ -1,4 +1,4 @@
-"""What a run records of its pipeline: the steps that are logged, as timelines in pipeline.json."""
+"""Recording of a pipeline's logged steps as timelines in pipeline.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.plan.pipeline.plan import PipelinePlan
+from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.timeline import Span, Timeline
+from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import memory_gib
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.pipeline.recorder import Recorder
@@ -30,7 +30,7 @@ KEPT_STEPS = 20
 
 
 class PipelineProfile:
-    """Records logged steps of the first pipeline, the one that rank 0 is in; other ranks do nothing.
+    """Recorder of logged steps of the pipeline of rank 0; other ranks do nothing.
 
     Recorded steps begin with a wait for the device and all ranks, and are brought together in a pause of the
     steps' clock; no other step has anything of it.
@@ -41,17 +41,17 @@ class PipelineProfile:
 
     def __init__(
         self,
-        config: RunConfig,
-        plan: PipelinePlan,
+        plan: Plan,
         micro_batches: Pipelined,
         mesh: Mesh,
         clock: StepClock,
         folder: Path,
         done: int,
     ) -> None:
-        """A collective. Steps up to ``done`` that the folder's file has are kept."""
-        self._interval, self._last = config.train.log_interval, config.train.steps
-        self._table, self._folder, self._clock = plan.table, folder, clock
+        """Keep steps up to ``done`` of the folder's file. A collective."""
+        assert plan.pipeline is not None
+        self._interval, self._last = plan.config.train.log_interval, plan.config.train.steps
+        self._table, self._folder, self._clock = plan.pipeline.table, folder, clock
         self._pipeline, self._device = micro_batches.pipeline, micro_batches.device
         self._place = mesh.index("pp")
         groups = mesh.layout.groups("pp")
@@ -64,7 +64,7 @@ class PipelineProfile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step of training is the block."""
+        """Record the block, a step of training, if it is a logged one."""
         if not self._is_wanted or (number % self._interval and number != self._last):
             yield
             return
@@ -103,7 +103,7 @@ class PipelineProfile:
         )
 
     def _earlier(self, done: int) -> dict[int, Timeline]:
-        """What the file has of the steps before, where it is of the same schedule."""
+        """Read the timelines of earlier steps, where they are of the same schedule."""
         if not (path := self._folder / FILE_NAME).exists():
             return {}
         try:
@@ -121,7 +121,7 @@ class PipelineProfile:
 
 
 class _Part(NamedTuple):
-    """What one rank knows of a step."""
+    """One rank's recording of a step."""
 
     host: str
     began_ns: int
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
 
 
 def in_common_time(parts: Sequence[_Part]) -> list[Span]:
-    """The spans of all ranks from one zero.
+    """Return the spans of all ranks from one zero.
 
     On one host by its clock; clocks of several differ by more than ranks do in leaving a barrier.
     """

@@ -1,4 +1,4 @@
-"""Records steps of a run with torch's profiler, and the history of the GPU's memory in them."""
+"""Recording of steps with torch's profiler, and of the history of the GPU's memory in them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def memory_file(rank: int) -> str:
 
 
 class StepTrace:
-    """Records the steps of ``profile.steps`` on the ranks of ``profile.ranks``.
+    """Recorder of the steps of ``profile.steps`` on the ranks of ``profile.ranks``.
 
     Before the first one all ranks wait until all profilers have started, after the last one until all files
     are written; ranks that record wait for their device. Both are pauses of the steps' clock, and other steps
@@ -67,7 +67,7 @@ class StepTrace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step of training is the block."""
+        """Record the block, a step of training, if it is among the steps."""
         if not self._first <= number <= self._last:
             yield
             return
@@ -144,7 +144,7 @@ class StepTrace:
         return written
 
     def _facts(self) -> dict[str, Any]:
-        """What graphmoe.trace wants to know of the run."""
+        """Return the facts of the run that graphmoe.trace reads."""
         name = device_name(self._device)
         scope = self._config.graph.scope
         return {

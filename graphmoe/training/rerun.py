@@ -1,4 +1,4 @@
-"""Steps launched one ahead of what the host knows of them; those that were void run again."""
+"""Steps launched one ahead of the host's knowledge, and run again where they were void."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from graphmoe.model.transformer import Transformer
+from graphmoe.plan.plan import Plan
 from graphmoe.plan.receive_budget import Load
+from graphmoe.run.machine import free_bytes
 from graphmoe.runtime.capture.step import Step
-from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung
+from graphmoe.runtime.dispatch import make_room
+from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.ranks import Mesh, Ranks
+from graphmoe.training.executor import Execution
 from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.step_rows import StepRows
 
 
 class _Launched(NamedTuple):
-    """A step of which the host does not know yet whether it counts."""
+    """A launched step that the host has not confirmed yet."""
 
     step: int
     batches: list[Tensor]
@@ -24,7 +30,7 @@ class _Launched(NamedTuple):
 
 
 class RetryingSteps:
-    """Runs optimizer steps and keeps their rows.
+    """Runner of optimizer steps that keeps their rows.
 
     With a ladder it asks, once a step was launched, whether there was room for what arrived in the one
     before: by then the device has work for as long as the host waits. A step for which there was none has
@@ -36,50 +42,73 @@ class RetryingSteps:
         self, run: Step, rows: StepRows, void: Tensor, heartbeat: Heartbeat, ladder: ReceiveLadder | None
     ) -> None:
         """``void`` is the flag of `graphmoe.optim.base.StepOptimizer`."""
-        self._run, self._rows, self._void, self._heartbeat, self._ladder = run, rows, void, heartbeat, ladder
+        self.run, self._rows, self._void, self._heartbeat, self._ladder = run, rows, void, heartbeat, ladder
         self._open: deque[_Launched] = deque()
 
     def __call__(self, step: int, batches: Iterable[Tensor]) -> None:
-        """Launch the next step. All before it count when this returns."""
+        """Launch the next step, and confirm all before it."""
         if self._ladder is None:
-            self._rows.append(step, self._run(batches))
+            self._rows.append(step, self.run(batches))
             return
         self._launch(_Launched(step, list(batches), self._ladder.rung))
         self._confirm(but=1)
 
     def settle(self) -> None:
-        """Return when all steps that were launched count: before anybody reads what they have made."""
+        """Confirm all launched steps, before anybody reads their results."""
         self._confirm(but=0)
 
     def _launch(self, launched: _Launched) -> None:
         # Pinned memory is read only; what stands for a graph on a CPU spoils what it is given.
         given = [tokens if tokens.is_pinned() else tokens.clone() for tokens in launched.batches]
-        self._rows.append(launched.step, self._run(given))
+        self._rows.append(launched.step, self.run(given))
         self._open.append(launched)
 
     def _confirm(self, but: int) -> None:
-        """Ask for all launched steps but so many of the last."""
+        """Wait for the rows of all launched steps but the last ``but``."""
         while len(self._open) > but:
             assert self._ladder is not None
             step, _, rung = self._open[0]
             values = self._rows.values(step)
             load = Load(int(values["received_rows"]), int(values["received_slots"]))
             if values["void"]:
-                self._run_again(step, load, rung, self._ladder)
+                self._restart(step, load, rung, self._ladder)
             else:
                 self._open.popleft()
                 self._ladder.passed(step, load)
 
-    def _run_again(self, step: int, load: Load, too_small: Rung, ladder: ReceiveLadder) -> None:
+    def _restart(self, step: int, load: Load, too_small: Rung, ladder: ReceiveLadder) -> None:
         """Go on from before ``step``, with more room than a rung has."""
         again = [*self._open]
         self._open.clear()
         self._rows.drop(len(again))
         what = f"step {step}, again with more room"
         if ladder.climb(step, load, too_small):
-            self._heartbeat.anew(what)
+            self._heartbeat.restart(what)
         else:
             self._heartbeat.slow(what)  # several steps, of which the watch expects one
         self._void.zero_()
         for launched in again:
             self._launch(launched._replace(rung=ladder.rung))
+
+
+def receive_ladder(
+    plan: Plan, mesh: Mesh, ranks: Ranks, model: Transformer, execution: Execution
+) -> ReceiveLadder | None:
+    """Return what makes more room where it is too little; None where there is always enough."""
+    capture, device = execution.capture, execution.device
+    if model.dispatcher is None or model.dispatcher.capacity is None:
+        return None
+    rungs = rungs_of(plan, mesh, fused=execution.fuses)
+
+    def use(rung: Rung) -> None:
+        make_room(plan, mesh, rung.dispatcher, device)
+        model.use(rung.dispatcher)
+        if capture:
+            capture.use(rung.number if rung.has_limit else None)
+
+    def has_memory(num_bytes: int) -> bool:
+        # Steps that warm up run beside the graphs, whose pool is as large as what they need.
+        pool, idle = (capture.maker.pool_bytes(), capture.maker.pool_unused_bytes()) if capture else (0, 0)
+        return all(ranks.gather(num_bytes + pool <= free_bytes(device) - idle))
+
+    return ReceiveLadder(rungs, use, has_memory) if rungs else None

@@ -80,7 +80,7 @@ def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
 
 
 def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
-    """Train to the end, or to a signal; the summary, which is in summary.json too, on rank 0 only.
+    """Train to the end, or to a signal; return the summary, which is in summary.json, on rank 0 only.
 
     *Raises* RunFailed, without need of a traceback, for data, checkpoints and losses that end a run.
     """
@@ -91,7 +91,6 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
     ranks.on_first(lambda: check_start(config, folder))
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
         trainer = Trainer(plan, folder, progress, ranks)
-        trainer.start()
         if ranks.is_first:
             facts = {**describe(trainer.device), "num_workers": ranks.size}
             _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
@@ -153,7 +152,7 @@ def _known_errors() -> Iterator[None]:
 def _summarise(
     trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """``memory`` is that of each rank's trainer."""
+    """Write summary.json; ``memory`` is that of each rank's trainer."""
     started = trainer.first_step_s
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     summary = {
@@ -181,6 +180,6 @@ def _write(path: Path, text: str, moment: str) -> None:
 
 
 def _seconds_after_launch() -> float:
-    """How long after the command, or the job of a sweep, this process began; 0 in the command's own."""
+    """Return the seconds from the command, or the job of a sweep, to this process; 0 in the command's own."""
     launched = os.environ.get(LAUNCHED_AT)
     return psutil.Process().create_time() - float(launched) if launched else 0.0

@@ -35,7 +35,7 @@ def sample_of(trainer: Trainer) -> str | None:
 
 
 def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
-    """A model that this rank can run alone, with the same weights; None where other ranks have parts of them.
+    """Return a model of the same weights that this rank can run alone; None where others have parts of them.
 
     Ranks of cp have all weights, and a model that runs on whole sequences shares them; so does one without
     a dispatcher, whose room is for the tokens of a micro-batch.
@@ -56,7 +56,7 @@ def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer |
 def generate(
     model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
 ) -> str:
-    """The prompt and its continuation; the model sees at most its context length at a time."""
+    """Return the prompt and its continuation; the model sees at most its context length at a time."""
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise ConfigError(f"prompt='{prompt}' has no tokens; give some text")

@@ -1,4 +1,4 @@
-"""A run's checkpoints, all of finite weights: a state is looked at before it is written or gone on from."""
+"""Checkpoints of finite weights only: a state is checked before it is written or resumed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ADVICE = (
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message names the checkpoint to go on from, if there is one."""
+    """End of a training that cannot go on; the message names the checkpoint to resume, if there is one."""
 
 
 class Saves:
-    """Writes the states of a run that can be gone on from, and says which is the newest.
+    """Writer of the states of a run that can be resumed.
 
     All ranks call its methods alike.
     """
@@ -51,7 +51,7 @@ class Saves:
             self._good = folder_of(self._store.folder, step)
 
     def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
-        """Take note of what a checkpoint has filled ``state`` with.
+        """Check a ``state`` that a checkpoint has filled.
 
         *Raises* CheckpointError where it is not finite, with an earlier checkpoint that is, if there is one.
         """
@@ -70,7 +70,7 @@ class Saves:
         raise CheckpointError(f"{path} is nothing to go on from: {name} is not finite in it, {instead}")
 
     def after_skips(self, step: int, state: dict[str, Any], skipped: int) -> TrainingStopped:
-        """Save the state after too many skipped steps; the error that ends the run.
+        """Save the state after too many skipped steps; return the error that ends the run.
 
         *Raises* it with another message where the state is not finite.
         """
@@ -78,7 +78,7 @@ class Saves:
         return self.diverged(step, skipped)
 
     def diverged(self, step: int, skipped: int) -> TrainingStopped:
-        """The error that ends a run after too many skipped steps, the last of which is saved."""
+        """Return the error that ends a run after too many skipped steps, the last of which is saved."""
         saved = f"the weights before them are saved at step {step} in {self._store.folder}"
         if not self._config.checkpoint.enabled:
             began = f"; the run began from {self._good}" if self._good else ""
@@ -86,12 +86,12 @@ class Saves:
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
     def not_finite(self, state: Mapping[str, Any]) -> str | None:
-        """The first tensor of model and optimizer that is not finite at some rank. Syncs the device, once."""
+        """Name the first tensor of model and optimizer that is not finite at some rank. One device sync."""
         found = self._ranks.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
         return next((name for name in found if name is not None), None)
 
     def _fits(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> bool:
-        """Whether a checkpoint is whole and finite; fills ``state``."""
+        """Load a checkpoint into ``state``; return whether it is whole and finite."""
         try:
             store.load(state, step)
         except CheckpointError:
@@ -106,7 +106,7 @@ class Saves:
         )
 
     def _lost(self, step: int, name: str) -> str:
-        """Why the state of a step is not saved, and what there is instead."""
+        """Explain why the state of a step is not saved, and name the checkpoint that there is."""
         self._store.wait()  # for one that is being written, or its error
         if self._good is not None:
             instead = (
@@ -121,7 +121,7 @@ class Saves:
 
 @torch.no_grad()
 def first_not_finite(state: dict[str, Any]) -> str | None:
-    """The name in a checkpoint of the first tensor whose part on this rank has a value that is not finite.
+    """Name the first tensor of a checkpoint whose part on this rank has a value that is not finite.
 
     All are on one device, which is synced once.
     """

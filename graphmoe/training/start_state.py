@@ -1,4 +1,4 @@
-"""The state that checkpoint.resume_from and init_from name, looked at before a run builds anything."""
+"""Check of the folders of checkpoint.resume_from and init_from before a run builds anything."""
 
 from __future__ import annotations
 

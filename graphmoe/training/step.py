@@ -1,4 +1,4 @@
-"""One optimizer step as a function of its micro-batches: all that the device does."""
+"""One optimizer step as a function of its micro-batches."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ from graphmoe.training.step_rows import RECEIVED, device_row
 
 @dataclass
 class Made:
-    """What the micro-batches of this rank have made so far: sums over them, on the device."""
+    """Sums over this rank's micro-batches so far, on the device."""
 
     losses: Tensor
     """Cross-entropy, multi-token-prediction loss, and ``ROUTER_STATS``, of those the mean of all layers."""
     counts_LE: Tensor
     """Slots routed to each expert, int32; 0 for layers of other ranks."""
     counted_LE: Tensor
-    """Those that balance losses count: ``counts_LE`` itself, but where `Router.counts_apart`."""
+    """Slots that balance losses count: ``counts_LE`` itself, but where `Router.counts_apart`."""
     received_load: Tensor | None = None
     """The most that arrived at once, a `graphmoe.plan.receive_budget.Load`; None where no room is planned."""
 
     @classmethod
     def none(cls, model: Transformer, device: torch.device) -> Made:
-        """Zeros."""
         shape = model.num_moe_layers, model.config.num_experts
         losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
         counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -45,7 +44,7 @@ class Made:
         return cls(losses, counts_LE, torch.zeros_like(counts_LE) if apart else counts_LE)
 
     def add(self, model: Transformer, pieces: StagePieces, output: LossOutput) -> None:
-        """One more micro-batch of a stage."""
+        """Add a micro-batch of a stage."""
         layers = model.moe_layers(pieces)
         stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
         self.losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
@@ -82,11 +81,11 @@ class TrainStep:
         self.micro_batches = micro_batches
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
-        """Of this rank, by their place among all MoE layers of the model."""
+        """Routers of this rank, by their place among all MoE layers of the model."""
         self.device = next(model.parameters()).device
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
-        """Token ids [micro_batch_size, seq_len + 1] of each own micro-batch -> a row of ``StepRows``."""
+        """Map token ids [micro_batch_size, seq_len + 1] of each own micro-batch to a row of ``StepRows``."""
         scalars, counts_LE, received_load = self.accumulate(batches)
         if received_load is not None:
             scalars |= self._received(received_load)
@@ -101,7 +100,7 @@ class TrainStep:
         return device_row(scalars, counts_LE, self.mesh.layout.ep)
 
     def accumulate(self, batches: Iterable[Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-        """Forward and backward of every own micro-batch -> mean losses, expert loads, and the receive load.
+        """Run every own micro-batch -> mean losses, expert loads, and the receive load.
 
         Of all ranks: expert loads are summed; the receive load is the most that arrived anywhere at once, a
         `graphmoe.plan.receive_budget.Load`, or None where no room is planned.
@@ -124,7 +123,7 @@ class TrainStep:
         return dict(named), counts_LE, loads[0].amax(dim=0) if loads else None
 
     def _summed(self, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
-        """Each summed over the ranks of its axis; what travels over the same ranks does so together."""
+        """Sum each over the ranks of its axis; tensors of the same ranks are sent together."""
         groups = [self.mesh.group(axis) for axis, _ in tensors]
         found: dict[int, Tensor] = {}
         for group in dict.fromkeys(groups):
@@ -133,7 +132,7 @@ class TrainStep:
         return [found[i] for i in range(len(tensors))]
 
     def _received(self, received_load: Tensor) -> dict[str, Tensor]:
-        """The step's values of ``RECEIVED``; makes it void where the load is more than there is room for."""
+        """Return the values of ``RECEIVED``; make the step void where the load exceeds the room."""
         dispatcher, void = self.model.dispatcher, self.optimizer.void
         assert dispatcher is not None
         (rows, slots), balanced = received_load.unbind(), self.plan.balanced
@@ -151,6 +150,6 @@ class TrainStep:
 
 
 def one_of_all(received_load: Tensor, mesh: Mesh) -> Tensor:
-    """A rank's load as a row among zeros [world, 2]: in their sum over all ranks each has its own."""
+    """Put a rank's load as a row among zeros [world, 2]: their sum over all ranks has the load of each."""
     after = mesh.layout.size("world") - 1 - mesh.rank
     return F.pad(received_load.unsqueeze(0), (0, 0, mesh.rank, after))

@@ -1,4 +1,4 @@
-"""Metrics of the steps since the last read, on their way from the device to the host."""
+"""Metrics of the steps since the last read, copied from the device to the host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from graphmoe.runtime.launch.stamps import wait_for
 OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", "rank_load")
 SCALARS = (*OF_STEP, *ROUTER_STATS)
 RECEIVED = ("receive_load", "received_rows", "received_slots", "void")
-"""Of a run that makes room for what arrives without a count: the most that arrived at any rank at once, over
-what a balanced routing sends, and as a `plan.receive_budget.Load`; and 1.0 where it found no room."""
+"""Scalars of a run that makes room for arriving rows without a count: the most that arrived at any rank at
+once, over a balanced routing, and as a `plan.receive_budget.Load`; and 1.0 where there was no room."""
 
 
 Mark = torch.cuda.Event | float
@@ -46,7 +46,7 @@ class StepRow(NamedTuple):
 
 @torch.no_grad()
 def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Tensor:
-    """A step's row, fp32: ``SCALARS``, ``RECEIVED`` where room is planned, then the loads of all experts.
+    """Return a step's fp32 row: ``SCALARS``, ``RECEIVED`` where room is planned, then loads of all experts.
 
     A load is over the mean of its MoE layer. The scalar ``rank_load`` is the largest of the ``ep`` ranks that
     share the experts, copies together, the mean of all layers: the one with most is waited for.
@@ -59,7 +59,7 @@ def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Te
 
 
 def over_mean(counts_LX: Tensor) -> Tensor:
-    """Counts of experts or ranks over the mean of their layer, [L, X] fp32."""
+    """Divide counts of experts or ranks by the mean of their layer, [L, X] fp32."""
     return counts_LX / counts_LX.float().mean(dim=1, keepdim=True).clamp_min(1e-9)
 
 
@@ -69,7 +69,7 @@ def names_of(planned: bool) -> tuple[str, ...]:
 
 
 class StepRows:
-    """Metrics of the last steps, one row each, which travel to the host as soon as the device has made them.
+    """Metrics of the last steps, one row each, copied to the host as soon as the device has made them.
 
     The host waits where it reads them, and for those that it reads only.
     """
@@ -84,7 +84,7 @@ class StepRows:
         self._arrived = [torch.cuda.Event() for _ in range(capacity)] if on_gpu else []
         self._steps: list[int] = []
         self._next = 0
-        """Where in the ring of rows the next one comes."""
+        """Place of the next row in the ring."""
         self.clock = StepClock(device)
 
     def __len__(self) -> int:
@@ -107,11 +107,11 @@ class StepRows:
         self.clock.drop(count)
 
     def values(self, step: int) -> dict[str, float]:
-        """The scalars of one step by name; waits until they are there, not for what came after."""
+        """Return the scalars of one step by name; wait for that step, not for later ones."""
         return self._scalars(self._row(self._steps.index(step)))
 
     def read(self, last: int | None = None) -> list[StepRow]:
-        """The rows up to a step, or all, which are forgotten. Waits as ``values`` does."""
+        """Return and forget the rows up to a step, or all. Waits as ``values`` does."""
         count = len(self) if last is None else self._steps.index(last) + 1
         rows = [self._row(place).clone() for place in range(count)]
         steps, self._steps = self._steps[:count], self._steps[count:]
@@ -124,7 +124,7 @@ class StepRows:
         return dict(zip(self._names, row[: len(self._names)].tolist(), strict=True))
 
     def _row(self, place: int) -> Tensor:
-        """One of those that are there, where the next ones overwrite it."""
+        """Return a kept row, which later ones overwrite."""
         number = (self._next - len(self) + place) % len(self._host)
         if self._arrived:
             wait_for(self._arrived[number].synchronize)
@@ -142,7 +142,7 @@ class StepClock:
         """Start the next interval here, so that what came before counts for no step."""
         self._ended: list[Interval] = []
         self._parts: Interval = ()
-        """Of the interval under way, those before its last pause."""
+        """Parts of the interval under way before its last pause."""
         self._since = self._now()
 
     def mark(self) -> None:
@@ -153,7 +153,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time of the block counts for no step. No device sync.
+        """Leave the time of the block out of every step. No device sync.
 
         On a GPU it is the time from the end of what was queued before it to the start of what is queued next.
         """
@@ -170,7 +170,7 @@ class StepClock:
         self._ended = self._ended[:kept]
 
     def hand_over(self, count: int) -> list[Interval]:
-        """The first intervals that were not handed over yet, for ``seconds``. No device sync."""
+        """Return the first intervals not handed over yet, for ``seconds``. No device sync."""
         given, self._ended = self._ended[:count], self._ended[count:]
         return given
 

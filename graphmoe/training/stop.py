@@ -1,4 +1,4 @@
-"""All ranks stop after the same step, whichever of them a signal reached."""
+"""Agreement of all ranks to stop after the same step, whichever of them got a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING = 0
 
 
 class StopFlag:
-    """Between two steps tells the other ranks of a signal, and learns what they told at the time before.
+    """Flag that tells the other ranks of a signal between two steps, and reads the flags of the time before.
 
     So nobody waits for a message: it had a whole step to arrive. It travels between the hosts, in a group
     of its own. Every rank builds it and calls it at the same points.

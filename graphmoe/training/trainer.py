@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.model.flops import flops_per_token
@@ -24,7 +24,6 @@ from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.run.machine import (
     device_name,
-    free_bytes,
     memory_gib,
     open_device,
     random_state,
@@ -36,9 +35,7 @@ from graphmoe.run.machine import (
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.run import CapturedRun
-from graphmoe.runtime.capture.step import Step
-from graphmoe.runtime.dispatch import close_dispatcher, make_room, open_dispatcher
-from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
@@ -48,9 +45,10 @@ from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
 from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
-from graphmoe.training.pipelined import micro_batches_of
-from graphmoe.training.profiles import profiles_of
-from graphmoe.training.rerun import RetryingSteps
+from graphmoe.training.pipelined import Pipelined, micro_batches_of
+from graphmoe.training.profile_pipeline import PipelineProfile
+from graphmoe.training.profile_steps import StepTrace
+from graphmoe.training.rerun import RetryingSteps, receive_ladder
 from graphmoe.training.saves import Saves
 from graphmoe.training.start_state import named_source
 from graphmoe.training.step import TrainStep
@@ -65,7 +63,7 @@ class Trainer:
     """Model, optimizer, data and checkpoints of one run, and the loop over them."""
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress, ranks: Ranks | None = None) -> None:
-        """A collective of all ranks, as all that follows."""
+        """Build all parts, and load the state to start from. A collective, as all that follows."""
         config = plan.config
         assert config.data.seq_len is not None
         self.plan, self.config, self.folder, self.progress = plan, config, folder, progress
@@ -83,61 +81,50 @@ class Trainer:
         )
         self.model, self.optimizer = build(plan, self.device, self.mesh)
         self.execution = Execution(plan, self.device, self.optimizer, self.ranks)
-        self.loader = Loader(
-            self.corpus.train,
-            micro_batch_size=config.train.micro_batch_size,
-            global_batch_size=config.train.global_batch_size,
-            rank=plan.layout.index("dp", self.ranks.rank),
-            world_size=plan.layout.dp,
-            prefetch=config.data.prefetch,
-            pin_memory=self.device.type == "cuda",
-        )
+        self.loader = self._loader()
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
         self.saves = Saves(self.store, config, self.ranks)
         self.rows = StepRows(
             min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
             (self.model.num_moe_layers, config.model.num_experts),
             self.device,
-            planned=self._plans,
+            planned=self.model.dispatcher is not None and self.model.dispatcher.capacity is not None,
         )
         self.throughput = self._throughput()
         self.stop_flag = StopFlag(self.ranks)
-        capture = self.execution.capture
-        self.heartbeat = Heartbeat(config.launch.hang_timeout_s, capture.warmup_steps + 1 if capture else 1)
+        self.capture = self.execution.capture
+        first_steps = self.capture.warmup_steps + 1 if self.capture else 1
+        self.heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
         self._pending: tuple[int, float] | None = None
-        """The last step whose metrics are due to be written, and the epoch after it."""
+        """Last step whose metrics are due to be written, and the epoch after it."""
         self.step = 0
         self.first_step_s: float | None = None
         self.memory = 0.0, 0.0
         """Peak of this rank, and what was taken of its device after the last step, in GiB."""
         self.stopped_by: str | None = None
         """Name of the signal that ended the run early, if one did."""
-
-    def start(self) -> None:
-        """Take over the state to start from, and open the metrics: the last that can be refused."""
-        self.execute = self.optimizer.executor(self.execution.start(self.folder, self._restore()))
-        micro_batches = micro_batches_of(self.plan, self.model, self.execute, self.mesh, self.execution)
-        self.train_step = TrainStep(self.plan, self.model, self.optimizer, micro_batches, self.mesh)
-        capture, folder = self.execution.capture, self.folder if self.ranks.is_first else None
-        places = {**tensors_of(self.model), **self.optimizer.places()} if capture else {}
-        self._captured = CapturedRun(self.train_step, self.plan, capture, self.device, places, folder)
-        self._run_step: Step = self._captured
-        ladder = self._ladder()
-        self.steps = RetryingSteps(
-            lambda batches: self._run_step(batches), self.rows, self.optimizer.void, self.heartbeat, ladder
+        self.execute = self.optimizer.executor(self.execution.start(folder, self._restore()))
+        micro_batches = micro_batches_of(
+            plan, self.model, self.execute, self.mesh, self.execution.stage_options()
         )
+        self.train_step = TrainStep(plan, self.model, self.optimizer, micro_batches, self.mesh)
+        self._captured = self._captured_run()
+        ladder = receive_ladder(plan, self.mesh, self.ranks, self.model, self.execution)
+        self.steps = RetryingSteps(self._captured, self.rows, self.optimizer.void, self.heartbeat, ladder)
         self.validation = Validation(
-            self.config.train, self.corpus, self.model, micro_batches, self.mesh, self.heartbeat, ladder
+            config.train, self.corpus, self.model, micro_batches, self.mesh, self.heartbeat, ladder
         )
-        clock, done = self.rows.clock, self.step
-        self.profile = profiles_of(
-            self.plan, micro_batches, self.mesh, self.ranks, self.heartbeat, clock, self.folder, done
-        )
+        self.trace = self._step_trace()
+        self.pipeline_profile: PipelineProfile | None = None
+        if isinstance(micro_batches, Pipelined) and config.profile.pipeline:
+            self.pipeline_profile = PipelineProfile(
+                plan, micro_batches, self.mesh, self.rows.clock, folder, self.step
+            )
         self.metrics: MetricsWriter = NoMetrics()
         self.ranks.on_first(self._open_metrics)
 
     def run(self) -> bool:
-        """Train to the last step, or until a signal asks to stop; whether the run is finished."""
+        """Train to the last step, or until a signal asks to stop; return whether the run is finished."""
         log.info(self.throughput.describe())
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
@@ -149,11 +136,13 @@ class Trainer:
             stack.callback(self.loader.close)
             stack.callback(self._captured.release)
             stack.push(self.heartbeat.leave)
-            stack.push(self.profile.leave)
+            if self.trace:
+                stack.callback(self.trace.drop)
             if self.step == 0:
                 self._validate()
             signal = self._loop(stop, garbage)
-            self.profile.finish()
+            if self.trace:
+                self.trace.finish()
             self._flush()
             self.memory = self._peak_gib(), taken_gib(self.device)
             finished = self.step >= self.config.train.steps
@@ -179,7 +168,7 @@ class Trainer:
         return finished
 
     def _loop(self, stop: StopSignal, garbage: GarbageCollection) -> str | None:
-        """Steps up to the last, or to a signal at any rank, whose name is returned."""
+        """Run steps up to the last, or to a signal at any rank; return the name of the signal."""
         self.rows.clock.restart()
         while self.step < self.config.train.steps:
             if signal := self.stop_flag.signal(stop.received):
@@ -192,11 +181,14 @@ class Trainer:
         return None
 
     def _train_step(self) -> None:
-        """One optimizer step, and what is due after it."""
+        """Run one optimizer step, and what is due after it."""
         train, checkpoint = self.config.train, self.config.checkpoint
         self.heartbeat.step(self.step + 1)
         batches = (next(self.loader) for _ in range(self.plan.num_micro_batches))
-        with self.profile.step(self.step + 1):
+        with ExitStack() as recorded:
+            for recorder in (self.pipeline_profile, self.trace):
+                if recorder is not None:
+                    recorded.enter_context(recorder.step(self.step + 1))
             self.steps(self.step + 1, batches)
         self.step += 1
         if self.first_step_s is None:
@@ -211,7 +203,7 @@ class Trainer:
         last = self.step == train.steps
         validates = train.val_batches > 0 and (last or _due(self.step, train.val_interval))
         saves = last or _due(self.step, checkpoint.interval)
-        waits = validates or saves or self.execution.capture is None
+        waits = validates or saves or self.capture is None
         if validates or saves or len(self.rows) == train.log_interval:
             self._pending = self.step, self.loader.epochs
             if waits:
@@ -225,30 +217,32 @@ class Trainer:
         if validates or saves:
             self.rows.clock.restart()
 
-    @property
-    def _plans(self) -> bool:
-        """Whether room is made for what arrives without a count."""
-        return self.model.dispatcher is not None and self.model.dispatcher.capacity is not None
+    def _loader(self) -> Loader:
+        train, data, layout = self.config.train, self.config.data, self.plan.layout
+        return Loader(
+            self.corpus.train,
+            micro_batch_size=train.micro_batch_size,
+            global_batch_size=train.global_batch_size,
+            rank=layout.index("dp", self.ranks.rank),
+            world_size=layout.dp,
+            prefetch=data.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
 
-    def _ladder(self) -> ReceiveLadder | None:
-        """What makes more room where it is too little; None where there is always enough."""
-        if not self._plans:
+    def _captured_run(self) -> CapturedRun:
+        places = {**tensors_of(self.model), **self.optimizer.places()} if self.capture else {}
+        folder = self.folder if self.ranks.is_first else None
+        return CapturedRun(self.train_step, self.plan, self.capture, self.device, places, folder)
+
+    def _step_trace(self) -> StepTrace | None:
+        """Return the recorder of the steps of ``profile.steps``; None where no such step is left."""
+        if not (steps := self.config.profile.steps):
             return None
-        rungs = rungs_of(self.plan, self.mesh, fused=self.execution.fuses)
-
-        def use(rung: Rung) -> None:
-            make_room(self.plan, self.mesh, rung.dispatcher, self.device)
-            self.model.use(rung.dispatcher)
-            if self.execution.capture:
-                self.execution.capture.use(rung.number if rung.has_limit else None)
-
-        def has_memory(num_bytes: int) -> bool:
-            # Steps that warm up run beside the graphs, whose pool is as large as what they need.
-            maker = self.execution.capture.maker if self.execution.capture else None
-            pool, idle = (maker.pool_bytes(), maker.pool_unused_bytes()) if maker else (0, 0)
-            return all(self.ranks.gather(num_bytes + pool <= free_bytes(self.device) - idle))
-
-        return ReceiveLadder(rungs, use, has_memory) if rungs else None
+        if self.step >= steps[-1]:
+            log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, self.step)
+            return None
+        clock = self.rows.clock
+        return StepTrace(self.config, self.folder, self.ranks, self.device, self.heartbeat, clock)
 
     def _flush(self) -> None:
         """Report the metrics of all steps so far."""
@@ -276,7 +270,7 @@ class Trainer:
             raise self.saves.after_skips(self.step, self._state(), int(read[-1].values["longest_skip"]))
 
     def _write(self, step: int, epoch: float) -> list[StepRow]:
-        """Write the metrics up to a step and log them; returns them as read."""
+        """Write the metrics up to a step and log them; return them as read."""
         memory, per_step = self._peak_gib(), self.throughput.tokens_per_step
         read = self.rows.read(step)
         self.heartbeat.has_read()
@@ -287,7 +281,7 @@ class Trainer:
         return read
 
     def _validate(self) -> None:
-        """The validation loss, as a row of its own."""
+        """Write the validation loss, as a row of its own."""
         if not self.validation.wanted:
             return
         self.optimizer.gather()
@@ -297,7 +291,7 @@ class Trainer:
         log.info("step %d/%d  validation loss %.4f (%d micro-batches)", self.step, steps, mean, count)
 
     def _state(self) -> dict[str, Any]:
-        """All that the next step depends on; tensors are the live ones where there are such. A collective."""
+        """Return all that the next step depends on; tensors are live where possible. A collective."""
         return {
             "model": self.optimizer.model_state(),
             "optimizer": self.optimizer.state_dict(),
@@ -375,7 +369,8 @@ class Trainer:
         return Throughput(tokens, flops, name, peak, self.ranks.size)
 
     def _peak_gib(self) -> float:
-        return max(memory_gib(self.device), self.profile.earlier_peak_gib)
+        earlier = self.pipeline_profile.earlier_peak_gib if self.pipeline_profile else 0.0
+        return max(memory_gib(self.device), earlier)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The validation loss of a run."""
+"""Validation loss of a run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Validation:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to do."""
+        """True where validation batches are asked for and there are any."""
         return self.config.val_batches > 0 and self.corpus.val is not None
 
     @torch.no_grad()
     def __call__(self) -> tuple[float, int]:
-        """The mean, and of how many micro-batches. A collective; the weights must be whole."""
+        """Return the mean and the number of micro-batches. A collective; the weights must be whole."""
         assert self.corpus.val is not None
         self.heartbeat.validation()
         batches = [*first_batches(self.corpus.val, self.config.val_batches, self.config.micro_batch_size)]
@@ -54,7 +54,7 @@ class Validation:
         return total / len(batches), len(batches)
 
     def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
-        """The sum over micro-batches, and whether there was room for what arrived. Waits for the device."""
+        """Return the sum over micro-batches, and whether there was room. Waits for the device."""
         layout, index = self.mesh.layout, self.mesh.index("dp")
         total, loads = torch.zeros((), device=self.device), list[Tensor]()
         numbers = range(index, index + len(batches), layout.dp)
@@ -73,7 +73,7 @@ class Validation:
         return wait_for(total.item), not loads or self._has_room(torch.stack(loads).amax(dim=0))
 
     def _has_room(self, received_load: Tensor) -> bool:
-        """Whether there was room at every rank."""
+        """Return whether there was room at every rank."""
         assert self.model.dispatcher is not None
         room = self.model.dispatcher.capacity
         (loads,) = sums(self.mesh.group("world"), one_of_all(received_load, self.mesh))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import cast
 
 import torch
-import torch.distributed as dist
 
-from graphmoe.bench import dispatch_ways, rank_group
+from graphmoe.bench import dispatch_ways
 from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchRow, DispatchSuite, dispatch_cases
 from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.config.schema import DispatcherChoice
@@ -76,17 +73,3 @@ def one_rank_fails(ranks: Ranks, folder: Path) -> tuple[str, int]:
     except RanksFailed as failed:
         return str(failed), group.together(lambda: 5 + ranks.rank)
     raise AssertionError("nobody heard of it")
-
-
-def others_wait_for_the_one_that_fails(ranks: Ranks, folder: Path) -> None:
-    """Rank 0 waits in a collective that rank 1 does not come to."""
-    rank_group.PATIENCE = timedelta(seconds=2)
-    group = RankGroup(CPU)
-
-    def action() -> None:
-        if ranks.rank == 1:
-            raise ValueError("no such expert")
-        dist.barrier()
-        time.sleep(600)
-
-    group.together(action)

@@ -83,7 +83,7 @@ class NoMemory:
     """No rank has memory for a rung with room that is planned."""
 
     def __call__(self, trainer: Trainer) -> None:
-        trainer.launches._ladder._has_memory = lambda num_bytes: False
+        trainer.steps._ladder._has_memory = lambda num_bytes: False
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SmallChunks:
     share: float
 
     def __call__(self, trainer: Trainer) -> None:
-        dispatcher = trainer.launches._ladder._rungs[-1].dispatcher
+        dispatcher = trainer.steps._ladder._rungs[-1].dispatcher
         dispatcher.chunk = type(dispatcher.chunk)(*(max(1, int(self.share * n)) for n in dispatcher.chunk))
 
 
@@ -106,7 +106,7 @@ class HangsBeforeItClimbs:
             (trainer.folder / f"climbs_{trainer.ranks.rank}").touch()
             time.sleep(600)
 
-        trainer.launches._ladder.climb = hang
+        trainer.steps._ladder.climb = hang
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class SignalIn:
     step: int
 
     def __call__(self, trainer: Trainer) -> None:
-        run, sent = trainer._run_step, []
+        run, sent = trainer.steps.run, []
 
         def send_first(batches):
             if trainer.step + 1 == self.step and trainer.ranks.rank == 1 and not sent:
                 sent.append(os.kill(os.getpid(), signal.SIGTERM))  # a second one would end the process
             return run(batches)
 
-        trainer._run_step = send_first
+        trainer.steps.run = send_first
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -10,20 +9,16 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench import dispatch_suite
-from graphmoe.bench.dispatch_suite import FULL, TINY, dispatch_cases, vendors_of
-from graphmoe.bench.dispatch_ways import ALL_FOUR, EXCHANGES, LINK_BYTES_PER_S, rows_of, traffic
+from graphmoe.bench.dispatch_ways import ALL_FOUR, EXCHANGES
 from graphmoe.config.arguments import run_tool
 from tests.distributed.bench_ranks import (
     Suite,
     one_rank_fails,
-    others_wait_for_the_one_that_fails,
     too_few_experts,
 )
-from tests.distributed.ranks import Job, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.runs import ROOT
 
 WAYS = ("alltoall", "pull", "copy_engine_0.8", "deepep")
@@ -62,35 +57,6 @@ def test_every_way_has_a_row_of_numbers_for_each_exchange_and_for_all(found):
         assert (row.block is not None) == (row.way == "copy_engine_0.8")
 
 
-def test_a_balanced_routing_sends_half_of_the_tokens_to_each_of_two_ranks(found):
-    """Round robin: the two experts of a token are neighbours."""
-    shape = TINY["v2_lite"]
-    rows = {row.exchange: row for row in found["suite"][0] if row.case == "v2_lite/balanced"}
-    remote = shape.T // 2
-    assert rows["combine"].out_bytes == remote * 2 * shape.D
-    assert rows["dispatch"].out_bytes == remote * (2 * shape.D + 8 * shape.K)
-
-
-def test_bytes_are_those_of_rows_that_leave_or_enter_the_rank_with_most():
-    shape = FULL["v2_lite"]
-    sent = [[9, 1, 2], [4, 9, 0], [8, 3, 9]]
-    out, floor_ms = traffic(shape, sent, "dispatch")
-    assert out == 11 * (2 * 2048 + 48)  # of rank 2
-    assert floor_ms == pytest.approx(12 * (2 * 2048 + 48) / LINK_BYTES_PER_S * 1e3)  # into rank 0
-    out, floor_ms = traffic(shape, sent, "dispatch_grad")
-    assert out == 12 * (2 * 2048 + 24)
-    assert floor_ms == pytest.approx(out / LINK_BYTES_PER_S * 1e3)
-    alone = [traffic(shape, sent, exchange)[0] for exchange in EXCHANGES]
-    assert max(alone) < traffic(shape, sent, ALL_FOUR)[0] < sum(alone)
-
-
-def test_there_is_room_for_blocks_that_are_not_full():
-    assert rows_of([[10, 0], [10, 0]], mean=5.0, block=0) == 20
-    assert rows_of([[10, 0], [10, 0]], mean=5.0, block=8) == 2 * 8 + 4
-    assert rows_of([[30, 0], [0, 10]], mean=10.0, block=8) == 2 * 8 + 22
-    assert rows_of([[10, 10], [10, 10]], mean=10.0, block=2) == 30
-
-
 @pytest.mark.parametrize("maker", BROKEN)
 def test_what_alltoall_does_not_give_is_not_timed(found, maker):
     rows, _ = found[maker]
@@ -104,44 +70,12 @@ def test_an_error_on_one_rank_is_heard_by_all_with_its_rank_and_they_go_on(found
     assert found["one fails"] == [(told, 5), (told, 6)]
 
 
-def test_a_rank_that_fails_while_others_wait_for_it_says_so_and_ends(tmp_path):
-    job = Job(tmp_path, {"waits": others_wait_for_the_one_that_fails})
-    with pytest.raises(AssertionError, match=r"ended: ranks \[1\]"):
-        job.wait_until(lambda: False)
-    (log,) = tmp_path.glob("ranks_*/1.log")
-    text = log.read_text()
-    assert "rank 1 of 2 failed" in text and "ValueError: no such expert" in text
-    assert "rank 1 of 2 ends: the ranks did not come together" in text
-
-
 def test_experts_that_do_not_go_into_the_ranks_are_a_row_with_the_reason(found):
     for rows in found["too few experts"]:
         assert [row.error for row in rows] == ["2 experts and top-2 do not go into 2 ranks"]
 
 
-def test_blocks_are_cases_of_their_own():
-    names = [case.name for case in dispatch_cases(TINY, "0.5,2")]
-    assert names[:4] == [f"v2_lite/natural/{way}" for way in (*WAYS[:2], "copy_engine_0.5", "copy_engine_2")]
-
-
-@pytest.mark.parametrize("hip, choice", [(None, "deepep"), ("6.4", "turbo")])
-def test_a_package_that_cannot_run_is_left_out_with_what_to_do(monkeypatch, hip, choice):
-    monkeypatch.setattr(torch.version, "hip", hip)
-
-    def missing(shapes, installed):
-        monkeypatch.setattr(dispatch_suite, "is_installed", lambda package: installed)
-        ((found, why),) = vendors_of(torch.device("cuda"), shapes).items()
-        assert found.value == choice
-        return why
-
-    assert vendors_of(torch.device("cpu"), FULL) == {}
-    assert "is not installed; install it with: pip install" in missing(FULL, installed=False)
-    assert missing(FULL, installed=True) is None
-    odd = {"odd": dataclasses.replace(FULL["v2_lite"], D=2052)}
-    step = {"deepep": 256, "turbo": 8}[choice]
-    assert missing(odd, installed=True) == f"it moves rows of a multiple of {step} numbers; use shapes=full"
-
-
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_the_first_prints_and_writes(tmp_path):
     words = ["suite=dispatch", "device=cpu", "only=v2_lite/balanced/pull", "repeats=1", "out=d.json"]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -25,41 +25,19 @@ from tests.distributed.training import (
     signal_in_step_3,
 )
 from tests.runs import metrics, numbers
-from tests.tolerances import assert_forward_close, assert_gradient_close
 
 BASE = ("train.log_interval=2", "train.val_batches=3", "train.val_interval=2", "checkpoint.interval=0")
 SMALL_BUCKETS = "optim.bucket_mb=0.001"
 THREE = (*BASE, "train.steps=3", "checkpoint.enabled=false", SMALL_BUCKETS)
-EIGHT = (*THREE, "train.global_batch_size=8")
 LONG = (*BASE, "train.steps=8", "checkpoint.interval=2")
-BALANCE = ("model.aux_loss_coef=0.1", "model.z_loss_coef=0.01")
-MTP = ("model.mtp_depth=1", "precision.compute=bf16")
 CAPTURED = ("graph.scope=full_iteration", "graph.warmup_steps=1")
 
-CLOSE = {
-    "two micro-batches": Training(EIGHT),
-    "one bucket": Training((*EIGHT, "optim.bucket_mb=100")),
-    "balance over the micro-batch": Training((*EIGHT, *BALANCE, "model.aux_loss=micro_batch")),
-    "balance over the sequence": Training((*EIGHT, *BALANCE, "model.aux_loss=sequence")),
-    "balance over the global batch": Training((*EIGHT, *BALANCE, "model.aux_loss=global_batch")),
-    "clipped": Training((*EIGHT, "train.clip_grad_norm=0.01")),
-    "mtp": Training((*EIGHT, "model.mtp_depth=2")),
-    "mtp in bf16": Training((*EIGHT, *MTP)),
-}
-"""Each rank sums its gradients before the ranks' sums are added, which is another order."""
 EXACT = {
     "one micro-batch": Training(THREE),
     "captured": Training((*THREE, *CAPTURED)),
     "one bad gradient": Training(THREE, nan_gradient_in_step_2),
 }
 """One micro-batch for each rank: the sum of two has one order only."""
-OF_FOUR = {
-    "one each": Training(EIGHT),
-    "four each": Training((*THREE, "train.global_batch_size=32")),
-    "mtp in bf16, captured": Training((*EIGHT, *MTP, *CAPTURED)),
-    "recomputed": Training((*EIGHT, "recompute.all=true")),
-    "one bad gradient of four": Training(EIGHT, nan_gradient_in_step_2),
-}
 SAVED = {
     "bad gradients": Training((*BASE, "train.steps=20", "train.max_nonfinite=2"), nan_gradients_from_step_2),
     "a signal": Training((*BASE, "train.steps=20"), signal_in_step_3),
@@ -76,25 +54,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[str, list[Outcome]]:
     """The outcomes of two ranks that save nothing."""
-    return Job(folder, {**CLOSE, **EXACT}).results(seconds=300)
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path) -> dict[str, list[Outcome]]:
-    """The outcomes of four ranks that save nothing."""
-    return Job(folder / "four", OF_FOUR, num_ranks=4).results(seconds=300)
+    return run_ranks(folder, EXACT)
 
 
 @pytest.fixture(scope="module")
 def saved(folder: Path) -> dict[str, list[Outcome]]:
     """The outcomes of two ranks that save."""
     return run_ranks(folder, SAVED)
-
-
-def outcomes(request: pytest.FixtureRequest, name: str) -> list[Outcome]:
-    """Of the ranks that ran a case."""
-    fixture = "four" if name in OF_FOUR else "saved" if name in SAVED else "ranks"
-    return request.getfixturevalue(fixture)[name]
 
 
 @pytest.fixture(scope="module")
@@ -127,31 +93,13 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert not differ, differ
 
 
-@pytest.mark.parametrize("name", [*CLOSE, *EXACT, *OF_FOUR, *SAVED])
-def test_all_ranks_end_with_the_same_bits_and_metrics(request, name):
-    first, *others = outcomes(request, name)
-    for other in others:
-        assert same(first.rows, other.rows) and first.step == other.step
-        assert repr(first.written) == repr(other.written) and first.written
-        assert_same(first.state, other.state)
-        assert_same(first.gradients, other.gradients)
-        assert_same(first.model, other.model)
-
-
-@pytest.mark.parametrize("name", [*CLOSE, *(name for name in OF_FOUR if "bad" not in name)])
-def test_losses_gradients_and_weights_are_those_of_one_process(request, tmp_path, name):
-    alone = (CLOSE.get(name) or OF_FOUR[name])(Ranks(), tmp_path)
-    of_ranks = outcomes(request, name)[0]
-    assert alone.step == of_ranks.step == 3
-    assert_forward_close(of_ranks.rows, alone.rows)
-    assert len(of_ranks.val_losses) == 3
-    assert_forward_close(of_ranks.val_losses, alone.val_losses)
-    for parameter, weight in alone.weights.items():
-        assert_gradient_close(of_ranks.gradients[parameter], alone.gradients[parameter])
-        assert_gradient_close(of_ranks.weights[parameter], weight)
-    biases = [key for key in alone.state if key.endswith("selection_bias")]
-    assert biases and all(alone.state[key].count_nonzero() for key in biases)
-    assert_same({key: of_ranks.state[key] for key in biases}, {key: alone.state[key] for key in biases})
+@pytest.mark.parametrize("name", [*EXACT, *SAVED])
+def test_all_ranks_end_with_the_same_bits_and_metrics(ranks, saved, name):
+    first, second = (ranks | saved)[name]
+    assert same(first.rows, second.rows) and first.step == second.step
+    assert repr(first.written) == repr(second.written) and first.written
+    for part in ("state", "gradients", "model"):
+        assert_same(getattr(first, part), getattr(second, part))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -167,9 +115,8 @@ def test_a_captured_step_of_two_ranks_is_bitwise_the_uncaptured_one(ranks):
         assert_same(captured.state, plain.state)
 
 
-@pytest.mark.parametrize("name", ["one bad gradient", "one bad gradient of four"])
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(request, name):
-    for outcome in outcomes(request, name):
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks):
+    for outcome in ranks["one bad gradient"]:
         assert [row["skipped"] for row in outcome.written if "loss" in row] == [False, True, False]
         assert outcome.state["optimizer.counters.applied"] == 2
 
@@ -200,8 +147,8 @@ def test_rank_0_alone_writes_the_metrics(ranks, folder):
         assert first.writes and not second.writes
         written = [(row["step"], "val_loss" in row) for row in metrics(folder / name)]
         assert written == [(row["step"], "val_loss" in row) for row in first.written], name
-    row = metrics(folder / "two micro-batches")[1]
-    assert row["tokens"] == 8 * 16 and row["tokens_per_s"] == pytest.approx(8 * 16 / row["step_s"])
+    row = metrics(folder / "one micro-batch")[1]
+    assert row["tokens"] == 4 * 16 and row["tokens_per_s"] == pytest.approx(4 * 16 / row["step_s"])
 
 
 def test_a_run_whose_ranks_are_killed_while_one_saves_goes_on_bitwise(saved, resumed, folder):
@@ -232,29 +179,3 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(saved, folder, tm
     whole = saved["undisturbed"][0]
     assert same(alone.rows, whole.rows[6:])
     assert_same(alone.state, whole.state)
-
-
-def test_compiled_and_captured_layers_of_two_ranks_train_as_one_eager_process(tmp_path):
-    words = (
-        *EIGHT,
-        *BALANCE,
-        "model.aux_loss=global_batch",
-        "model.num_layers=1",
-        "model.num_dense_layers=0",
-        "train.val_batches=0",
-    )
-    compiled = (
-        *words,
-        "compile.enabled=true",
-        "compile.cache=false",
-        "graph.scope=layer",
-        "graph.warmup_steps=1",
-    )
-    first, second = Job(tmp_path, {"compiled": Training(compiled, traced=True)}).results()["compiled"]
-    assert same(first.rows, second.rows)
-    assert_same(first.gradients, second.gradients)
-    assert_same(first.weights, second.weights)
-    alone = Training(words)(Ranks(), tmp_path / "alone")
-    assert_forward_close(first.rows, alone.rows)
-    for name, weight in alone.weights.items():
-        assert_gradient_close(first.weights[name], weight)

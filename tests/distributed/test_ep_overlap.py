@@ -17,6 +17,7 @@ from tests.distributed.skewed import ONE_LAYER, TWO_RANKS, WORDS
 from tests.distributed.training import Outcome, Training
 from tests.distributed.turns import Order, num_changes, watched
 
+pytestmark = pytest.mark.slow
 BASE = (
     "model.num_layers=2", "model.num_dense_layers=1", "model.num_experts=8", "model.aux_loss=global_batch",
     "model.aux_loss_coef=0.1", "model.z_loss_coef=0.01", "model.selection_bias=true",
@@ -52,7 +53,7 @@ class InTurns:
         kept: list[int] = []
 
         def watch(trainer: Trainer) -> None:
-            step, overlap = trainer._run_step, trainer.execution.overlap
+            step, overlap = trainer.steps.run, trainer.execution.overlap
             assert overlap is not None
 
             queued = watched(overlap)
@@ -64,7 +65,7 @@ class InTurns:
                 kept.append(sum(isinstance(found, Postponing) for found in gc.get_objects()))
                 return row
 
-            trainer._run_step = run
+            trainer.steps.run = run
             gc.collect()
             gc.disable()  # as a run does from its second step on; it would end cycles
 

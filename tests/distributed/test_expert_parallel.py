@@ -35,7 +35,6 @@ BF16 = torch.bfloat16
 STEPS = {
     f"{name}, {routing}": Step(LAYOUTS[name], ROUTINGS[routing]) for name in LAYOUTS for routing in ROUTINGS
 }
-STEPS["ep=2 etp=2, multi-token prediction"] = Step(LAYOUTS["ep=2 etp=2"], words=("model.mtp_depth=1",))
 STEPS["ep=4, no shared experts"] = Step(LAYOUTS["ep=4"], words=("model.shared_ffn_size=0",))
 OTHERS = {
     "ep=2, swapped": Step(LAYOUTS["ep=2"], swapped=True),
@@ -53,6 +52,7 @@ OTHERS = {
 TRIPS = {f"trip {name}": RoundTrip(layout) for name, layout in LAYOUTS.items()}
 TRIPS["trip bf16"] = RoundTrip(LAYOUTS["ep=2 etp=2"], BF16)
 CASES = STEPS | OTHERS | TRIPS
+pytestmark = pytest.mark.slow
 COMPILED = [name for name in OTHERS if "compiled" in name]
 
 

@@ -21,7 +21,7 @@ from graphmoe.plan.layout import own_part
 from graphmoe.plan.rules.check import check
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.trainer import Trainer
-from tests.distributed.ranks import Case, Job
+from tests.distributed.ranks import Case, Job, selected
 from tests.distributed.training import (
     Change,
     Outcome,
@@ -137,9 +137,11 @@ OF_FOUR = {
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What two ranks found, and four."""
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Findings of two ranks, and of four."""
     folder = tmp_path_factory.mktemp("ranks")
+    if {*selected(request, "name")} == {"fp32"}:
+        return Job(folder, {"fp32": Sharded()}).results()
     model = config(*BASE, *OF_A_FAMILY).model
     save_hf(build_model(model, seed=5), model, folder / "hf")
     cases: dict[str, Case] = {**OF_TWO, "interrupted": interrupted, "imported": imported}
@@ -174,7 +176,10 @@ def assert_parts_of(shards: dict[str, FlatShard], weights: dict[str, Tensor]) ->
             assert_gradient_close(shard.data, flat)
 
 
-@pytest.mark.parametrize("name", [*OF_TWO, *OF_FOUR, "interrupted"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "fp32")) for n in (*OF_TWO, *OF_FOUR, "interrupted")],
+)
 def test_losses_norms_and_weights_are_those_of_one_process(ranks, name):
     case = {**OF_TWO, **OF_FOUR}.get(name, Sharded())
     dense = tuple(word for word in case.words if "parallel" not in word)
@@ -193,6 +198,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(ranks, name):
         assert torch.equal(one.rows.nan_to_num(), found[0].rows.nan_to_num())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OF_TWO, *OF_FOUR])
 def test_a_rank_keeps_its_share_of_weights_and_moments_and_has_one_layer_whole(ranks, name):
     found = ranks[name]
@@ -209,6 +215,7 @@ def test_a_rank_keeps_its_share_of_weights_and_moments_and_has_one_layer_whole(r
         assert rank.kept["main"] < (1.6 if uneven else 1.1) * expected["main_weights_fp32"] / 4
 
 
+@pytest.mark.slow
 def test_each_element_is_owned_once_where_ranks_have_unequal_parts_or_none(ranks):
     held: dict[str, Tensor] = {}
     sizes = [
@@ -222,6 +229,7 @@ def test_each_element_is_owned_once_where_ranks_have_unequal_parts_or_none(ranks
     assert all(bool((count == 1).all()) for count in held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_run_goes_on_from_zero1_with_fsdp2_and_back(ranks, precision):
     expected = alone((f"precision.compute={precision}", "train.steps=6"))
@@ -233,6 +241,7 @@ def test_a_run_goes_on_from_zero1_with_fsdp2_and_back(ranks, precision):
                 assert_gradient_close(weight, expected.weights[name])
 
 
+@pytest.mark.slow
 def test_each_rank_takes_its_part_of_the_weights_of_a_folder(ranks):
     weights = dict(build_model(config(*BASE, *OF_A_FAMILY).model, seed=5).named_parameters())
     for shards in ranks["imported"]:

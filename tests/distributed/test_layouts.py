@@ -1,88 +1,129 @@
-"""Training in every layout of eight ranks gives what one process gives on the same global batches."""
+"""Ranks of every layout train as one process does on the same global batches.
+
+By default one job of four ranks runs its cases; ``-m slow`` adds two and eight ranks, and ``-m exhaustive``
+every schedule on pipelines of 2, 4 and 8 ranks beside dp, tp and ep: 17 minutes on two cores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from graphmoe.config.schema import ParallelConfig
-from graphmoe.model.build import build_model
-from graphmoe.plan.layout import Layout, layout_of, own_part
+from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.runtime.ranks import Ranks
-from tests.distributed.ranks import Job, selected
-from tests.distributed.training import Outcome, Training, without_rank_load
-from tests.runs import config
-from tests.tolerances import assert_forward_close, assert_gradient_close
+from tests.distributed.layouts import BUDGET, MTP, TIED, TURNS, Case, assert_same
+from tests.distributed.ranks import Job
+from tests.distributed.training import Outcome
+from tests.runs import COMPILED_MODEL
 
-RANKS = 8
-BASE = (
-    "model.num_dense_layers=1", "model.num_heads=4", "model.num_experts=8", "model.aux_loss=global_batch",
-    "model.aux_loss_coef=0.1", "model.z_loss_coef=0.01", "optim.schedule=constant", "optim.bucket_mb=0.01",
-    "train.steps=3", "train.log_interval=3", "train.global_batch_size=8", "train.micro_batch_size=1",
-    "train.val_batches=1", "train.val_interval=3", "checkpoint.enabled=false",
-)  # fmt: skip
-LAYOUTS = (
-    "",
-    "ep=2", "ep=8", "etp=2", "ep=2 etp=2", "ep=4 etp=2",
-    "tp=2", "tp=2 ep=2", "tp=2 ep=4", "tp=2 ep=8", "tp=4 ep=2 etp=2",
-    "cp=2 ep=8", "cp=2 tp=2 ep=4 etp=2", "cp=4 cp_method=ring", "cp=2 tp=2 cp_method=ring ep=8",
-)  # fmt: skip
-"""What of ``parallel`` is not 1; the other ranks are data parallel. In those with ep * etp > dp, experts are
-shared out to ranks that also share dense matrices."""
-OTHERS = {
-    "ep=2 etp=4": "ep=4 etp=2",
-    "tp=2 ep=4 etp=2": "tp=4 ep=2 etp=2",
-    "tp=4": "tp=2",
-    "tp=4 ep=2": "tp=2 ep=4",
-    "tp=4 ep=8": "tp=2 ep=8",
-    "cp=2": "cp=2 ep=8",
-}
-"""More layouts, and the one above that folds the same axes in the same way with other sizes."""
-
-
-def words_of(layout: str) -> tuple[str, ...]:
-    return (*BASE, *(f"parallel.{word}" for word in layout.split()))
-
-
-@pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Outcome]]:
-    cases = {layout: Training(words_of(layout)) for layout in selected(request, "layout")}
-    job = Job(tmp_path_factory.mktemp("eight"), {f"dp {n}": run for n, run in cases.items()}, num_ranks=RANKS)
-    found = job.results(seconds=400)
-    return {layout: found[f"dp {layout}"] for layout in cases}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return Training(BASE)(Ranks(), tmp_path_factory.mktemp("alone"))
-
-
-def parts(layout: str, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """What each rank has of whole tensors by parameter name."""
-    run = config(*words_of(layout))
-    folded = Layout.of(ParallelConfig(**vars(run.parallel)), RANKS)
-    model = build_model(run.model, device="meta", layout=folded)
-    marks = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
-    for rank in range(RANKS):
-        yield {name: own_part(tensor, marks[name], folded, rank) for name, tensor in whole.items()}
-
-
-@pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in OTHERS)]
+BF16 = "precision.compute=bf16"
+FULL = ("graph.scope=full_iteration", "graph.warmup_steps=1")
+LAYERS = ("graph.scope=layer", "graph.warmup_steps=1")
+ROUTED_TWICE = "recompute.segments=[moe_router]"
+FOUR = (
+    Case(4, "", model=("model.mtp_depth=1",), overrides=(BF16, *FULL)),
+    Case(4, "", overrides=("train.global_batch_size=32", "optim.bucket_mb=100")),
+    Case(4, "", overrides=LAYERS, mode="traced"),
+    Case(4, "ep=2 etp=2", model=(MTP,)),
+    Case(4, "ep=4", overrides=("recompute.all=true",)),
+    Case(4, "tp=2 ep=2", model=("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2")),
+    Case(4, "tp=4 etp=2", model=(TIED, MTP)),
+    Case(4, "cp=2 tp=2 ep=4", model=("model.q_lora_rank=6", MTP)),
+    Case(4, "cp=4 cp_method=ring"),
+    Case(4, "tp=2", overrides=("recompute.ops=[mlp]",), mode="traced"),
+    Case(4, "pp=4", "1f1b", model=(MTP, TIED)),
+    Case(4, "pp=4", "1f1b", ("train.micro_batch_size=4",)),  # more stages than micro-batches
+    Case(4, "pp=4", "zbv", ("pipeline.layout=E|t|t|t|t|m|m|L",), (MTP,)),
+    Case(4, "pp=4", "zb1p", mode="traced"),
+    Case(4, "pp=2", "interleaved"),
+    Case(4, "pp=2 ep=2", "zb1p", model=(TIED,)),
+    Case(4, "pp=2 tp=2", "1f1b", model=(MTP, TIED)),
+    Case(4, "pp=2 cp=2 etp=2", "1f1b"),
+    Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
+    Case(4, "pp=2 ep=2", "1f1b", TURNS, mode="traced"),
 )
-def test_losses_gradients_and_weights_are_those_of_one_process(outcomes, alone, layout):
-    of_ranks = outcomes[layout]
-    weights, gradients = parts(layout, alone.weights), parts(layout, alone.gradients)
-    for found, weights_of_rank, gradients_of_rank in zip(of_ranks, weights, gradients, strict=True):
-        assert_forward_close(without_rank_load(found.rows), without_rank_load(alone.rows))
-        assert torch.equal(found.rows, of_ranks[0].rows)
-        assert_forward_close(found.val_losses, alone.val_losses)
-        assert found.weights.keys() == alone.weights.keys() == found.gradients.keys()
-        for name in found.weights:
-            assert_gradient_close(found.gradients[name], gradients_of_rank[name])
-            assert_gradient_close(found.weights[name], weights_of_rank[name])
+LANES = Case(
+    2, "pp=2", "zbv", ("graph.scope=partial", "graph.warmup_steps=1", "train.micro_batch_size=2"),
+    COMPILED_MODEL, "traced",
+)  # fmt: skip
+ROUTED = {
+    Case(2, "pp=2", "1f1b"): Case(2, "pp=2", "1f1b", ("recompute.all=true",)),
+    Case(2, "pp=2", "1f1b", mode="traced"): Case(2, "pp=2", "1f1b", (ROUTED_TWICE,), mode="traced"),
+}
+"""Cases, and the same ones routed again in the backward."""
+TWO = (
+    *ROUTED, *ROUTED.values(),
+    Case(2, "", model=(MTP,)), Case(2, "", model=("model.aux_loss=sequence",)),
+    Case(2, "", overrides=("train.clip_grad_norm=0.01", "train.global_batch_size=8")),
+    Case(2, "", model=(TIED,), mode="traced"),
+    Case(2, "pp=2", "gpipe"), Case(2, "pp=2", "interleaved", ("pipeline.virtual_stages=3",)),
+    Case(2, "pp=2", "1f1b", ("pipeline.layout=Ettttmm|L",), (MTP,)),
+    Case(2, "pp=2", "interleaved", ("pipeline.layout=Etttt|m|m|L",), (MTP,)),
+    Case(2, "pp=2", "zb1p", model=(MTP, TIED), mode="traced"), Case(2, "pp=2", "zbv", model=(TIED,)),
+    Case(2, "pp=2", "v_half", model=(MTP,)), Case(2, "pp=2", "v_min"), LANES,
+    Case(2, "pp=2", "zb1p", LAYERS, (MTP,), "traced"),
+    Case(2, "pp=2", "interleaved", (*LAYERS, "recompute.all=true"), (TIED,), "traced"),
+    Case(2, "pp=2", "1f1b", FULL, mode="traced"),
+)  # fmt: skip
+EIGHT = (
+    *(Case(8, layout) for layout in (
+        "ep=2", "ep=8", "etp=2", "ep=4 etp=2", "tp=2 ep=4", "tp=4 ep=2 etp=2", "cp=2 ep=8",
+        "cp=2 tp=2 ep=4 etp=2", "cp=2 tp=2 cp_method=ring ep=8",
+    )),
+    Case(4, "pp=2 ep=2", "interleaved", TURNS, (MTP,), "traced"),
+    Case(8, "pp=8", "1f1b", model=(MTP, TIED)), Case(8, "pp=4 ep=2", "zbv", model=(MTP,)),
+    Case(8, "pp=2 ep=2", "interleaved", model=(MTP, TIED)),
+)  # fmt: skip
+BESIDE = {"": 1, "dp=2": 2, "dp=2 ep=2": 2, "tp=2 ep=2": 2, "dp=4 ep=2": 4}
+"""Layouts of a stage, and their ranks."""
+DEEP = ("model.num_layers=12", "train.global_batch_size=16")
+"""A part of the model for each of 16 stages, and as many micro-batches."""
+GRID = tuple(
+    Case(pp * ranks, f"pp={pp} {beside}".strip(), schedule, model=(MTP, *tied, *(DEEP if pp == 8 else ())))
+    for pp in (2, 4, 8) for beside, ranks in BESIDE.items() if pp * ranks <= 16
+    for schedule in SCHEDULES for tied in ((), (TIED,))
+)  # fmt: skip
+INDUCTOR = replace(LANES, mode="inductor")
+CASES = [
+    *(pytest.param(case, id=str(case)) for case in FOUR),
+    *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in (*TWO, *EIGHT)),
+    *(pytest.param(case, id=str(case), marks=pytest.mark.exhaustive) for case in (*GRID, INDUCTOR)),
+]
+
+
+@pytest.fixture(scope="module")
+def on_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Outcomes of a case by rank; all cases with so many ranks that will be tested run in one job."""
+    items = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params["case"] for item in items}
+    wanted |= {ROUTED[case] for case in wanted if case in ROUTED}
+
+    @functools.cache
+    def run(num_ranks: int) -> dict[str, list[Outcome]]:
+        cases = {str(case): case.training for case in wanted if case.ranks == num_ranks}
+        return Job(tmp_path_factory.mktemp("ranks"), cases, num_ranks=num_ranks).results(seconds=1800)
+
+    return lambda case: run(case.ranks)[str(case)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory):
+    return functools.cache(lambda training: training(Ranks(), tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_weights_are_those_of_one_process(on_ranks, alone, case):
+    assert_same(case, on_ranks(case), alone(case.alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in ROUTED])
+def test_routing_again_when_later_micro_batches_are_counted_changes_no_bit(on_ranks, case):
+    for kept, again in zip(on_ranks(case), on_ranks(ROUTED[case]), strict=True):
+        assert torch.equal(again.rows, kept.rows) and again.gradients.keys() == kept.gradients.keys()
+        for parameter, gradient in kept.gradients.items():
+            assert torch.equal(again.gradients[parameter], gradient), parameter
+            assert torch.equal(again.weights[parameter], kept.weights[parameter]), parameter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphmoe.checkpoint import CheckpointStore
-from tests.distributed.ranks import Job
+from tests.distributed.ranks import Job, selected
 from tests.distributed.skewed import (
     ONE_LAYER,
     Both,
@@ -57,6 +57,7 @@ CASES = {
     "fsdp2": Both((at((2, 1), (3, 1)),), words=FSDP, runs=Sharded()),
     "fsdp2, no memory": Both((at((3, 1)),), words=FSDP, of_ladder=(NoMemory(),), runs=Sharded()),
 }
+DEFAULT = {"the second of four micro-batches", "before a checkpoint", "captured"}
 SPLIT = {
     name: Both((at((3, 1)),), words=words, of_ladder=(NoMemory(), SmallChunks(0.3)))
     for name, words in (("fp32", ()), ("bf16", (BF16,)))
@@ -93,8 +94,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> dict[str, list[Found]]:
-    return Job(folder, {**CASES, **SPLIT}).results(seconds=500)
+def ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[Found]]:
+    names = {*selected(request, "name")}
+    chosen = DEFAULT if names <= DEFAULT else {*CASES, *SPLIT}
+    return Job(folder, {n: case for n, case in (CASES | SPLIT).items() if n in chosen}).results(seconds=500)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,7 @@ def resumed(folder: Path, ranks: dict[str, list[Found]]) -> list[Outcome]:
     return Job(folder / "kill", {"run": run}).results()["run"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_between_a_void_step_and_the_next_try_goes_on_bitwise(ranks, resumed, folder):
     for after, whole in zip(resumed, ranks["killed"], strict=True):
         assert after.step == whole.worst.step
@@ -133,7 +137,8 @@ def test_a_run_that_is_killed_between_a_void_step_and_the_next_try_goes_on_bitwi
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *OF_FOUR, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in DEFAULT)) for n in (*CASES, *OF_FOUR, *SLOW)],
 )
 def test_state_metrics_and_steps_are_those_of_a_run_with_room_for_everything(request, name):
     for found in found_by(request, name):
@@ -145,6 +150,7 @@ def test_state_metrics_and_steps_are_those_of_a_run_with_room_for_everything(req
         assert found.ladder.stopped_by == found.worst.stopped_by
 
 
+@pytest.mark.slow
 def test_which_rung_follows_and_how_many_steps_ran_in_vain(ranks, four):
     def steps_of(found: Found) -> list[str]:
         return [line.partition(":")[0] for line in found.log if line.startswith("step")]
@@ -167,6 +173,7 @@ def test_which_rung_follows_and_how_many_steps_ran_in_vain(ranks, four):
     assert "again with the counts of the host" in both.log[1]
 
 
+@pytest.mark.slow
 def test_checkpoints_and_metrics_files_know_nothing_of_void_steps(ranks, folder):
     for run in ("ladder", "worst"):
         saved = folder / "before a checkpoint" / run
@@ -177,12 +184,14 @@ def test_checkpoints_and_metrics_files_know_nothing_of_void_steps(ranks, folder)
     assert [found.ladder.stopped_by for found in ranks["a signal"]] == ["SIGTERM", "SIGTERM"]
 
 
+@pytest.mark.slow
 def test_a_void_step_that_is_not_finite_is_skipped_once(ranks):
     for found in ranks["not finite"]:
         assert [row["skipped"] for row in found.ladder.written] == [False, True, False, True, False, False]
         assert found.ladder.state["optimizer.counters.skipped"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT)
 def test_sums_over_the_rows_of_an_expert_that_is_split_differ_by_rounding_only(ranks, name):
     for found in ranks[name]:

@@ -49,6 +49,7 @@ CUTS = {
     "w_gate_up": ParameterLayout((Cut(0, "ep"), Cut(1, "etp", 2)), "edp"),
     "w_down": ParameterLayout((Cut(0, "ep"), Cut(2, "etp")), "edp"),
 }
+pytestmark = pytest.mark.slow
 LAYOUTS = [Layout(tp=3, ep=3), Layout(dp=3, tp=3, ep=3, etp=3), ALONE]
 
 

@@ -38,14 +38,8 @@ GQA = (*BASE, "model.attention=gqa", "model.head_dim=6")
 LORA = (*BASE, "model.q_lora_rank=6")
 DENSE = (*BASE, "model.num_dense_layers=2")
 EAGER = {
-    "mla": Step(BASE, TWO),
-    "mla with q-lora": Step(LORA, TWO),
-    "gqa": Step((*GQA, "model.num_kv_heads=2"), TWO),
     "gqa with qk-norm": Step((*GQA, "model.num_kv_heads=2", "model.qk_norm=true"), TWO),
-    "mtp": Step((*BASE, "model.mtp_depth=2"), TWO),
     "no selection bias": Step((*BASE, "model.selection_bias=false"), TWO),
-    "no aux loss": Step((*BASE, "model.aux_loss=none", "model.z_loss_coef=0"), TWO),
-    "aux loss over the micro-batch": Step((*BASE, "model.aux_loss=micro_batch"), TWO),
     "sigmoid scores of groups": Step(
         (*BASE, "model.score_function=sigmoid", "model.num_groups=2", "model.renormalise=true"), TWO
     ),
@@ -53,12 +47,10 @@ EAGER = {
     "all labels ignored": Step(BASE, TWO, ignored="all"),
     "dense only": Step(DENSE, TWO),
     "no shared experts": Step((*BASE, "model.shared_ffn_size=0"), TWO),
-    "recomputed layers": Step((*BASE, "recompute.all=true"), TWO),
     "four: mla": Step(LORA, FOUR),
-    "four: gqa": Step((*GQA, "model.num_kv_heads=4", "model.qk_norm=true"), FOUR),
-    "four: mtp": Step((*BASE, "model.mtp_depth=1"), FOUR, ignored="some"),
     "four: aux loss over the global batch": Step((*BASE, "model.aux_loss=global_batch"), FOUR),
 }
+"""Models and labels that no case of test_layouts.py has."""
 ONE_MOE = (*LORA, "model.num_layers=1", "model.num_dense_layers=0")
 BY_INDUCTOR = {"mla": Step(ONE_MOE, PAIR, compiled=True, ignored="some")}
 OTHERS = {
@@ -93,22 +85,21 @@ def by_inductor(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outc
     return Job(tmp_path_factory.mktemp("ranks"), OTHERS, num_ranks=2).results(seconds=600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
-def test_losses_statistics_and_loads_are_those_of_one_process(ranks, name):
+def test_losses_loads_and_every_gradient_are_those_of_one_process(ranks, name):
     assert_outputs_are_those_of_one_process(EAGER[name], ranks[name])
-
-
-@pytest.mark.parametrize("name", EAGER)
-def test_every_gradient_is_that_of_one_process(ranks, name):
     assert_gradients_are_those_of_one_process(EAGER[name], ranks[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
 def test_initial_weights_do_not_depend_on_the_layout(ranks, name):
     for parameter, weight in alone(EAGER[name]).weights.items():
         assert whole_weight(parameter, ranks[name], EAGER[name].layout, weight).equal(weight), parameter
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_every_large_matrix(ranks):
     whole = {name: weight.numel() for name, weight in alone(EAGER["four: mla"]).weights.items()}
     shares = {name: whole[name] // weight.numel() for name, weight in ranks["four: mla"][0].weights.items()}
@@ -116,6 +107,7 @@ def test_a_rank_holds_its_share_of_every_large_matrix(ranks):
     assert shares == {name: 4 if any(part in name for part in cut) else 1 for name in shares}
 
 
+@pytest.mark.slow
 def test_in_bf16_the_ranks_stay_as_close_to_fp32_as_one_process(ranks):
     """Within a quarter over all gradients, within twice for each and the loss: parts are rounded too."""
     step, exact = BF16["bf16"], alone(BF16["bf16"])

@@ -37,7 +37,6 @@ from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.step_rows import SCALARS, StepRow
 from graphmoe.training.trainer import Trainer
 from tests.runs import TIMED, config
-from tests.tolerances import assert_forward_close
 
 Change = Callable[[Trainer], None]
 """What is done to a trainer before it starts its loop."""
@@ -68,13 +67,6 @@ class Outcome:
     def val_losses(self) -> Tensor:
         """Of all validations, in their order."""
         return torch.tensor([row["val_loss"] for row in self.written if "val_loss" in row])
-
-
-def assert_went_on(found: Outcome, whole: Outcome, step: int) -> None:
-    """A run that was resumed at a step has the losses that the whole one has after it."""
-    assert found.step == whole.step == len(whole.rows) > step
-    assert_forward_close(without_rank_load(found.rows), without_rank_load(whole.rows[step:]))
-    assert_forward_close(found.val_losses[-2:], whole.val_losses[-2:])
 
 
 class Recorder(NoMetrics):
@@ -182,7 +174,6 @@ def quiet_trainer(
     folder.mkdir(parents=True, exist_ok=True)
     silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
     trainer = Trainer(plan_of(run_config, ranks.size), folder, silent, ranks)
-    trainer.start()
     recorder = trainer.metrics = Recorder(trainer.metrics)
     return trainer, _kept_rows(trainer), recorder.rows
 
@@ -214,13 +205,13 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _kept_rows(trainer: Trainer) -> list[Tensor]:
-    rows, step = [], trainer._run_step
+    rows, step = [], trainer.steps.run
 
     def run(batches):
         rows.append(step(batches).clone())
         return rows[-1]
 
-    trainer._run_step = run
+    trainer.steps.run = run
     return rows
 
 
@@ -241,7 +232,7 @@ def nan_gradients_from_step_2(trainer: Trainer) -> None:
 
 def infinite_moment_in_step_3(trainer: Trainer) -> None:
     """In the part of rank 1 only, whose weights it moves no more: loss, gradients and weights are finite."""
-    step = trainer._run_step
+    step = trainer.steps.run
 
     def run(batches):
         if trainer.step + 1 == 3:
@@ -251,7 +242,7 @@ def infinite_moment_in_step_3(trainer: Trainer) -> None:
         return step(batches)
 
     if on_rank(trainer, 1):
-        trainer._run_step = run
+        trainer.steps.run = run
 
 
 def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:
@@ -268,7 +259,7 @@ def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:
 
 def signal_in_step_3(trainer: Trainer) -> None:
     """On rank 1 only."""
-    step = trainer._run_step
+    step = trainer.steps.run
 
     def run(batches):
         if trainer.step + 1 == 3:
@@ -276,7 +267,7 @@ def signal_in_step_3(trainer: Trainer) -> None:
         return step(batches)
 
     if on_rank(trainer, 1):
-        trainer._run_step = run
+        trainer.steps.run = run
 
 
 def never_publish_step_4(trainer: Trainer) -> None:

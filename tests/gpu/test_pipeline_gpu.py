@@ -66,7 +66,7 @@ class Run:
         gradients: dict[str, Tensor] = {}
 
         def keep(trainer: Trainer) -> None:
-            step = trainer._run_step
+            step = trainer.steps.run
 
             def run(batches):
                 row = step(batches)
@@ -75,7 +75,7 @@ class Run:
                     gradients.update((name, each.to("cpu", copy=True)) for name, each in of_step.items())
                 return row
 
-            trainer._run_step = run
+            trainer.steps.run = run
 
         return Found(Training(self.words, keep)(ranks, folder), gradients)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from graphmoe.model.build import build_model
-from graphmoe.optim.arriving_weights import ArrivingWeights
+from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.runtime.compile.units import owner_of
 from graphmoe.segments import Segment, run_segments
 from tests.runs import config

@@ -162,7 +162,7 @@ def launches(voids: set[tuple[str, int]], monkeypatch) -> tuple[RetryingSteps, l
         scalars = dict.fromkeys((*SCALARS, *RECEIVED), torch.tensor(float(number)))
         return device_row({**scalars, "void": void}, torch.ones(1, 2, dtype=torch.int32))
 
-    heartbeat = SimpleNamespace(anew=lambda what: said.append(what))
+    heartbeat = SimpleNamespace(restart=lambda what: said.append(what))
     return RetryingSteps(run, rows, void, heartbeat, steps), said, rows
 
 

@@ -26,7 +26,6 @@ from graphmoe.config.schema import (
     cache_root,
     compiled_folder,
 )
-from graphmoe.optim.lr_schedule import lr_schedule_rules
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import plan_problems
 from graphmoe.plan.rules.dry_run import dry_run_rules, with_dry_batch
@@ -38,6 +37,7 @@ from graphmoe.plan.rules.experts import (
     overlap_rules,
     stage_rules,
 )
+from graphmoe.plan.rules.lr_schedule import lr_schedule_rules
 from graphmoe.plan.rules.parallel import (
     context_method,
     context_parallel_rules,

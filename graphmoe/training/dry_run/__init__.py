@@ -22,21 +22,19 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import AttentionBackend, RunConfig
 from graphmoe.ops.collectives import use_groups
-from graphmoe.optim.arriving_weights import ArrivingWeights
+from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.runtime.pipeline.stages import Deferring
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.memory import MemoryLog
 from graphmoe.training.dry_run.model import fake_executor, fake_model
-from graphmoe.training.dry_run.pipeline import WatchedChannels, WatchedSteps
 from graphmoe.training.dry_run.rank import ShownRank
-from graphmoe.training.dry_run.segments import GraphSegments, Running
-from graphmoe.training.dry_run.watch import StepWatch
+from graphmoe.training.dry_run.segments import CurrentSegment, GraphSegments
+from graphmoe.training.dry_run.watch import StepWatch, WatchedChannels, WatchedSteps
 from graphmoe.training.micro_batches import Add, MicroBatches
-from graphmoe.training.pipelined import Pipelined, micro_batches_of
+from graphmoe.training.pipelined import Pipelined, StageOptions, micro_batches_of
 from graphmoe.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -51,7 +49,7 @@ NOT_COUNTED = (
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:
-    """Run the step of a `ShownRank`; what it would send and hold, as plain values.
+    """Run the step of a `ShownRank`; return the collectives and memory that it would have, as plain values.
 
     ``config`` is resolved. *Raises* ConfigError for a layout that does not fit the ranks, WrongGroup where
     a collective is not among the ranks that the layout says.
@@ -107,32 +105,22 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class DryExecution:
-    """`StageExecution` of a dry run: nothing is captured, and nothing runs in turns."""
-
-    deferring: Deferring | None
-    overlap: None = None
-    lane: None = None
-    waiting_steps: int = 0
-
-
 def _step(plan: Plan, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog]:
-    """Forward and backward of micro-batches, and the update."""
+    """Run forward and backward of micro-batches, and the update."""
     config = plan.config
-    collectives, memory, running = CollectiveLog(mesh), MemoryLog(), Running()
-    watch = StepWatch(collectives, memory, running)
+    collectives, memory, current = CollectiveLog(mesh), MemoryLog(), CurrentSegment()
+    watch = StepWatch(collectives, memory, current)
     # A fallback would run what has no fake on zeros, as large as what they stand for.
     with FakeTensorMode(allow_fallback_kernels=False):
         model = fake_model(plan, mesh, plan.own_stages(mesh.index("pp")))
         optimizer = Optimizer(model, config.optim, config.train, mesh)
-        segments = fake_executor(config, running, optimizer.gradient_of)
+        segments = fake_executor(config, current, optimizer.gradient_of)
         micro_batches = micro_batches_of(
             plan,
             model,
             ArrivingWeights(segments, optimizer.wait_for),
             mesh,
-            DryExecution(segments.deferring if isinstance(segments, GraphSegments) else None),
+            StageOptions(segments.deferring if isinstance(segments, GraphSegments) else None),
             functools.partial(WatchedChannels, watch),
         )
         run_watched(TrainStep(plan, model, optimizer, micro_batches, mesh), watch, memory)
@@ -140,7 +128,7 @@ def _step(plan: Plan, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog]:
 
 
 def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
-    """The step with one micro-batch, of zeros; with a pipeline with all of them."""
+    """Run the step with one micro-batch of zeros, with a pipeline with all of them."""
     assert isinstance(step.optimizer, Optimizer)
     for kind, tensors in _state(step.model, step.optimizer).items():
         memory.hold(kind, tensors)
@@ -176,7 +164,7 @@ def _batches(config: RunConfig, count: int) -> Iterator[Tensor]:
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:
-    """What is there all the time. A shard of one rank alone is the whole buffer, which counts once."""
+    """Return the tensors that stay. A shard of one rank alone is the whole buffer, which counts once."""
     families = optimizer.families
     return {
         "weights": [tensor for f in families for tensor in (f.weight, f.weight_shard)],
@@ -188,7 +176,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
 
 
 def _say_what_is_left_out(config: RunConfig) -> None:
-    """Log what of the configuration makes no difference to a dry run."""
+    """Log the settings that make no difference to a dry run."""
     if config.compile.enabled:
         log.info("dry run: segments are traced, rewritten and cut as a compiled run does, and not compiled")
     if config.graph.scope != "none":

@@ -1,4 +1,4 @@
-"""Every collective of a step by axis, and whether its process group is that of the layout.
+"""Collectives of a step by axis, and the check of their process groups against the layout.
 
 A collective is an operation of c10d, which names a process group, or one of ours that names an axis
 (``graphmoe.ops.collectives``).
@@ -27,11 +27,11 @@ NAMES = {
     "alltoall_base_": "all_to_all",
     "recv_": "receive",
 }
-"""What we call operations of c10d."""
+"""Our names of operations of c10d."""
 MESSAGES = ("send", "recv_")
 """Operations of c10d between two ranks of a pipeline, whose group is their channel."""
 FOLDINGS: tuple[tuple[Axis, ...], ...] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
-"""How docs/parallel.md lays out the ranks, said here once more and not taken from the layout."""
+"""Order of the ranks in docs/parallel.md, on purpose not taken from the layout."""
 AXIS_OF: dict[str, Axis] = {"alltoall_base_": "ep_etp"}
 """Operations of c10d that one axis alone uses: tokens travel between the ranks that share the experts."""
 LOCAL = frozenset({"index_along"})
@@ -39,12 +39,12 @@ LOCAL = frozenset({"index_along"})
 
 
 class WrongGroup(RuntimeError):
-    """A process group has other ranks, or another order of them, than the layout says."""
+    """Process group with other ranks, or another order of them, than the layout has."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Calls that are alike."""
+    """Kind of calls."""
 
     phase: str
     operation: str
@@ -53,14 +53,14 @@ class Collective:
     ranks: tuple[int, ...]
     """In the order of the axis; of a message its source and its destination."""
     shape: tuple[int, ...]
-    """Of the larger of what goes in and what comes out, on each rank."""
+    """Shape of the larger of input and output on each rank."""
     dtype: str
     bytes: int
-    """Of a tensor of that shape."""
+    """Size of a tensor of that shape."""
 
 
 class CollectiveLog:
-    """Counts the collectives that it is shown.
+    """Count of collectives by kind.
 
     *Raises* WrongGroup for one whose group is not that of the mesh's layout.
     """
@@ -76,7 +76,7 @@ class CollectiveLog:
                 self._axes[ranks] = *self._axes.get(ranks, ()), axis
 
     def saw(self, func: Any, args: tuple[Any, ...], result: Any, phase: str) -> None:
-        """An operation that ran; whatever is no collective is left alone."""
+        """Count an operation that ran, if it is a collective."""
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d":
             group = next((g for a in args if (g := process_group_in(a)) is not None), None)
@@ -107,7 +107,7 @@ class CollectiveLog:
                 self._add(phase, name, (axis,), ranks, (args, result))
 
     def _way(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Source and destination of a message in a channel of these ranks."""
+        """Return source and destination of a message in a channel of these ranks."""
         pipeline, own = self._mesh.layout.group("pp", self._mesh.rank), self._mesh.rank
         if len(ranks) != 2 or own not in ranks or not {*ranks} <= {*pipeline}:
             raise WrongGroup(f"a message among ranks {list(ranks)}, and the pipeline has {list(pipeline)}")
@@ -125,7 +125,7 @@ class CollectiveLog:
         self.counts[call] = self.counts.get(call, 0) + 1
 
     def to_json(self, times: dict[str, int]) -> list[dict[str, Any]]:
-        """Each kind of call with how many of them a step has; phases happen as often as ``times`` says."""
+        """List each kind of call with its count in a step; phases happen as often as ``times`` says."""
         return [
             {**dataclasses.asdict(call), "count": count * times.get(call.phase, 1)}
             for call, count in self.counts.items()
@@ -155,7 +155,7 @@ def check_groups(mesh: Mesh) -> None:
 
 
 def check_order(layout: Layout, folding: Sequence[Axis]) -> None:
-    """That each rank's places along the axes are the digits of its number."""
+    """Check that each rank's places along the axes are the digits of its number."""
     sizes = [getattr(layout, axis) for axis in folding]
     for i, axis in enumerate(folding):
         stride = math.prod(sizes[i + 1 :])
@@ -169,7 +169,7 @@ def check_order(layout: Layout, folding: Sequence[Axis]) -> None:
 
 
 def check_experts(layout: Layout, ranks: Sequence[int]) -> None:
-    """That these ranks hold the blocks of experts in their order, etp ranks each block."""
+    """Check that these ranks hold the blocks of experts in their order, etp ranks each block."""
     blocks, parts = _places(layout, "ep"), _places(layout, "etp")
     for number, rank in enumerate(ranks):
         block, part = divmod(number, layout.etp)
@@ -181,7 +181,7 @@ def check_experts(layout: Layout, ranks: Sequence[int]) -> None:
 
 
 def _places(layout: Layout, axis: Axis) -> dict[int, int]:
-    """Each rank's place in its group of an axis."""
+    """Map each rank to its place in its group of an axis."""
     return {rank: place for group in layout.groups(axis) for place, rank in enumerate(group)}
 
 

@@ -1,4 +1,4 @@
-"""How many bytes live tensors have, by what they are, and the moment at which they are most.
+"""Bytes of live tensors by kind, and the moment of their peak.
 
 Counted are tensors, and what our operations take for themselves (`inside.py`). A real allocator
 rounds up and leaves gaps, and libraries hold memory of their own.
@@ -6,12 +6,14 @@ rounds up and leaves gaps, and libraries hold memory of their own.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
+from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.runtime.torch_compat import storage_of
 
 INSIDE = "inside"
@@ -19,13 +21,13 @@ INSIDE = "inside"
 
 
 class MemoryLog:
-    """Follows the memory of tensors from their first sight to their end. Views of one memory count once."""
+    """Memory of tensors from their first sight to their end. Views of one memory count once."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = {}
         """Live bytes by kind."""
         self.held: dict[str, int] = {}
-        """Those of ``hold``."""
+        """Bytes of ``hold``."""
         self.peak: dict[str, int] = {}
         """The same when their sum was largest."""
         self.by_segment: dict[str, int] = {}
@@ -44,7 +46,7 @@ class MemoryLog:
         self.held = dict(self.now)
 
     def saw(self, result: Any, phase: str, segment: str = "") -> None:
-        """What an operation of a segment returned; new memory is of the phase's kind."""
+        """Count the result of a segment's operation; new memory is of the phase's kind."""
         if isinstance(result, Tensor):
             self._add(result, phase, segment)
         elif isinstance(result, list | tuple):
@@ -58,7 +60,7 @@ class MemoryLog:
         return sum(self.peak.values())
 
     def borrowed(self, size: int, phase: str) -> None:
-        """So many bytes were there beside all that is, and are gone."""
+        """Count bytes that were there beside all live ones, and are gone."""
         self._change(INSIDE, size)
         self._note(phase)
         self._change(INSIDE, -size)
@@ -88,3 +90,48 @@ class MemoryLog:
         self._total += size
         if kind == "forward":
             self.by_segment[segment] = self.by_segment.get(segment, 0) + size
+
+
+def bytes_inside(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that an operation of ours takes on a GPU while it runs: nobody sees its tensors."""
+    namespace, _, name = func.name().partition("::")
+    return _OF_OURS[name](*args) if namespace == "graphmoe" and name in _OF_OURS else 0
+
+
+def _logits(h_TD: Tensor, w_VD: Tensor, *_: Any) -> int:
+    """The logits of a chunk (graphmoe/ops/linear_cross_entropy_kernels.py)."""
+    tokens, vocabulary, size = h_TD.shape[0], w_VD.shape[0], h_TD.element_size()
+    return min(rows_per_chunk(tokens, vocabulary, size), tokens) * vocabulary * size
+
+
+def _expert_rows(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, _: Tensor, slot_R: Tensor, *__: Any) -> int:
+    """Activations and results of the rows, before their sum (graphmoe/ops/grouped_mlp/triton_steps.py)."""
+    return slot_R.shape[0] * (w_down.shape[1] + w_down.shape[2]) * x_TD.element_size()
+
+
+def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, *_: Any) -> int:
+    """Gradients of the rows, before their sum."""
+    return h_RH.shape[0] * dy_TD.shape[1] * dy_TD.element_size()
+
+
+def _gathered(x: Tensor, axis: str, size: int, dim: int) -> int:
+    """The parts one behind the other, where they do not lie so in the result."""
+    return size * _bytes(x) if math.prod(x.shape[:dim]) > 1 else 0
+
+
+def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:
+    """The same of a sum."""
+    return _bytes(x) if math.prod(x.shape[:dim]) > 1 else 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_OF_OURS: dict[str, Callable[..., int]] = {
+    "linear_cross_entropy": _logits,
+    "grouped_mlp": _expert_rows,
+    "grouped_mlp_dgrad": _expert_row_gradients,
+    "all_gather": _gathered,
+    "reduce_scatter": _scattered,
+}

@@ -1,4 +1,4 @@
-"""The model of a dry run and what executes it: tensors that have a shape and no data."""
+"""Model and executor of a dry run: tensors have a shape and no data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.segments import Executor, run_segments
-from graphmoe.training.dry_run.balanced import BalancedAllToAll
-from graphmoe.training.dry_run.segments import GraphSegments, Running, ToldSegments
+from graphmoe.training.dry_run.segments import CurrentSegment, GraphSegments, NotedSegments
 
 
 def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Transformer:
-    """What the rank of a mesh has of the model, without data; called inside a FakeTensorMode.
+    """Build a rank's part of the model without data, inside a FakeTensorMode.
 
     Its dispatcher assumes balanced experts where the host would count rows.
     """
@@ -58,12 +57,12 @@ def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Tr
 
 
 def fake_executor(
-    config: RunConfig, running: Running, gradient_of: Callable[[Tensor], Gradient] | None = None
+    config: RunConfig, current: CurrentSegment, gradient_of: Callable[[Tensor], Gradient] | None = None
 ) -> Executor:
-    """What keeps for the backward what the run's own executor keeps."""
+    """Return an executor that keeps for the backward the tensors that the run's own keeps."""
     recompute = Recompute.of(config.recompute)
     if not config.compile.enabled:
-        return ToldSegments(RecomputedSegments(recompute) if recompute else run_segments, running)
+        return NotedSegments(RecomputedSegments(recompute) if recompute else run_segments, current)
 
     def runner(trains: bool) -> PassRunner:
         knobs: dict[str, dict[str, Any]] = {
@@ -72,14 +71,36 @@ def fake_executor(
         }
         return PassRunner(select_passes(config.passes, knobs), None)
 
-    return GraphSegments(running, runner, gradient_of, recompute=recompute)
+    return GraphSegments(current, runner, gradient_of, recompute=recompute)
 
 
 def _fake(meta: Tensor) -> Tensor:
-    """What stands for a parameter or buffer on the meta device."""
+    """Return the fake tensor of a parameter or buffer on the meta device."""
     fake = torch.empty(meta.shape, dtype=meta.dtype)
     if isinstance(meta, nn.Parameter):
         fake = nn.Parameter(fake)
         if hasattr(meta, "parallel"):
             fake.parallel = meta.parallel  # type: ignore[attr-defined]
     return fake
+
+
+class BalancedAllToAll(AllToAll):
+    """`AllToAll` of equal rows for each rank, as if a token's experts were on as many ranks as can be.
+
+    That is the most that a balanced routing sends. Rows of ``rows_of_each`` are for each rank of ``ep_etp``,
+    ``expert_rows`` are those of all experts of this rank.
+    """
+
+    def __init__(self, mesh: Mesh, num_experts: int, num_tokens: int, top_k: int) -> None:
+        """``num_tokens`` is the number that each rank routes at once."""
+        super().__init__(mesh, num_experts)
+        layout = mesh.layout
+        blocks = min(top_k, layout.ep)
+        self.rows_of_each = -(-num_tokens * blocks // layout.ep)
+        self.expert_rows = num_tokens * top_k * layout.etp
+
+    def _on_host(self, counts: Tensor) -> Any:
+        rows: Any = self.rows_of_each
+        for length in reversed(counts.shape):
+            rows = [rows] * length
+        return rows

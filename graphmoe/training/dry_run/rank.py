@@ -1,4 +1,4 @@
-"""Which rank of a layout a dry run shows, and which stages it has."""
+"""Choice of the rank that a dry run shows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.memory import MemoryLog
 from graphmoe.training.dry_run.model import fake_executor, fake_model
-from graphmoe.training.dry_run.segments import Running
+from graphmoe.training.dry_run.segments import CurrentSegment
 from graphmoe.training.dry_run.watch import StepWatch
 
 
 @dataclass(frozen=True)
 class ShownRank:
-    """The rank of a dry run."""
+    """Rank that a dry run shows."""
 
     rank: int
     place: int = 0
@@ -38,7 +38,7 @@ class ShownRank:
 
     @classmethod
     def of(cls, plan: Plan) -> ShownRank:
-        """The rank ``launch.fake_rank``; without it the first of the place that is projected to hold most."""
+        """Return ``launch.fake_rank``, or the first rank of the place that is projected to hold most."""
         given, layout = plan.config.launch.fake_rank, plan.layout
         if plan.pipeline is None:
             return cls(given or 0)
@@ -47,7 +47,7 @@ class ShownRank:
         return cls(rank, layout.index("pp", rank), plan.pipeline, tuple(projected))
 
     def to_json(self) -> dict[str, Any] | None:
-        """What the document says of the pipeline; None where there is none."""
+        """Return the pipeline's part of the document; None without a pipeline."""
         if self.pipeline is None:
             return None
         table = self.pipeline.table
@@ -62,7 +62,7 @@ class ShownRank:
 
 
 def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
-    """About what a rank of each place along pp holds at most: its state, and what is kept of micro-batches.
+    """Estimate the peak bytes of each place along pp: state, and activations kept of micro-batches.
 
     Forwards of one layer of each kind, and of the loss, say what is kept.
     """
@@ -81,7 +81,7 @@ def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
 
 
 def _with_whole_backwards(table: Table) -> Table:
-    """The table as a run without compilation works through it: W comes with I."""
+    """Return the table of a run without compilation: W comes with I."""
     ranks = tuple(
         tuple(
             step._replace(kind="B") if isinstance(step, Action) and step.kind == "I" else step
@@ -103,7 +103,7 @@ class _Forward(NamedTuple):
 
 
 def _kept(model: ModelConfig, of_kinds: dict[str, _Forward], stage: StagePieces) -> int:
-    """Bytes that a stage keeps of a micro-batch, where a layer that predicts later tokens is a MoE layer."""
+    """Return a stage's kept bytes of a micro-batch; layers of later tokens are MoE layers."""
     dense = sum(number < model.num_dense_layers for number in stage.layers)
     moe = len(stage.layers) + len(stage.mtp) - dense
     found = dense * of_kinds["dense"].kept if dense else 0
@@ -112,7 +112,7 @@ def _kept(model: ModelConfig, of_kinds: dict[str, _Forward], stage: StagePieces)
 
 
 def _of_kinds(plan: Plan) -> dict[str, _Forward]:
-    """Forwards of a micro-batch through the parts that the model has, on tensors without data."""
+    """Measure forwards of a micro-batch through each kind of part, on tensors without data."""
     config, layout, model = plan.config, plan.layout, plan.config.model
     nothing = StagePieces(False, range(0), range(0), False)
     parts = {"loss": replace(nothing, mtp=range(model.mtp_depth, model.mtp_depth), loss=True)}
@@ -144,12 +144,12 @@ def _forward(config: RunConfig, mesh: Mesh, model: Transformer, stage: StagePiec
     received = tuple(
         torch.empty(shape, dtype=DTYPES[config.precision.compute], requires_grad=True) for _ in range(count)
     )
-    memory, running = MemoryLog(), Running()
+    memory, current = MemoryLog(), CurrentSegment()
     memory.hold("there", [*model.parameters(), *model.buffers(), tokens])
-    watch = StepWatch(CollectiveLog(mesh), memory, running)
+    watch = StepWatch(CollectiveLog(mesh), memory, current)
     watch.phase = "forward"
     with watch:
-        output = model.stage(stage, received, tokens, tokens, fake_executor(config, running))
+        output = model.stage(stage, received, tokens, tokens, fake_executor(config, current))
     kept = memory.now["forward"]
     del output
     return _Forward(kept, memory.peak_bytes - sum(memory.held.values()) - kept)

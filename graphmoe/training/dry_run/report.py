@@ -1,4 +1,4 @@
-"""What a dry run found, for people."""
+"""Tables of a dry run's document for people."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {
 
 
 def render(document: dict[str, Any]) -> Group:
-    """Memory and collectives as tables, and whether the rank fits its device."""
+    """Show memory and collectives as tables, and whether the rank fits its device."""
     sizes = document["layout"]
     dense, experts = (
         " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
@@ -49,7 +49,7 @@ def render(document: dict[str, Any]) -> Group:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Whether the peak fits the device; where it does not, by how much, and what could help."""
+    """Say whether the peak fits the device; where it does not, by how much, and what could help."""
     memory, card = document["memory"], document["card_bytes"]
     peak, state = memory["peak_bytes"], sum(memory["state_bytes"].values())
     numbers = f"the peak is {_gib(peak)} GiB ({peak:,} bytes) and the device has {_gib(card)} GiB"
@@ -75,7 +75,7 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def _pipeline_lines(document: dict[str, Any]) -> list[str]:
-    """Which stages the rank has, and what is projected for others."""
+    """Name the rank's stages, and the projected memory of other ranks."""
     pipeline = document["pipeline"]
     if pipeline is None:
         return []
@@ -111,7 +111,7 @@ def _memory_table(memory: dict[str, Any]) -> Table:
 
 
 def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
-    """One row for each kind of call; the JSON document tells shapes apart, too."""
+    """Make one row for each kind of call; the JSON document tells shapes apart, too."""
     table = Table()
     for name in ("phase", "operation", "along", "ranks"):
         table.add_column(name, no_wrap=True)
@@ -129,7 +129,7 @@ def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', 0 1 2 3 8 9 10 as '0..3 8..10', others as they are."""
+    """Write 0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', 0 1 2 3 8 9 10 as '0..3 8..10'."""
     steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
     if len(ranks) < 3:
         return " ".join(map(str, ranks))

@@ -19,8 +19,8 @@ from graphmoe.segments import Executor, Segment
 log = logging.getLogger(__name__)
 
 
-class Running:
-    """Which segment's operations run."""
+class CurrentSegment:
+    """Name of the segment whose operations run."""
 
     segment = ""
 
@@ -32,9 +32,9 @@ class GraphSegments(CompiledSegments):
     operation has a result of its own, where a compiler would join several.
     """
 
-    def __init__(self, running: Running, *arguments: Any, **named: Any) -> None:
+    def __init__(self, current: CurrentSegment, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._running = running
+        self._current = current
 
     def _compile(self, *arguments: Any) -> Any:
         with without_modes():  # a trace has a mode of its own, and nothing that it makes is of the step
@@ -45,30 +45,30 @@ class GraphSegments(CompiledSegments):
     def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
         report.graphs += 1
         # A new interpreter each time: an old one would hold what it has computed.
-        return lambda *tensors: _Told(graph, self._running).run(*tensors)
+        return lambda *tensors: _NotingInterpreter(graph, self._current).run(*tensors)
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
         log.info("traced %s: %d graphs in %.1f s", report.unit, report.graphs, report.seconds)
 
 
-class _Told(fx.Interpreter):
-    """Runs a graph and tells of each operation which segment it belongs to."""
+class _NotingInterpreter(fx.Interpreter):
+    """Interpreter of a graph that notes the segment of each operation."""
 
-    def __init__(self, graph: fx.GraphModule, running: Running) -> None:
+    def __init__(self, graph: fx.GraphModule, current: CurrentSegment) -> None:
         super().__init__(graph)
-        self._running = running
+        self._current = current
 
     def run_node(self, n: fx.Node) -> Any:
-        self._running.segment = said_of(n, "segment") or ""
+        self._current.segment = said_of(n, "segment") or ""
         return super().run_node(n)
 
 
-class ToldSegments:
-    """Tells of each segment that an eager executor runs which one it is."""
+class NotedSegments:
+    """Executor that notes each segment that an eager one runs."""
 
-    def __init__(self, execute: Executor, running: Running) -> None:
-        self._execute, self._running = execute, running
+    def __init__(self, execute: Executor, current: CurrentSegment) -> None:
+        self._execute, self._current = execute, current
 
     def __call__(
         self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
@@ -77,5 +77,5 @@ class ToldSegments:
         return self._execute(told, tensors, keep)
 
     def _run(self, segment: Segment, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        self._running.segment = segment.name
+        self._current.segment = segment.name
         return segment.run(*tensors)

@@ -72,7 +72,7 @@ def test_steps_that_begin_anew_have_no_limit_until_metrics_of_a_later_one_were_r
         at(number)
         heartbeat.step(number)
         heartbeat.has_read()
-    heartbeat.anew("step 2, again with more room")  # compiles for five minutes
+    heartbeat.restart("step 2, again with more room")  # compiles for five minutes
     for number, began in enumerate((304, 305, 306), start=4):
         at(began)
         heartbeat.step(number)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from graphmoe.checkpoint.entries import flatten
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from graphmoe.data import first_batches
 from graphmoe.data.indexed import write_token_file
 from graphmoe.plan.layout import Layout
@@ -287,7 +287,7 @@ def test_a_run_on_text_ends_with_a_sample_and_its_tokenizer(tmp_path, text_words
     assert (tmp_path / "run" / "tokenizer.json").is_file()
 
 
-def test_a_tokenizer_without_the_words_of_the_prompt_ends_without_asample_of(tmp_path):
+def test_a_tokenizer_without_the_words_of_the_prompt_ends_without_a_sample(tmp_path):
     trainer = trainer_in(tmp_path, "log.sample_tokens=5")
     trainer.corpus = dataclasses.replace(trainer.corpus, tokenizer=Tokenizer(BPE()))
     assert sample_of(trainer) is None

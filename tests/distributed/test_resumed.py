@@ -1,4 +1,4 @@
-"""Runs whose ranks share out layers start from weights and checkpoints of other layouts, and stop alike."""
+"""A run saved in one layout goes on in another, on as many ranks or not, and in its own bitwise."""
 
 from __future__ import annotations
 
@@ -17,30 +17,46 @@ from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.run.weights import write_weights
 from graphmoe.runtime.ranks import Ranks
-from tests.distributed.ranks import Case, Job
+from tests.distributed.ranks import Job
 from tests.distributed.training import (
     Outcome,
     Training,
-    assert_went_on,
     nan_gradient_in_step_2,
     quiet_trainer,
     signal_in_step_3,
+    without_rank_load,
 )
 from tests.runs import assert_same_state, config
+from tests.tolerances import assert_forward_close
 
+pytestmark = pytest.mark.slow
 BASE = (
     "model.num_dense_layers=1", "model.num_layers=3", "model.mtp_depth=1", "model.tie_embeddings=true",
     "train.global_batch_size=8", "train.steps=5", "train.log_interval=1", "train.val_batches=2",
     "train.val_interval=4", "checkpoint.interval=2", "checkpoint.keep_last=3", "optim.bucket_mb=0.01",
     "optim.schedule=constant",
 )  # fmt: skip
-ZB1P, INTERLEAVED = (("parallel.pp=2", f"pipeline.schedule={name}") for name in ("zb1p", "interleaved"))
-OTHERS = {
-    "interleaved": INTERLEAVED,
-    "another layout": ("parallel.pp=2", "pipeline.schedule=zbv", "pipeline.layout=Et|t|t|mL"),
-    "data parallel": (),
+FOLDED = ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")
+STAGES, INTERLEAVED = (("parallel.pp=2", f"pipeline.schedule={name}") for name in ("zb1p", "interleaved"))
+OF_FOUR = {
+    "folded, the same": ("folded", FOLDED),
+    "data parallel": ("folded", ()),
+    "experts over all ranks": ("folded", ("parallel.ep=4",)),
+    "other folds": ("folded", ("parallel.tp=2", "parallel.etp=2")),
 }
-ALONE = "one process"
+"""Layouts that go on, and the run of four or two ranks from whose second step they do."""
+OF_TWO = {
+    "two ranks of tp": ("folded", ("parallel.tp=2",)),
+    "two ranks of ep": ("folded", ("parallel.ep=2",)),
+    "stages, the same": ("stages", STAGES),
+    "stages, interleaved": ("stages", INTERLEAVED),
+    "stages cut otherwise": (
+        "stages", ("parallel.pp=2", "pipeline.schedule=zbv", "pipeline.layout=Et|t|t|mL"),
+    ),
+    "stages, data parallel": ("stages", ()),
+    "stages of one process": ("one", INTERLEAVED),
+}  # fmt: skip
+ALONE = {"one process": ("folded", ()), "one process of stages": ("stages", ())}
 UNTIED = ("model.tie_embeddings=false", "checkpoint.enabled=false")
 OF_A_FAMILY = ("model.score_function=sigmoid", "model.renormalise=true", "model.aux_loss=sequence")
 """What a folder of Hugging Face can say."""
@@ -50,16 +66,14 @@ OF_A_FAMILY = ("model.score_function=sigmoid", "model.renormalise=true", "model.
 class Stopped:
     """A run that a signal at rank 1 ends, and the same command once more; both outcomes."""
 
-    words: tuple[str, ...]
-
     def __call__(self, ranks: Ranks, folder: Path) -> tuple[Outcome, Outcome]:
-        first = Training((*BASE, *self.words), change=signal_in_step_3)(ranks, folder)
-        return first, Training((*BASE, *self.words))(ranks, folder)
+        first = Training((*BASE, *STAGES), change=signal_in_step_3)(ranks, folder)
+        return first, Training((*BASE, *STAGES))(ranks, folder)
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What a rank has of the weights of a folder, or why it has none."""
+    """Weights that a rank has of a folder, or the reason why it has none."""
 
     words: tuple[str, ...]
     folder: str
@@ -75,13 +89,20 @@ class Imported:
 
 
 IMPORTS = {
-    f"{words[1].partition('=')[2]}, {kind}": Imported(words, kind)
-    for words, kind in ((ZB1P, "hf"), (INTERLEAVED, "own"), (ZB1P, "lacking"))
+    "zb1p, hf": Imported(STAGES, "hf"),
+    "interleaved, own": Imported(INTERLEAVED, "own"),
+    "lacking": Imported(STAGES, "lacking"),
 }
 
 
-def write_folders(folder: Path) -> Transformer:
-    """Folders of each kind of the returned model's weights, and one that lacks some of the last layer."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resumed")
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> Transformer:
+    """Write the model's weights into folders of each kind; one lacks some of the last layer."""
     run = config(*BASE, *UNTIED, *OF_A_FAMILY).model
     model = build_model(run, seed=5)
     save_hf(model, run, folder / "hf")
@@ -96,39 +117,47 @@ def write_folders(folder: Path) -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stages")
-
-
-@pytest.fixture(scope="module")
-def source(folder: Path) -> Transformer:
-    """What was written into the folders."""
-    return write_folders(folder)
-
-
-@pytest.fixture(scope="module")
 def runs(folder: Path, source: Transformer) -> dict[str, list]:
-    """A run of five steps by two ranks, what was done from its second on, and what stands alone."""
-    start = f"checkpoint.resume_from={folder}/whole/checkpoints/step_00000002"
-    of_one = f"checkpoint.resume_from={folder}/one/checkpoints/step_00000002"
+    """Whole runs of five steps, and those that go on from the second step of one."""
+
+    def going_on(table: dict[str, tuple[str, tuple[str, ...]]]) -> dict[str, Training]:
+        start = f"checkpoint.resume_from={folder}/{{}}/checkpoints/step_00000002"
+        return {name: Training((*BASE, *words, start.format(of))) for name, (of, words) in table.items()}
+
     one = Training((*BASE, "train.steps=2"))(Ranks(), folder / "one")
-    cases: dict[str, Case] = {"whole": Training((*BASE, *ZB1P)), "stopped": Stopped(ZB1P)}
-    cases |= {name: Training((*BASE, *words, start)) for name, words in OTHERS.items()}
-    cases |= {"from one process": Training((*BASE, *INTERLEAVED, of_one)), **IMPORTS}
-    cases["a bad step"] = Training((*BASE, *ZB1P), change=nan_gradient_in_step_2)
-    found = Job(folder, cases).results()
-    return found | {ALONE: [Training((*BASE, start))(Ranks(), folder / "alone")], "one": [one]}
+    four = {"folded": Training((*BASE, *FOLDED)), **going_on(OF_FOUR)}
+    two = {"stages": Training((*BASE, *STAGES)), "stopped": Stopped(), **going_on(OF_TWO), **IMPORTS}
+    two["a bad step"] = Training((*BASE, *STAGES), change=nan_gradient_in_step_2)
+    found = Job(folder, four, num_ranks=4).results() | Job(folder, two).results()
+    alone = {name: [run(Ranks(), folder / name)] for name, run in going_on(ALONE).items()}
+    return found | alone | {"one": [one]}
 
 
-@pytest.mark.parametrize("name", [*OTHERS, ALONE, "from one process"])
+@pytest.mark.parametrize("name", [*OF_FOUR, *OF_TWO, *ALONE])
 def test_a_run_goes_on_in_another_layout_with_the_same_losses(runs, name):
+    of, _ = (OF_FOUR | OF_TWO | ALONE)[name]
+    whole = runs["stages" if of == "one" else of][0]
     for found in runs[name]:
-        assert found.step == 5
-        assert_went_on(found, runs["whole"][0], step=2)
+        assert found.step == whole.step == len(whole.rows) == 5
+        assert_forward_close(without_rank_load(found.rows), without_rank_load(whole.rows[2:]))
+        assert_forward_close(found.val_losses[-2:], whole.val_losses[-2:])
+        assert [row["tokens"] for row in found.written if "loss" in row] == [8 * 16 * n for n in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("name", ["folded", "stages"])
+def test_in_its_own_layout_it_goes_on_bitwise(runs, name):
+    for found, whole in zip(runs[f"{name}, the same"], runs[name], strict=True):
+        assert torch.equal(found.rows, whole.rows[2:])
+        assert_same_state(found.state, whole.state)
+
+
+def test_the_run_that_was_resumed_from_stays_as_it_was(runs, folder):
+    checkpoints = (folder / "folded" / "checkpoints").iterdir()
+    assert sorted(path.name for path in checkpoints) == [f"step_{n:08d}" for n in (2, 4, 5)]
 
 
 def test_stopped_by_a_signal_at_the_last_stage_it_goes_on_bitwise(runs):
-    for (first, then), whole in zip(runs["stopped"], runs["whole"], strict=True):
+    for (first, then), whole in zip(runs["stopped"], runs["stages"], strict=True):
         assert first.stopped_by == "SIGINT" and 3 <= first.step < 5
         assert torch.equal(torch.cat([first.rows, then.rows]), whole.rows)
         assert_same_state(then.state, whole.state)
@@ -141,7 +170,7 @@ def test_a_gradient_that_only_the_last_stage_finds_not_finite_skips_the_step_on_
         assert all(bool(torch.isfinite(weight).all()) for weight in found.weights.values())
 
 
-@pytest.mark.parametrize("name", list(IMPORTS)[:2])
+@pytest.mark.parametrize("name", ["zb1p, hf", "interleaved, own"])
 def test_each_rank_takes_its_layers_of_a_folder_of_weights(runs, source, name):
     state, held = dict(source.named_parameters()), set[str]()
     for weights in runs[name]:
@@ -153,5 +182,5 @@ def test_each_rank_takes_its_layers_of_a_folder_of_weights(runs, source, name):
 
 
 def test_weights_that_only_another_rank_lacks_are_missed_by_all(runs):
-    for said in runs[list(IMPORTS)[2]]:
+    for said in runs["lacking"]:
         assert isinstance(said, str) and "missing: layers.2.attn." in said and "layers.0" not in said

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.ranks import Ranks

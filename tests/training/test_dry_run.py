@@ -1,9 +1,10 @@
-"""The dry run of one rank of a layout: what it counts, beside real ranks, and what it must notice."""
+"""The dry run of one rank of a layout: counts beside those of real ranks, and groups that are wrong."""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from graphmoe.config.schema import ComputeDtype, ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import state_bytes
 from graphmoe.ops.collectives import use_groups
-from graphmoe.optim.arriving_weights import ArrivingWeights
+from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan import layout as layouts
 from graphmoe.plan.layout import Layout
@@ -26,15 +27,13 @@ from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.segments import run_segments
-from graphmoe.training.dry_run import DryExecution, collectives, dry_run, run_watched
-from graphmoe.training.dry_run.balanced import BalancedAllToAll
+from graphmoe.training.dry_run import collectives, dry_run, run_watched
 from graphmoe.training.dry_run.collectives import CollectiveLog, WrongGroup, check_experts, check_groups
-from graphmoe.training.dry_run.inside import bytes_inside
-from graphmoe.training.dry_run.memory import MemoryLog
-from graphmoe.training.dry_run.pipeline import WatchedChannels
-from graphmoe.training.dry_run.report import FILE, ranks_in_words, render, verdict
-from graphmoe.training.dry_run.watch import StepWatch
-from graphmoe.training.pipelined import micro_batches_of
+from graphmoe.training.dry_run.memory import MemoryLog, bytes_inside
+from graphmoe.training.dry_run.model import BalancedAllToAll
+from graphmoe.training.dry_run.report import FILE, render, verdict
+from graphmoe.training.dry_run.watch import StepWatch, WatchedChannels
+from graphmoe.training.pipelined import StageOptions, micro_batches_of
 from graphmoe.training.step import TrainStep
 from tests.distributed.ranks import Job
 from tests.runs import command, config
@@ -46,14 +45,12 @@ WORDS = (
     "train.global_batch_size=32", "optim.bucket_mb=0.01",
 )  # fmt: skip
 OF_FOUR = {
-    "dp4": (),
     "ep4": ("parallel.ep=4",),
     "tp2 ep4": ("parallel.tp=2", "parallel.ep=4"),
     "tp2 etp2": ("parallel.tp=2", "parallel.etp=2"),
     "a tied head": ("model.tie_embeddings=true", "model.vocab_size=256"),
     "pp2 ep2": ("parallel.pp=2", "parallel.ep=2", "model.num_experts=2"),
     "pp2 tp2, a tied head": ("parallel.pp=2", "parallel.tp=2", "model.tie_embeddings=true"),
-    "pp4 1f1b": ("parallel.pp=4", "model.num_layers=4"),
     "pp4 zbv": ("parallel.pp=4", "model.num_layers=6", "pipeline.schedule=zbv"),
     "pp2 interleaved": ("parallel.pp=2", "model.num_layers=4", "pipeline.schedule=interleaved"),
 }
@@ -83,7 +80,7 @@ class RealStep:
         watch = StepWatch(log, memory, has_data=True)
         execute = ArrivingWeights(run_segments, optimizer.wait_for)
         channels = functools.partial(WatchedChannels, watch)
-        micro_batches = micro_batches_of(plan, model, execute, mesh, DryExecution(None), channels)
+        micro_batches = micro_batches_of(plan, model, execute, mesh, StageOptions(), channels)
         step = TrainStep(plan, model, optimizer, micro_batches, mesh)
         run_watched(step, watch, memory)
         use_groups(None)
@@ -105,7 +102,7 @@ def of_four(name: str, rank: int, *words: str) -> dict[str, Any]:
     return dry("launch.fake_world=4", f"launch.fake_rank={rank}", *OF_FOUR[name], *words)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_collectives_and_memory_are_those_of_a_real_rank(four, name, rank):
     found, (calls, state, peak) = of_four(name, rank), four[name][rank]
@@ -115,10 +112,10 @@ def test_collectives_and_memory_are_those_of_a_real_rank(four, name, rank):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel.tp=2", "precision.compute=bf16"),
         ("parallel.tp=2", "model.attention=gqa", "precision.compute=bf16"),
         ("parallel.ep=4", "precision.compute=fp32"),
         ("parallel.tp=2", "model.tie_embeddings=true", "model.vocab_size=4096", "precision.compute=bf16"),
@@ -148,35 +145,19 @@ def test_the_formula_for_weights_and_optimizer_state_is_what_a_rank_holds(words)
     assert held["moments"] == pytest.approx(expected["moments_fp32"], rel=0.02)
 
 
-def test_micro_batches_multiply_what_forward_and_backward_send_and_change_no_memory():
-    once, twice = (of_four("tp2 ep4", 0, f"train.global_batch_size={size}") for size in (4, 8))
-    assert (once["micro_batches"], twice["micro_batches"]) == (1, 2)
-    for one, two in zip(once["collectives"], twice["collectives"], strict=True):
-        assert two["count"] == one["count"] * (1 if one["phase"] == "update" else 2)
-    assert once["memory"] == twice["memory"]
-
-
+@pytest.mark.slow
 def test_recompute_leaves_fewer_activations():
     kept = of_four("tp2 ep4", 0)["memory"]["at_peak_bytes"]["forward"]
     again = of_four("tp2 ep4", 0, "recompute.all=true")["memory"]["at_peak_bytes"]["forward"]
     assert again < 0.8 * kept
 
 
+@pytest.mark.slow
 def test_compiled_units_keep_less_and_send_the_same():
     eager, compiled = (of_four("ep4", 0, f"compile.enabled={on}") for on in ("false", "true"))
     assert eager["collectives"] == compiled["collectives"]
     assert eager["memory"]["state_bytes"] == compiled["memory"]["state_bytes"]
     assert compiled["memory"]["at_peak_bytes"]["forward"] < eager["memory"]["at_peak_bytes"]["forward"]
-
-
-@pytest.mark.parametrize("order", [("edp", "etp", "ep"), ("ep", "edp", "etp"), ("ep", "etp", "edp")], ids=str)
-def test_a_permuted_order_of_experts_is_noticed(monkeypatch, order):
-    words = ("launch.fake_world=8", "parallel.ep=2", "parallel.etp=2")
-    dry(*words)
-    for axis in ("edp", "ep", "etp", "ep_etp"):
-        monkeypatch.setitem(layouts._SPANS, axis, (("pp", *order), layouts._SPANS[axis][1]))
-    with pytest.raises(WrongGroup, match=r"rank \d has place \d along e"):
-        dry(*words)
 
 
 def test_ranks_that_do_not_hold_the_experts_in_their_order_are_noticed(monkeypatch):
@@ -257,8 +238,12 @@ def test_what_an_operation_takes_for_itself_counts_while_it_runs():
     assert bytes_inside(ops.all_gather.default, (x, "tp", 4, 0)) == 0
     assert bytes_inside(ops.reduce_scatter.default, (x, "tp", 2, 1)) == 4 * 96
     assert bytes_inside(torch.ops.aten.add.Tensor, (x, x)) == 0
+
+
+@pytest.mark.slow
+def test_the_logits_of_a_fused_loss_count_as_inside():
     compiled = of_four("ep4", 0, "compile.enabled=true", "model.vocab_size=8192")["memory"]
-    assert compiled["at_peak_bytes"]["inside"] == 2 * 16 * 8192 * 4  # logits of a micro-batch
+    assert compiled["at_peak_bytes"]["inside"] == 2 * 16 * 8192 * 4
 
 
 def test_what_does_not_fit_is_said_with_the_bytes():
@@ -291,46 +276,26 @@ def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     assert "│ forward  │ all_to_all     │ ep    │ 0..3" in capture.get()
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (("launch.fake_world=8", "launch.fake_rank=8"), "use 0 to 7"),
-        (("launch.fake_world=8", "launch.fake_rank=-1"), "launch.fake_rank=-1 is not among the ranks"),
-        (("launch.fake_world=6", "parallel.pp=4"), "does not divide the 6 ranks"),
-        (("launch.fake_world=8", "parallel.pp=8"), "the model has 4 parts"),
-        (
-            ("launch.fake_world=8", "parallel.pp=2", "pipeline.microbatches=3", "train.global_batch_size=64"),
-            "use pipeline.microbatches=8",
-        ),
-        (
-            ("launch.fake_world=8", "parallel.pp=2", "pipeline.microbatches=0", "train.global_batch_size=16"),
-            r"cannot run:\n  pipeline.microbatches=0 must be greater than 0$",
-        ),
-        (
-            (
-                "launch.fake_world=8",
-                "parallel.pp=2",
-                "pipeline.microbatches=-1",
-                "train.global_batch_size=16",
-            ),
-            r"cannot run:\n  pipeline.microbatches=-1 must be greater than 0$",
-        ),
-        (("launch.fake_world=8", "launch.nproc=2"), "leave those two out"),
-        (("launch.fake_world=8", "launch.write_only=true"), "leave one of them out"),
-        (("launch.fake_world=8", "parallel.dp_shard=fsdp2"), "counts what parallel.dp_shard=zero1 keeps"),
-        (("launch.fake_world=0",), "launch.fake_world=0 must be greater than 0"),
-        (
-            ("launch.fake_world=8", "launch.fake_memory_gb=0"),
-            "launch.fake_memory_gb=0.0 must be greater than 0",
-        ),
-        (("launch.fake_world=6", "parallel.ep=4"), "does not divide the 6 ranks"),
-        (("launch.fake_world=8", "train.global_batch_size=24"), "use a multiple of 16"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_what_cannot_be_run_is_refused(words, message):
-    with pytest.raises(ConfigError, match=message):
-        config(*words)
+REFUSED = {
+    "launch.fake_rank=8": "use 0 to 7",
+    "launch.fake_rank=-1": "launch.fake_rank=-1 is not among the ranks",
+    "launch.fake_world=6 parallel.pp=4": "does not divide the 6 ranks",
+    "parallel.pp=8": "the model has 4 parts",
+    "parallel.pp=2 pipeline.microbatches=3 train.global_batch_size=64": "use pipeline.microbatches=8",
+    "parallel.pp=2 pipeline.microbatches=0": "pipeline.microbatches=0 must be greater than 0$",
+    "launch.nproc=2": "leave those two out",
+    "launch.write_only=true": "leave one of them out",
+    "parallel.dp_shard=fsdp2": "counts what parallel.dp_shard=zero1 keeps",
+    "launch.fake_world=0": "launch.fake_world=0 must be greater than 0",
+    "launch.fake_memory_gb=0": "launch.fake_memory_gb=0.0 must be greater than 0",
+    "train.global_batch_size=24": "use a multiple of 16",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_dry_run_that_cannot_be_is_refused(words):
+    with pytest.raises(ConfigError, match=REFUSED[words]):
+        config("launch.fake_world=8", *words.split())
 
 
 def test_the_default_batch_grows_with_the_layout_and_no_other_does():
@@ -357,8 +322,80 @@ def test_balanced_rows_are_the_most_that_a_balanced_routing_sends():
     assert few._on_host(torch.zeros(2, 3)) == [[32] * 3] * 2 and few._on_host(torch.zeros(3)) == [32] * 3
 
 
-def test_ranks_in_words():
-    assert ranks_in_words([0, 1, 2, 3]) == "0..3" and ranks_in_words([4, 12, 20]) == "4..20 by 8"
-    assert ranks_in_words([0, 1]) == "0 1" and ranks_in_words([0, 1, 4, 5]) == "0 1 4 5"
-    assert ranks_in_words([0, 1, 2, 8, 9, 10, 12]) == "0..2 8..10 12"
-    assert ranks_in_words([7]) == "7"
+PIPELINES = {
+    "1f1b": (),
+    "a large head": ("model.vocab_size=16384", "data.seq_len=4"),
+    "zbv": ("pipeline.schedule=zbv",),
+    "zbv, compiled": ("pipeline.schedule=zbv", "compile.enabled=true", "model.num_dense_layers=0"),
+    "no MoE layers but one of later tokens": ("model.num_dense_layers=8", "model.mtp_depth=1"),
+    "beside ep": ("parallel.ep=2", "launch.fake_world=8", "train.global_batch_size=24"),
+}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "1f1b")) for name in PIPELINES]
+)
+def test_the_rank_that_is_shown_holds_the_most(name):
+    words = (
+        "launch.fake_world=4", "parallel.pp=4", "model.num_layers=8", "model.mtp_depth=0",
+        "pipeline.microbatches=6", "train.global_batch_size=12", *PIPELINES[name],
+    )  # fmt: skip
+    shown = dry(*words)
+    stage = shown["world"] // 4
+    peaks = [dry(*words, f"launch.fake_rank={place * stage}")["memory"]["peak_bytes"] for place in range(4)]
+    assert shown["memory"]["peak_bytes"] == peaks[shown["pipeline"]["pp_rank"]] >= 0.97 * max(peaks)
+    assert shown["rank"] == shown["pipeline"]["pp_rank"] * stage
+
+
+def test_a_message_outside_of_the_pipeline_is_noticed():
+    with fake_process_group(8, 2):
+        mesh = Mesh(Layout(dp=4, pp=2))
+        log = CollectiveLog(mesh)
+        right, wrong = (dist.new_group(ranks) for ranks in ([2, 6], [2, 4]))
+        with StepWatch(log, MemoryLog(), has_data=True):
+            dist.isend(torch.zeros(4), 6, group=right)
+            dist.irecv(torch.zeros(2), 6, group=right)
+            with pytest.raises(WrongGroup, match=r"a message among ranks \[2, 4\], and the pipeline has \[2"):
+                dist.isend(torch.zeros(4), 4, group=wrong)
+    found = [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts]
+    assert found == [("send", ("pp",), (2, 6), 16), ("receive", ("pp",), (6, 2), 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb1p", "interleaved"])
+def test_a_rank_of_a_pipeline_sends_and_receives_a_hidden_state_for_each_micro_batch(schedule):
+    words = ("launch.fake_world=8", "parallel.pp=4", f"pipeline.schedule={schedule}", "model.num_layers=8")
+    found = dry(*words, "model.mtp_depth=0", "launch.fake_rank=2", "train.global_batch_size=24")
+    pipeline, count = found["pipeline"], found["micro_batches"]
+    assert (pipeline["pp_rank"], pipeline["schedule"], count) == (1, schedule, 6)
+    messages = [c for c in found["collectives"] if c["operation"] in ("send", "receive")]
+    each = count * len(pipeline["stages"])
+    assert {(c["phase"], c["operation"], *c["ranks"]): c["count"] for c in messages} == {
+        ("forward", "receive", 0, 2): each,
+        ("forward", "send", 2, 4): each,
+        ("backward", "receive", 4, 2): each,
+        ("backward", "send", 2, 0): each,
+    }
+    assert {c["bytes"] for c in messages} == {2 * 16 * 16 * 4}
+
+
+def test_what_schedules_keep_is_what_their_tables_say():
+    words = ("launch.fake_world=4", "parallel.pp=4", "model.num_layers=4", "model.mtp_depth=0")
+    words = (*words, "launch.fake_rank=0", "pipeline.layout=Et|t|t|tL", "pipeline.microbatches=12")
+
+    def kept(schedule: str) -> int:
+        found = dry(*words, "train.global_batch_size=24", f"pipeline.schedule={schedule}")
+        return found["memory"]["at_peak_bytes"]["forward"]
+
+    assert kept("gpipe") == pytest.approx(3 * kept("1f1b"), rel=0.03)  # 12 micro-batches, and 4
+
+
+def test_the_report_names_the_stages_of_the_rank():
+    found = dry("launch.fake_world=4", "parallel.pp=2", "pipeline.layout=Ett|mL", "launch.fake_rank=3")
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(found))
+    text = capture.get()
+    assert "rank 1 of the pipeline: stage 1 (mL) of Ett|mL, pipeline.schedule=1f1b" in text
+    assert "launch.fake_rank=2*n shows rank n" in text and re.search("│ send +│ pp", text)

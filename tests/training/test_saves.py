@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.transformer import Transformer
 from graphmoe.training.saves import Saves, TrainingStopped, first_not_finite

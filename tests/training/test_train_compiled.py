@@ -51,6 +51,7 @@ def test_fifty_steps_with_all_passes_have_the_losses_of_the_plain_model(tmp_path
     assert_within(losses(tmp_path / "run", *COMPILED), plain, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [[], EXPERTS], ids=str)
 def test_fifty_steps_with_no_passes_or_some_have_the_losses_of_the_plain_model(
     tmp_path, plain, enabled, mostly_traced
@@ -59,6 +60,7 @@ def test_fifty_steps_with_no_passes_or_some_have_the_losses_of_the_plain_model(
     assert_within(losses(tmp_path / "run", *words), plain[:50], 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FUSIONS if name not in EXPERTS[2:]])
 def test_fifty_steps_with_one_pass_have_the_losses_of_the_plain_model(tmp_path, plain, name, as_traced):
     words = (*UNVALIDATED, "compile.cache=false", f"passes.enabled=[{name}]")

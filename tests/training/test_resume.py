@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from tests.runs import (
     COMPILED,
     COMPILED_MODEL,

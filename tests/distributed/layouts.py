@@ -1,4 +1,4 @@
-"""Runs of layouts with a pipeline, and the run of one process that they are compared with."""
+"""Layouts of ranks that train, and the run of one process that each is compared with."""
 
 from __future__ import annotations
 
@@ -26,40 +26,53 @@ from tests.distributed.turns import num_changes, watched
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 BASE = (
-    "model.num_dense_layers=1", "model.num_layers=4", "model.num_experts=4", "model.aux_loss=global_batch",
-    "model.aux_loss_coef=0.1", "model.z_loss_coef=0.01", "optim.schedule=constant", "optim.bucket_mb=0.01",
-    "optim.lr=1e-3", "train.steps=3", "train.log_interval=3", "train.global_batch_size=8",
-    "train.micro_batch_size=1", "train.val_batches=3", "train.val_interval=3", "checkpoint.enabled=false",
+    "model.num_dense_layers=1", "model.num_layers=3", "model.num_heads=4", "model.num_experts=8",
+    "model.aux_loss=global_batch", "model.aux_loss_coef=0.1", "model.z_loss_coef=0.01",
+    "optim.schedule=constant", "optim.bucket_mb=0.01", "optim.lr=1e-3", "train.steps=3",
+    "train.log_interval=3", "train.global_batch_size=8", "train.micro_batch_size=1", "train.val_batches=3",
+    "train.val_interval=3", "checkpoint.enabled=false",
 )  # fmt: skip
-BUDGET = ("moe.dispatcher=symm", "moe.receive_budget=1.0", "parallel.ep=2")
-TURNS = (
-    "pipeline.ep_overlap=true", "compile.enabled=true", "moe.dispatcher=symm",
-    "moe.receive_budget=worst_case",
-)  # fmt: skip
+PIPELINE = ("model.num_layers=4",)
 MTP, TIED, COMPILED = "model.mtp_depth=2", "model.tie_embeddings=true", "compile.enabled=true"
+BUDGET = ("moe.dispatcher=symm", "moe.receive_budget=1.0")
+TURNS = (
+    "pipeline.ep_overlap=true", COMPILED, "moe.dispatcher=symm", "moe.receive_budget=worst_case",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of some ranks."""
+    """A layout of some ranks, how they run it, and the model of it and of the one process beside it."""
 
     ranks: int
-    pp: int
-    schedule: str
-    words: tuple[str, ...] = ()
+    layout: str
+    """Words of ``parallel``; the other ranks are data parallel."""
+    schedule: str = ""
+    overrides: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
-    """What one process has too."""
-    traced: bool = False
+    mode: str = "eager"
+    """eager; traced: compiled units run as the graphs that were traced; inductor: they are compiled."""
+
+    def __str__(self) -> str:
+        """Name of the test."""
+        words = (self.layout or "dp", self.schedule, *self.overrides, *self.model, self.mode)
+        kept = (word.rpartition(".")[2] for word in words if word not in ("", "eager"))
+        return f"{self.ranks} ranks: {', '.join(kept)}"
 
     @property
     def training(self) -> Training:
-        own = (f"parallel.pp={self.pp}", f"pipeline.schedule={self.schedule}", *self.words)
-        return Training((*BASE, *self.model, *own), check, self.traced)
+        own = [f"parallel.{word}" for word in self.layout.split()]
+        if self.schedule:
+            own.append(f"pipeline.schedule={self.schedule}")
+        compiled = () if self.mode == "eager" else (COMPILED,)
+        words = (*self.alone.words, *own, *compiled, *self.overrides)
+        return Training(words, check, self.mode == "traced")
 
     @property
     def alone(self) -> Training:
-        """The same on one process."""
-        return Training((*BASE, *self.model, *(word for word in self.words if "micro_batch" in word)))
+        """The same on one process, uncompiled."""
+        sizes = [word for word in self.overrides if "batch" in word or "precision" in word]
+        return Training((*BASE, *(PIPELINE if self.schedule else ()), *self.model, *sizes))
 
 
 def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
@@ -78,7 +91,9 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
 
 
 def check(trainer: Trainer) -> None:
-    """What is to be seen while a run trains only."""
+    """Watch a run of a pipeline for what is to be seen while it trains only."""
+    if trainer.plan.pipeline is None:
+        return
     check_who_carries_messages(trainer)
     if trainer.config.pipeline.ep_overlap:
         check_that_units_take_turns(trainer)

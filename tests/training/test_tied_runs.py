@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.command.hydra import to_plain
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, convert
 from graphmoe.model.build import build_model

@@ -55,6 +55,7 @@ def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, capl
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("compile.enabled=true", "graph.scope=layer", "graph.warmup_steps=1")])
 def test_a_profiled_run_has_the_numbers_of_any_other(tmp_path, words):
     train_in(tmp_path / "plain", *SHORT, *words)
@@ -92,16 +93,16 @@ def test_a_run_that_goes_on_behind_the_steps_says_so(tmp_path, caplog):
 
 def test_an_error_in_a_recorded_step_stops_the_profiler(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, *SHORT, *RECORDED)
-    run_step = trainer._run_step
+    run_step = trainer.steps.run
 
     def fail_in_third(batches):
         return run_step(batches) if trainer.step < 2 else 1 / 0
 
-    monkeypatch.setattr(trainer, "_run_step", fail_in_third)
+    monkeypatch.setattr(trainer.steps, "run", fail_in_third)
     with pytest.raises(ZeroDivisionError):
         trainer.run()
     assert not (tmp_path / "profile").exists()
-    assert trainer.profile._trace is not None and trainer.profile._trace._profiler is None
+    assert trainer.trace is not None and trainer.trace._profiler is None
 
 
 @pytest.mark.parametrize(

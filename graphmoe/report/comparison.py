@@ -1,14 +1,21 @@
-"""Several runs on one page: their curves over each other, and what sets them apart."""
+"""Several runs on one page: their curves over each other, and the numbers and settings that differ."""
 
 from __future__ import annotations
 
+import html
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphmoe.report.curves import Curve, curve, curves_chart
+from graphmoe.report.curves import MAX_POINTS, Curve, curve, thinned
 from graphmoe.report.run_data import RunData
 from graphmoe.run.metrics_file import Row
-from graphmoe.web_page.page import Chart, grid, paragraph, table, write_page
+from graphmoe.web_page.page import COLOURS, chart_of, grid, paragraph, table, write_page
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 COMPARISON_FILE = "comparison.html"
 Number = Callable[[RunData], float | None]
@@ -28,11 +35,11 @@ NUMBERS: dict[str, tuple[Number, str]] = {
 def write_comparison(runs: Sequence[RunData], path: Path) -> None:
     """Make the page. *Raises* ImportError without Plotly."""
     names = names_of(runs)
-    charts = comparison_charts(runs, names)
+    curves = curves_of_runs([run_curves(run, name) for run, name in zip(runs, names, strict=True)])
     differences = config_differences(runs)
     sections = [
         ("Numbers", table(["", *names], numbers(runs), numbers_from=1)),
-        ("Curves", grid(charts) if charts else paragraph("None of the runs has recorded a step.")),
+        ("Curves", curves or paragraph("None of the runs has recorded a step.")),
         (
             "Configuration",
             table(["key", *names], differences)
@@ -74,31 +81,141 @@ def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def comparison_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
-    """A chart for each number over steps that any run has."""
+def _rate(run: RunData) -> Curve:
+    """Tokens per second of each device, without the first step, which compiles."""
 
-    def over(of: Callable[[RunData], Curve]) -> list[Curve]:
-        return [of(run)._replace(name=name) for run, name in zip(runs, names, strict=True)]
+    def of_each(row: Row) -> float | None:
+        whole = row.get("tokens_per_s")
+        return None if whole is None else whole / run.num_ranks
 
-    def key(name: str) -> list[Curve]:
-        return over(lambda run: curve("", run.steps, name))
+    return curve("", run.steps[1:] or run.steps, of_each)
 
-    def rate(run: RunData) -> Curve:
-        def of_each(row: Row) -> float | None:
-            whole = row.get("tokens_per_s")
-            return None if whole is None else whole / run.num_ranks
 
-        return curve("", run.steps[1:] or run.steps, of_each)
+_LOSSES = ("training loss", "validation loss")
+_PANELS: dict[str, Callable[[RunData], Curve]] = {
+    "training loss": lambda run: curve("", run.steps, "loss"),
+    "validation loss": lambda run: curve("", run.validations, "val_loss"),
+    "tokens/s of each device": _rate,
+    "model FLOPs utilisation": lambda run: curve("", run.steps, "mfu"),
+    "peak memory so far, GiB": lambda run: curve("", run.steps, "memory_gib"),
+    "learning rate": lambda run: curve("", run.steps, "lr"),
+    "router entropy, nats": lambda run: curve("", run.steps, "router_entropy"),
+}
+_AXES = {"step": None, "tokens": 0, "time in steps, s": 1}
+"""Indices into the numbers that a step has reached."""
+_BUTTONS = {"type": "buttons", "direction": "right", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
 
-    charts = [
-        curves_chart("Training loss", "nats per token", key("loss")),
-        curves_chart(
-            "Validation loss", "nats per token", over(lambda run: curve("", run.validations, "val_loss"))
-        ),
-        curves_chart("Throughput of each device", "tokens/s", over(rate)),
-        curves_chart("Model FLOPs utilisation", "MFU", key("mfu")),
-        curves_chart("Peak memory so far", "GiB", key("memory_gib")),
-        curves_chart("Learning rate", "learning rate", key("lr")),
-        curves_chart("Router entropy", "nats", key("router_entropy")),
+
+@dataclass(frozen=True)
+class RunCurves:
+    """Curves of a run as they are drawn, by panel."""
+
+    name: str
+    hover: str
+    panels: dict[str, Curve]
+    is_thinned: bool
+    reached: dict[int, tuple[int, float]]
+    """Tokens, and seconds spent in steps, by step."""
+
+    def over(self, axis: str, drawn: Curve) -> Sequence[float]:
+        """Positions of the points of one of its curves on an axis of `_AXES`."""
+        index = _AXES[axis]
+        return drawn.steps if index is None else [self.reached[step][index] for step in drawn.steps]
+
+
+def run_curves(run: RunData, name: str, hover: Sequence[str] = ()) -> RunCurves:
+    """The curves of a run, with lines to show beside a point."""
+    reached: dict[int, tuple[int, float]] = {}
+    time_s, tokens = 0.0, 0
+    for row in sorted([*run.steps, *run.validations], key=lambda row: row["step"]):
+        if "loss" in row:
+            time_s, tokens = time_s + (row.get("step_s") or 0.0), row.get("tokens", tokens)
+        reached[row["step"]] = tokens, time_s
+    whole = {title: make(run) for title, make in _PANELS.items()}
+    drawn = {title: thinned(each) for title, each in whole.items()}
+    return RunCurves(
+        html.escape(name), "<br>".join(map(html.escape, hover or [name])), drawn, drawn != whole, reached
+    )
+
+
+def curves_of_runs(runs: Sequence[RunCurves]) -> str:
+    """The chart of all runs; empty where none has a point."""
+    runs = [run for run in runs if any(each.steps for each in run.panels.values())]
+    if not runs:
+        return ""
+    note = f"Of more than {MAX_POINTS:,} points the smallest and largest of each stretch are drawn."
+    alt = f"Losses, speed and other numbers by step, a curve for each run: {', '.join(r.name for r in runs)}"
+    shown = note if any(run.is_thinned for run in runs) else ""
+    return grid([chart_of(curves_figure(runs), "Curves", alt, is_zoomed=True, note=shown)])
+
+
+class _Trace(NamedTuple):
+    run: RunCurves
+    title: str
+    drawn: Curve
+
+
+def curves_figure(runs: Sequence[RunCurves]) -> Figure:
+    """Panels one below the other, with buttons for the axis of all and the scale of losses.
+
+    A click in the legend hides a run in all of them.
+    """
+    from plotly.graph_objects import Scatter
+    from plotly.subplots import make_subplots
+
+    traces = [_Trace(run, title, each) for run in runs for title, each in run.panels.items() if each.steps]
+    titles = [title for title in _PANELS if any(trace.title == title for trace in traces)]
+    colours = {run.name: colour for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False)}
+    figure = make_subplots(
+        rows=len(titles),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=0.18 / len(titles),
+        subplot_titles=titles,
+    )
+    in_legend: set[str] = set()
+    for run, title, drawn in traces:
+        scatter = Scatter(
+            x=drawn.steps,
+            y=drawn.values,
+            name=run.name,
+            legendgroup=run.name,
+            showlegend=run.name not in in_legend,
+            mode="lines+markers" if title == "validation loss" or len(drawn.steps) == 1 else "lines",
+            line={"color": colours[run.name]},
+            hovertemplate=f"{run.hover}<br>%{{x}}: <b>%{{y:.5g}}</b><extra></extra>",
+        )
+        in_legend.add(run.name)
+        figure.add_trace(scatter, row=titles.index(title) + 1, col=1)
+    figure.update_layout(
+        height=330 * len(titles),
+        updatemenus=[_axis_buttons(traces, len(titles)), _scale_buttons(titles)],
+        legend={"orientation": "h", "y": -0.18 / len(titles), "yanchor": "top"},
+        margin={"t": 90, "l": 70, "r": 30},
+    )
+    figure.update_xaxes(title_text="step", row=len(titles), col=1)
+    return figure
+
+
+def _axis_buttons(traces: Sequence[_Trace], num_panels: int) -> dict[str, Any]:
+    """Buttons that draw all traces over steps, tokens or time."""
+    title = f"xaxis{num_panels if num_panels > 1 else ''}.title.text"
+    buttons = [
+        {
+            "label": axis,
+            "method": "update",
+            "args": [{"x": [run.over(axis, drawn) for run, _, drawn in traces]}, {title: axis}],
+        }
+        for axis in _AXES
     ]
-    return [chart for chart in charts if chart is not None]
+    return {**_BUTTONS, "buttons": buttons, "x": 0, "xanchor": "left"}
+
+
+def _scale_buttons(titles: Sequence[str]) -> dict[str, Any]:
+    axes = [f"yaxis{number or ''}.type" for number in range(len(titles) + 1) if number != 1]
+    of_losses = [axis for axis, title in zip(axes, titles, strict=True) if title in _LOSSES]
+    buttons = [
+        {"label": f"{kind} loss", "method": "relayout", "args": [dict.fromkeys(of_losses, kind)]}
+        for kind in ("linear", "log")
+    ]
+    return {**_BUTTONS, "buttons": buttons, "x": 1, "xanchor": "right"}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.runtime.host.files import replace_text
-from graphmoe.web_page.parts import SCRIPT, STYLE
 
 COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4fb3c9", "#d65f5f")
 """Of curves: seen on white and on black."""
@@ -28,11 +27,11 @@ class Frames:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of Plotly, as plain values, with what it says in words."""
+    """A figure of Plotly, as plain values."""
 
     title: str
     alt: str
-    """For who cannot see it."""
+    """The chart in words, for readers who cannot see it."""
     traces: Sequence[dict[str, Any]]
     layout: dict[str, Any] = field(default_factory=dict)
     height_px: int = 300
@@ -121,7 +120,7 @@ def paragraph(text: str) -> str:
 
 
 def folds(parts: Iterable[tuple[str, str]]) -> str:
-    """Headings that open with a click, and what is under each."""
+    """Headings that open with a click, and their contents."""
     folded = (f"<details><summary>{_text(name)}</summary>{content}</details>" for name, content in parts)
     return f'<div class="folds">{"".join(folded)}</div>'
 
@@ -145,8 +144,11 @@ def write_page(path: Path, title: str, header: str, sections: Sequence[tuple[str
         head = f"<h2>{_text(name)}</h2>" if name else ""
         body.append(f'<section id="{anchor}">{head}{content}</section>' if name else content)
     whole = "\n".join(body)
-    script = f"<script>{_plotly()}</script>\n<script>{SCRIPT}</script>" if 'class="plot"' in whole else ""
-    replace_text(path, _PAGE.format(title=_text(title), style=STYLE, body=whole, script=script))
+    style, code = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
+    script = f"<script>{_plotly()}</script>\n<script>{code}</script>" if 'class="plot"' in whole else ""
+    replace_text(path, _PAGE.format(title=_text(title), style=style, body=whole, script=script))
 
 
 def _plotly() -> str:
@@ -158,7 +160,7 @@ def _plotly() -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script element; what is not finite is null."""
+    """JSON that may stand in a script element; numbers that are not finite are null."""
     return json.dumps(_finite(value), separators=(",", ":")).replace("<", "\\u003c")
 
 

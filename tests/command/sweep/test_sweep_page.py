@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_words
-from graphmoe.command.sweep.page import curves_figure, read_curves, sweep_table, write_page
+from graphmoe.command.sweep.page import job_curves, sweep_table, write_page
+from graphmoe.report.comparison import curves_figure
 from graphmoe.report.curves import MAX_POINTS
 from graphmoe.run.files import METRICS_FILE
 
@@ -82,7 +83,7 @@ def test_two_keys_of_one_last_name_are_written_out(tmp_path):
 
 def test_curves_are_over_steps_tokens_and_time_by_a_button(jobs):
     ordered, words = jobs
-    curves = [each for job in ordered if (each := read_curves(job, words[job.number])) is not None]
+    curves = [each for job in ordered if (each := job_curves(job, words[job.number])) is not None]
     figure = curves_figure(curves)
     assert not any(each.is_thinned for each in curves)
     assert [trace.name for trace in figure.data[::3]] == [
@@ -91,7 +92,7 @@ def test_curves_are_over_steps_tokens_and_time_by_a_button(jobs):
         "2 optim.lr=3",
     ]
     loss, validation, speed = figure.data[:3]
-    assert list(loss.y) == [8.0, 7.0, 6.0] and list(validation.y) == [9.0, 4.25] and list(speed.y) == [16] * 3
+    assert list(loss.y) == [8.0, 7.0, 6.0] and list(validation.y) == [9.0, 4.25] and list(speed.y) == [16] * 2
     over = {button.label: button.args[0]["x"] for button in figure.layout.updatemenus[0].buttons}
     assert [over[axis][:2] for axis in ("step", "tokens", "time in steps, s")] == [
         [[1, 2, 3], [0, 3]],
@@ -99,22 +100,21 @@ def test_curves_are_over_steps_tokens_and_time_by_a_button(jobs):
         [[0.5, 1.0, 1.5], [0.0, 1.5]],
     ]
     assert len(over["step"]) == len(figure.data) == 9
+    scales = [button.args[0] for button in figure.layout.updatemenus[1].buttons]
+    assert scales == [{"yaxis.type": kind, "yaxis2.type": kind} for kind in ("linear", "log")]
     assert f"job 3<br>optim.lr={LONG}<br>" in loss.hovertemplate
     assert {trace.line.color for trace in figure.data[:3]} == {loss.line.color}
 
 
-def test_a_long_curve_is_thinned_and_keeps_its_peaks_and_its_last_point(tmp_path):
+def test_a_long_curve_is_thinned_on_every_axis_and_the_page_says_so(tmp_path):
     made = job(tmp_path, 0, JobStatus.running)
     steps = range(1, 3 * MAX_POINTS)
     rows = [{"step": n, "loss": 1.0, "step_s": 1.0, "tokens": 8 * n, "tokens_per_s": 1.0} for n in steps]
-    for peak in (1000, 1001, 1002):
-        rows[peak - 1]["loss"], rows[peak - 1]["tokens_per_s"] = 9.0 + peak, None
     (tmp_path / "0" / METRICS_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = read_curves(made, [])
+    found = job_curves(made, [])
     assert found is not None and found.is_thinned
-    loss, _, speed = found.panels
-    assert len(loss.steps) <= MAX_POINTS and loss.steps[-1] == speed.steps[-1] == steps[-1]
-    assert max(loss.values) == 1011.0 and 1002 in loss.steps and set(speed.values) == {1.0}
+    loss = found.panels["training loss"]
+    assert len(loss.steps) <= MAX_POINTS and loss.steps[-1] == steps[-1]
     assert found.over("tokens", loss) == [8 * n for n in loss.steps]
     assert found.over("time in steps, s", loss)[-1] == steps[-1]
     write_page(tmp_path / "sweep.html", "command", [made], {0: []})

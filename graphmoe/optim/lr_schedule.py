@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,12 @@ from torch import Tensor
 
 from graphmoe.config.schema import LrSchedule, OptimConfig
 from graphmoe.plan.rules.lr_schedule import wsd_decay_start
+
+DECAYS: dict[LrSchedule, Callable[[Tensor], Tensor]] = {
+    LrSchedule.cosine: lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
+    LrSchedule.wsd: lambda progress: 1 - progress.sqrt(),
+}
+"""Share of the way from floor to peak by the progress of the decay, from 0 to 1; others stay at the peak."""
 
 
 class LrNumbers(NamedTuple):
@@ -44,14 +51,8 @@ def learning_rate(schedule: LrSchedule, numbers: LrNumbers, done: Tensor) -> Ten
     """
     step = done.float() + 1
     factor = torch.ones_like(step)
-    progress = ((step - numbers.start) / numbers.span).clamp(0, 1)
-    if schedule is LrSchedule.cosine:
-        factor = _between(numbers.floor, 0.5 * (1 + torch.cos(math.pi * progress)))
-    elif schedule is LrSchedule.wsd:
-        factor = _between(numbers.floor, 1 - progress.sqrt())
+    if schedule in DECAYS:
+        progress = ((step - numbers.start) / numbers.span).clamp(0, 1)
+        factor = numbers.floor + (1 - numbers.floor) * DECAYS[schedule](progress)
     rising = step / numbers.warmup.clamp_min(1.0)
     return numbers.peak * torch.where(step < numbers.warmup, rising, factor)
-
-
-def _between(floor: Tensor, share: Tensor) -> Tensor:
-    return floor + (1 - floor) * share

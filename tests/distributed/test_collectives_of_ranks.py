@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.distributed.collectives import LAYOUT, SIZE, Collective, others
 from tests.distributed.ranks import Job
 
+pytestmark = pytest.mark.slow
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "sum", "max")
 SHAPES = {"first dim": ((4, 3, 5), 0), "behind one": ((1, 4, 5), 1), "in the middle": ((3, 4, 5), 1)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +10,11 @@ import torch
 from graphmoe.plan.layout import Layout
 from tests.distributed.expert_steps import (
     EXPERTS,
-    NATURAL,
     ROUTINGS,
-    TOP_K,
     CompiledStep,
     Outcome,
     RoundTrip,
     Step,
-    micro_batch,
 )
 from tests.distributed.ranks import run_ranks
 from tests.tolerances import TOLERANCES, assert_forward_close, assert_gradient_close, relative_error
@@ -116,15 +112,6 @@ def test_other_loads_compile_nothing_again_and_what_knows_no_size_is_not_compile
         assert sorted(found.units) == ["attn..mlp", "attn..moe_preprocess", "embed", "loss", "shared_experts"]
 
 
-@pytest.mark.exhaustive
-def test_segments_that_inductor_compiles_give_the_losses_and_gradients_of_one_process(tmp_path):
-    """Units of experts shared out have no exchange inside, as those of tests/runtime/test_compiled.py."""
-    name = "ep=2, compiled without fuse_experts"
-    found = run_ranks(tmp_path, {name: replace(CASES[name], traced=False)}, 2)[name]
-    assert_as_alone(CASES[name], [each.outcomes[0] for each in found], alone(name))
-    assert [each.recompiled for each in found] == [0, 0]
-
-
 def test_recompute_sends_no_token_again(results):
     layers, steps = 2, 2
     found = results["ep=2, compiled, computed again"]
@@ -176,12 +163,3 @@ def test_a_token_goes_once_to_each_rank_that_holds_one_of_its_experts(results, n
         ]
         assert len(found["numbers"]) == int(found["arrived"].sum())
         assert found["numbers"].max() < local and found["numbers"].min() >= -1
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_unbalanced_cases_are_what_they_are_called(name):
-    empty, crowded = (alone(f"{name}, {routing}") for routing in list(ROUTINGS)[1:3])
-    assert all((outcome.counts_LE[:, 3] == 0).all() for outcome in empty)
-    slots = micro_batch(0)[:, 1:].numel() * TOP_K
-    assert all((outcome.counts_LE[:, 4:6].sum(1) == slots).all() for outcome in crowded)
-    assert STEPS[f"{name}, natural"].routing is NATURAL

@@ -1,7 +1,7 @@
 """Ranks of every layout train as one process does on the same global batches.
 
-By default one job of four ranks runs its cases; ``-m slow`` adds two and eight ranks, and ``-m exhaustive``
-every schedule on pipelines of 2, 4 and 8 ranks beside dp, tp and ep: 17 minutes on two cores.
+By default one job of four ranks runs a dozen; ``-m slow`` adds more, of two and eight ranks too, and
+``-m exhaustive`` every schedule on pipelines of 2, 4 and 8 ranks beside dp, tp and ep: 17 minutes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,17 @@ LAYERS = ("graph.scope=layer", "graph.warmup_steps=1")
 ROUTED_TWICE = "recompute.segments=[moe_router]"
 FOUR = (
     Case(4, "", model=("model.mtp_depth=1",), overrides=(BF16, *FULL)),
-    Case(4, "", overrides=("train.global_batch_size=32", "optim.bucket_mb=100")),
-    Case(4, "", overrides=LAYERS, mode="traced"),
     Case(4, "ep=2 etp=2", model=(MTP,)),
-    Case(4, "ep=4", overrides=("recompute.all=true",)),
     Case(4, "tp=2 ep=2", model=("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2")),
     Case(4, "tp=4 etp=2", model=(TIED, MTP)),
     Case(4, "cp=2 tp=2 ep=4", model=("model.q_lora_rank=6", MTP)),
     Case(4, "cp=4 cp_method=ring"),
-    Case(4, "tp=2", overrides=("recompute.ops=[mlp]",), mode="traced"),
-    Case(4, "pp=4", "1f1b", model=(MTP, TIED)),
-    Case(4, "pp=4", "1f1b", ("train.micro_batch_size=4",)),  # more stages than micro-batches
     Case(4, "pp=4", "zbv", ("pipeline.layout=E|t|t|t|t|m|m|L",), (MTP,)),
     Case(4, "pp=4", "zb1p", mode="traced"),
-    Case(4, "pp=2", "interleaved"),
     Case(4, "pp=2 ep=2", "zb1p", model=(TIED,)),
     Case(4, "pp=2 tp=2", "1f1b", model=(MTP, TIED)),
     Case(4, "pp=2 cp=2 etp=2", "1f1b"),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
-    Case(4, "pp=2 ep=2", "1f1b", TURNS, mode="traced"),
 )
 LANES = Case(
     2, "pp=2", "zbv", ("graph.scope=partial", "graph.warmup_steps=1", "train.micro_batch_size=2"),
@@ -68,6 +60,16 @@ TWO = (
     Case(2, "pp=2", "interleaved", (*LAYERS, "recompute.all=true"), (TIED,), "traced"),
     Case(2, "pp=2", "1f1b", FULL, mode="traced"),
 )  # fmt: skip
+MORE_OF_FOUR = (
+    Case(4, "", overrides=("train.global_batch_size=32", "optim.bucket_mb=100")),
+    Case(4, "", overrides=LAYERS, mode="traced"),
+    Case(4, "ep=4", overrides=("recompute.all=true",)),
+    Case(4, "tp=2", overrides=("recompute.ops=[mlp]",), mode="traced"),
+    Case(4, "pp=4", "1f1b", model=(MTP, TIED)),
+    Case(4, "pp=4", "1f1b", ("train.micro_batch_size=4",)),  # more stages than micro-batches
+    Case(4, "pp=2", "interleaved"),
+    Case(4, "pp=2 ep=2", "1f1b", TURNS, mode="traced"),
+)
 EIGHT = (
     *(Case(8, layout) for layout in (
         "ep=2", "ep=8", "etp=2", "ep=4 etp=2", "tp=2 ep=4", "tp=4 ep=2 etp=2", "cp=2 ep=8",
@@ -89,7 +91,7 @@ GRID = tuple(
 INDUCTOR = replace(LANES, mode="inductor")
 CASES = [
     *(pytest.param(case, id=str(case)) for case in FOUR),
-    *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in (*TWO, *EIGHT)),
+    *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in (*TWO, *MORE_OF_FOUR, *EIGHT)),
     *(pytest.param(case, id=str(case), marks=pytest.mark.exhaustive) for case in (*GRID, INDUCTOR)),
 ]
 

@@ -52,18 +52,17 @@ EAGER = {
 }
 """Models and labels that no case of test_layouts.py has."""
 ONE_MOE = (*LORA, "model.num_layers=1", "model.num_dense_layers=0")
-BY_INDUCTOR = {"mla": Step(ONE_MOE, PAIR, compiled=True, ignored="some")}
-OTHERS = {
-    "mla and mtp": Step((*ONE_MOE, "model.mtp_depth=1"), PAIR, compiled=True, ignored="some"),
+COMPILED = {
+    "mla and mtp": Step((*ONE_MOE, "model.mtp_depth=1"), PAIR, compiled=True, traced=True, ignored="some"),
     "gqa, dense": Step(
         (*GQA, "model.num_layers=1", "model.num_kv_heads=4", "model.qk_norm=true", "compile.enabled=true")
         + ("recompute.ops=[mlp]",),
         PAIR,
         compiled=True,
+        traced=True,
     ),
 }
-COMPILED = BY_INDUCTOR | {name: dataclasses.replace(step, traced=True) for name, step in OTHERS.items()}
-"""Inductor compiles one of them, and with -m exhaustive the others, which run as they were traced."""
+"""Units run as they were traced."""
 BF16 = {"bf16": Step(DENSE, TWO, dtype=torch.bfloat16)}
 
 
@@ -77,12 +76,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     """The outcomes of two ranks that compile."""
     return Job(tmp_path_factory.mktemp("ranks"), COMPILED, num_ranks=2).results(seconds=600)
-
-
-@pytest.fixture(scope="module")
-def by_inductor(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """The outcomes of two ranks of what is otherwise run as it was traced."""
-    return Job(tmp_path_factory.mktemp("ranks"), OTHERS, num_ranks=2).results(seconds=600)
 
 
 @pytest.mark.slow
@@ -136,13 +129,6 @@ def test_in_bf16_the_ranks_stay_as_close_to_fp32_as_one_process(ranks):
 def test_compiled_ranks_compute_what_one_eager_process_does(compiled, name):
     assert_outputs_are_those_of_one_process(COMPILED[name], compiled[name])
     assert_gradients_are_those_of_one_process(COMPILED[name], compiled[name])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", OTHERS)
-def test_ranks_that_inductor_compiles_compute_what_one_eager_process_does(by_inductor, name):
-    assert_outputs_are_those_of_one_process(OTHERS[name], by_inductor[name])
-    assert_gradients_are_those_of_one_process(OTHERS[name], by_inductor[name])
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from tests.distributed.vendor_trips import (
     too_little_room,
 )
 
+pytestmark = pytest.mark.slow
 TRIPS = {
     **{
         f"{package}, {routing}": Buffered(package, routing) for package in PACKAGES for routing in LIKELIHOODS

@@ -299,17 +299,15 @@ def test_a_dry_run_that_cannot_be_is_refused(words):
 
 
 def test_the_default_batch_grows_with_the_layout_and_no_other_does():
-    run = config("launch.fake_world=64", "parallel.tp=2", "train.global_batch_size=16")
-    assert run.train.global_batch_size == 64
-    assert config("launch.fake_world=4", "train.global_batch_size=16").train.global_batch_size == 16
-    piped = ("launch.fake_world=64", "parallel.pp=4", "train.global_batch_size=16")
-    assert config(*piped).train.global_batch_size == 16 * 2 * 16  # four for each rank of a pipeline
-    assert config(*piped, "pipeline.microbatches=5").train.global_batch_size == 16 * 2 * 5
-    deep = ("launch.fake_world=32", "parallel.pp=8", "model.num_layers=8", *piped[2:])
-    assert config(*deep).train.global_batch_size == 4 * 2 * 32  # of 4 and 2 sequences 16 is a multiple too
-    assert config(*deep, "pipeline.microbatches=64").train.global_batch_size == 4 * 2 * 64
-    assert config(*deep[:-1], "train.global_batch_size=24").train.global_batch_size == 24
-    assert config("train.global_batch_size=16").train.global_batch_size == 16
+    def batch(*words: str) -> int:
+        return config("train.global_batch_size=16", *words).train.global_batch_size
+
+    assert batch("launch.fake_world=64", "parallel.tp=2") == 64 and batch("launch.fake_world=4") == 16
+    piped = ("launch.fake_world=64", "parallel.pp=4")
+    assert batch(*piped) == 16 * 2 * 16  # four for each rank of a pipeline
+    assert batch(*piped, "pipeline.microbatches=5") == 16 * 2 * 5
+    assert batch("launch.fake_world=32", "parallel.pp=8", "model.num_layers=8") == 4 * 2 * 32
+    assert batch("launch.fake_world=4", "train.global_batch_size=24") == 24 and batch() == 16
 
 
 def test_balanced_rows_are_the_most_that_a_balanced_routing_sends():

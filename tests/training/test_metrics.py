@@ -77,17 +77,6 @@ def test_the_log_line_names_all_its_parts():
     assert large.endswith("SKIPPED: the gradient's square overflows fp32 (2 so far)")
 
 
-def test_the_log_line_leaves_out_what_the_run_does_not_have():
-    row = {**row_of(), "mfu": None, "mtp_loss": 0.0, "load_max_over_mean": []}
-    line = log_line(row, 10)
-    assert not any(part in line for part in ("MFU", "mtp", "load", "entropy"))
-
-
-def test_the_log_line_of_many_layers_stays_short():
-    line = log_line({**row_of(), "load_max_over_mean": [1.0] * 60}, 10)
-    assert "load max/mean " + "/".join(["1.0"] * 8) + "/..  " in line
-
-
 def test_the_formula_of_the_throughput_is_stated_with_and_without_a_peak():
     assert "2.000 GFLOP per token" in THROUGHPUT.describe() and "over 100 dense" in THROUGHPUT.describe()
     unknown = Throughput(1000, 2e9, "some device", None)
@@ -202,21 +191,6 @@ def test_weights_and_biases_without_its_package_names_the_extra(tmp_path, monkey
     assert not list(tmp_path.iterdir())  # nothing that would take the folder from the next start
 
 
-def test_weights_and_biases_gets_each_row(tmp_path, monkeypatch):
-    logged, started = [], {}
-    run = types.SimpleNamespace(
-        log=lambda scalars, step: logged.append((step, scalars["loss"])), finish=lambda: logged.append("end")
-    )
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **words: started.update(words) or run
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = writer(tmp_path, 0, tensorboard=False, wandb=True, wandb_project="mine")
-    sink.write([row_of(1), row_of(2)])
-    sink.close()
-    assert logged == [(1, 2.5), (2, 2.5), "end"]
-    assert started["project"] == "mine" and started["config"] == {"a": 1}
-
-
 def test_weights_and_biases_that_does_not_take_rows_costs_the_rows(tmp_path, monkeypatch, caplog):
     def refuse(*words, **named):
         raise ValueError("api_key not configured\nand more")
@@ -235,14 +209,21 @@ def test_weights_and_biases_that_does_not_take_rows_costs_the_rows(tmp_path, mon
 
 
 def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_run(tmp_path, monkeypatch):
-    ids: list[str] = []
+    started, logged = [], []
+    run = types.SimpleNamespace(
+        log=lambda scalars, step: logged.append((step, scalars["loss"])), finish=lambda: None
+    )
     fake = types.ModuleType("wandb")
-    fake.init = lambda **words: ids.append(words["id"]) or types.SimpleNamespace(finish=lambda: None)
+    fake.init = lambda **words: started.append(words) or run
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for parent in ("one", "other", "other"):
+    for step, parent in enumerate(("one", "other", "other")):
         (tmp_path / parent / "0").mkdir(parents=True, exist_ok=True)
-        writer(tmp_path / parent / "0", 0, tensorboard=False, wandb=True).close()
-    assert ids[0] != ids[1] == ids[2]
+        sink = writer(tmp_path / parent / "0", 0, tensorboard=False, wandb=True, wandb_project="mine")
+        sink.write([row_of(step)])
+        sink.close()
+    assert started[0]["id"] != started[1]["id"] == started[2]["id"]
+    assert started[0]["project"] == "mine" and started[0]["config"] == {"a": 1}
+    assert logged == [(0, 2.5), (1, 2.5), (2, 2.5)]
 
 
 def test_rows_are_kept_until_they_are_read():

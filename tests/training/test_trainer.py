@@ -197,13 +197,6 @@ def test_bad_samples_that_training_skipped_are_counted_in_the_log(tmp_path, capl
     assert "bad records (" in caplog.text and "sample with a token id beyond the vocabulary)" in caplog.text
 
 
-def test_validation_changes_nothing_in_the_run(tmp_path):
-    with_it = train_in(tmp_path / "with", "train.val_interval=1")
-    without = train_in(tmp_path / "without", "train.val_batches=0")
-    for one, other in zip(with_it.optimizer.weights, without.optimizer.weights, strict=True):
-        assert one.equal(other)
-
-
 @pytest.mark.parametrize("interval, steps", [(0, [7]), (2, [2, 4, 6, 7]), (7, [7]), (9, [7])])
 def test_checkpoints_come_at_their_interval_and_last(tmp_path, interval, steps):
     overrides = (f"checkpoint.interval={interval}", "checkpoint.keep_last=9", "train.steps=7")

@@ -34,7 +34,7 @@ HOLD = "FAULT_HOLD"
 _whole_step = Trainer._train_step
 _whole_stage = Pipelined._run
 _of_stage: list[Callable[[], object]] = []
-"""What is to happen in the next second micro-batch."""
+"""Fault of the next second micro-batch."""
 
 
 def nothing(graph: torch.fx.Graph) -> int:

@@ -84,7 +84,7 @@ _CONTEXT.set_forkserver_preload(
     ["graphmoe.train", "graphmoe.training.run", "graphmoe.info", "graphmoe.runtime.launch.elastic"]
 )
 QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "checkpoint.interval=0")
-"""Of runs whose steps a test makes one by one."""
+"""Words of runs whose steps a test makes one by one."""
 
 
 def config(*overrides: str) -> RunConfig:

@@ -54,13 +54,13 @@ class Suite:
 
 
 def too_few_experts(ranks: Ranks, folder: Path) -> list[DispatchRow]:
-    """What a shape gives whose experts are fewer than ranks and slots need."""
+    """Run a shape with fewer experts than ranks and slots need."""
     shape = dataclasses.replace(TINY["v2_lite"], E=2)
     return DispatchSuite(RankGroup(CPU), repeats=1).run(DispatchCase("small", shape, "natural", "pull"))
 
 
 def one_rank_fails(ranks: Ranks, folder: Path) -> tuple[str, int]:
-    """What ranks hear of an error on one of them, and that they go on."""
+    """Return what ranks hear of an error on one of them, and the result after it."""
     group = RankGroup(CPU)
 
     def action() -> int:

@@ -182,7 +182,7 @@ class FakeBuffer:
         return torch.stack(parts, 1).int()
 
     def _starts(self, channel_PC: Tensor) -> Tensor:
-        """Where the rows of each channel of each source begin here, among those of the source."""
+        """Beginnings of the rows of each channel of each source here, among those of the source."""
         ones = [1] * self.group_size
         ends_PC = transfer(channel_PC, ones, ones, self.group)
         return torch.cat([torch.zeros_like(ends_PC[:, :1]), ends_PC[:, :-1]], 1)

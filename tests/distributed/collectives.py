@@ -18,7 +18,7 @@ LAYOUT = Layout(dp=2, tp=SIZE)
 
 @dataclass
 class Ends:
-    """What goes into a collective and comes out, forward and backward."""
+    """Inputs and outputs of a collective, forward and backward."""
 
     x: Tensor
     y: Tensor
@@ -65,7 +65,7 @@ def call(kind: str, x: Tensor, dim: int) -> Tensor:
 
 
 def others(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
-    """What has no gradient of its own, and torch's checks of registration, fakes and tracing."""
+    """Run operations without gradients, and torch's checks of registration, fakes and tracing."""
     ops.use_groups(Mesh(LAYOUT))
     x = torch.arange(4.0).view(2, 2) + ranks.rank
     first, second = ops.sums_over("tp", SIZE, x, x.sum().requires_grad_())

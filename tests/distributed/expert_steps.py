@@ -39,7 +39,7 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Routing:
-    """What is added to the scores of experts before they are chosen."""
+    """Bias that is added to the scores of experts before they are chosen."""
 
     bias: tuple[float, ...] = (0.0,) * EXPERTS
     words: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     swapped: bool = False
-    """Whether the first two ranks hold each other's experts, of which the dispatcher knows nothing."""
+    """True where the first two ranks hold each other's experts, of which the dispatcher knows nothing."""
 
     def model(self, layout: Layout, rank: int, dispatcher: AllToAll | None) -> tuple[RunConfig, Transformer]:
         run = config(*MODEL, *self.words, *self.routing.words)
@@ -124,7 +124,7 @@ class Step:
         return [Outcome.of(model, micro_batch(ranks.rank)) for _ in range(2)]
 
     def alone(self) -> list[Outcome]:
-        """What one process that holds all experts makes of each rank's micro-batch."""
+        """Run each rank's micro-batch in one process that holds all experts."""
         _, model = self.model(ALONE, 0, None)
         return [Outcome.of(model, micro_batch(rank)) for rank in range(self.layout.size("world"))]
 
@@ -155,7 +155,7 @@ class CountedAllToAll(AllToAll):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled run of two micro-batches shows."""
+    """Findings of a compiled run of two micro-batches."""
 
     outcomes: list[Outcome]
     units: list[str]
@@ -169,7 +169,7 @@ class CompiledStep(Step):
     """The same by compiled segments: two micro-batches with other loads."""
 
     traced: bool = False
-    """Whether units run as they were traced."""
+    """True where units run as they were traced."""
 
     def __call__(self, ranks: Ranks, folder: Path) -> Compiled:
         with as_traced() if self.traced else contextlib.nullcontext():

@@ -153,7 +153,7 @@ def check_who_carries_messages(trainer: Trainer) -> None:
 
 
 def _of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """What each rank has of whole tensors by parameter name."""
+    """Cut whole tensors by parameter name into those of each rank."""
     run = case.training.config
     plan = plan_of(run, case.ranks)
     layout = plan.layout
@@ -165,7 +165,7 @@ def _of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor
 
 
 def _common(rows: Tensor, like: Tensor) -> Tensor:
-    """What steps that count return in every layout: without what they say of the rows that arrive."""
+    """Rows of steps that count, without the columns of arriving rows."""
     more = rows.shape[1] - like.shape[1]
     if more:
         rows = rows[rows[:, len(SCALARS) + RECEIVED.index("void")] == 0]

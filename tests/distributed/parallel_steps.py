@@ -28,12 +28,12 @@ from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 MICRO_BATCHES = 2
-"""Of all ranks together; each has those of its place along dp."""
+"""Number for all ranks together; each has those of its place along dp."""
 
 
 @dataclass
 class Outcome:
-    """What a rank knows after its micro-batches."""
+    """Findings of a rank after its micro-batches."""
 
     outputs: dict[int, LossOutput]
     """By number of the micro-batch."""
@@ -44,7 +44,7 @@ class Outcome:
     graphs: list[str] = field(default_factory=list)
     """The code of all compiled graphs."""
     matches: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Of compiled units and passes."""
+    """Matches by compiled unit and pass."""
     left: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ class Step:
     layout: Layout = ALONE
     compiled: bool = False
     traced: bool = False
-    """Whether compiled units run as they were traced."""
+    """True where compiled units run as they were traced."""
     dtype: torch.dtype = torch.float32
     ignored: str = "none"
     """Labels that are ignored: none, some, or all."""

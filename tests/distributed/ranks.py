@@ -80,7 +80,7 @@ class Job:
             time.sleep(0.005)
 
     def results(self, seconds: float = 300) -> dict[str, list[Any]]:
-        """What each case returned, by rank; an error where a rank had one."""
+        """Return the results of each case, by rank; an error where a rank had one."""
         end = time.monotonic() + seconds
         while any(process.exitcode is None for process in self.processes):
             failed = any(process.exitcode for process in self.processes)
@@ -98,17 +98,17 @@ class Job:
 
 
 def share_gpus(num_ranks: int) -> bool:
-    """Whether so many ranks have no GPU each."""
+    """Return whether there are fewer GPUs than ranks."""
     return torch.cuda.device_count() < num_ranks
 
 
 def run_ranks(folder: Path, cases: Mapping[str, Case], num_ranks: int = 2) -> dict[str, list[Any]]:
-    """What each case returned, by rank. Each gets a folder of its name."""
+    """Return the results of each case, by rank. Each gets a folder of its name."""
     return Job(folder, cases, num_ranks).results()
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
-    """Of a fixture's module: the values of a parameter with which tests will run."""
+    """Values of a parameter with which tests of a fixture's module will run."""
     items = [item for item in request.session.items if item.path == request.path]
     cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return [*dict.fromkeys(case[parameter] for case in cases if parameter in case)]

@@ -25,7 +25,7 @@ TINY = 600e-6
 """MB: 150 elements, less than some parameters have."""
 
 Additions = Callable[[int, str], int]
-"""How often a parameter gets a gradient in a step."""
+"""Number of gradients of a parameter in a step."""
 
 
 def once(step: int, name: str) -> int:
@@ -42,7 +42,7 @@ class Nets:
 
     layout: Layout
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    """What parameters are summed over, where it isn't ``stage``: each group has weights of its own."""
+    """Axes that parameters are summed over, where not ``stage``: each group has weights of its own."""
     dtype: torch.dtype = torch.float32
     additions: Additions = once
     compiled: bool = False
@@ -83,7 +83,7 @@ class Nets:
         return optimizer.step(torch.tensor(1.0))
 
     def whole(self, of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What ranks have by parameter name, as one process names it; all ranks of a group have the same."""
+        """Tensors of all ranks by the parameter names of one process; ranks of a group have the same."""
         found = {}
         for name in SHAPES:
             for number, group in enumerate(self.groups(name)):

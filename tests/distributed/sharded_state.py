@@ -38,7 +38,7 @@ def whole(name: str, kind: str, step: int) -> Tensor:
 
 
 def state_of_rank(layout: Layout, rank: int, step: int) -> dict[str, Any]:
-    """What a rank holds after a step; 0 for a state to load into, of other numbers."""
+    """State of a rank after a step; 0 for a state to load into, of other numbers."""
     optimizer = {
         kind: {name: _zero_shard(name, kind, layout, rank, step) for name in PARAMETERS}
         for kind in ("main", "exp_avg")

@@ -28,9 +28,9 @@ class Ring:
 
     layout: Layout
     heads: tuple[int, int] = (2, 2)
-    """Of queries, and of keys and values."""
+    """Numbers of heads of queries, and of keys and values."""
     sizes: tuple[int, int] = (8, 8)
-    """Of a query or key head, and of a value head."""
+    """Sizes of a query or key head, and of a value head."""
     dtype: torch.dtype = torch.float32
     seq_len: int = 32
     device: str = "cpu"
@@ -114,7 +114,7 @@ class CompiledAttention:
 
 
 def positions(ranks: Ranks, folder: Path) -> dict[str, list[int]]:
-    """Which of 16 positions a rank holds in each order."""
+    """Return the positions of 16 that a rank holds in each order."""
     layouts = {
         "neighbours": Layout(cp=4),
         "zigzag": Layout(cp=4, ring=True),

@@ -28,7 +28,7 @@ WORDS = (
 )  # fmt: skip
 TWO_RANKS = ("parallel.ep=2", "train.global_batch_size=16")
 ONE_LAYER = ("compile.enabled=true", "model.num_layers=1", "model.num_dense_layers=0")
-"""What Inductor compiles for a run of these on two ranks another finds in torch's cache."""
+"""Words of runs on two ranks that share torch's cache."""
 PLACES = frozenset[tuple[int, int]]
 """Steps from 1, and their micro-batches from 0."""
 
@@ -42,11 +42,11 @@ class Skew:
 
     places: PLACES = frozenset()
     ranks: tuple[int, ...] | None = None
-    """Of whose tokens; None for those of all."""
+    """Ranks whose tokens are skewed; None for all."""
     validates: bool = False
-    """Whether this holds for validation batches, instead."""
+    """True to skew validation batches instead."""
     spoiled: PLACES = frozenset()
-    """Where the loss of rank 1 is not finite."""
+    """Places at which the loss of rank 1 is not finite."""
 
     def __call__(self, trainer: Trainer) -> None:
         seen: dict[bytes, int] = {}
@@ -156,7 +156,7 @@ class Found:
     ladder: Outcome
     worst: Outcome
     log: list[str]
-    """What the ladder said."""
+    """Messages of the ladder."""
     launched: int
     """Steps that the first ran, void ones too."""
 
@@ -169,7 +169,7 @@ class Both:
     words: tuple[str, ...] = ()
     budget: float = 1.5
     of_ladder: tuple[Callable[[Trainer], None], ...] = ()
-    """What is done to the first only."""
+    """Changes of the first run only."""
     calm: int = receive_ladder.CALM_STEPS
     layout: tuple[str, ...] = TWO_RANKS
     runs: Training | Sharded = field(default=Training(()))
@@ -185,7 +185,7 @@ class Both:
         return Found(ladder, self.worst(ranks, folder / "worst"), said.lines, len(ladder.rows))
 
     def worst(self, ranks: Ranks, folder: Path) -> Outcome:
-        """Of a run with room for everything; cases that differ in their ladder only share one."""
+        """Run with room for everything; cases that differ in their ladder only share one."""
         key = self.changes, self.words, self.layout, self.runs
         if key not in _worst:
             _worst[key] = self.run(ranks, folder, "moe.receive_budget=worst_case")

@@ -29,7 +29,7 @@ LIKELIHOODS = {
 
 @dataclass
 class Exchanged:
-    """What one trip made, by `AllToAll` and by symm, with live rows in the order of arrival."""
+    """Results of one trip, by `AllToAll` and by symm, with live rows in the order of arrival."""
 
     wanted: dict[str, Tensor]
     actual: dict[str, Tensor]
@@ -51,7 +51,7 @@ class SymmTrip:
     dtype: torch.dtype = torch.float32
     backend: str = "eager"
     rows: int | None = None
-    """Of the received tensors; without it, a few more than can arrive."""
+    """Rows of the received tensors; without it, a few more than can arrive."""
     tokens: int = TOKENS
     hidden: int = 5
     device: str = "cpu"
@@ -134,7 +134,7 @@ def on_host(results: Any) -> Any:
 
 
 def made(received: Tensor, of_slots: Tensor, numbers: Tensor) -> Tensor:
-    """What the experts of a rank make of a row: dead rows stay what they are."""
+    """Apply the experts of a rank to rows: dead rows stay as they are."""
     factor = (of_slots * (numbers + 1)).masked_fill(numbers < 0, 0).sum(1, keepdim=True)
     return (received * factor).to(received.dtype)
 
@@ -146,7 +146,7 @@ def gradients(
     expert: Tensor,
     dy: Tensor,
 ) -> dict[str, Tensor]:
-    """What a trip makes, and its gradients."""
+    """Return the results of a trip, and its gradients."""
     results = run(h, weight, expert)
     dh, dweight = torch.autograd.grad(results["out"], (h, weight), dy)
     return {name: tensor.detach() for name, tensor in (results | {"dh": dh, "dweight": dweight}).items()}

@@ -28,7 +28,7 @@ BROKEN = {"by_symm": ["pull", "copy_engine_0.8"], "by_buffer": ["deepep"]}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each case returned, by rank."""
+    """Results of each case, by rank."""
     cases = {
         "suite": Suite(),
         **{name: Suite(("v2_lite/natural",), broken=name) for name in BROKEN},

@@ -30,7 +30,7 @@ TRANSPOSED = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank returned, by case."""
+    """Results of each rank, by case."""
     return Job(tmp_path_factory.mktemp("ranks"), {**CASES, "others": others}, num_ranks=4).results()
 
 

@@ -54,14 +54,14 @@ COMPILED = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What four ranks return, by case."""
+    """Results of four ranks, by case."""
     cases = {**RINGS, **STEPS, "positions": positions}
     return Job(tmp_path_factory.mktemp("ranks"), cases, num_ranks=4).results(seconds=400)
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What two ranks that compile return."""
+    """Results of two ranks that compile."""
     return Job(tmp_path_factory.mktemp("ranks"), COMPILED, num_ranks=2).results(seconds=600)
 
 

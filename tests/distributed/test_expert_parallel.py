@@ -54,7 +54,7 @@ COMPILED = [name for name in OTHERS if "compiled" in name]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each case returned, by rank."""
+    """Results of each case, by rank."""
     found = {}
     for size in (2, 4):
         cases = {name: case for name, case in CASES.items() if case.layout.size("world") == size}

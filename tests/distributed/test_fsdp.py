@@ -43,12 +43,12 @@ FSDP = "parallel.dp_shard=fsdp2"
 MTP = ("model.mtp_depth=2", "recompute.all=true")
 BF16 = "precision.compute=bf16"
 OF_A_FAMILY = ("model.score_function=sigmoid", "model.renormalise=true", "model.aux_loss=sequence")
-"""What a folder of Hugging Face can say."""
+"""Words of a model that a folder of Hugging Face can describe."""
 
 
 @dataclass
 class Found:
-    """What a rank knows at the end of a run."""
+    """Findings of a rank at the end of a run."""
 
     rows: Tensor
     val_losses: list[float]
@@ -166,7 +166,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def assert_parts_of(shards: dict[str, FlatShard], weights: dict[str, Tensor]) -> None:
-    """What a rank has is what one process has there."""
+    """Check each part of a rank against the same part of one process."""
     assert shards.keys() == weights.keys()
     for name, shard in shards.items():
         own = own_part(weights[name], shard.parallel, shard.layout, shard.rank)

@@ -241,7 +241,7 @@ def test_killed_before_its_name_a_checkpoint_of_many_files_is_not_there(tmp_path
 
 
 def test_the_parameters_meet_all_kinds_of_boxes():
-    """What these tests stand on: ranges that are empty, in several boxes, and divided by pieces."""
+    """Check the sizes of these tests: ranges that are empty, in several boxes, and divided by pieces."""
     counts = {
         len(shard.boxes())
         for layout in LAYOUTS.values()

@@ -59,7 +59,7 @@ OF_TWO = {
 ALONE = {"one process": ("folded", ()), "one process of stages": ("stages", ())}
 UNTIED = ("model.tie_embeddings=false", "checkpoint.enabled=false")
 OF_A_FAMILY = ("model.score_function=sigmoid", "model.renormalise=true", "model.aux_loss=sequence")
-"""What a folder of Hugging Face can say."""
+"""Words of a model that a folder of Hugging Face can describe."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ OF_FOUR = {
 
 
 def train(nets: Nets, rank: int | None, bucket_mb: float = TINY) -> dict[str, Any]:
-    """What a training leaves: whole weights, and of each step the norm and whether it was applied."""
+    """Results of a training: whole weights, and of each step the norm and whether it was applied."""
     optimizer = nets.optimizer(rank, bucket_mb)
     results = [nets.step(optimizer, step, rank) for step in range(STEPS)]
     optimizer.gather()
@@ -84,7 +84,7 @@ class Trained:
 
 
 def times_of_sums(ranks: Ranks, folder: Path) -> list[list[str]]:
-    """Of each step, the first parameter of each bucket that is summed, and "-" where the backward ends."""
+    """List for each step the first parameter of each summed bucket, and "-" where the backward ends."""
     nets = Nets(TWO, additions=used_twice_in_step_2)
     optimizer, steps = nets.optimizer(ranks.rank), []
     (family,) = optimizer.families
@@ -177,7 +177,7 @@ SHARDED = {"shards in bf16": Nets(TWO, {"experts": "tp"}, torch.bfloat16), "shar
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What two ranks found."""
+    """Results of two ranks."""
     cases = {name: Trained(nets) for name, nets in CASES.items()}
     cases |= {"one bucket": Trained(CASES["two ranks"], bucket_mb=100)}
     cases |= {f.__name__: f for f in (times_of_sums, weights_on_their_way, adopted)}
@@ -187,7 +187,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What four ranks found."""
+    """Results of four ranks."""
     cases = {name: Trained(nets) for name, nets in OF_FOUR.items()}
     return run_ranks(tmp_path_factory.mktemp("four"), cases, num_ranks=4)
 

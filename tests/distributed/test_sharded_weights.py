@@ -54,7 +54,7 @@ LAYOUTS = [Layout(tp=3, ep=3), Layout(dp=3, tp=3, ep=3, etp=3), ALONE]
 
 
 def cut_model(layout: Layout, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """What a rank has of a model whose every weight is random, the router's bias too."""
+    """Return a rank's part of a model of random weights, the router's bias too."""
     model, random = build_model(CONFIG, seed=seed, dtype=dtype), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -70,7 +70,7 @@ def cut_model(layout: Layout, rank: int, seed: int, dtype: torch.dtype = torch.f
 
 
 def parts_of(exact: nn.Module, model: nn.Module, layout: Layout, rank: int) -> dict[str, Tensor]:
-    """What a rank's model has after it took the weights of an exact one."""
+    """Return a rank's weights after it took those of an exact model."""
     marks = {name: layout_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     wholes = exact.state_dict().items()
     return {name: own_part(whole, marks[name], layout, rank).to(whole.dtype) for name, whole in wholes}

@@ -51,7 +51,7 @@ CASES = TRIPS | SHORT | DIFFERENCES | CHECKS
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each case returned, by rank."""
+    """Results of each case, by rank."""
     found = {}
     for size in (2, 4):
         cases = {name: case for name, case in CASES.items() if case.layout.size("world") == size}

@@ -77,7 +77,7 @@ class Part:
         return sent, loss
 
     def found(self):
-        """What a run leaves: losses by micro-batch, gradients."""
+        """Results of a run: losses by micro-batch, gradients."""
         return self.losses, self.gradient_DD, self.bias_D.grad
 
 
@@ -122,7 +122,7 @@ def stage_of(part, *, defers=False):
 
 
 def in_one_process(num_stages, num_micro_batches, sums=False, steps=1):
-    """What each part finds without a pipeline."""
+    """Losses and gradients of each part without a pipeline."""
     parts = [Part(stage, num_stages, sums) for stage in range(num_stages)]
     for micro_batch in steps * list(range(num_micro_batches)):
         sent, losses = (), []

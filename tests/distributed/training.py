@@ -39,23 +39,23 @@ from graphmoe.training.trainer import Trainer
 from tests.runs import TIMED, config
 
 Change = Callable[[Trainer], None]
-"""What is done to a trainer before it starts its loop."""
+"""Change of a trainer before it starts its loop."""
 
 
 @dataclass
 class Outcome:
-    """What a rank knows at the end of a run."""
+    """Findings of a rank at the end of a run."""
 
     rows: Tensor
-    """What each step returned."""
+    """Row of each step."""
     written: list[dict[str, Any]]
     """The rows of metrics.jsonl that this rank would write, without what differs from run to run."""
     weights: dict[str, Tensor]
     """fp32."""
     model: dict[str, Tensor]
-    """What the model's parameters are after the run."""
+    """The model's parameters after the run."""
     gradients: dict[str, Tensor]
-    """Of the last step, as clipped."""
+    """Gradients of the last step, as clipped."""
     state: dict[str, Any]
     """All that a checkpoint holds."""
     step: int
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def val_losses(self) -> Tensor:
-        """Of all validations, in their order."""
+        """Losses of all validations, in their order."""
         return torch.tensor([row["val_loss"] for row in self.written if "val_loss" in row])
 
 
@@ -88,7 +88,7 @@ class Training:
     words: tuple[str, ...]
     change: Change | None = None
     traced: bool = False
-    """Whether compiled units run as the graphs that were traced: Inductor takes a minute for a run's."""
+    """True where compiled units run as the graphs that were traced: Inductor takes a minute for a run's."""
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -162,7 +162,7 @@ def unmeasured() -> Iterator[None]:
 
 
 def without_rank_load(rows: Tensor) -> Tensor:
-    """What steps returned, but for the one metric that depends on the layout."""
+    """Rows of steps, but for the one metric that depends on the layout."""
     place = SCALARS.index("rank_load")
     return torch.cat([rows[:, :place], rows[:, place + 1 :]], dim=1)
 
@@ -216,7 +216,7 @@ def _kept_rows(trainer: Trainer) -> list[Tensor]:
 
 
 def on_rank(trainer: Trainer, rank: int) -> bool:
-    """Whether this is the rank; the last one where there are fewer."""
+    """Return whether this is the rank; the last one where there are fewer."""
     return trainer.ranks.rank == min(rank, trainer.ranks.size - 1)
 
 

@@ -17,7 +17,7 @@ Order = list[tuple[Direction, str]]
 
 
 def watched(overlap: Overlap) -> Order:
-    """What the overlap queues from now on, as a list that grows."""
+    """Return the units that the overlap queues from now on, as a list that grows."""
     order: Order = []
     run_unit, back = overlap.run_unit, overlap._back
 
@@ -37,5 +37,5 @@ def watched(overlap: Overlap) -> Order:
 
 
 def num_changes(order: Order) -> int:
-    """How often a forward follows a backward, or a backward a forward."""
+    """Count the times that a forward follows a backward, or a backward a forward."""
     return sum(one != other for (one, _), (other, _) in itertools.pairwise(order))

@@ -37,7 +37,7 @@ LIKELIHOODS = {
 
 
 class Travels(Protocol):
-    """What both kinds of dispatchers have in common."""
+    """Common part of both kinds of dispatchers."""
 
     capacity: Any
 
@@ -73,7 +73,7 @@ class Problem:
 
 @dataclass
 class Trip:
-    """What a rank got, what came back, and the gradients."""
+    """Received rows of a rank, returned rows, and gradients."""
 
     received: Tensor
     weight: Tensor
@@ -222,7 +222,7 @@ def _buffer_of(mesh: Mesh) -> Iterator[None]:
 
 
 def gradients_of_slots(ranks: Ranks, folder: Path) -> Tensor:
-    """Of all received weights, those of slots of experts elsewhere too, which a buffer sends as 0."""
+    """Gradients of all received weights, of slots of experts elsewhere too, which a buffer sends as 0."""
     mesh = Mesh(Layout(dp=ranks.size, ep=ranks.size))
     problem = Problem.of("natural", mesh.layout, ranks.rank, "cpu", hidden=16, tokens=TOKENS)
     weight = problem.weight.requires_grad_()
@@ -233,7 +233,7 @@ def gradients_of_slots(ranks: Ranks, folder: Path) -> Tensor:
 
 
 def too_little_room(ranks: Ranks, folder: Path) -> str:
-    """What is said where ranks have more tokens than there is room for."""
+    """Return the error of ranks that have more tokens than there is room for."""
     mesh = Mesh(Layout(dp=ranks.size, ep=ranks.size))
     problem = Problem.of("natural", mesh.layout, ranks.rank, "cpu", hidden=16, tokens=TOKENS)
     small = DeepEP.of(ranks.size, TOKENS - 1, EXPERTS // ranks.size, slots=99)

@@ -1,4 +1,4 @@
-"""Where parameters lie in flat buffers, and which rank owns what."""
+"""Positions of parameters in flat buffers, and the owner of each element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = (100, 700, 1e9)
 
 
 def placements(num_ranks: int, limit: float) -> list[BufferLayout]:
-    """Of each rank."""
+    """Return the layout of each rank."""
     return [BufferLayout.of(WEIGHTS, num_ranks, index, limit) for index in range(num_ranks)]
 
 

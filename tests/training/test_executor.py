@@ -1,4 +1,4 @@
-"""What a run refuses, chooses and says about its experts before the first step."""
+"""Refusals, choices and log lines of a run about its experts before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written about a step: metrics.jsonl, the log line, TensorBoard, the summary."""
+"""Records of a step: metrics.jsonl, the log line, TensorBoard, the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process imports before it trains: seconds in which nothing happens."""
+"""Imports of a process before it trains: seconds in which nothing happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts for a step's time, and what a run does beside its steps, which counts for none."""
+"""Time of steps, and pauses between them that count for none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runs import config, metrics, trainer_in
 
 
 class Time:
-    """Of the host and of a device that does all at once: it passes where a test says so only."""
+    """Clock of the host and of an instant device: it advances only where a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

@@ -28,7 +28,7 @@ UNVALIDATED = (*COMPILED, "train.val_batches=0")
 
 
 def losses(folder, *overrides: str) -> list[float]:
-    """Of fifty steps, then of the validations."""
+    """Losses of fifty steps, then of the validations."""
     train_in(folder, *STEPS, *overrides)
     return [row[key] for key in ("loss", "val_loss") for row in metrics(folder) if key in row]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -16,17 +15,8 @@ import yaml
 from graphmoe.command.hydra import load_config
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.files import ENVIRONMENT_FILE
-from graphmoe.run.folder import announce, claim
 from graphmoe.runtime.host.signals import (
-    ELASTIC,
     LAUNCHER_PID,
-    NOTICES,
-    SIGNALS,
-    Interrupted,
-    StopSignal,
-    ends_at_signals,
-    heard,
 )
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.train import train
@@ -162,72 +152,6 @@ def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_f
     assert not (tmp_path / "run" / "resolved.yaml").exists()
 
 
-def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch):
-    monkeypatch.setenv(ELASTIC, "x")
-    monkeypatch.setattr("graphmoe.runtime.host.signals._heard._at", -2.0)
-    with StopSignal() as stop:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
-    assert stop.received == "SIGTERM"
-
-
-@pytest.fixture
-def ended(monkeypatch) -> list[int]:
-    """The statuses with which a handler would have ended this process."""
-    statuses: list[int] = []
-    monkeypatch.setattr("graphmoe.runtime.host.signals.os._exit", statuses.append)
-    return statuses
-
-
-def send(*numbers: int) -> None:
-    for number in numbers:
-        os.kill(os.getpid(), number)
-
-
-@pytest.mark.parametrize("number", [*SIGNALS, *NOTICES])
-def test_each_signal_that_asks_to_stop_is_remembered(number, ended):
-    before = signal.getsignal(number)
-    with StopSignal() as stop:
-        send(number)
-    assert stop.received == number.name and not ended and signal.getsignal(number) is before
-
-
-def test_notices_never_end_a_process_at_once_and_a_second_demand_does(ended):
-    with StopSignal() as stop:
-        send(signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)  # as Slurm does at the end
-        assert not ended
-        send(signal.SIGUSR2)
-        assert not ended
-        send(signal.SIGINT)
-    assert stop.received == "SIGUSR1" and ended == [130]
-
-
-def test_what_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with ends_at_signals(), StopSignal() as stop:
-            send(signal.SIGHUP)
-        assert stop.received is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_workers_leave_notices_to_their_launcher(monkeypatch):
-    assert [*heard()] == [*SIGNALS, *NOTICES]
-    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
-    assert [*heard()] == [*SIGNALS]
-
-
-def test_a_signal_whose_exception_was_dropped_stops_the_run_at_its_first_step():
-    with ends_at_signals():
-        with contextlib.suppress(KeyboardInterrupt):
-            send(signal.SIGTERM)
-        with StopSignal() as stop:
-            assert stop.received == "SIGTERM"
-    with StopSignal() as stop:
-        assert stop.received is None
-
-
 def test_a_port_that_was_taken_meanwhile_is_one_line(monkeypatch):
     taken = socket.create_server(("127.0.0.1", 0))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
@@ -235,18 +159,6 @@ def test_a_port_that_was_taken_meanwhile_is_one_line(monkeypatch):
         monkeypatch.setenv(name, value)
     with taken, pytest.raises(RunFailed, match="cannot listen at 127.0.0.1:.*which was free a moment ago"):
         _join(config())
-
-
-def test_a_notice_that_comes_again_before_the_first_step_does_not_end_the_tidying_up():
-    tidied = False
-    with pytest.raises(Interrupted), ends_at_signals():
-        try:
-            send(signal.SIGHUP)
-        finally:
-            send(signal.SIGHUP)
-            send(signal.SIGUSR1)
-            tidied = True
-    assert tidied
 
 
 @pytest.mark.parametrize("module", ["graphmoe.train", "graphmoe.worker"])
@@ -275,47 +187,3 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 130 and done.stderr.endswith("\nSIGINT received: ending\n")
-
-
-def test_outside_the_steps_a_signal_raises_and_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match="SIGTERM") as interrupted, ends_at_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert interrupted.value.status == 143 and signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": "json"},
-        {"sweep": {"resume": "x"}},
-        {"launch": {"nproc": 1, "write_only": True}},
-        {"compile": {"enabled": True, "cache": False, "cache_dir": "elsewhere"}},
-    ],
-)
-def test_what_no_number_depends_on_does_not_make_another_run(tmp_path, change):
-    plain = {
-        "format": "text",
-        "sweep": {"resume": None},
-        "launch": {"nproc": 1, "write_only": False},
-        "compile": {"enabled": True, "cache": True, "cache_dir": "here"},
-    }
-    claim(tmp_path / "run", plain, resume=True).release()
-    same = claim(tmp_path / "run", {**plain, **change}, resume=True)
-    assert same.resumed and same.path == tmp_path / "run"
-    same.release()
-    other = claim(tmp_path / "run", {**plain, "launch": {"nproc": 2}}, resume=True)
-    assert other.path == tmp_path / "run-2"
-    other.release()
-
-
-def test_only_a_folder_in_which_training_began_is_said_to_begin_again(tmp_path, caplog):
-    caplog.set_level("INFO")
-    claim(tmp_path / "run", {"a": 1}, resume=True).release()
-    again = claim(tmp_path / "run", {"a": 1}, resume=True)
-    announce(again, {"a": 1})
-    assert "again" not in caplog.text
-    (again.path / ENVIRONMENT_FILE).touch()
-    announce(again, {"a": 1})
-    assert "(again: it saved nothing)" in caplog.text
-    again.release()

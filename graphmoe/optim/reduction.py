@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.flat_buffers import Family, in_forward_order
 from graphmoe.plan.buckets import Bucket
-from graphmoe.profiler_ranges import ranged
 from graphmoe.runtime.compile.units import owner_of
 from graphmoe.runtime.launch.stamps import wait_for
-from graphmoe.segments import Executor, Segment
+from graphmoe.segments import Executor, Segment, profiler_range
 
 
 class GradientReduction:
@@ -84,7 +83,7 @@ class _BucketSum:
     def start(self) -> None:
         """Start the sum of what has come so far."""
         self._wait()
-        with ranged("gradients", "sum"):
+        with profiler_range("gradients", "sum"):
             for gradient in self._gradients:
                 gradient.fill()
             self._work = self._family.reduce(self._bucket)
@@ -122,7 +121,7 @@ class WeightGather:
     def start(self) -> None:
         """Queue all collectives. The update that made the weights comes before them on the current stream."""
         self.wait()
-        with ranged("weights", "gather"):
+        with profiler_range("weights", "gather"):
             self._underway = {
                 number: family.gather(bucket) for number, (family, bucket) in enumerate(self._queue)
             }

@@ -29,6 +29,6 @@ def is_launch(name: str) -> bool:
 
 
 def unit_and_part(name: str) -> tuple[str, str] | None:
-    """What a range of `graphmoe.profiler_ranges` names; None for any other."""
+    """What a range of `graphmoe.segments` names; None for any other."""
     match = _RANGE.fullmatch(name)
     return (match[1], match[2]) if match else None

@@ -21,7 +21,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
-from graphmoe.runtime.pipeline.lanes import lanes_of
+from graphmoe.runtime.pipeline.engine import lanes_of
 from graphmoe.runtime.pipeline.overlapped import OverlappedStage
 from graphmoe.runtime.pipeline.stages import Deferring
 from graphmoe.runtime.ranks import Mesh

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from graphmoe.config.schema import RunConfig
 from graphmoe.plan.costs.hardware import peak_tflops
-from graphmoe.profiler_ranges import ranges_wanted
 from graphmoe.run.files import display_path
 from graphmoe.run.machine import device_name
 from graphmoe.run.records import FACTS, PROFILE_FOLDER, STEP, trace_file
@@ -27,6 +26,7 @@ from graphmoe.runtime.torch_compat.memory import (
     stop_memory_history,
     write_memory_history,
 )
+from graphmoe.segments import ranges_wanted
 from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.step_rows import StepClock
 

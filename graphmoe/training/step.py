@@ -16,8 +16,8 @@ from graphmoe.optim.zero1 import update_selection_bias
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.stages import StagePieces
-from graphmoe.profiler_ranges import ranged
 from graphmoe.runtime.ranks import Mesh, sums
+from graphmoe.segments import profiler_range
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.step_rows import RECEIVED, device_row
 
@@ -89,7 +89,7 @@ class TrainStep:
         scalars, counts_LE, received_load = self.accumulate(batches)
         if received_load is not None:
             scalars |= self._received(received_load)
-        with ranged("optimizer", "update"):
+        with profiler_range("optimizer", "update"):
             result = self.optimizer.step(scalars["loss"])
         if self.plan.config.model.selection_bias:
             rate = self.plan.config.model.bias_update_rate

@@ -34,7 +34,7 @@ from graphmoe.run.machine import (
 )
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.weights import explained_mismatch, load_weights
-from graphmoe.runtime.capture.run import CapturedRun
+from graphmoe.runtime.capture.step import CapturedRun
 from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.signals import StopSignal

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from graphmoe.profiler_ranges import ranged
 from graphmoe.runtime.capture.capture import Span
 from graphmoe.runtime.capture.graphs import GraphMaker
+from graphmoe.segments import profiler_range
 
 R = TypeVar("R", bound="Replay")
 
@@ -88,7 +88,7 @@ class Replay:
         return next(moved, None)
 
     def __call__(self, given: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        with ranged(self._unit, self._part):
+        with profiler_range(self._unit, self._part):
             for static, tensor in zip(self.static, given, strict=True):
                 if static.data_ptr() != tensor.data_ptr():
                     static.copy_(tensor.detach())

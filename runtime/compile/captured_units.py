@@ -24,7 +24,7 @@ from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.runtime.capture.capture import Capture, Span
 from graphmoe.runtime.capture.graphs import static_copy
 from graphmoe.runtime.capture.replays import Pool, Replay
-from graphmoe.runtime.compile.code import Later, Postponing, UnitCode, differentiable
+from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode, differentiable
 
 
 class UnitCapture:
@@ -104,19 +104,22 @@ class CapturedUnit:
         self._lanes: dict[tuple[Hashable, int], _UnitOnLane] = {}
 
     def __call__(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Gradient], later: Later | None = None
+        self,
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+        pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
         """As ``UnitCode``."""
         name, micro_batch = self._shared.lane_name, self._shared.micro_batch
-        assert later is None or name is not None, "W is left for later, and the micro-batch has no lane"
+        assert pending is None or name is not None, "W is left for later, and the micro-batch has no lane"
         lane = self._free(name, micro_batch)
         if self.graphs.backward is None:
             # On no lane the next forward takes the same buffers: autograd sees it, and no W waits for them.
             lane.taken_by = None if name is None else micro_batch
             results = lane.forward(tensors)[0]
         else:
-            lane.taken_by, lane.later = micro_batch, later
-            results = differentiable(lane, tensors, gradients)
+            lane.taken_by = micro_batch
+            results = differentiable(lane, tensors, gradients, pending)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def _free(self, name: Hashable, micro_batch: Hashable) -> _UnitOnLane:
@@ -146,8 +149,6 @@ class _UnitOnLane:
         self.graphs, self._is_named = code.graphs, is_named
         self.taken_by: Hashable = None
         """The micro-batch that may still read the results."""
-        self.later: Later | None = None
-        """Where the next backward leaves W."""
         self._code, self._shared, self._span, self._reads, self._pool = code, shared, span, reads, pool
         self._held: Sequence[Tensor] = ()
         """What it read last without a gradient. While it is held, its memory is given to nobody else."""
@@ -192,25 +193,26 @@ class _UnitOnLane:
         return Replay(self._span, self._pool, run, static, stays, part="F")
 
     def backward(
-        self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
+        self,
+        kept: Sequence[Tensor],
+        of_outputs: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+        pending: PendingWeightGrads | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """As ``UnitCode.backward``; W is left for ``later`` if there is one."""
-        later, self.later = self.later, None
+        """As ``UnitCode.backward``."""
         if not self._is_named:
             self.taken_by = None
-        if later is None:
-            return self._whole_backward(kept, of_outputs, gradients)
         if self._forward is None:
-            return Postponing(self._code, later, len(gradients)).backward(kept, of_outputs, gradients)
-        return self._inputs_alone(kept, of_outputs, gradients, later)
+            return self._code.backward(kept, of_outputs, gradients, pending)
+        if pending is None:
+            return self._whole_backward(kept, of_outputs, gradients)
+        return self._inputs_alone(kept, of_outputs, gradients, pending)
 
     def _whole_backward(
         self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         sums = [gradients[i] for i in self.graphs.weight_gradients]
         add = have_begun(sums)
-        if self._forward is None:
-            return self._code.backward(kept, of_outputs, gradients)
         replay = self._pool.find(self._backward[add], of_outputs)
         is_first = bool(sums) and add not in self._code.weights_run
         if is_first or (replay is None and self._pool.has_gap):
@@ -235,7 +237,7 @@ class _UnitOnLane:
         kept: Sequence[Tensor],
         of_outputs: Sequence[Tensor],
         gradients: Sequence[Gradient],
-        later: Later,
+        pending: PendingWeightGrads,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         inputs = self._pool.find(self._inputs, of_outputs)
         if inputs is None:
@@ -247,7 +249,7 @@ class _UnitOnLane:
             self._pool.num_left += 1
             handed = [*results[count:], *inputs.read_by_weights]
             sums = [gradients[i] for i in wanted]
-            later.append(functools.partial(self._run_weights, inputs, handed, sums))
+            pending.append(functools.partial(self._run_weights, inputs, handed, sums))
         return [result.detach() for result in results[:count]], [None] * len(wanted)
 
     def _captured_inputs(self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor]) -> _Inputs:

@@ -9,15 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from graphmoe.ops import grouped_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
-from graphmoe.profiler_ranges import ranged
-from graphmoe.runtime.compile.accumulation import accumulate_outputs
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.torch_compat import FakeTensorMode, compile_inference
+from graphmoe.segments import profiler_range
 
 Compiled = Callable[..., Sequence[Tensor]]
-Later = list[Callable[[], object]]
-"""What a backward has left to be done."""
+PendingWeightGrads = list[Callable[[], object]]
+"""Calls of W that backwards have left to their caller, in the order of I."""
+aten, prims, ops = torch.ops.aten, torch.ops.prims, torch.ops.graphmoe
 
 
 def compile_graph(graph: fx.GraphModule) -> Compiled:
@@ -63,18 +64,20 @@ class UnitCode:
             self._weights_code(add=True)
 
     def __call__(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Gradient], later: Later | None = None
+        self,
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+        pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        """The unit's outputs from (parameters, buffers, inputs); differentiable if it was compiled so.
+        """Compute the unit's outputs from (parameters, buffers, inputs), with gradients if it trains.
 
         Where the code accumulates, the backward adds to each parameter's gradient in ``gradients``, and
-        autograd gets none. It leaves that to a call that it puts into ``later``, if it is given.
+        autograd gets none. Given ``pending`` it leaves that to a call that it puts there.
         """
         if self.graphs.backward is None:
             results = tuple(self.run_forward(tensors))
         else:
-            code = self if later is None else Postponing(self, later, len(gradients))
-            results = differentiable(code, tensors, gradients)
+            results = differentiable(self, tensors, gradients, pending)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -83,7 +86,7 @@ class UnitCode:
 
     def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The outputs, then the intermediate results that the backward keeps."""
-        with ranged(self.graphs.name, "F"):
+        with profiler_range(self.graphs.name, "F"):
             return self._forward(*tensors)
 
     def outputs_and_kept(
@@ -94,11 +97,23 @@ class UnitCode:
         return tuple(results[:count]), [*(tensors[i] for i in self.graphs.kept_inputs), *results[count:]]
 
     def backward(
-        self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
+        self,
+        kept: Sequence[Tensor],
+        of_outputs: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+        pending: PendingWeightGrads | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """I, then W: gradients of ``graphs.input_gradients`` and of ``graphs.weight_gradients``."""
+        """I, then W or a call of it in ``pending``; gradients of inputs, and of weights for autograd."""
         of_inputs, handed = self.backward_inputs(kept, of_outputs)
-        return of_inputs, self.backward_weights(handed, gradients)
+        if pending is None:
+            return of_inputs, self.backward_weights(handed, gradients)
+        assert self.accumulates, "autograd wants weight gradients at once"
+        assert all(i >= len(gradients) for i in self.graphs.input_gradients), "I makes weight gradients"
+        if self.graphs.weight_gradients:
+            # What made an input leads to other units' calls in the list: a cycle, which nobody collects.
+            handed = [tensor.detach() for tensor in handed]
+            pending.append(functools.partial(self.backward_weights, handed, gradients))
+        return of_inputs, [None] * len(self.graphs.weight_gradients)
 
     def backward_inputs(
         self, kept: Sequence[Tensor], gradients: Sequence[Tensor]
@@ -109,7 +124,7 @@ class UnitCode:
         read = [*kept, *gradients]
         results: Sequence[Tensor] = ()
         if self._inputs is not None:
-            with ranged(self.graphs.name, "I"):
+            with profiler_range(self.graphs.name, "I"):
                 results = self._inputs(*(read[i] for i in split.inputs_read))
         count = len(self.graphs.input_gradients)
         return list(results[:count]), [*results[count:], *(read[i] for i in split.weights_read)]
@@ -126,7 +141,7 @@ class UnitCode:
             return []
         if not self.accumulates:
             code = self._weights_code(add=False)
-            with ranged(self.graphs.name, "W"):
+            with profiler_range(self.graphs.name, "W"):
                 return list(code(*handed))
         sums = [gradients[i] for i in wanted]
         self.run_weights(handed, sums, add=have_begun(sums))
@@ -137,7 +152,7 @@ class UnitCode:
         """W, where it accumulates: store in ``sums`` or add to them."""
         if sums:
             code = self._weights_code(add=add)
-            with ranged(self.graphs.name, "W"):
+            with profiler_range(self.graphs.name, "W"):
                 code(*handed, *(gradient.total for gradient in sums))
             self.weights_run.add(add)
 
@@ -151,26 +166,6 @@ class UnitCode:
         return self._weights[add]
 
 
-class Postponing:
-    """A unit whose backward is I, and leaves W for later."""
-
-    def __init__(self, code: UnitCode, later: Later, num_weights: int) -> None:
-        assert code.accumulates, "autograd wants weight gradients at once"
-        of_inputs = code.graphs.input_gradients
-        assert all(i >= num_weights for i in of_inputs), "the backward is not cut into I and W"
-        self.graphs, self.forward, self._code, self._later = code.graphs, code.forward, code, later
-
-    def backward(
-        self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        of_inputs, handed = self._code.backward_inputs(kept, of_outputs)
-        if self.graphs.weight_gradients:
-            # What made an input leads to other units' calls in the list: a cycle, which nobody collects.
-            handed = [tensor.detach() for tensor in handed]
-            self._later.append(functools.partial(self._code.backward_weights, handed, gradients))
-        return of_inputs, [None] * len(self.graphs.weight_gradients)
-
-
 class Differentiable(Protocol):
     """A training unit's F, and its I and W together."""
 
@@ -179,24 +174,35 @@ class Differentiable(Protocol):
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]: ...
 
     def backward(
-        self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
+        self,
+        kept: Sequence[Tensor],
+        of_outputs: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+        pending: PendingWeightGrads | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]: ...
 
 
 def differentiable(
-    code: Differentiable, tensors: Sequence[Tensor], gradients: Sequence[Gradient]
+    code: Differentiable,
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Gradient],
+    pending: PendingWeightGrads | None,
 ) -> tuple[Tensor, ...]:
-    """What the unit's outputs are made of, with their place in autograd's graph."""
-    return _UnitFunction.apply(code, gradients, *tensors)
+    """Run a unit's forward as one node of autograd's graph; returns what its outputs are views of."""
+    return _UnitFunction.apply(code, gradients, pending, *tensors)
 
 
 class _UnitFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, code: Differentiable, gradients: Sequence[Gradient], *tensors: Tensor
+        ctx: Any,
+        code: Differentiable,
+        gradients: Sequence[Gradient],
+        pending: PendingWeightGrads | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         outputs, kept = code.forward(tensors)
-        ctx.code, ctx.gradients, ctx.num_inputs = code, gradients, len(tensors)
+        ctx.code, ctx.gradients, ctx.pending, ctx.num_inputs = code, gradients, pending, len(tensors)
         ctx.save_for_backward(*kept)
         fixed = [o for o, wanted in zip(outputs, code.graphs.differentiable, strict=True) if not wanted]
         ctx.mark_non_differentiable(*fixed)
@@ -210,13 +216,13 @@ class _UnitFunction(torch.autograd.Function):
         graphs = code.graphs
         wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
         wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
-        of_inputs, of_weights = code.backward(ctx.saved_tensors, wanted, ctx.gradients)
+        of_inputs, of_weights = code.backward(ctx.saved_tensors, wanted, ctx.gradients, ctx.pending)
         result: list[Tensor | None] = [None] * ctx.num_inputs
         for i, gradient in zip(graphs.input_gradients, of_inputs, strict=True):
             result[i] = gradient
         for i, gradient in zip(graphs.weight_gradients, of_weights, strict=True):
             result[i] = gradient
-        return None, None, *result
+        return None, None, None, *result
 
 
 def _no_results(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -227,3 +233,77 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
+    """The same graph with a further fp32 input for each output, which it stores there or adds to it.
+
+    The experts' kernels do so from their own sums where they can. Elsewhere the sum is taken in fp32 before
+    any rounding to the weights' dtype that ends the graph, and a transposed product becomes the product of
+    the transposed, so that both sides of the sum lie alike.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(module.graph, copies)
+    assert isinstance(result, tuple)
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    for index, value in enumerate(result):
+        shape = value.meta["val"]
+        with graph.inserting_after(last_input[0]) if last_input else graph.inserting_before(None):
+            buffer = graph.placeholder(f"buffer_{index}")
+        last_input = [buffer]
+        buffer.meta["val"] = shape.new_empty(shape.shape, dtype=torch.float32)
+        pairs.append((value, buffer))
+    for value, buffer in _without_experts(graph, pairs, add):
+        value = _transposed_product(graph, _before_rounding(value))
+        if add:
+            value = graph.call_function(aten.add.Tensor, (buffer, value))
+            value.meta["val"] = buffer.meta["val"]
+        copy = graph.call_function(aten.copy_.default, (buffer, value))
+        copy.meta["val"] = buffer.meta["val"]
+    graph.output(())
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _without_experts(
+    graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], add: bool
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Let the experts' kernels fill their buffers themselves; returns the other (value, buffer)."""
+    experts = [node for node in graph.nodes if node.target is ops.grouped_mlp_wgrad.default]
+    for node in experts:
+        of_node = [(value, buffer) for value, buffer in pairs if value in node.users]
+        of_node.sort(key=lambda pair: pair[0].args[1])  # type: ignore[arg-type, return-value]
+        if [value.args[1] for value, _ in of_node] == [0, 1] and not any(v.users for v, _ in of_node):
+            *given, backend = node.args
+            totals = [buffer for _, buffer in of_node]
+            into = graph.call_function(ops.grouped_mlp_wgrad_into.default, (*given, *totals, backend, add))
+            into.meta["val"] = None
+            pairs = [pair for pair in pairs if pair not in of_node]
+    return pairs
+
+
+def _before_rounding(node: fx.Node) -> fx.Node:
+    if node.target is prims.convert_element_type.default:
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.meta["val"].dtype == torch.float32:
+            return source
+    return node
+
+
+def _transposed_product(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """(a b)^T as b^T a^T: its rows are contiguous."""
+    product = node.args[0] if node.target is aten.permute.default and list(node.args[1]) == [1, 0] else None  # type: ignore[arg-type]
+    if not (isinstance(product, fx.Node) and product.target is aten.mm.default and len(product.users) == 1):
+        return node
+    turned = []
+    for factor in reversed(product.args):
+        assert isinstance(factor, fx.Node)
+        view = graph.call_function(aten.permute.default, (factor, [1, 0]))
+        view.meta["val"] = factor.meta["val"].permute(1, 0)
+        turned.append(view)
+    result = graph.call_function(aten.mm.default, tuple(turned))
+    result.meta = {**node.meta, "val": node.meta["val"].new_empty(node.meta["val"].shape)}
+    return result

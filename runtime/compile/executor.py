@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -18,12 +18,11 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import MadeBy, PassReport, PassRunner
 from graphmoe.runtime.cache.turns import CompileTurns, Turn
 from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
-from graphmoe.runtime.compile.code import Compiled, Later, UnitCode, compile_graph
+from graphmoe.runtime.compile.code import Compiled, PendingWeightGrads, UnitCode, compile_graph
 from graphmoe.runtime.compile.graphs import unit_graphs
 from graphmoe.runtime.compile.recompute import NOTHING, Recompute, UnitRecompute, executor_outside_graphs
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from graphmoe.runtime.compile.units import BoundUnit, Unit, owner_of, units_of
-from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.torch_compat import cache_counts
 from graphmoe.segments import Segment
 
@@ -83,8 +82,24 @@ class UnitReport:
         return code
 
 
+class UnitTurns(Protocol):
+    """Lets the units of a micro-batch wait for their turn among those of another."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether a forward is under way whose units take turns."""
+
+    def run_unit(
+        self,
+        unit: Unit,
+        read: Sequence[Tensor],
+        call: Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]],
+    ) -> tuple[Tensor, ...]:
+        """Compute the unit's results when it is its turn; ``call`` is its forward."""
+
+
 @dataclass
-class _Place:
+class _PlacedUnit:
     """A unit at one place of the model."""
 
     bound: BoundUnit
@@ -107,7 +122,7 @@ class CompiledSegments:
         gradient_of: Callable[[Tensor], Gradient] | None = None,
         capture: UnitCapture | None = None,
         recompute: Recompute | None = None,
-        overlap: Overlap | None = None,
+        unit_turns: UnitTurns | None = None,
     ) -> None:
         self.turns: CompileTurns | None = None
         """Of the ranks that share a folder of compiled code."""
@@ -120,12 +135,12 @@ class CompiledSegments:
         self._capture = capture
         """Which segments replay from graphs in training; None for none."""
         self._recompute = recompute or Recompute()
-        self._overlap = overlap
+        self._unit_turns = unit_turns
         """What runs the units of two micro-batches in turns; None where each runs for itself."""
-        self._later: Later | None = None
+        self._pending: PendingWeightGrads | None = None
         """Where backwards leave their W; None where they run it."""
         self._run_dynamic = executor_outside_graphs(self._recompute)
-        self._places: dict[tuple[Any, ...], list[_Place | Unit]] = {}
+        self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
         """The units of a list of segments; those that are dynamic run as they are."""
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self.reports: list[UnitReport] = []
@@ -158,19 +173,19 @@ class CompiledSegments:
         return tuple(values[name] for name in keep)
 
     @contextmanager
-    def deferring(self, later: Later) -> Iterator[None]:
-        """The backward of each unit whose forward runs inside leaves its W in ``later``, in the order of I.
+    def deferring(self, pending: PendingWeightGrads) -> Iterator[None]:
+        """The backward of each unit whose forward runs inside leaves its W in ``pending``.
 
         Whoever calls these, and drops them, has all weight gradients; each is summed when its W is called.
         A unit without weights leaves nothing, and inference is as ever. A dynamic unit is no graph and has no
         W: its weight gradients come with I. Inside a micro-batch of the overlap the overlap's list is used.
         Units that are captured need a ``lane`` as well.
         """
-        before, self._later = self._later, later
+        before, self._pending = self._pending, pending
         try:
             yield
         finally:
-            self._later = before
+            self._pending = before
 
     @property
     def captures(self) -> bool:
@@ -187,15 +202,15 @@ class CompiledSegments:
         """
         return nullcontext() if self._capture is None else self._capture.lane(name)
 
-    def _run(self, place: _Place, code: UnitCode | CapturedUnit, read: list[Tensor]) -> Sequence[Tensor]:
-        if self._overlap is None or not self._overlap.runs:
-            return code([*place.bound.tensors, *read], place.gradients, self._later)
+    def _run(self, place: _PlacedUnit, code: UnitCode | CapturedUnit, read: list[Tensor]) -> Sequence[Tensor]:
+        if self._unit_turns is None or not self._unit_turns.runs:
+            return code([*place.bound.tensors, *read], place.gradients, self._pending)
         assert isinstance(code, UnitCode), f"{place.bound.unit.name} is captured alone, and others run inside"
 
-        def call(own: Sequence[Tensor], later: Later) -> Sequence[Tensor]:
-            return code([*place.bound.tensors, *own], place.gradients, later)
+        def call(own: Sequence[Tensor], pending: PendingWeightGrads) -> Sequence[Tensor]:
+            return code([*place.bound.tensors, *own], place.gradients, pending)
 
-        return self._overlap.run_unit(place.bound.unit, read, call)
+        return self._unit_turns.run_unit(place.bound.unit, read, call)
 
     def in_place(
         self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
@@ -211,13 +226,13 @@ class CompiledSegments:
         self._add(report)
         return code
 
-    def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_Place | Unit]:
+    def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_PlacedUnit | Unit]:
         # Graphs know where the results of others lie, so each program of a capture has places of its own.
         program = self._capture.capture.program if self._capture else None
         key = (*(_identity(segment) for segment in segments), keep, program)
         if key not in self._places:
             captured = self._capture.names if self._capture and program is not None else frozenset[str]()
-            units = units_of(segments, keep, captured, OVERLAPPED if self._overlap else frozenset())
+            units = units_of(segments, keep, captured, OVERLAPPED if self._unit_turns else frozenset())
             self._places[key] = [unit if unit.dynamic else self._place(BoundUnit.of(unit)) for unit in units]
         return self._places[key]
 
@@ -235,12 +250,12 @@ class CompiledSegments:
         knobs = {spec.name: spec.knobs for spec in self._runner(True).specs}
         return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
 
-    def _place(self, bound: BoundUnit) -> _Place:
+    def _place(self, bound: BoundUnit) -> _PlacedUnit:
         parameters = bound.tensors[: bound.num_parameters]
-        return _Place(bound, [self._gradient_of(p) for p in parameters] if self._gradient_of else [])
+        return _PlacedUnit(bound, [self._gradient_of(p) for p in parameters] if self._gradient_of else [])
 
     def _code(
-        self, place: _Place, read: list[Tensor], made_by: dict[str, MadeBy | None]
+        self, place: _PlacedUnit, read: list[Tensor], made_by: dict[str, MadeBy | None]
     ) -> UnitCode | CapturedUnit:
         trains = torch.is_grad_enabled()
         shapes = (trains, *((t.shape, t.dtype, t.requires_grad) for t in read))
@@ -254,7 +269,7 @@ class CompiledSegments:
         return code
 
     def _captured_code(
-        self, capture: UnitCapture, place: _Place, read: list[Tensor], made_by: dict[str, MadeBy | None]
+        self, capture: UnitCapture, place: _PlacedUnit, read: list[Tensor], made_by: dict[str, MadeBy | None]
     ) -> UnitCode | CapturedUnit:
         unit = place.bound.unit
         for trains, *shapes in place.codes:
@@ -267,7 +282,7 @@ class CompiledSegments:
         return capture.unit(code, tuple(s.name for s in unit.segments), unit.name, unit.reads)
 
     def _shared_code(
-        self, place: _Place, read: list[Tensor], trains: bool, made_by: dict[str, MadeBy | None]
+        self, place: _PlacedUnit, read: list[Tensor], trains: bool, made_by: dict[str, MadeBy | None]
     ) -> UnitCode:
         bound = place.bound
         tensors = [*bound.tensors, *read]

@@ -18,9 +18,15 @@ from torch import Tensor, fx
 from graphmoe.passes import MadeBy, PassReport, PassRunner
 from graphmoe.passes.matching import SAME_ELEMENTS, is_cast, is_op
 from graphmoe.passes.split_backward import SplitBackward, split_backward
-from graphmoe.runtime.compile.output_views import OutputViews, root_of, take_off_views
+from graphmoe.runtime.compile.cut import (
+    Halves,
+    OutputViews,
+    cut_joint,
+    root_of,
+    take_off_borders,
+    take_off_views,
+)
 from graphmoe.runtime.compile.recompute import NOTHING, UnitRecompute
-from graphmoe.runtime.compile.recompute_graphs import Cut, cut_joint, take_off_borders
 from graphmoe.runtime.compile.tracing import trace_forward
 from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph
 from graphmoe.runtime.torch_compat.lazy_graphs import lazy_graph_modules
@@ -95,10 +101,10 @@ def unit_graphs(
         fixed = (False,) * count
         return UnitGraphs(forward, count, fixed, views=views, name=name, reports=reports, made_by=made_by)
 
-    def cut_of(joint: fx.GraphModule) -> Cut:
+    def cut_of(joint: fx.GraphModule) -> Halves:
         return cut_joint(joint, len(differentiable), range(num_weights), recompute)
 
-    last: dict[str, Cut] = {}  # the graph measured last, cut
+    last: dict[str, Halves] = {}  # the graph measured last, cut
     known = {} if measured is None else measured
 
     def saved_bytes(module: fx.GraphModule) -> int:

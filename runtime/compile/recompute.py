@@ -1,6 +1,6 @@
 """What the backward computes again instead of keeping it: what a run asks for, and how an eager run does it.
 
-Compiled units do it by their graphs, `graphmoe.runtime.compile.recompute_graphs`.
+Compiled units do it by their graphs, `graphmoe.runtime.compile.cut`.
 """
 
 from __future__ import annotations

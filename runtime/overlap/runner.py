@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from graphmoe.runtime.compile.code import Later
+from graphmoe.ops.symm.peers import beside_products_on
+from graphmoe.runtime.compile.code import PendingWeightGrads
 from graphmoe.runtime.compile.units import Unit
 from graphmoe.runtime.overlap.order import Direction, Piece, backward_of, interleaved, transfers_first, turns
 from graphmoe.runtime.overlap.tape import Tape
-from graphmoe.runtime.overlap.transfer_stream import TransferStream
 
 Result = TypeVar("Result")
-Call = Callable[[Sequence[Tensor], Later], Sequence[Tensor]]
+Call = Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]]
 """A unit's forward, given what it reads and a list for what its backward leaves to be done."""
 
 
@@ -117,7 +117,7 @@ class Overlap:
 
     def _run_backward(self) -> None:
         """The turns of the backward up to the next piece of the forward: of each its pieces, then their W."""
-        left: list[Later] = []
+        left: list[PendingWeightGrads] = []
         while self._queue and self._queue[0][0] == "backward":
             _, number = self._queue.popleft()
             assert self._beside is not None
@@ -129,7 +129,7 @@ class Overlap:
                     weights.pop(0)()
             left.clear()
 
-    def _back(self, backward: Backward, number: int) -> Later:
+    def _back(self, backward: Backward, number: int) -> PendingWeightGrads:
         tape, piece = backward.tape, backward.pieces[number]
         key: Hashable = (tape, "backward", number)
         self._transfers.wait((tape, "backward", source) for source in piece.needs)
@@ -148,3 +148,42 @@ class Backward:
         self.turns = turns(self.pieces, transfers_first(self.pieces))
         self.ends = {turn[-1] for turn in self.turns}
         """The last piece of each turn: then its transfers are under way, and W runs beside them."""
+
+
+class TransferStream:
+    """Runs transfers one after the other, each behind all that was queued before it; none on a CPU.
+
+    A transfer may pack what it sends on the current stream, which then waits for the transfer before it.
+
+    What a transfer reads must stay until the current stream has waited for it: the allocator knows one stream
+    for each memory, and would give it to others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+        self._under_way: dict[Hashable, tuple[torch.cuda.Event, Any]] = {}
+
+    def run(self, key: Hashable, call: Callable[[], Result], reads: Any) -> Result:
+        """What ``call`` returns, to be read after ``wait`` for the key; ``reads`` is held till then."""
+        if self._stream is None:
+            return call()
+        products = torch.cuda.current_stream()
+        self._stream.wait_stream(products)
+        with torch.cuda.stream(self._stream), beside_products_on(products):
+            result = call()
+            done = torch.cuda.Event()
+            done.record()
+        self._under_way[key] = done, reads
+        return result
+
+    def wait(self, keys: Iterable[Hashable]) -> None:
+        """Let the current stream wait for those of these that are under way. No device sync."""
+        for key in keys:
+            if key in self._under_way:
+                done, _ = self._under_way.pop(key)
+                done.wait()
+
+    def wait_for_all(self) -> None:
+        """Let the current stream wait for all of them."""
+        self.wait([*self._under_way])

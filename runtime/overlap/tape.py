@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.compile.code import PendingWeightGrads
 from graphmoe.runtime.overlap.order import Piece
 
 RECEIVED = -1
@@ -29,7 +29,7 @@ class _Done:
     """Where the gradients of ``reads`` come out, on the stream of the unit."""
     outputs: dict[int, GradientEdge] = field(default_factory=dict)
     """Where gradients of the results go in, by position."""
-    weights: Later = field(default_factory=list)
+    weights: PendingWeightGrads = field(default_factory=list)
 
 
 class Tape:
@@ -81,7 +81,7 @@ class Tape:
         name: str,
         transfers: bool,
         read: Sequence[Tensor],
-        call: Callable[[Sequence[Tensor], Later], Sequence[Tensor]],
+        call: Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:
         """The results of ``call``, cut off from what made them.
 
@@ -92,7 +92,7 @@ class Tape:
         reads = [self._key(tensor) for tensor in read if tensor.requires_grad]
         own = [self._source_of(tensor.detach()) if tensor.requires_grad else tensor for tensor in read]
         inputs = [get_gradient_edge(tensor) for tensor in own if tensor.requires_grad]
-        number, weights = len(self._done), Later()
+        number, weights = len(self._done), PendingWeightGrads()
         results = [result.contiguous() for result in call(own, weights)]  # as the next unit would have it
         outputs = {i: get_gradient_edge(r) for i, r in enumerate(results) if r.requires_grad}
         given = tuple(
@@ -123,7 +123,7 @@ class Tape:
         done = self._done[number]
         return done, [self._gradients.get((number, i), []) for i in done.outputs]
 
-    def back(self, number: int, *, keep: bool = False) -> Later:
+    def back(self, number: int, *, keep: bool = False) -> PendingWeightGrads:
         """The backward of a unit, when those of all that read its results are over; its weights' gradients.
 
         What the unit has kept is let go of, or with ``keep`` stays with `what_back_reads`.

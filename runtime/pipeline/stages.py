@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.compile.code import PendingWeightGrads
 from graphmoe.runtime.pipeline.channels import Specs
 
 Tensors = tuple[Tensor, ...]
-Deferring = Callable[[Later], AbstractContextManager[object]]
+Deferring = Callable[[PendingWeightGrads], AbstractContextManager[object]]
 """A context: what runs inside it leaves the W of its backward in the list."""
 Run = Callable[[int, Tensors], tuple[Tensors, Tensor | None]]
 """Of a micro-batch and what was received for it: what goes to the next stage, and a scalar to add to the
@@ -82,7 +82,7 @@ class _Kept:
     received: Tensors
     """Leaves of autograd's graph."""
     roots: Roots
-    later: Later
+    later: PendingWeightGrads
 
 
 class AutogradStage:
@@ -96,7 +96,7 @@ class AutogradStage:
         self._run = run
         self._deferring: Deferring = deferring or nullcontext
         self._kept: dict[int, _Kept] = {}
-        self._later: dict[int, Later] = {}
+        self._later: dict[int, PendingWeightGrads] = {}
 
     @property
     def kept(self) -> set[int]:
@@ -108,7 +108,7 @@ class AutogradStage:
             return self._run(micro_batch, received)[0]
         assert micro_batch not in self.kept, f"micro-batch {micro_batch} is still kept"
         leaves = tuple(tensor.detach().requires_grad_() for tensor in received)
-        later: Later = []
+        later: PendingWeightGrads = []
         with self._deferring(later):
             sent, loss = self._run(micro_batch, leaves)
         self._kept[micro_batch] = _Kept(leaves, Roots.of(sent, loss), later)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from graphmoe.runtime.compile.code import Later
+from graphmoe.runtime.compile.code import PendingWeightGrads
 from graphmoe.runtime.compile.units import Unit
 from graphmoe.runtime.overlap.order import Direction
 from graphmoe.runtime.overlap.runner import Backward, Call, Overlap
@@ -22,13 +22,13 @@ def watched(overlap: Overlap) -> Order:
     run_unit, back = overlap.run_unit, overlap._back
 
     def run_and_note(unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
-        def note_and_call(own: Sequence[Tensor], later: Later) -> Sequence[Tensor]:
+        def note_and_call(own: Sequence[Tensor], later: PendingWeightGrads) -> Sequence[Tensor]:
             order.append(("forward", unit.name))
             return call(own, later)
 
         return run_unit(unit, read, note_and_call)
 
-    def note_and_back(backward: Backward, number: int) -> Later:
+    def note_and_back(backward: Backward, number: int) -> PendingWeightGrads:
         order.append(("backward", backward.pieces[number].name))
         return back(backward, number)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphmoe.runtime.compile.accumulation import accumulate_outputs
+from graphmoe.runtime.compile.code import accumulate_outputs
 from tests.ops.mlp_cases import make_problem
 
 aten = torch.ops.aten

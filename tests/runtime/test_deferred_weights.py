@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphmoe.model.build import build_model
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import PASSES, PassRunner
-from graphmoe.runtime.compile.code import Later, UnitCode
+from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.segments import Segment
@@ -35,7 +35,7 @@ class Stage:
         for name, gradient in self.gradients.items():
             gradient.on_added = lambda name=name: self.added.append(name)
         self.execute = CompiledSegments(
-            lambda trains: PassRunner(SPLIT), lambda p: self.gradients[names[id(p)]], overlap=overlap
+            lambda trains: PassRunner(SPLIT), lambda p: self.gradients[names[id(p)]], unit_turns=overlap
         )
 
     def loss(self, seed: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Stage:
         return {name: gradient.total.clone() for name, gradient in self.gradients.items()}
 
 
-def run_all(later: Later) -> None:
+def run_all(later: PendingWeightGrads) -> None:
     while later:
         later.pop(0)()
 
@@ -68,7 +68,7 @@ def test_sums_are_bitwise_those_of_whole_backwards_and_w_runs_in_the_order_of_i(
     wanted, order = plain(2)
     stage = Stage()
     for seed in range(2):
-        later: Later = []
+        later: PendingWeightGrads = []
         with stage.execute.deferring(later):
             loss = stage.loss(seed)
         loss.backward()
@@ -81,7 +81,7 @@ def test_sums_are_bitwise_those_of_whole_backwards_and_w_runs_in_the_order_of_i(
 def test_forwards_and_backwards_of_several_micro_batches_alternate_while_w_waits():
     wanted, _ = plain(3)
     stage = Stage()
-    lists: list[Later] = [[], [], []]
+    lists: list[PendingWeightGrads] = [[], [], []]
     losses = []
     for seed, backward, weights in ((0, None, None), (1, None, None), (2, 0, None), (None, 1, 0)):
         if seed is not None:
@@ -99,7 +99,7 @@ def test_forwards_and_backwards_of_several_micro_batches_alternate_while_w_waits
 
 def test_only_forwards_inside_leave_their_w():
     stage = Stage()
-    later: Later = []
+    later: PendingWeightGrads = []
     with stage.execute.deferring(later):
         with torch.no_grad():
             stage.loss(0)
@@ -114,7 +114,7 @@ def test_only_forwards_inside_leave_their_w():
 def test_an_overlap_under_way_has_a_list_of_its_own():
     wanted, _ = plain(1)
     stage = Stage(overlap := Overlap(torch.device("cpu")))
-    later: Later = []
+    later: PendingWeightGrads = []
     with stage.execute.deferring(later):
         overlap.backward(overlap.forward(lambda: stage.loss(0)))
         overlap.finish()
@@ -135,7 +135,7 @@ def test_nothing_of_a_micro_batch_is_held_when_its_w_has_run():
         kept.extend(map(StorageWeakRef, made))
         return run_weights(self, handed, gradients)
 
-    later: Later = []
+    later: PendingWeightGrads = []
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +155,7 @@ def test_a_dynamic_unit_makes_its_weight_gradients_with_i():
     linear = torch.nn.Linear(4, 4)
     execute = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: Gradient(torch.zeros(p.shape)))
     segments = [Segment("attn", linear, ("x",), ("x",), dynamic=True)]
-    later: Later = []
+    later: PendingWeightGrads = []
     with execute.deferring(later):
         (y,) = execute(segments, {"x": torch.ones(2, 4)}, ("x",))
     y.sum().backward()

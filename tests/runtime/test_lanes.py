@@ -20,7 +20,7 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import PASSES, PassRunner
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
-from graphmoe.runtime.compile.code import Later, UnitCode
+from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment
 from tests.runtime.chains import CPU, Scale
@@ -147,7 +147,9 @@ class Stage:
             gradient.finish()
         return [*(tensor for number in sorted(results) for tensor in results[number]), *sums]
 
-    def _forward(self, seed: int, lane: object, later: Later | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, seed: int, lane: object, later: PendingWeightGrads | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(3, 4, generator=generator).to(self.device).requires_grad_()
         ids = torch.randint(0, 7, (3,), generator=generator).to(self.device)
@@ -264,7 +266,7 @@ def test_w_of_captured_units_is_left_for_later_on_a_lane_only():
 
 
 def test_a_lane_is_not_taken_before_the_last_w_has_run():
-    stage, later = Stage(ALL), Later()
+    stage, later = Stage(ALL), PendingWeightGrads()
     for _ in range(2):
         with stage.capture.step():
             _, y = stage._forward(0, 0, later)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.compile.cut import root_of
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.output_views import root_of
 from graphmoe.runtime.compile.recompute import (
     Recompute,
     RecomputedSegments,

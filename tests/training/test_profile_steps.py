@@ -12,8 +12,8 @@ import pytest
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
-from graphmoe.profiler_ranges import ranged, ranges_wanted
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.segments import profiler_range, ranges_wanted
 from graphmoe.training.run import warn_of_unused
 from tests.runs import config, numbers, train_in, trainer_in
 
@@ -135,7 +135,7 @@ def test_ranks_without_steps_have_no_effect(caplog):
 
 
 def test_ranges_are_nothing_while_nobody_wants_them():
-    assert ranged("attn", "F") is ranged("mlp", "F")
+    assert profiler_range("attn", "F") is profiler_range("mlp", "F")
     with ranges_wanted():
-        assert ranged("attn", "F") is not ranged("mlp", "F")
-    assert ranged("attn", "F") is ranged("mlp", "F")
+        assert profiler_range("attn", "F") is not profiler_range("mlp", "F")
+    assert profiler_range("attn", "F") is profiler_range("mlp", "F")

@@ -1,6 +1,6 @@
 """The experts as one operation whose weight gradients are summed in the optimizer's fp32 tensors.
 
-For a backward that no graph holds: compiled units do so by their graphs (`runtime.compile.accumulation`).
+For a backward that no graph holds: compiled units do so by their graphs (`runtime.compile.code`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from graphmoe.runtime.compile.code import Compiled
+from graphmoe.runtime.compile.cut import said_of
 from graphmoe.runtime.compile.executor import CompiledSegments, UnitReport
-from graphmoe.runtime.compile.recompute_graphs import said_of
 from graphmoe.runtime.torch_compat import without_modes
 from graphmoe.segments import Executor, Segment
 

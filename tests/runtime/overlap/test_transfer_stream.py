@@ -7,7 +7,7 @@ import torch
 
 from graphmoe.ops.symm import peers
 from graphmoe.ops.symm.peers import before_products
-from graphmoe.runtime.overlap.transfer_stream import TransferStream
+from graphmoe.runtime.overlap.runner import TransferStream
 from tests.stand_in_streams import use_streams
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from graphmoe.plan.pipeline.actions import parts
 from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.runtime.pipeline.lanes import lanes_of
+from graphmoe.runtime.pipeline.engine import lanes_of
 from tests.runtime.pipeline.test_transfers import TABLES
 
 

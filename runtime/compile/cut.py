@@ -1,9 +1,9 @@
-"""Cut a unit's joint graph so that the backward computes again what the configuration names.
+"""Cut a unit's graphs: its joint graph into forward and backward, and views off its outputs.
 
-torch's partition does the work; it is told by marks on nodes. A region is a run of neighbouring segments:
-all of it is marked, and what it hands on passes a border, a node that is kept if the backward of what
-follows needs it, and that is taken off again. A part is a piece of a segment: it has no border, so what
-follows reads its results from the second computation.
+torch's partition cuts, told by marks on nodes what the backward is to compute again. A region is a run of
+neighbouring segments: all of it is marked, and what it hands on passes a border, a node that is kept if the
+backward of what follows needs it, and that is taken off again. A part is a piece of a segment: it has no
+border, so what follows reads its results from the second computation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor, fx
 
 from graphmoe.passes.fuse_experts import hidden_only
 from graphmoe.passes.split_backward import RECOMPUTED, VIEWS
-from graphmoe.runtime.compile.output_views import is_view
 from graphmoe.runtime.compile.recompute import UnitRecompute, refuse_random_numbers
 from graphmoe.runtime.torch_compat import is_recomputed, mark_kept, mark_recomputed, partition, remove_marks
 
@@ -29,7 +28,7 @@ BORDER = "border"
 """The key of a border's metadata."""
 
 
-class Cut(NamedTuple):
+class Halves(NamedTuple):
     """The two halves of a joint graph."""
 
     forward: fx.GraphModule
@@ -41,10 +40,10 @@ class Cut(NamedTuple):
 
 def cut_joint(
     joint: fx.GraphModule, num_outputs: int, static_inputs: Sequence[int], wanted: UnitRecompute
-) -> Cut:
-    """Cut a joint graph. Raises ConfigError for random numbers in what is wanted."""
+) -> Halves:
+    """Halves a joint graph. Raises ConfigError for random numbers in what is wanted."""
     if not wanted:
-        return Cut(*partition(joint, num_outputs, static_inputs))
+        return Halves(*partition(joint, num_outputs, static_inputs))
     _mark(joint.graph, wanted)
     forward, backward = partition(joint, num_outputs, static_inputs)
     _read_what_is_kept(forward, backward)
@@ -54,7 +53,7 @@ def cut_joint(
     again = [node for node in backward.graph.nodes if node.op == "call_function" and is_recomputed(node)]
     for half in (forward, backward):
         remove_marks(half.graph)
-    return Cut(forward, backward, sum(node.target not in {*VIEWS, operator.getitem} for node in again))
+    return Halves(forward, backward, sum(node.target not in {*VIEWS, operator.getitem} for node in again))
 
 
 def take_off_borders(forward: fx.GraphModule) -> None:
@@ -140,3 +139,61 @@ def _read_what_is_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Non
             again = by_name.get(border.args[0].name)
             if again is not None:
                 again.replace_all_uses_with(by_name[border.name])
+
+
+class OutputViews(NamedTuple):
+    """Views that make a unit's outputs of its inputs and its graph's results.
+
+    A compiled graph returns no input and no view: a router that hands its normalised input on in another
+    shape needs these, or a dispatch that hands on what it was given.
+    """
+
+    inputs: tuple[int, ...]
+    """Positions of the inputs that outputs are views of."""
+    graph: fx.GraphModule
+    """(those inputs, results of the unit's graph) -> outputs."""
+
+    def __call__(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs; autograd sees the views."""
+        return self.graph(*(inputs[i] for i in self.inputs), *results)
+
+
+def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
+    """Leave one result for each memory that ``forward`` makes; None where it was so already. In place."""
+    end = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    outputs = [*end.args[0]]
+    roots = dict.fromkeys(root_of(node) for node in outputs)
+    results = [root for root in roots if root.op != "placeholder"]
+    if results == outputs:
+        return None
+    placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    read = [node for node in placeholders if node in roots]
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in (*read, *results)}
+    graph.output(tuple(_copy(node, graph, copies) for node in outputs))
+    end.args = (tuple(results),)
+    forward.graph.eliminate_dead_code()
+    forward.recompile()
+    return OutputViews(tuple(placeholders.index(node) for node in read), fx.GraphModule(forward, graph))
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows; the node itself if it is none."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node shows the memory of another one."""
+    # a piece of a split is one, a piece of what an operation with several results made is not
+    target = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
+    return target in VIEWS or getattr(target, "is_view", False)
+
+
+def _copy(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The chain of views that ends in ``node``, down to what has a copy."""
+    if node not in copies:
+        _copy(node.all_input_nodes[0], graph, copies)
+        copies[node] = graph.node_copy(node, lambda earlier: copies[earlier])
+    return copies[node]

@@ -32,10 +32,9 @@ from rich.text import Text
 
 import graphmoe
 from graphmoe.config.arguments import emit, parse_args, run_tool
-from graphmoe.config.packages import INSTALL
-from graphmoe.config.schema import DispatcherChoice, OutputFormat
+from graphmoe.config.packages import PACKAGES, Package
+from graphmoe.config.schema import OutputFormat
 from graphmoe.plan.costs.hardware import peak_tflops
-from graphmoe.plan.vendor_dispatch import BUFFERED
 from graphmoe.runtime.host.facts import environment, host, node_of_gpu
 
 VERSIONED = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "rich")
@@ -59,58 +58,6 @@ class Finding:
     detail: str
 
 
-@dataclass(frozen=True)
-class Library:
-    """An optional package: what it is good for in this version, and how to get it."""
-
-    module: str
-    distribution: str
-    enables: str
-    install: str
-    is_native: bool = False
-    """Built against torch or a driver, so that it may be installed and still not load."""
-
-
-LIBRARIES = (
-    Library(
-        "triton",
-        "triton",
-        "compile.enabled=true on a GPU, moe.experts=triton",
-        "pip install triton",
-        is_native=True,
-    ),
-    Library(
-        "transformer_engine",
-        "transformer-engine",
-        "model.attention_backend=te, moe.experts=te",
-        INSTALL["te"],
-        is_native=True,
-    ),
-    Library(
-        "primus_turbo",
-        "primus-turbo",
-        "model.attention_backend=turbo, moe.experts=turbo, moe.dispatcher=turbo",
-        INSTALL["turbo"],
-        is_native=True,
-    ),
-    Library(
-        "deep_ep",
-        "deep_ep",
-        "moe.dispatcher=deepep",
-        BUFFERED[DispatcherChoice.deepep].install,
-        is_native=True,
-    ),
-    Library("datasets", "datasets", "data=hf", "pip install 'graphmoe[hf]'"),
-    Library("pyarrow", "pyarrow", "data=files with .parquet files", "pip install 'graphmoe[hf]'"),
-    Library("wandb", "wandb", "log.wandb=true", "pip install 'graphmoe[wandb]'"),
-    Library("transformers", "transformers", "tests against its models", "pip install 'graphmoe[dev]'"),
-    Library("matplotlib", "matplotlib", "plots in the documentation", "pip install 'graphmoe[dev]'"),
-    Library("joblib", "hydra-joblib-launcher", "hydra/launcher=joblib", "pip install 'graphmoe[sweeps]'"),
-    Library("optuna", "hydra-optuna-sweeper", "hydra/sweeper=optuna", "pip install 'graphmoe[optuna]'"),
-    Library("submitit", "hydra-submitit-launcher", "hydra/launcher=slurm", "pip install 'graphmoe[slurm]'"),
-)
-
-
 def main(argv: list[str]) -> None:
     """Examine the machine and print the findings."""
     args = parse_args(DoctorArgs, argv, prog="graphmoe.doctor")
@@ -128,7 +75,7 @@ def examine() -> dict[str, Any]:
         "devices": devices(),
         "links": links(),
         "capabilities": [dataclasses.asdict(probe()) for probe in probes],
-        "libraries": [examine_library(library) for library in LIBRARIES],
+        "libraries": [examine_package(package) for package in PACKAGES],
     }
 
 
@@ -241,20 +188,20 @@ def probe_cpp_compiler() -> Finding:
     return Finding(name, True, _first_line(about.stdout))
 
 
-def examine_library(library: Library) -> dict[str, Any]:
-    """State, use and installation of one optional library."""
-    state = "installed" if importlib.util.find_spec(library.module) else "missing"
-    if state == "installed" and library.is_native:
+def examine_package(package: Package) -> dict[str, Any]:
+    """State, use and installation of one optional package."""
+    state = "installed" if importlib.util.find_spec(package.module) else "missing"
+    if state == "installed" and package.is_native:
         try:
-            importlib.import_module(library.module)
+            importlib.import_module(package.module)
         except (ImportError, OSError, RuntimeError) as error:  # a missing or mismatched shared library
             state = f"does not load: {_first_line(error)}"
     return {
-        "name": library.module,
-        "version": _version(library.distribution) if state != "missing" else None,
+        "name": package.module,
+        "version": _version(package.distribution) if state != "missing" else None,
         "state": state,
-        "enables": library.enables,
-        "install": library.install,
+        "enables": package.enables,
+        "install": package.install,
     }
 
 

@@ -36,8 +36,6 @@ SYNC_FREE_STAGES = (0, 1, 2, 3)
 """Values of ``moe.sync_free_stage`` but auto: how far a MoE layer never waits for the host."""
 EXPERTS_STAGE = 2
 """The stage from which the experts' products do not wait."""
-DISPATCHER_STAGES = {"local": 3, "alltoall": 1, "symm": 3, "nvshmem": 3, "deepep": 3, "turbo": 3}
-"""The highest stage that holds with each dispatcher."""
 CAPTURED_FROM = {
     "moe_router": 1,
     "moe_preprocess": 1,

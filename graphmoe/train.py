@@ -176,7 +176,7 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     """Train in worker processes; return the summary, or None on nodes other than the first."""
     from graphmoe.command.sweep.job import in_sweep, job_gpus
-    from graphmoe.plan.rules.experts import reads_peers
+    from graphmoe.plan.experts import reads_peers
     from graphmoe.run.files import SUMMARY_FILE
     from graphmoe.run.folder import write_config
     from graphmoe.run.machine import check_processes

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from graphmoe import doctor
 from graphmoe.config.arguments import run_tool
+from graphmoe.config.packages import PACKAGES, Package
 from graphmoe.config.schema import AttentionBackend, ExpertsBackend
-from graphmoe.plan.vendor_dispatch import BUFFERED
+from graphmoe.plan.experts import FACTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,21 +48,21 @@ def test_the_text_names_every_library_and_capability(report):
 
 
 def test_a_missing_library_is_reported_with_the_command_that_installs_it(report):
-    lacking = doctor.Library("no_such_module_here", "no-such-thing", "a feature", "pip install 'thing[all]'")
-    found = doctor.examine_library(lacking)
+    lacking = Package("no_such_module_here", "no-such-thing", "a feature", "pip install 'thing[all]'")
+    found = doctor.examine_package(lacking)
     assert (found["state"], found["version"]) == ("missing", None)
     assert "pip install 'thing[all]'" in shown(report | {"libraries": [found]})
 
 
 def test_an_installed_library_has_its_version():
-    found = doctor.examine_library(doctor.Library("numpy", "numpy", "arrays", "pip install numpy"))
+    found = doctor.examine_package(Package("numpy", "numpy", "arrays", "pip install numpy"))
     assert (found["state"], found["version"]) == ("installed", sys.modules["numpy"].__version__)
 
 
 def test_a_library_that_does_not_load_shows_its_error(tmp_path, monkeypatch):
     (tmp_path / "broken_native.py").write_text("raise OSError('libcudart.so.99: cannot open')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = doctor.examine_library(doctor.Library("broken_native", "broken", "speed", "build it", True))
+    found = doctor.examine_package(Package("broken_native", "broken", "speed", "build it", True))
     assert found["state"] == "does not load: libcudart.so.99: cannot open"
     assert "libcudart.so.99" in shown(doctor.examine() | {"libraries": [found]})
 
@@ -128,11 +129,11 @@ def test_every_backend_that_is_not_our_own_stands_beside_its_package():
     own = ("auto", "sdpa", "padded_flash", "torch")
     keys = {"model.attention_backend": AttentionBackend, "moe.experts": ExpertsBackend}
     wanted = {f"{key}={choice.name}" for key, cls in keys.items() for choice in cls if choice.name not in own}
-    wanted |= {f"moe.dispatcher={choice.value}" for choice in BUFFERED}
-    assert wanted <= {word for library in doctor.LIBRARIES for word in library.enables.split(", ")}
+    wanted |= {f"moe.dispatcher={choice.value}" for choice, facts in FACTS.items() if facts.package}
+    assert wanted <= {word for library in PACKAGES for word in library.enables.split(", ")}
 
 
-@pytest.mark.parametrize("library", doctor.LIBRARIES, ids=lambda library: library.module)
+@pytest.mark.parametrize("library", PACKAGES, ids=lambda library: library.module)
 def test_each_library_is_installed_by_a_command_that_can_be_typed(library):
     assert library.install.startswith("pip install ")
     checked = subprocess.run(["bash", "-n", "-c", library.install], capture_output=True, text=True)
@@ -142,7 +143,7 @@ def test_each_library_is_installed_by_a_command_that_can_be_typed(library):
 
 def test_extras_that_the_report_names_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for library in doctor.LIBRARIES:
+    for library in PACKAGES:
         if "graphmoe[" in library.install:
             extra = library.install.split("graphmoe[")[1].split("]")[0]
             assert any(entry.startswith(library.distribution) for entry in extras[extra])

@@ -7,7 +7,7 @@ import pytest
 from graphmoe.model.flops import flops_per_token
 from graphmoe.model.sizes import count_parameters
 from graphmoe.plan.costs.hardware import peak_tflops
-from tests.test_presets import PRESETS, load_preset
+from tests.config.test_presets import PRESETS, load_preset
 
 
 @pytest.mark.parametrize(

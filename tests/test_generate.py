@@ -14,8 +14,8 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.generate import load_model, main
 from graphmoe.model.build import build_model
+from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load
 from graphmoe.run.weights import run_config
 from graphmoe.runtime.dispatch.symm import Symm
 from graphmoe.training.sample import generate, model_of_one_rank

@@ -6,7 +6,7 @@ import pytest
 
 from graphmoe.model.flops import flops_per_token
 from graphmoe.model.sizes import count_parameters
-from tests.test_presets import PRESETS, load_preset
+from tests.config.test_presets import PRESETS, load_preset
 
 
 def component(name: str) -> str:

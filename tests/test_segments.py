@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.segments import DISPATCHER_STAGES, Segment, lowest_stage, run_segments, waiting_segments
+from graphmoe.config.choices import SEGMENT_NAMES, DispatcherChoice
+from graphmoe.plan.experts import FACTS
+from graphmoe.segments import Segment, lowest_stage, run_segments, waiting_segments
 
 
 def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
@@ -75,9 +76,9 @@ def test_a_scope_needs_the_stage_at_which_nothing_of_it_waits(scope, stage):
 
 
 def test_a_dispatcher_that_waits_leaves_what_stands_before_it():
-    assert waiting_segments("partial", DISPATCHER_STAGES["alltoall"]) == ()
-    assert waiting_segments("moe", DISPATCHER_STAGES["alltoall"])[0] == "moe_dispatch"
-    assert waiting_segments("full_iteration", DISPATCHER_STAGES["local"]) == ()
+    assert waiting_segments("partial", FACTS[DispatcherChoice.alltoall].sync_free_stage) == ()
+    assert waiting_segments("moe", FACTS[DispatcherChoice.alltoall].sync_free_stage)[0] == "moe_dispatch"
+    assert waiting_segments("full_iteration", FACTS[DispatcherChoice.local].sync_free_stage) == ()
 
 
 def test_what_may_wait_at_each_stage():

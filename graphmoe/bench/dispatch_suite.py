@@ -22,12 +22,13 @@ from graphmoe.bench.cases import Measured, chosen, free_memory, is_first, one_by
 from graphmoe.bench.dispatch_times import Call, Streams, Turn, samples_ms
 from graphmoe.bench.dispatch_ways import LINK_BYTES_PER_S
 from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks
+from graphmoe.config.packages import VENDORS as VENDOR_PACKAGES
 from graphmoe.config.packages import is_installed
 from graphmoe.config.schema import ConfigError, DispatcherChoice
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.symm import use_peers
 from graphmoe.ops.timing import spread
-from graphmoe.plan.vendor_dispatch import BUFFERED
+from graphmoe.plan.experts import FACTS
 from graphmoe.runtime.dispatch.peers import make_peers
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer
 
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
 ROUTINGS = ("natural", "balanced")
-VENDORS = {choice.value: choice for choice in BUFFERED}
+VENDORS = {choice.value: choice for choice, facts in FACTS.items() if facts.buffer}
 """Dispatchers through a package's buffer, by the name of their way."""
 MOST_SHARE = 4.0
 STEP = 16
@@ -85,11 +86,12 @@ def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> dict[Dis
     if device.type != "cuda":
         return {}
     choice = DispatcherChoice.turbo if torch.version.hip else DispatcherChoice.deepep
-    takes, why = BUFFERED[choice], None
-    if not is_installed(takes.package):
-        why = f"the package {takes.package} is not installed; install it with: {takes.install}"
-    elif any(shape.D % takes.hidden_step for shape in shapes.values()):
-        why = f"it moves rows of a multiple of {takes.hidden_step} numbers; use shapes=full"
+    package, limits, why = VENDOR_PACKAGES[choice.value], FACTS[choice].buffer, None
+    assert limits is not None
+    if not is_installed(package.module):
+        why = f"the package {package.module} is not installed; install it with: {package.install}"
+    elif any(shape.D % limits.hidden_step for shape in shapes.values()):
+        why = f"it moves rows of a multiple of {limits.hidden_step} numbers; use shapes=full"
     return {choice: why}
 
 

@@ -33,7 +33,7 @@ from graphmoe.bench.cases import (
     run_case,
     table,
 )
-from graphmoe.config.packages import PACKAGES, is_installed
+from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
@@ -170,9 +170,10 @@ def _backends(device: torch.device) -> tuple[list[str], list[str]]:
     """Backends of the routed experts that can run here, and one line for each other."""
     if device.type != "cuda":
         return ["torch"], ["triton, turbo, te: a CPU has the torch backend only"]
-    there = [backend for backend, package in PACKAGES.items() if is_installed(package)]
+    packages = {name: VENDORS[name].module for name in ("turbo", "te")}
+    there = [name for name, package in packages.items() if is_installed(package)]
     missing = [
-        f"{name}: {package} is not installed" for name, package in PACKAGES.items() if name not in there
+        f"{name}: {package} is not installed" for name, package in packages.items() if name not in there
     ]
     return [*OWN_BACKENDS, *there], missing
 

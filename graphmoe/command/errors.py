@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from graphmoe import conf
+from graphmoe.config.packages import PLUGINS
 from graphmoe.config.schema import RunConfig
 
 
@@ -30,9 +31,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     plugin = re.search(r"Could not (?:find|load) 'hydra/(\w+/\w+)'", str(error))
     if plugin and plugin[1] in PLUGINS:
         asked = plugin[1].replace("/", "=")
-        return (
-            f"hydra/{asked} is a plugin that is not installed; pip install 'graphmoe[{PLUGINS[plugin[1]]}]'"
-        )
+        return f"hydra/{asked} is a plugin that is not installed; {PLUGINS[plugin[1]].install}"
     chain = list(_chain(error))
     file = next((m[1] for e in chain if (m := re.search(r"In '([^']+)'", str(e)))), None)
     for cause in reversed(chain):
@@ -52,15 +51,6 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     if own and not isinstance(error, (HydraException, yaml.YAMLError)):  # which say what they are about
         return f"{own} cannot be used: {text or type(error).__name__}"
     return text
-
-
-PLUGINS = {
-    "launcher/joblib": "sweeps",
-    "launcher/submitit_local": "slurm",
-    "launcher/submitit_slurm": "slurm",
-    "sweeper/optuna": "optuna",
-}
-"""The extra that brings an option of Hydra's groups."""
 
 
 def known_keys() -> list[str]:

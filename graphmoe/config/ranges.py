@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import typing
 from collections.abc import Callable, Iterator
@@ -23,8 +24,13 @@ class AtMost(NamedTuple):
     limit: int
 
 
-class Fp32(NamedTuple):
-    """Mark of a number that the device holds in fp32."""
+class Mark(enum.Enum):
+    """Further facts about the values of a field."""
+
+    fp32 = enum.auto()
+    """The device holds the number in fp32."""
+    path = enum.auto()
+    """A path, or a list of paths."""
 
 
 POSITIVE = Range("greater than 0", lambda value: value > 0)
@@ -34,7 +40,7 @@ SHARE = Range("between 0 and 1", lambda value: 0 <= value <= 1)
 MANY_RANKS = AtMost(100_000)
 MANY_LAYERS = AtMost(2000)  # each is an object of its own
 INT32 = AtMost(2**31 - 1)
-FP32 = Fp32()
+FP32, PATH = Mark.fp32, Mark.path
 
 Count = Annotated[int, POSITIVE]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
@@ -51,7 +57,7 @@ class SchemaField(NamedTuple):
     """Its type, without ranges."""
     value: Any
     marks: tuple[Any, ...]
-    """Range, AtMost and Fp32 that stand beside it."""
+    """Range, AtMost and Mark that stand beside it."""
 
 
 def fields_of(config: Any) -> Iterator[SchemaField]:

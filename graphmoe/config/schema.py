@@ -46,6 +46,7 @@ from graphmoe.config.ranges import (
     FP32,
     MANY_RANKS,
     NOT_NEGATIVE,
+    PATH,
     POSITIVE,
     SHARE,
     Count,
@@ -69,15 +70,15 @@ class DataConfig:
     """Tokens per training sequence; default: model.context_length, at most 4096."""
     seed: int = 0
     """Seed of the order of documents and sequences, and of synthetic tokens."""
-    paths: list[str] = field(default_factory=list)
+    paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Training files or globs (files), or path prefixes of .bin/.idx pairs (memmap)."""
-    val_paths: list[str] = field(default_factory=list)
+    val_paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Validation files, globs or prefixes; default: val_fraction of the training ones."""
     val_fraction: Annotated[float, BELOW_ONE] = 0.05
     """Share of documents (stdlib: of files) kept for validation, 0 <= share < 1."""
     text_field: str = "text"
     """Field of a .jsonl or .parquet record that holds the text."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, PATH] | None = None
     """Path of a Hugging Face tokenizer.json; stdlib trains its own where none is given."""
     eod_token: str | None = None
     """Token put after each document; default: the end token that the tokenizer's files name."""
@@ -125,6 +126,13 @@ class OptimConfig:
     """Decoupled weight decay of matrices; norms and biases have none, >= 0."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
     """Size in MB of the pieces in which ranks sum fp32 gradients, while the backward makes the next, > 0."""
+
+    def decay_steps(self, total_steps: int) -> range:
+        """Return the steps of a run in which its schedule decays, counted from 0."""
+        start = self.warmup_steps
+        if self.schedule is LrSchedule.wsd:
+            start = total_steps - max(round(total_steps * self.wsd_decay_fraction), 1)
+        return range(start, max(total_steps, start + 1))
 
 
 @dataclass
@@ -205,9 +213,9 @@ class CheckpointConfig:
     """Write in a background thread while training goes on."""
     resume: bool = True
     """Continue an unfinished run of the same configuration that lies in the run's folder."""
-    resume_from: str | None = None
+    resume_from: Annotated[str, PATH] | None = None
     """Run folder or checkpoint folder of another run to take the whole state from."""
-    init_from: str | None = None
+    init_from: Annotated[str, PATH] | None = None
     """Weights to start from: a Hugging Face folder, one that graphmoe.convert wrote, or a run's folder."""
 
 
@@ -296,7 +304,7 @@ class LaunchConfig:
 class SweepConfig:
     """Jobs of a sweep, docs/sweeps.md."""
 
-    resume: str | None = None
+    resume: Annotated[str, PATH] | None = None
     """Folder of an interrupted sweep to go on with; all other words as in the command that began it."""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from graphmoe.model.moe import Experts, combine
 from graphmoe.ops.dispatch import PLANNED, RECEIVED, Dispatcher, plan_received
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
-from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.experts import Load
 
 ROUTED = ("routed", "load")
 """Names of the tensors that a `BoundedPath` writes."""

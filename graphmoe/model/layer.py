@@ -46,7 +46,7 @@ class MoEOutput(NamedTuple):
     counted_E: Tensor | None = None
     """Slots that the balance loss counts, int32; None where these are ``counts_E``, or nobody reads them."""
     received_load: Tensor | None = None
-    """A `plan.receive_budget.Load` of what was sent to this rank, int32; None where none is planned."""
+    """A `graphmoe.plan.experts.Load` of what was sent to this rank, int32; None where none is planned."""
 
     @classmethod
     def from_results(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:

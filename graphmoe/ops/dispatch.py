@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers the operations
-from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.experts import Load
 
 
 class SendPlan(NamedTuple):

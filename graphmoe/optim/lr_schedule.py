@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import LrSchedule, OptimConfig
-from graphmoe.plan.rules.lr_schedule import wsd_decay_start
 
 DECAYS: dict[LrSchedule, Callable[[Tensor], Tensor]] = {
     LrSchedule.cosine: lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
@@ -35,11 +34,10 @@ class LrNumbers(NamedTuple):
     @classmethod
     def of(cls, config: OptimConfig, total_steps: int) -> LrNumbers:
         """Return the numbers of a configuration, as floats."""
-        start = config.warmup_steps
-        if config.schedule is LrSchedule.wsd:
-            start = wsd_decay_start(config, total_steps)
-        span = max(total_steps - start, 1)
-        return cls(config.lr, config.min_lr_ratio, float(config.warmup_steps), float(start), float(span))
+        decay = config.decay_steps(total_steps)
+        return cls(
+            config.lr, config.min_lr_ratio, float(config.warmup_steps), float(decay.start), float(len(decay))
+        )
 
 
 def learning_rate(schedule: LrSchedule, numbers: LrNumbers, done: Tensor) -> Tensor:

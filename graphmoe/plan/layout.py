@@ -85,7 +85,7 @@ class Layout:
                 f"parallel.ep={config.ep} * parallel.etp={config.etp} = {experts} does not divide the "
                 f"{stage} ranks of a pipeline stage (dp={dp} * cp={config.cp} * tp={config.tp}); "
                 f"use ep * etp of "
-                f"{', '.join(str(n) for n in range(1, stage + 1) if stage % n == 0)}"
+                f"{', '.join(map(str, divisors(stage)))}"
             )
         return layout
 
@@ -195,3 +195,10 @@ def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
     for size, stride in zip(sizes, strides, strict=True):
         found = [start + i * stride for start in found for i in range(size)]
     return found
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Return the divisors of a positive number in order, up to ``most``."""
+    below = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = sorted({*below, *(number // d for d in below)})
+    return [d for d in found if most is None or d <= most]

@@ -13,10 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphmoe.config.schema import ComputeDtype, DispatcherChoice, RunConfig, Transport
+from graphmoe.plan.experts import (
+    Load,
+    balanced_load,
+    capacity,
+    dispatcher_of,
+    reads_peers,
+    routed_tokens,
+    transport_of_run,
+    worst_load,
+)
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
-from graphmoe.plan.receive_budget import Load, balanced_load, capacity, routed_tokens, worst_load
-from graphmoe.plan.rules.experts import dispatcher_of, reads_peers, transport_of_run
 from graphmoe.plan.stages import StagePieces
 from graphmoe.segments import FULL_ITERATION, segments_of
 

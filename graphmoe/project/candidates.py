@@ -17,12 +17,12 @@ from graphmoe.config.schema import (
     RunConfig,
 )
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.layout import Layout
+from graphmoe.plan.experts import dispatcher_of, has_experts
+from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES
-from graphmoe.plan.rules.check import rank_batch_rules, violations
-from graphmoe.plan.rules.experts import dispatcher_of, has_experts, one_node_rules
-from graphmoe.plan.rules.parallel import context_method
-from graphmoe.plan.rules.values import divisors
+from graphmoe.plan.rules.check import violations
+from graphmoe.plan.rules.experts import one_node_rules
+from graphmoe.plan.rules.parallel import context_method, rank_batch_rules
 from graphmoe.project.arguments import ProjectArgs
 
 MOST_CP = 8

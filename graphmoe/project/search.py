@@ -16,7 +16,7 @@ from typing import Any
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.rates import rates_of, source_of_rates
 from graphmoe.plan.costs.speeds import Speeds
-from graphmoe.plan.rules.recompute import recompute_rules
+from graphmoe.plan.rules.run import recompute_rules
 from graphmoe.project.arguments import GLOBAL_BATCH, ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Again, Candidates, Shape, without_advice
 from graphmoe.project.document import NOT_COUNTED, has_margin, project

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from graphmoe.checkpoint import CheckpointError
+from graphmoe.config.packages import VENDORS
 from graphmoe.config.schema import (
     ComputeDtype,
     ConfigError,
@@ -32,7 +33,7 @@ from graphmoe.plan.plan import Plan
 
 PACKAGES = (
     *("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors"),
-    *("deep_ep", "primus_turbo", "transformer_engine"),
+    *(package.module for package in VENDORS.values()),
 )
 """Distributions on which what a run computes, or how fast, depends."""
 PER_CPU = 16

@@ -18,8 +18,8 @@ from graphmoe.config.schema import ConfigError, ExpertsBackend, PassesConfig, Ru
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes import PassRunner, select_passes
+from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.rules.experts import has_experts
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
 from graphmoe.runtime.cache.store import CompileCache

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from graphmoe.model.transformer import Transformer
+from graphmoe.plan.experts import Load
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.receive_budget import Load
 from graphmoe.run.machine import free_bytes
 from graphmoe.runtime.capture.step import Step
 from graphmoe.runtime.dispatch import make_room

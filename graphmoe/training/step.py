@@ -33,7 +33,7 @@ class Made:
     counted_LE: Tensor
     """Slots that balance losses count: ``counts_LE`` itself, but where `Router.counts_apart`."""
     received_load: Tensor | None = None
-    """The most that arrived at once, a `graphmoe.plan.receive_budget.Load`; None where no room is planned."""
+    """The most that arrived at once, a `graphmoe.plan.experts.Load`; None where no room is planned."""
 
     @classmethod
     def none(cls, model: Transformer, device: torch.device) -> Made:
@@ -103,7 +103,7 @@ class TrainStep:
         """Run every own micro-batch -> mean losses, expert loads, and the receive load.
 
         Of all ranks: expert loads are summed; the receive load is the most that arrived anywhere at once, a
-        `graphmoe.plan.receive_budget.Load`, or None where no room is planned.
+        `graphmoe.plan.experts.Load`, or None where no room is planned.
         """
         made = Made.none(self.model, self.device)
 

@@ -19,7 +19,7 @@ OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "l
 SCALARS = (*OF_STEP, *ROUTER_STATS)
 RECEIVED = ("receive_load", "received_rows", "received_slots", "void")
 """Scalars of a run that makes room for arriving rows without a count: the most that arrived at any rank at
-once, over a balanced routing, and as a `plan.receive_budget.Load`; and 1.0 where there was no room."""
+once, over a balanced routing, and as a `plan.experts.Load`; and 1.0 where there was no room."""
 
 
 Mark = torch.cuda.Event | float

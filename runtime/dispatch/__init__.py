@@ -9,9 +9,8 @@ import torch
 from graphmoe.config.schema import DispatcherChoice, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
+from graphmoe.plan.experts import FACTS, blocks_of
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.receive_budget import blocks_of
-from graphmoe.plan.vendor_dispatch import BUFFERED
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem
 from graphmoe.runtime.dispatch.peers import make_peers
@@ -61,7 +60,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     log.info("%s: room for %d rows and %d slots at a time", words, *dispatcher.capacity)
     if choice is DispatcherChoice.symm and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
-    if choice in BUFFERED:
+    if FACTS[choice].buffer:
         open_buffer(choice, mesh, plan.config.model.hidden_size)
     else:
         make_room(plan, mesh, dispatcher, device)

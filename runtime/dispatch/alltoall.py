@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan
-from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.experts import Load
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import Mesh
 

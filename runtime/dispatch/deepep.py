@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.experts import Load
 
 CHANNELS = 10
 """A transfer runs on two programs for each, one of which sends: the 20 that DeepEP takes by default."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.experts import Load, room_bytes
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.receive_budget import Load, room_bytes
 from graphmoe.runtime.dispatch import bounded_dispatcher, planned_dispatcher
 from graphmoe.runtime.ranks import Mesh
 

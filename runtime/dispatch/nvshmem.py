@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops.collectives import all_gather_into
-from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.experts import Load
 from graphmoe.runtime.torch_compat import all_to_all_by_splits, nvshmem_empty
 
 MIN_BYTES = 8 << 20

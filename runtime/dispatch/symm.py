@@ -15,7 +15,7 @@ from torch import Tensor
 
 import graphmoe.ops.symm  # noqa: F401  # registers the operations
 from graphmoe.ops.collectives import index_along
-from graphmoe.plan.receive_budget import Load
+from graphmoe.plan.experts import Load
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from graphmoe.config.packages import is_installed
+from graphmoe.config.packages import is_installed, require_package
 from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig
+from graphmoe.plan.experts import FACTS, INSTEAD, Load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load
-from graphmoe.plan.vendor_dispatch import BUFFERED, INSTEAD
 from graphmoe.runtime.dispatch import deepep, nvshmem, turbo
 from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem
@@ -29,7 +28,7 @@ def vendor_dispatcher(
     experts = model.num_experts // layout.ep
     if choice is DispatcherChoice.nvshmem:
         return Nvshmem(room, experts, layout.etp)
-    assert choice in BUFFERED, choice
+    assert FACTS[choice].buffer, choice
     return DeepEP.of(layout.size("ep_etp"), tokens, experts, room.slots)
 
 
@@ -75,7 +74,7 @@ def check_dispatcher(
 ) -> None:
     """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
     check_package(choice, device.type, installed)
-    if choice is DispatcherChoice.symm or choice in BUFFERED:
+    if choice is not DispatcherChoice.auto and FACTS[choice].one_node:
         _check_node(f"moe.dispatcher={choice.value}", layout, ranks)
 
 
@@ -83,22 +82,17 @@ def check_package(
     choice: DispatcherChoice, device_type: str, installed: Callable[[str], bool] = is_installed
 ) -> None:
     """Refuse a dispatcher that this machine cannot run, whatever the ranks. *Raises* ConfigError."""
-    key, takes = f"moe.dispatcher={choice.value}", BUFFERED.get(choice)
-    if takes is None and choice is not DispatcherChoice.nvshmem:
+    key, facts = f"moe.dispatcher={choice.value}", FACTS.get(choice)
+    if facts is None or facts.platform is None:
         return
     if device_type != "cuda":
         raise ConfigError(f"{key} runs on GPUs, and this run is on a {device_type}; use moe.dispatcher=auto")
-    if takes is None:
+    if choice is DispatcherChoice.nvshmem:
         _check_nvshmem(key)
-        return
-    if not installed(takes.package):
-        raise ConfigError(
-            f"{key} needs the package {takes.package}, which is not installed; install it with: "
-            f"{takes.install}, or use {INSTEAD}"
-        )
-    is_rocm = torch.version.hip is not None
-    if is_rocm != (choice is DispatcherChoice.turbo):
-        other = "ROCm" if choice is DispatcherChoice.turbo else "CUDA"
+    if facts.package:
+        require_package("moe.dispatcher", choice.value, installed, INSTEAD)
+    if facts.platform == ("cuda" if torch.version.hip else "rocm"):
+        other = {"cuda": "CUDA", "rocm": "ROCm"}[facts.platform]
         raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")
 
 

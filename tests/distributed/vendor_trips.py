@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.dispatch import send_plan
+from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load
 from graphmoe.runtime.dispatch import deepep, nvshmem
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.deepep import DeepEP

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from graphmoe.config.packages import PACKAGES, is_installed
+from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
 from tests.ops import attention_cases as cases
@@ -53,9 +53,9 @@ def kernels_of(run, qkv, grad):
 
 @pytest.mark.parametrize("backend", [b for b in AttentionBackend if b is not AttentionBackend.auto])
 def test_every_backend_matches_the_fp64_reference_at_mla_heads(backend):
-    package = PACKAGES.get(backend.value)
-    if package and not is_installed(package):
-        pytest.skip(f"{package} is not installed")
+    package = VENDORS.get(backend.value)
+    if package and not is_installed(package.module):
+        pytest.skip(f"{package.module} is not installed")
     if backend is AttentionBackend.turbo and not IS_ROCM:
         pytest.skip("Primus-Turbo needs ROCm")
     assert_matches_reference(runner(backend), MLA, torch.bfloat16, "cuda")

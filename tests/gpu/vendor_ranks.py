@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphmoe.config.schema import DispatcherChoice, ModelConfig
 from graphmoe.ops import collectives
+from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
 from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.vendor_trips import (

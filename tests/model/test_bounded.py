@@ -13,8 +13,8 @@ from graphmoe.model.dispatch import BoundedPath
 from graphmoe.model.layer import MoELayer
 from graphmoe.model.moe import Experts
 from graphmoe.ops.gradients import Gradient
+from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import run_segments

@@ -10,7 +10,7 @@ import torch
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.plan.buckets import ALIGNMENT, BufferLayout
 from graphmoe.plan.layout import Layout
-from tests.test_presets import load_preset
+from tests.config.test_presets import load_preset
 
 SHAPES = ((37, 5), (11,), (20, 20), (3, 9, 8), (70,), (41, 7), (1,), (2, 1000))
 WEIGHTS = [torch.empty(shape) for shape in SHAPES]

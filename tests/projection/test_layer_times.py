@@ -27,8 +27,8 @@ from graphmoe.plan.costs.rates import NVIDIA, TIMES
 from graphmoe.plan.costs.segment_times import MOVED, second_forward
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
+from graphmoe.plan.experts import balanced_load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import balanced_load
 from graphmoe.plan.stages import all_pieces
 from graphmoe.project.step_time import message_seconds, stage_times, total_time
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from graphmoe.model.layer import MoELayer
 from graphmoe.ops.symm import CollectivePeers, use_peers
+from graphmoe.plan.experts import Load, balanced_load, capacity, room_bytes, worst_load
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.receive_budget import Load, balanced_load, capacity, room_bytes, worst_load
 from graphmoe.runtime.dispatch import ladder as receive_ladder
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
 from graphmoe.runtime.dispatch.symm import Symm

@@ -12,10 +12,10 @@ import torch
 
 from graphmoe.config.schema import DeviceChoice, RunConfig, Transport
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import resolve
-from graphmoe.plan.rules.experts import transport_of
 from graphmoe.project.projected_memory import projected_memory, with_its_transport
 from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher, planned_dispatcher
 from graphmoe.training.dry_run import dry_run

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphmoe.config.packages import PACKAGES, is_installed, require_package
+from graphmoe.config.packages import VENDORS, is_installed, require_package
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, KEY
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
@@ -135,7 +135,7 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _has_package(backend: str, installed: Callable[[str], bool]) -> bool:
-    return backend not in PACKAGES or installed(PACKAGES[backend])
+    return backend not in VENDORS or installed(VENDORS[backend].module)
 
 
 def _checked(requested: str, reasons: dict[str, str | None], installed: Callable[[str], bool]) -> str:
@@ -246,7 +246,7 @@ def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str,
         "backends": names,
         "torch": torch.__version__,
         "triton": _triton_version(),
-        "packages": {name: _version(PACKAGES[name]) for name in names if name in PACKAGES},
+        "packages": {name: _version(VENDORS[name].module) for name in names if name in VENDORS},
         "source": _source_hash(),
     }
 

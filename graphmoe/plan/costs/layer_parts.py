@@ -8,7 +8,7 @@ from graphmoe.config.schema import AttentionKind, ModelConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import FP32, Product, Sides, Speeds
-from graphmoe.plan.receive_budget import balanced_load
+from graphmoe.plan.experts import balanced_load
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from graphmoe.config.schema import (
     RunConfig,
     Transport,
 )
+from graphmoe.plan.experts import Load, balanced_load, blocks_of, capacity, routed_tokens, transport_of
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load, balanced_load, blocks_of, capacity, routed_tokens
-from graphmoe.plan.rules.experts import transport_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, RunConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.part_times import modelled_message, modelled_parts, stage_costs
+from graphmoe.plan.experts import dispatcher_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.actions import Placement, Table
 from graphmoe.plan.pipeline.balance import balanced_layout, default_layout
@@ -15,7 +16,6 @@ from graphmoe.plan.pipeline.costs import measured_parts
 from graphmoe.plan.pipeline.layouts import parse_layout, pieces_of, short_layout
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
 from graphmoe.plan.pipeline.simulate import Costs
-from graphmoe.plan.rules.experts import dispatcher_of
 from graphmoe.plan.stages import StagePieces, needs_embedding
 
 

@@ -1,58 +1,67 @@
-"""Rules that join several keys of the configuration, and the values behind ``auto`` and ``null``."""
+"""The check of a configuration: ranges of values, rules that join keys, and values behind auto and null."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from graphmoe.config.ranges import FP32, PATH, AtMost, Range, SchemaField, fields_of
 from graphmoe.config.schema import (
-    AttentionBackend,
-    AttentionKind,
-    CheckpointConfig,
     ComputeDtype,
     ConfigError,
-    DataConfig,
-    DataSource,
     DeviceChoice,
-    GroupScore,
-    ModelConfig,
-    RopeScaling,
     RunConfig,
-    ScoreFunction,
-    TrainConfig,
     cache_root,
     compiled_folder,
+    is_path,
 )
+from graphmoe.plan.experts import dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import plan_problems
-from graphmoe.plan.rules.dry_run import dry_run_rules, with_dry_batch
 from graphmoe.plan.rules.experts import (
     dispatch_rules,
-    dispatcher_of,
-    has_experts,
     one_node_rules,
     overlap_rules,
     stage_rules,
+    vendor_dispatch_rules,
 )
-from graphmoe.plan.rules.lr_schedule import lr_schedule_rules
+from graphmoe.plan.rules.model import model_rules, router_rules
 from graphmoe.plan.rules.parallel import (
+    batch_rules,
     context_method,
     context_parallel_rules,
     pipeline_rules,
+    rank_batch_rules,
     shard_rules,
     tensor_parallel_rules,
 )
-from graphmoe.plan.rules.profile import profile_rules, rank_rules
-from graphmoe.plan.rules.recompute import recompute_rules
-from graphmoe.plan.rules.values import divisors, fp32_rules, integer_rules, item_rules, path_rules
-from graphmoe.plan.vendor_dispatch import vendor_dispatch_rules
-from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES, lowest_stage, segments_of
+from graphmoe.plan.rules.run import (
+    checkpoint_rules,
+    compile_rules,
+    data_rules,
+    dry_run_rules,
+    graph_rules,
+    launch_rules,
+    lr_schedule_rules,
+    profile_rules,
+    rank_rules,
+    recompute_rules,
+    with_dry_batch,
+)
+from graphmoe.segments import lowest_stage
 
 DEFAULT_SEQ_LEN = 4096
-MOST_MICRO_BATCHES = 2**16
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and numbers and endings are added."""
+LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+LARGEST_BELOW_ONE = 1 - 2**-24
 
 
 def check(config: RunConfig) -> None:
@@ -63,39 +72,47 @@ def check(config: RunConfig) -> None:
 
 
 def violations(config: RunConfig) -> list[str]:
-    """Every violated rule of a configuration, each with what would be valid. Pure."""
-    if unusable := [*item_rules(config), *integer_rules(config)]:
+    """Return every violated rule of a configuration, each with valid values. Pure."""
+    fields = [*fields_of(config)]
+    if unusable := [line for field in fields for line in [*_item_rules(field), *_integer_rules(field)]]:
         return unusable  # with which other rules cannot compute
     config = with_dry_batch(config)
+    train, model, parallel = config.train, config.model, config.parallel
+    compiles, scope, seq_len = config.compile.enabled, config.graph.scope, seq_len_of(config)
+    own = [
+        *(line for field in fields for line in _range_rules(field)),
+        *model_rules(model),
+        *router_rules(model),
+        *batch_rules(train.global_batch_size, train.micro_batch_size),
+    ]
     return [
-        *_ranges(config),
-        *path_rules(config),
-        *fp32_rules(config),
-        *lr_schedule_rules(config.optim, config.train.steps),
-        *_model_rules(config.model),
-        *_router_rules(config.model),
-        *_data_rules(config.data, config.model),
-        *_checkpoint_rules(config.checkpoint),
-        *_batch_rules(config.train.global_batch_size, config.train.micro_batch_size),
-        *_compile_rules(config.model.attention_backend, config.compile.enabled),
-        *_graph_rules(config.graph.scope, config.compile.enabled),
-        *dispatch_rules(config.moe, config.parallel, config.model),
-        *one_node_rules(config.moe, config.parallel, config.launch.nproc, config.launch.nodes),
-        *vendor_dispatch_rules(config.moe, config.parallel, config.model, config.precision.compute),
-        *stage_rules(config.moe, config.parallel, config.graph.scope, config.model, config.compile.enabled),
+        *own,
+        *_name_rules(config.run.name),
+        *(line for field in fields for line in [*_path_rules(field), *_fp32_rules(field)]),
+        *lr_schedule_rules(config.optim, train.steps),
+        *data_rules(config.data, model),
+        *checkpoint_rules(config.checkpoint),
+        *compile_rules(model.attention_backend, compiles),
+        *graph_rules(scope, compiles),
+        *dispatch_rules(config.moe, parallel, model),
+        *one_node_rules(config.moe, parallel, config.launch.nproc, config.launch.nodes),
+        *vendor_dispatch_rules(config.moe, parallel, model, config.precision.compute),
+        *stage_rules(config.moe, parallel, scope, model, compiles),
         *overlap_rules(config),
-        *recompute_rules(config.recompute, config.model, config.compile.enabled),
+        *recompute_rules(config.recompute, model, compiles),
         *profile_rules(config),
-        *_launch_rules(config),
+        *launch_rules(config.launch),
+        *dry_run_rules(config),
+        *_layout_rules(config, can_plan=not own),
         *pipeline_rules(config),
-        *tensor_parallel_rules(config.parallel, config.model, seq_len_of(config)),
-        *shard_rules(config.parallel, config.graph.scope),
-        *context_parallel_rules(config.parallel, config.model, seq_len_of(config)),
+        *tensor_parallel_rules(parallel, model, seq_len),
+        *shard_rules(parallel, scope),
+        *context_parallel_rules(parallel, model, seq_len),
     ]
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """A copy in which ``auto`` and ``null`` have their values; backends of kernels are chosen later."""
+    """Return a copy with values for ``auto`` and ``null``; backends of kernels are chosen later."""
     config = with_dry_batch(config)
     config = dataclasses.replace(
         config,
@@ -128,196 +145,90 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def seq_len_of(config: RunConfig) -> int:
-    """Tokens of a sequence, where ``data.seq_len`` may be null."""
+    """Return the tokens of a sequence, where ``data.seq_len`` may be null."""
     return config.data.seq_len or min(config.model.context_length, DEFAULT_SEQ_LEN)
 
 
-POSITIVE = """
-    model.vocab_size model.hidden_size model.num_layers model.dense_ffn_size model.num_heads
-    model.kv_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim model.head_dim
-    model.rope_theta model.yarn_original_context model.yarn_beta_slow model.context_length
-    model.norm_eps model.init_std model.peak_lr model.num_experts model.top_k model.expert_ffn_size
-    model.routed_scale model.num_groups model.topk_groups optim.lr optim.eps optim.bucket_mb
-    train.steps launch.fake_memory_gb
-    train.global_batch_size train.micro_batch_size train.max_nonfinite train.log_interval
-    checkpoint.keep_last host.gc_interval graph.warmup_steps parallel.tp parallel.cp parallel.pp parallel.ep
-    parallel.etp
-"""
-POSITIVE_IF_SET = """
-    data.seq_len parallel.dp host.threads host.kernarg_pool_mb host.max_hw_queues launch.gpus_per_job
-    launch.hang_timeout_s launch.fake_world pipeline.virtual_stages pipeline.microbatches
-"""
-NOT_NEGATIVE = """
-    model.num_dense_layers model.q_lora_rank model.yarn_mscale model.yarn_mscale_all_dim
-    model.shared_ffn_size model.bias_update_rate model.aux_loss_coef model.z_loss_coef model.mtp_depth
-    model.mtp_loss_weight data.prefetch optim.warmup_steps optim.weight_decay train.clip_grad_norm
-    train.val_interval train.val_batches checkpoint.interval checkpoint.keep_every log.sample_tokens
-    launch.max_restarts
-"""
-BELOW_ONE = "data.val_fraction optim.beta1 optim.beta2"
-SHARES = "optim.min_lr_ratio optim.wsd_decay_fraction"
+def _item_rules(field: SchemaField) -> Iterator[str]:
+    """Refuse items of another type than their list's, and texts that UTF-8 has not: OmegaConf takes both."""
+    key, values = field.key, field.value
+    if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
+        wanted = {int: "whole numbers", str: "texts"}[field.hint.__args__[0]]
+        yield f"{key}={values} must be a list of {wanted}"
+    texts = [*values, *values.values()] if isinstance(values, dict) else _items(values)
+    if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
+        yield f"{key}={ascii(values)} has half a character; write it in UTF-8"
 
 
-def _ranges(config: RunConfig) -> Iterator[str]:
-    """Single values out of their range; infinity and NaN are out of every range."""
-    ranges = (
-        (POSITIVE, "greater than 0", lambda v: v > 0),
-        (NOT_NEGATIVE, "0 or greater", lambda v: v >= 0),
-        (BELOW_ONE, "at least 0 and below 1", lambda v: 0 <= v < 1),
-        (SHARES, "between 0 and 1", lambda v: 0 <= v <= 1),
-    )
-    for keys, wanted, holds in ranges:
-        for key in keys.split():
-            section, name = key.split(".")
-            value = getattr(getattr(config, section), name)
-            if not math.isfinite(value):
-                yield f"{key}={value} must be finite and {wanted}"
-            elif not holds(value):
-                yield f"{key}={value} must be {wanted}"
-    for key in POSITIVE_IF_SET.split():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value is not None and value < 1:
-            yield f"{key}={value} must be greater than 0"
-    if config.log.peak_tflops is not None and not config.log.peak_tflops > 0:
-        yield f"log.peak_tflops={config.log.peak_tflops} must be greater than 0; null looks it up"
+def _integer_rules(field: SchemaField) -> Iterator[str]:
+    """Refuse integers of more than 64 bits, and those above what stands beside the field."""
+    limit = next((mark.limit for mark in field.marks if isinstance(mark, AtMost)), 2**63 - 1)
+    for value in _items(field.value):
+        if not isinstance(value, int):
+            continue
+        digits = str(value)
+        shown = digits if len(digits) < 30 else f"{digits[:10]}...({len(digits)} digits)"
+        if not -(2**63) <= value < 2**63:
+            yield f"{field.key}={shown} needs more than 64 bits; use at most {limit}"
+        elif value > limit:
+            yield f"{field.key}={shown} is too large; use at most {limit}"
 
 
-def _model_rules(model: ModelConfig) -> Iterator[str]:
-    if model.num_dense_layers > model.num_layers:
-        yield (
-            f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
-            f"use 0 to {model.num_layers}"
-        )
-    if model.attention is AttentionKind.gqa:
-        if model.num_kv_heads < 1 or model.num_heads % max(model.num_kv_heads, 1):
-            yield (
-                f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}; "
-                f"use one of {divisors(model.num_heads)}"
-            )
-        if model.head_dim % 2:
-            yield f"model.head_dim={model.head_dim} must be even for the rotary embedding"
-    elif model.qk_rope_head_dim % 2:
-        yield f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even for the rotary embedding"
-    if model.attention is AttentionKind.mla and model.qk_norm:
-        yield "model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false"
-    if model.rope_scaling is RopeScaling.yarn:
-        if not 1 <= model.yarn_factor < math.inf:
-            yield f"model.yarn_factor={model.yarn_factor} must be 1 or greater"
-        if not model.yarn_beta_slow <= model.yarn_beta_fast < math.inf:
-            yield (
-                f"model.yarn_beta_fast={model.yarn_beta_fast} is below "
-                f"model.yarn_beta_slow={model.yarn_beta_slow}; swap them"
-            )
+def _range_rules(field: SchemaField) -> Iterator[str]:
+    """Refuse numbers out of their range; infinity and NaN are out of every range."""
+    for mark in field.marks:
+        if not isinstance(mark, Range) or field.value is None:
+            continue
+        if not math.isfinite(field.value):
+            yield f"{field.key}={field.value} must be finite and {mark.wanted}"
+        elif not mark.holds(field.value):
+            yield f"{field.key}={field.value} must be {mark.wanted}"
 
 
-def _router_rules(model: ModelConfig) -> Iterator[str]:
-    experts, groups = model.num_experts, model.num_groups
-    if experts < 1:
+def _fp32_rules(field: SchemaField) -> Iterator[str]:
+    """Refuse numbers that become 0, infinite or 1 in fp32; other rules speak of those out of range."""
+    key, value = field.key, field.value
+    if FP32 not in field.marks or not math.isfinite(value) or value == 0:
         return
-    if model.top_k > experts:
-        yield f"model.top_k={model.top_k} exceeds model.num_experts={experts}; use 1 to {experts}"
-    if model.softmax_after_topk and model.score_function is not ScoreFunction.softmax:
-        yield (
-            f"model.softmax_after_topk=true needs model.score_function=softmax, "
-            f"not {model.score_function.name}"
-        )
-    if model.softmax_after_topk and model.renormalise:
-        yield "model.renormalise=true has no effect with model.softmax_after_topk=true; use renormalise=false"
-    if groups < 1 or model.topk_groups < 1:
-        return
-    if experts % groups:
-        yield (
-            f"model.num_groups={groups} does not divide model.num_experts={experts}; "
-            f"use one of {divisors(experts)}"
-        )
-    elif model.topk_groups > groups:
-        yield f"model.topk_groups={model.topk_groups} exceeds model.num_groups={groups}; use 1 to {groups}"
-    elif model.group_score is GroupScore.topk_sum and groups > 1 and model.top_k % model.topk_groups:
-        yield (
-            f"model.group_score=topk_sum adds top_k / topk_groups scores, but model.top_k={model.top_k} is "
-            f"no multiple of model.topk_groups={model.topk_groups}; use one of {divisors(model.top_k)}"
-        )
-    elif model.topk_groups * (experts // groups) < min(model.top_k, experts):
-        needed = math.ceil(model.top_k / (experts // groups))
-        yield (
-            f"model.topk_groups={model.topk_groups} leaves {model.topk_groups * (experts // groups)} experts "
-            f"for model.top_k={model.top_k}; use topk_groups={needed} or more"
-        )
+    held = ctypes.c_float(value).value
+    if not LEAST_FP32 <= abs(held) <= MOST_FP32:
+        rounded = "too small for" if abs(held) < LEAST_FP32 else "infinite in"
+        yield f"{key}={value} is {rounded} fp32; use a number from {LEAST_FP32:.2g} to {MOST_FP32:.2g}"
+    elif any(isinstance(mark, Range) and mark.holds(value) and not mark.holds(held) for mark in field.marks):
+        yield f"{key}={value} is {held:.0f} in fp32; use at most {LARGEST_BELOW_ONE:.8f}"
 
 
-def _data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
-    trains_tokenizer = data.source is DataSource.stdlib and data.tokenizer is None
-    if trains_tokenizer and not 300 <= data.bpe_vocab_size <= model.vocab_size:
-        yield (
-            f"data.bpe_vocab_size={data.bpe_vocab_size} must be from 300 to "
-            f"model.vocab_size={model.vocab_size}"
-        )
-    if data.source in (DataSource.files, DataSource.memmap) and not data.paths:
-        yield f"data.source={data.source.name} needs data.paths, e.g. 'data.paths=[corpus/*.jsonl]'"
-    if data.source in (DataSource.files, DataSource.hf) and data.tokenizer is None:
-        yield f"data.source={data.source.name} needs data.tokenizer, the path of a tokenizer.json"
-    if data.source is DataSource.hf and data.hf_name is None:
-        yield "data.source=hf needs data.hf_name, the name or local folder of a dataset"
-    if data.seq_len is not None and data.seq_len > model.context_length:
-        yield (
-            f"data.seq_len={data.seq_len} exceeds model.context_length={model.context_length}; use at most "
-            f"{model.context_length}, or raise model.context_length"
-        )
-    if data.seq_len is not None and 0 < data.seq_len <= model.mtp_depth:
-        yield (
-            f"data.seq_len={data.seq_len} leaves no label for model.mtp_depth={model.mtp_depth}; "
-            f"use at least {model.mtp_depth + 1}"
-        )
+def _path_rules(field: SchemaField) -> Iterator[str]:
+    """Refuse paths that no file can have."""
+    for path in _items(field.value) if PATH in field.marks else ():
+        if path and not is_path(path):
+            yield f"{field.key}={ascii(path)[1:-1]} can name no file; use at most 255 bytes between slashes"
 
 
-def _checkpoint_rules(checkpoint: CheckpointConfig) -> Iterator[str]:
-    if checkpoint.init_from and checkpoint.resume_from:
-        yield (
-            "checkpoint.init_from takes weights only and checkpoint.resume_from the whole state; "
-            "use one of the two"
-        )
+def _name_rules(name: str) -> Iterator[str]:
+    """Refuse names that no folder of a run can have."""
+    if name in ("", ".", "..") or set("/\\\0") & set(name):
+        yield f"run.name='{name}' can name no folder; use one without slashes, as run.name=my-run"
+    elif not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        shown = ascii(name[:40])
+        yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
 
 
-def _batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
-    if micro_batch < 1 or global_batch < 1:
-        return
-    if global_batch % micro_batch:
-        below = divisors(global_batch, micro_batch)
-        yield (
-            f"train.global_batch_size={global_batch} is not a multiple of "
-            f"train.micro_batch_size={micro_batch}; use e.g. micro_batch_size={below[-1]} "
-            f"or global_batch_size={math.ceil(global_batch / micro_batch) * micro_batch}"
-        )
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]
 
 
-def _launch_rules(config: RunConfig) -> Iterator[str]:
-    launch = config.launch
-    for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
-        if value != "auto" and (type(value) is not int or value < 1):
-            yield f"launch.{key}={value!r} must be auto or a number greater than 0"
-    host, _, port = (launch.endpoint or "").rpartition(":")
-    is_host = host != "" and host.isprintable() and not set(host) & {" ", "/"}
-    is_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16
-    if launch.endpoint is not None and not (is_host and is_port):
-        yield (
-            f"launch.endpoint={ascii(launch.endpoint)[1:-1]} must be host:port with a port from 1 to 65535, "
-            f"e.g. launch.endpoint=node0:29500"
-        )
-    if launch.fake_world is not None:
-        yield from dry_run_rules(config)
-        if launch.fake_world > 0:
-            yield from _layout_rules(config, launch.fake_world, exact=True)
-        return
+def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
+    """Yield violated rules of the number of ranks, as far as it is known.
+
+    ``can_plan`` says that the model and the batch can be.
+    """
+    launch, parallel = config.launch, config.parallel
     counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]
-    if all(count > 0 for count in counts):
-        yield from _layout_rules(config, math.prod(counts), exact=len(counts) == 2)
-
-
-def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str]:
-    """Of so many ranks, or of a multiple of them where it is not exact."""
-    train, parallel = config.train, config.parallel
-    if min(parallel.dp or 1, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp) < 1:
+    if launch.fake_world is not None:
+        counts = [launch.fake_world, 1]
+    ranks, exact = math.prod(counts), len(counts) == 2  # or a divisor of their number
+    if min(parallel.dp or 1, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp, ranks) < 1:
         return
     try:
         layout = Layout.of(parallel, ranks)
@@ -327,65 +238,7 @@ def _layout_rules(config: RunConfig, ranks: int, *, exact: bool) -> Iterator[str
         return
     if exact:
         yield from rank_rules(config.profile, ranks)
-    if problems := [*rank_batch_rules(train, layout, ranks)]:
+    if problems := [*rank_batch_rules(config.train, layout, ranks)]:
         yield from problems
-        return
-    others = (
-        _ranges(config),
-        _model_rules(config.model),
-        _router_rules(config.model),
-        _batch_rules(train.global_batch_size, train.micro_batch_size),
-    )
-    if exact and not any(problem for rules in others for problem in rules):
-        yield from plan_problems(config, layout)  # of a model and a batch that can be
-
-
-def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator[str]:
-    """A global batch that data-parallel ranks of ``ranks`` cannot share in whole micro-batches."""
-    dp, together = layout.dp, train.micro_batch_size * layout.dp
-    if together > 0 and train.global_batch_size > MOST_MICRO_BATCHES * together:
-        yield (
-            f"train.global_batch_size={train.global_batch_size} is {train.global_batch_size // together} "
-            f"micro-batches of a rank in each step; use at most {MOST_MICRO_BATCHES * together}, or a larger "
-            f"train.micro_batch_size"
-        )
-    if dp > 1 and together > 0 and train.global_batch_size % together:
-        yield (
-            f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
-            f"{train.micro_batch_size} times {dp} {'workers' if dp == ranks else 'data-parallel ranks'}; "
-            f"use a multiple of {together}"
-        )
-
-
-def _compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:
-    if compiles and backend in (AttentionBackend.turbo, AttentionBackend.te):
-        yield (
-            f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
-            f"auto or sdpa, or compile.enabled=false on a GPU"
-        )
-
-
-def _graph_rules(scope: object, compiles: bool) -> Iterator[str]:
-    words = ", ".join([*SCOPES, FULL_ITERATION])
-    if isinstance(scope, str):
-        known = scope in SCOPES or scope == FULL_ITERATION
-        bad = [] if known else [scope]
-    else:
-        names = scope if isinstance(scope, list) else [scope]
-        bad = [str(name) for name in names if name not in CAPTURABLE]
-    if scope == []:
-        yield f"graph.scope=[] names no segment; use graph.scope=none, or one of {words}"
-    elif isinstance(scope, str) and scope in CAPTURABLE:
-        yield f"graph.scope={scope} is one segment; name it in a list: 'graph.scope=[{scope}]'"
-    elif bad:
-        yield (
-            f"graph.scope={scope} has {', '.join(bad)}; use one of {words}, or a list of segments: "
-            f"{', '.join(CAPTURABLE)}"
-        )
-    elif isinstance(scope, list) and len(set(scope)) < len(scope):
-        yield f"graph.scope={scope} names a segment twice; name each once"
-    elif not compiles and segments_of(scope):  # type: ignore[arg-type]
-        yield (
-            f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
-            f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
-        )
+    elif exact and can_plan:
+        yield from plan_problems(config, layout)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from graphmoe.config.schema import (
-    DeviceChoice,
+    ComputeDtype,
     DispatcherChoice,
     DpShard,
     ModelConfig,
@@ -16,59 +14,25 @@ from graphmoe.config.schema import (
     ParallelConfig,
     PassesConfig,
     RunConfig,
-    Transport,
 )
-from graphmoe.plan.receive_budget import WORST_CASE
-from graphmoe.plan.rules.values import divisors
+from graphmoe.plan.experts import (
+    FACTS,
+    INSTEAD,
+    WORST_CASE,
+    BufferLimits,
+    dispatcher_of,
+    has_experts,
+    reads_peers,
+)
+from graphmoe.plan.layout import divisors
 from graphmoe.segments import (
     CAPTURABLE,
-    DISPATCHER_STAGES,
     FULL_ITERATION,
     SYNC_FREE_STAGES,
     lowest_stage,
     segments_of,
     waiting_segments,
 )
-
-
-def has_experts(model: ModelConfig) -> bool:
-    """Whether any layer has routed experts."""
-    return model.mtp_depth > 0 or model.num_layers > model.num_dense_layers
-
-
-def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> DispatcherChoice:
-    """The dispatcher that a configuration asks for; never auto."""
-    if moe.dispatcher is not DispatcherChoice.auto:
-        return moe.dispatcher
-    alone = parallel.ep * parallel.etp == 1
-    return DispatcherChoice.local if alone else DispatcherChoice.alltoall
-
-
-def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
-    """Who moves the rows of symm, never auto; None with other dispatchers.
-
-    auto takes copy engines where products run beside transfers and copies take no multiprocessor from them.
-    """
-    if dispatcher_of(config.moe, config.parallel) is not DispatcherChoice.symm:
-        return None
-    if config.moe.transport is not Transport.auto:
-        return config.moe.transport
-    return Transport.copy_engine if config.pipeline.ep_overlap and on_nvidia else Transport.pull
-
-
-def transport_of_run(config: RunConfig) -> Transport | None:
-    """``transport_of`` on the devices of the run itself, whose configuration is resolved.
-
-    A dry run is of GPUs of the vendor that this torch is built for (AMD's for ROCm, else NVIDIA's), whatever
-    this machine has.
-    """
-    on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
-    return transport_of(config, on_nvidia=on_gpu and torch.version.hip is None)
-
-
-def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:
-    """Whether ranks reach the memory of each other's GPUs, so that each must see those of the others."""
-    return dispatcher_of(moe, parallel) not in (DispatcherChoice.local, DispatcherChoice.alltoall)
 
 
 def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
@@ -109,7 +73,7 @@ def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, node
     """
     sharing = parallel.ep * parallel.etp
     if moe.dispatcher is not DispatcherChoice.symm or type(nproc) is not int or type(nodes) is not int:
-        return
+        return  # those through a buffer are of 2, 4 or 8 ranks, and refused when their hosts are known
     if nodes > 1 and sharing > 0 and nproc % sharing:
         yield (
             f"moe.dispatcher=symm reads the memory of other GPUs of one node, and a node's {nproc} ranks are "
@@ -118,8 +82,61 @@ def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, node
         )
 
 
+def vendor_dispatch_rules(
+    moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig, compute: ComputeDtype
+) -> Iterator[str]:
+    """Violated rules of the dispatchers ``deepep``, ``turbo`` and ``nvshmem``."""
+    key, ranks = f"moe.dispatcher={moe.dispatcher.value}", parallel.ep * parallel.etp
+    if moe.dispatcher is DispatcherChoice.nvshmem and (ranks < 2 or ranks & (ranks - 1)):
+        yield (
+            f"{key} shares out an exchange evenly to 2, 4, 8, 16, ... ranks, and parallel.ep={parallel.ep} * "
+            f"parallel.etp={parallel.etp} = {ranks}; use such a product, or {_instead(ranks)}"
+        )
+    limits = FACTS[dispatcher_of(moe, parallel)].buffer
+    if limits is None:
+        return
+    if parallel.etp > 1:
+        yield (
+            f"{key} sends a token to one rank for each expert, and parallel.etp={parallel.etp} shares each "
+            f"out to several; use parallel.etp=1, or {INSTEAD}"
+        )
+    if parallel.ep not in limits.ranks:
+        yield (
+            f"{key} exchanges between 2, 4 or 8 ranks, and parallel.ep={parallel.ep}; use parallel.ep of "
+            f"these, or {_instead(ranks)}"
+        )
+    elif model.num_experts > limits.experts * parallel.ep:
+        yield (
+            f"{key} takes up to {limits.experts} experts of a rank, and model.num_experts="
+            f"{model.num_experts} over parallel.ep={parallel.ep} are {model.num_experts // parallel.ep}; use "
+            f"more ranks, or {INSTEAD}"
+        )
+    if compute is ComputeDtype.fp32:
+        yield f"{key} moves bf16 and precision.compute=fp32; use precision.compute=bf16, or {INSTEAD}"
+    yield from _row_rules(key, limits, model)
+
+
+def _row_rules(key: str, limits: BufferLimits, model: ModelConfig) -> Iterator[str]:
+    hidden, most = model.hidden_size, limits.hidden_most
+    if hidden % limits.hidden_step or (most is not None and hidden > most):
+        limit = "" if most is None else f", {most} at most"
+        yield (
+            f"{key} moves rows of a multiple of {limits.hidden_step} numbers{limit}, and "
+            f"model.hidden_size={hidden}; use such a size, or {INSTEAD}"
+        )
+    if model.top_k > limits.top_k:
+        yield (
+            f"{key} takes up to {limits.top_k} experts of a token, and model.top_k={model.top_k}; use "
+            f"{INSTEAD}"
+        )
+
+
+def _instead(ranks: int) -> str:
+    return INSTEAD if ranks > 1 else "moe.dispatcher=auto"
+
+
 def splits_backward(passes: PassesConfig) -> bool:
-    """Whether the pass runs that makes weight gradients apart from those of inputs."""
+    """Return True where the pass runs that computes weight gradients apart from those of inputs."""
     enabled = passes.enabled is None or "split_backward" in passes.enabled
     return enabled and "split_backward" not in passes.disabled
 
@@ -164,9 +181,9 @@ def stage_rules(
     if stage != "auto" and (type(stage) is not int or stage not in SYNC_FREE_STAGES):
         yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"  # True and 1.0 equal 1
     elif isinstance(scope, str | list) and has_experts(model):
-        dispatcher = dispatcher_of(moe, parallel).value
-        highest = DISPATCHER_STAGES[dispatcher]
-        why = f"moe.dispatcher={dispatcher} lets the host count the rows that arrive"
+        dispatcher = dispatcher_of(moe, parallel)
+        highest = FACTS[dispatcher].sync_free_stage
+        why = f"moe.dispatcher={dispatcher.value} lets the host count the rows that arrive"
         alone = parallel.ep * parallel.etp == 1
         instead = f"moe.dispatcher={'local' if alone else 'symm'}"
         waiting = waiting_segments(scope, highest)

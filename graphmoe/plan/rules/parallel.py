@@ -13,18 +13,50 @@ from graphmoe.config.schema import (
     ModelConfig,
     ParallelConfig,
     RunConfig,
+    TrainConfig,
 )
+from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.rules.experts import splits_backward
-from graphmoe.plan.rules.values import divisors
 from graphmoe.segments import FULL_ITERATION
 
+MOST_MICRO_BATCHES = 2**16
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
 """Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
 
 
+def batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
+    """Yield the refusal of a global batch of no whole micro-batches."""
+    if micro_batch < 1 or global_batch < 1:
+        return
+    if global_batch % micro_batch:
+        below = divisors(global_batch, micro_batch)
+        yield (
+            f"train.global_batch_size={global_batch} is not a multiple of "
+            f"train.micro_batch_size={micro_batch}; use e.g. micro_batch_size={below[-1]} "
+            f"or global_batch_size={math.ceil(global_batch / micro_batch) * micro_batch}"
+        )
+
+
+def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator[str]:
+    """Yield the refusal of a global batch that data-parallel ranks of ``ranks`` cannot share equally."""
+    dp, together = layout.dp, train.micro_batch_size * layout.dp
+    if together > 0 and train.global_batch_size > MOST_MICRO_BATCHES * together:
+        yield (
+            f"train.global_batch_size={train.global_batch_size} is {train.global_batch_size // together} "
+            f"micro-batches of a rank in each step; use at most {MOST_MICRO_BATCHES * together}, or a larger "
+            f"train.micro_batch_size"
+        )
+    if dp > 1 and together > 0 and train.global_batch_size % together:
+        yield (
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
+            f"{train.micro_batch_size} times {dp} {'workers' if dp == ranks else 'data-parallel ranks'}; "
+            f"use a multiple of {together}"
+        )
+
+
 def pipeline_rules(config: RunConfig) -> Iterator[str]:
-    """Schedules that there are, and what ``parallel.pp`` does not go together with."""
+    """Yield the refusal of unknown schedules, and of keys that do not go together with ``parallel.pp``."""
     parallel, schedule = config.parallel, config.pipeline.schedule
     if schedule not in SCHEDULES:
         yield f"pipeline.schedule={schedule} is unknown; use one of {', '.join(SCHEDULES)}"
@@ -49,7 +81,7 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
 
 
 def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
-    """What the ranks of tp share equally and cannot."""
+    """Yield the sizes that the ranks of tp share equally and cannot."""
     if parallel.tp < 2:
         return
     for key, value, what in _shared(model, seq_len if parallel.cp == 1 else 0):
@@ -64,7 +96,7 @@ def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len:
 
 
 def shard_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
-    """What ``parallel.dp_shard`` does not go together with."""
+    """Yield the keys that ``parallel.dp_shard`` does not go together with."""
     if parallel.dp_shard is DpShard.fsdp2 and scope != "none":
         yield (
             f"parallel.dp_shard=fsdp2 gives the memory of a layer's weights back after each use, and "
@@ -74,14 +106,14 @@ def shard_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
 
 
 def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMethod:
-    """How attention works over the ranks of cp; never auto."""
+    """Return how attention works over the ranks of cp; never auto."""
     if parallel.cp_method is not ContextMethod.auto:
         return parallel.cp_method
     return ContextMethod.ring if _undivided_heads(parallel, model) else ContextMethod.alltoall
 
 
 def context_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
-    """What the ranks of cp share equally and cannot, and attention that has no ring."""
+    """Yield the sizes that the ranks of cp share equally and cannot, and attention that has no ring."""
     cp, tp = parallel.cp, parallel.tp
     if cp < 2 or tp < 1:
         return

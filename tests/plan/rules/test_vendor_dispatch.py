@@ -11,8 +11,8 @@ import torch
 from omegaconf import OmegaConf
 
 from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.receive_budget import Load
 from graphmoe.plan.rules.check import violations
 from graphmoe.runtime.dispatch import deepep, nvshmem, vendors
 from graphmoe.runtime.dispatch.vendors import check_dispatcher, open_buffer, vendor_dispatcher

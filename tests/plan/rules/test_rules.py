@@ -1,46 +1,12 @@
-"""Rules of the configuration: every one speaks up, and every number has a range."""
+"""Rules that join several keys: every one speaks up."""
 
 from __future__ import annotations
-
-import dataclasses
-import typing
 
 import pytest
 from omegaconf import OmegaConf
 
-from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.plan.rules.check import (
-    BELOW_ONE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_IF_SET,
-    SHARES,
-    check,
-    violations,
-)
-
-
-def changed(**sections: dict) -> RunConfig:
-    """The default configuration with other values."""
-    found = RunConfig()
-    for section, values in sections.items():
-        setattr(found, section, dataclasses.replace(getattr(found, section), **values))
-    return found
-
-
-def test_every_number_of_the_schema_has_a_range_or_a_rule():
-    ranged = set(f"{POSITIVE} {POSITIVE_IF_SET} {NOT_NEGATIVE} {BELOW_ONE} {SHARES}".split())
-    ruled = {"model.num_kv_heads", "model.yarn_factor", "model.yarn_beta_fast"}
-    ruled |= {"data.bpe_vocab_size", "log.peak_tflops", "launch.fake_rank"}
-    free = {"data.seed", "train.seed"}
-    numbers = set()
-    for name, kind in typing.get_type_hints(RunConfig).items():
-        if dataclasses.is_dataclass(kind):
-            for key, hint in typing.get_type_hints(kind).items():
-                if hint in (int, float, int | None, float | None):
-                    numbers.add(f"{name}.{key}")
-    assert numbers == ranged | ruled | free
-
+from graphmoe.config.schema import RunConfig
+from graphmoe.plan.rules.check import violations
 
 RULES = [
     (
@@ -131,7 +97,7 @@ RULES = [
     ("data.seq_len=5000", "data.seq_len=5000 exceeds model.context_length=4096; use at most 4096"),
     ("data.seq_len=0", "data.seq_len=0 must be greater than 0"),
     ("data.seq_len=2 model.mtp_depth=2", "leaves no label for model.mtp_depth=2; use at least 3"),
-    ("log.peak_tflops=0", "log.peak_tflops=0.0 must be greater than 0; null looks it up"),
+    ("log.peak_tflops=0", "log.peak_tflops=0.0 must be greater than 0"),
     ("optim.wsd_decay_fraction=0", "never decays; use a share above 0, or optim.schedule=constant"),
     (
         "optim.schedule=wsd optim.wsd_decay_fraction=0.5 train.steps=100 optim.warmup_steps=51",
@@ -367,23 +333,6 @@ def test_ranks_that_share_experts_by_symm_may_be_those_of_one_node_of_several(wo
     given = ["parallel.ep=8", "moe.dispatcher=symm", "train.global_batch_size=64", *words.split()]
     merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(given))
     assert violations(OmegaConf.to_object(merged)) == []
-
-
-def test_all_violations_are_reported_together():
-    broken = changed(
-        model={"num_experts": 0, "num_heads": 0, "attention": "gqa", "num_kv_heads": 0},
-        train={"steps": 0, "micro_batch_size": 3},
-        optim={"lr": -1.0},
-        data={"seq_len": -4},
-    )
-    with pytest.raises(ConfigError) as error:
-        check(broken)
-    lines = str(error.value).splitlines()
-    assert lines[0] == "the configuration cannot run:" and all(line.startswith("  ") for line in lines[1:])
-    wanted = "model.num_experts=0 model.num_heads=0 train.steps=0 optim.lr=-1.0 data.seq_len=-4"
-    for key in wanted.split():
-        assert any(key in line for line in lines), key
-    assert any("train.global_batch_size=16" in line for line in lines)
 
 
 def test_the_default_configuration_breaks_no_rule():

@@ -14,10 +14,10 @@ from graphmoe.info import describe, render, smallest_layout
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import plan_of
+from tests.config.test_presets import BILLIONS, PRESETS, load_preset
 from tests.runs import config
-from tests.test_presets import BILLIONS, PRESETS, load_preset
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def shown(document) -> str:

@@ -22,11 +22,11 @@ from graphmoe.command.sweep.folder import Job, JobStatus, read_job
 from graphmoe.command.sweep.job import in_sweep, job_gpus
 from graphmoe.config.schema import ConfigError, DeviceChoice, LaunchConfig, RunConfig
 from graphmoe.runtime.host.files import FileLock
+from tests.command.sweep.sweep_stub import CRASHES, ENDS_BY_SIGNAL, FAILS, GONE, STARTS_FILE
 from tests.faults import STEP_S, WORDS
 from tests.runs import ROOT, TINY, Command, command, metrics
-from tests.sweep_stub import CRASHES, ENDS_BY_SIGNAL, FAILS, GONE, STARTS_FILE
 
-STUB = "tests.sweep_stub"
+STUB = "tests.command.sweep.sweep_stub"
 DIR = "hydra.sweep.dir=sweep"
 
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tests import faults
+from tests.command.sweep.slurm_cluster import install
 from tests.runs import TINY, Command, command
-from tests.slurm_cluster import install
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher")

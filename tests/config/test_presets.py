@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from graphmoe.config.schema import AttentionKind, AuxLoss, GroupScore, ModelConfig, RopeScaling, ScoreFunction
 from graphmoe.model.sizes import count_parameters
 
-FOLDER = Path(__file__).parents[1] / "conf" / "model"
+FOLDER = Path(__file__).parents[2] / "conf" / "model"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 # Billions of parameters without embeddings, head, norms and multi-token prediction: total, active.

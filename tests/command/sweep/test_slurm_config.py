@@ -62,14 +62,14 @@ def test_a_file_of_a_users_own_builds_on_it_as_the_comments_show(tmp_path, name)
 
 @pytest.mark.parametrize("words", [("--help",), ("--cfg", "job"), ("--info", "searchpath")])
 def test_without_the_plugin_everything_else_works(tmp_path, words):
-    shown = command(tmp_path, *words, module="tests.hidden_submitit")
+    shown = command(tmp_path, *words, module="tests.command.sweep.hidden_submitit")
     assert shown.wait() == 0 and shown.err.read_text() == ""
     assert shown.out.read_text()
 
 
 def test_without_the_plugin_its_launcher_ends_with_an_error_and_starts_nothing(tmp_path):
     words = ("-m", "hydra/launcher=slurm", "train.steps=1")
-    shown = command(tmp_path, *words, module="tests.hidden_submitit")
+    shown = command(tmp_path, *words, module="tests.command.sweep.hidden_submitit")
     assert shown.wait() == 2 and shown.err.read_text().startswith("error: ")
     assert "submitit_slurm" in shown.err.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr.txt", "stdout.txt"]

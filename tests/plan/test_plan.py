@@ -17,13 +17,6 @@ DECISIONS = {
     "Layout.of", "balanced_load", "capacity", "dispatcher_of", "num_micro_batches", "pipeline_of",
     "reads_peers", "routed_tokens", "transport_of_run", "worst_load",
 }  # fmt: skip
-BEFORE_THE_PLAN = {
-    "graphmoe/info.py", "graphmoe/plan/rules/check.py", "graphmoe/plan/rules/experts.py",
-    "graphmoe/plan/rules/dry_run.py",
-    "graphmoe/plan/pipeline/comparison.py", "graphmoe/plan/pipeline/plan.py", "graphmoe/plan/plan.py",
-    "graphmoe/plan/receive_budget.py", "graphmoe/train.py",
-}  # fmt: skip
-"""Files that check a configuration, or make plans of it."""
 
 
 def test_one_rank_alone():
@@ -59,8 +52,7 @@ def called_in(file: Path) -> set[str]:
 
 
 def test_what_builds_and_runs_a_model_asks_the_plan():
-    """Searches, and benchmarks of parts, try configurations that no run has."""
-    files = [*ROOT.glob("graphmoe/*.py"), *ROOT.glob("graphmoe/model/*.py"), *ROOT.glob("runtime/**/*.py")]
+    folders = ("graphmoe/model", "graphmoe/optim", "graphmoe/training", "passes", "runtime")
+    files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
     asking = {str(file.relative_to(ROOT)): found for file in files if (found := called_in(file) & DECISIONS)}
-    assert {name: found for name, found in asking.items() if name not in BEFORE_THE_PLAN} == {}
-    assert asking.keys() >= {"graphmoe/plan/plan.py"}
+    assert len(files) > 50 and asking == {}

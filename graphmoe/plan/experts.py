@@ -1,0 +1,197 @@
+"""Decisions about routed experts: dispatcher, transport, and the room for received rows.
+
+`FACTS` is the table of dispatchers; rules, commands and ``graphmoe.runtime.dispatch`` ask it.
+
+A rank makes room for rows of other ranks where no host counts them. The worst case is that every token of all
+ranks goes to one, which no large run can afford. So room is made for ``moe.receive_budget`` times what a
+balanced routing sends; a step in which more arrives is void and runs again with more room
+(docs/expert_parallel.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from graphmoe.config.schema import (
+    DeviceChoice,
+    DispatcherChoice,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RunConfig,
+    Transport,
+)
+from graphmoe.plan.layout import Layout
+
+INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
+"""Dispatchers that need no package."""
+WORST_CASE = "worst_case"
+"""The value of ``moe.receive_budget`` that makes room for all that can arrive."""
+BLOCK_STEP = 128
+"""A block of rows that copy engines move has a multiple of so many."""
+
+
+class BufferLimits(NamedTuple):
+    """Limits of a package that moves bf16 rows through a buffer between the GPUs of a node, 2, 4 or 8."""
+
+    hidden_step: int
+    """Hidden sizes are multiples of it."""
+    hidden_most: int | None
+    top_k: int
+    """Slots of a token at most: one for each thread of a warp."""
+    ranks: tuple[int, ...] = (2, 4, 8)
+    """Ranks that share a buffer: the kernels are compiled for these (launch.cuh)."""
+    experts: int = 128
+    """Experts of a rank: each is a thread of one block (``notify_dispatch`` in intranode.cu)."""
+
+
+@dataclass(frozen=True)
+class DispatcherFacts:
+    """Needs and abilities of a dispatcher."""
+
+    reads_peers: bool = True
+    """Ranks reach the memory of each other's GPUs, and room is made without a count of the host."""
+    sync_free_stage: int = 3
+    """The highest ``moe.sync_free_stage`` that holds with it."""
+    one_node: bool = False
+    """Ranks that exchange must be on one node."""
+    platform: Literal["cuda", "rocm", "gpu"] | None = None
+    """GPUs that it runs on, of either vendor for gpu; None for any device."""
+    package: str | None = None
+    """Name of the package behind it in `graphmoe.config.packages.VENDORS`."""
+    buffer: BufferLimits | None = None
+
+
+FACTS = {
+    DispatcherChoice.local: DispatcherFacts(reads_peers=False),
+    DispatcherChoice.alltoall: DispatcherFacts(reads_peers=False, sync_free_stage=1),
+    DispatcherChoice.symm: DispatcherFacts(one_node=True),
+    DispatcherChoice.nvshmem: DispatcherFacts(platform="gpu"),
+    # DeepEP 1.2.1: a warp sums 256 numbers in each round of `combine` and synchronises inside it, so each of
+    # its threads must have a part of every round. `dispatch` moves half a row through a warp's 8 KiB of
+    # shared memory.
+    DispatcherChoice.deepep: DispatcherFacts(
+        one_node=True, platform="cuda", package="deepep", buffer=BufferLimits(256, 7936, top_k=32)
+    ),
+    # Its port to ROCm in Primus-Turbo.
+    DispatcherChoice.turbo: DispatcherFacts(
+        one_node=True, platform="rocm", package="turbo", buffer=BufferLimits(8, None, top_k=64)
+    ),
+}
+
+
+def has_experts(model: ModelConfig) -> bool:
+    """Return True where any layer has routed experts."""
+    return model.mtp_depth > 0 or model.num_layers > model.num_dense_layers
+
+
+def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> DispatcherChoice:
+    """Return the dispatcher that a configuration asks for; never auto."""
+    if moe.dispatcher is not DispatcherChoice.auto:
+        return moe.dispatcher
+    alone = parallel.ep * parallel.etp == 1
+    return DispatcherChoice.local if alone else DispatcherChoice.alltoall
+
+
+def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:
+    """Return True where ranks reach the memory of each other's GPUs, so that each must see all of them."""
+    return FACTS[dispatcher_of(moe, parallel)].reads_peers
+
+
+def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
+    """Return the mover of the rows of symm, never auto; None with other dispatchers.
+
+    auto takes copy engines where products run beside transfers and copies take no multiprocessor from them.
+    """
+    if dispatcher_of(config.moe, config.parallel) is not DispatcherChoice.symm:
+        return None
+    if config.moe.transport is not Transport.auto:
+        return config.moe.transport
+    return Transport.copy_engine if config.pipeline.ep_overlap and on_nvidia else Transport.pull
+
+
+def transport_of_run(config: RunConfig) -> Transport | None:
+    """Return ``transport_of`` on the devices of the run itself, whose configuration is resolved.
+
+    A dry run is of GPUs of the vendor that this torch is built for (AMD's for ROCm, else NVIDIA's), whatever
+    this machine has.
+    """
+    on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
+    return transport_of(config, on_nvidia=on_gpu and torch.version.hip is None)
+
+
+class Load(NamedTuple):
+    """Rows and slots that arrive at a rank, or room for them."""
+
+    rows: int
+    """Tokens; each comes once, however many of its experts are here."""
+    slots: int
+    """Their slots of experts that are here: rows of the experts' products."""
+
+
+def routed_tokens(config: RunConfig, layout: Layout) -> int:
+    """Tokens that each rank routes at once."""
+    assert config.data.seq_len is not None
+    return config.train.micro_batch_size * config.data.seq_len // (layout.tp * layout.cp)
+
+
+def worst_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
+    """Return all tokens of all ranks of ep_etp, each with all its slots here as far as there are experts."""
+    rows = layout.size("ep_etp") * tokens
+    return Load(rows, rows * min(model.top_k, model.num_experts // layout.ep))
+
+
+def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
+    """Return the load where each token's experts are drawn alike from all; ``tokens`` are those of one rank.
+
+    A token comes here with the probability that not all its ``top_k`` experts are others, which is
+    hypergeometric.
+    """
+    here, slots = model.num_experts // layout.ep, tokens * model.top_k * layout.etp
+    elsewhere = math.comb(model.num_experts - here, model.top_k) / math.comb(model.num_experts, model.top_k)
+    return Load(math.ceil(layout.size("ep_etp") * tokens * (1 - elsewhere)), slots)
+
+
+def room_bytes(room: Load, model: ModelConfig, layout: Layout, element_bytes: int, *, fused: bool) -> int:
+    """Bytes of a rank's tensors that are as large as there is room, while a step runs.
+
+    For each MoE layer what its forward keeps: of a row the plan of its slots, and where the experts are
+    ``fused`` the token and the weights; of a slot gate and up, and in separate steps the token, the weight,
+    and the activation in three stages. Once, what one layer needs meanwhile: a row's sum,
+    both gradients and its place in the region of symm; a slot's output, activation and gradients.
+    ``recompute`` is not looked at: it may keep less.
+    """
+    width, inner = model.hidden_size * element_bytes, model.expert_ffn_size // layout.etp * element_bytes
+    layers = model.num_layers - model.num_dense_layers + model.mtp_depth
+    of_row, of_slot = 8 * model.top_k, 2 * inner
+    if fused:
+        of_row += width + 4 * model.top_k
+    else:
+        of_slot += width + 4 + 3 * inner
+    kept = room.rows * of_row + room.slots * of_slot
+    passing = room.rows * (4 * width + 8 * model.top_k) + room.slots * (2 * width + 5 * inner)
+    return layers * kept + passing
+
+
+def capacity(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int, factor: float = 1.0) -> Load:
+    """Room for ``factor`` times the receive budget; never more than the worst case."""
+    worst = worst_load(model, layout, tokens)
+    if moe.receive_budget == WORST_CASE:
+        return worst
+    balanced, budget = balanced_load(model, layout, tokens), moe.receive_budget * factor
+    rows = min(math.ceil(balanced.rows * budget), worst.rows)
+    return Load(rows, min(math.ceil(balanced.slots * budget), rows * (worst.slots // worst.rows)))
+
+
+def blocks_of(balanced: Load, room: Load, ranks: int) -> tuple[int, int]:
+    """Rows that copy engines move for each pair of ranks, and the rows that there is to be room for then.
+
+    A block has the rows of a balanced routing, rounded up. A pair with fewer sends garbage behind them; one
+    with more has a kernel pull the rest, for which there is as much room as ``room`` has beyond balance.
+    """
+    block = -(-balanced.rows // (ranks * BLOCK_STEP)) * BLOCK_STEP
+    return block, ranks * block + max(room.rows - balanced.rows, 0)

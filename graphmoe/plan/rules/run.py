@@ -1,0 +1,258 @@
+"""Rules of a run: its data, schedule, checkpoints, compilation, capture, recompute, profile and dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from graphmoe.config.schema import (
+    AttentionBackend,
+    AttentionKind,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    DataSource,
+    DpShard,
+    LaunchConfig,
+    ModelConfig,
+    OptimConfig,
+    ProfileConfig,
+    RecomputeConfig,
+    RunConfig,
+    TrainConfig,
+)
+from graphmoe.plan.layout import Layout
+from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
+
+
+def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield violated rules of where tokens come from."""
+    trains_tokenizer = data.source is DataSource.stdlib and data.tokenizer is None
+    if trains_tokenizer and not 300 <= data.bpe_vocab_size <= model.vocab_size:
+        yield (
+            f"data.bpe_vocab_size={data.bpe_vocab_size} must be from 300 to "
+            f"model.vocab_size={model.vocab_size}"
+        )
+    if data.source in (DataSource.files, DataSource.memmap) and not data.paths:
+        yield f"data.source={data.source.name} needs data.paths, e.g. 'data.paths=[corpus/*.jsonl]'"
+    if data.source in (DataSource.files, DataSource.hf) and data.tokenizer is None:
+        yield f"data.source={data.source.name} needs data.tokenizer, the path of a tokenizer.json"
+    if data.source is DataSource.hf and data.hf_name is None:
+        yield "data.source=hf needs data.hf_name, the name or local folder of a dataset"
+    if data.seq_len is not None and data.seq_len > model.context_length:
+        yield (
+            f"data.seq_len={data.seq_len} exceeds model.context_length={model.context_length}; use at most "
+            f"{model.context_length}, or raise model.context_length"
+        )
+    if data.seq_len is not None and 0 < data.seq_len <= model.mtp_depth:
+        yield (
+            f"data.seq_len={data.seq_len} leaves no label for model.mtp_depth={model.mtp_depth}; "
+            f"use at least {model.mtp_depth + 1}"
+        )
+
+
+def lr_schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
+    """Yield what a wsd schedule cannot do: a decay of no steps, or one that begins inside the warm-up."""
+    fraction, warmup = config.wsd_decay_fraction, config.warmup_steps
+    if fraction == 0:
+        yield "optim.wsd_decay_fraction=0 never decays; use a share above 0, or optim.schedule=constant"
+    if not 0 < fraction <= 1:
+        return
+    start = config.decay_steps(total_steps).start
+    if start < warmup <= total_steps:
+        yield (
+            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule={config.schedule.value} "
+            f"begins: of train.steps={total_steps} those from {start} on decay "
+            f"(optim.wsd_decay_fraction={fraction}); use at most optim.warmup_steps={start}, or "
+            f"optim.schedule=cosine"
+        )
+
+
+def checkpoint_rules(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield violated rules of what is resumed."""
+    if checkpoint.init_from and checkpoint.resume_from:
+        yield (
+            "checkpoint.init_from takes weights only and checkpoint.resume_from the whole state; "
+            "use one of the two"
+        )
+
+
+def compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:
+    """Yield the refusal of an attention whose backward cannot be compiled."""
+    if compiles and backend in (AttentionBackend.turbo, AttentionBackend.te):
+        yield (
+            f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
+            f"auto or sdpa, or compile.enabled=false on a GPU"
+        )
+
+
+def graph_rules(scope: object, compiles: bool) -> Iterator[str]:
+    """Yield violated rules of ``graph.scope``."""
+    words = ", ".join([*SCOPES, FULL_ITERATION])
+    if isinstance(scope, str):
+        known = scope in SCOPES or scope == FULL_ITERATION
+        bad = [] if known else [scope]
+    else:
+        names = scope if isinstance(scope, list) else [scope]
+        bad = [str(name) for name in names if name not in CAPTURABLE]
+    if scope == []:
+        yield f"graph.scope=[] names no segment; use graph.scope=none, or one of {words}"
+    elif isinstance(scope, str) and scope in CAPTURABLE:
+        yield f"graph.scope={scope} is one segment; name it in a list: 'graph.scope=[{scope}]'"
+    elif bad:
+        yield (
+            f"graph.scope={scope} has {', '.join(bad)}; use one of {words}, or a list of segments: "
+            f"{', '.join(CAPTURABLE)}"
+        )
+    elif isinstance(scope, list) and len(set(scope)) < len(scope):
+        yield f"graph.scope={scope} names a segment twice; name each once"
+    elif not compiles and segments_of(scope):  # type: ignore[arg-type]
+        yield (
+            f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
+            f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
+        )
+
+
+def recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool) -> Iterator[str]:
+    """Yield violated rules of ``recompute``."""
+    last = model.num_layers + model.mtp_depth - 1
+    known: dict[str, tuple[list[Any], Sequence[Any]]] = {
+        "segments": (wanted.segments, LAYER_SEGMENTS),
+        "ops": (wanted.ops, PARTS),
+        "layer_ids": (wanted.layer_ids, range(last + 1)),
+    }
+    if last < 0:
+        return  # of such a model other rules speak
+    if wanted.all and any(given for given, _ in known.values()):
+        named = " and ".join(f"recompute.{key}={given}" for key, (given, _) in known.items() if given)
+        yield f"recompute.all=true computes every layer again; leave out {named}, or use recompute.all=false"
+    for key, (given, valid) in known.items():
+        bad = [str(each) for each in given if each not in valid]
+        twice = sorted({str(each) for each in given if given.count(each) > 1})
+        if bad:
+            words = f"0 to {last}" if key == "layer_ids" else ", ".join(map(str, valid))
+            yield f"recompute.{key}={given} has {', '.join(bad)}; use {words}"
+        elif twice:
+            yield f"recompute.{key}={given} names {', '.join(twice)} twice; name each once"
+    if wanted.ops and not compiles:
+        yield (
+            f"recompute.ops={wanted.ops} are chosen in compiled graphs, and compile.enabled=false; use "
+            f"compile.enabled=true, or recompute.segments"
+        )
+    layers = [i for i in wanted.layer_ids if 0 <= i <= last] or range(last + 1)
+    for key, name in [*(("segments", n) for n in wanted.segments), *(("ops", n) for n in wanted.ops)]:
+        having = _layers_with(name, model)
+        if name in known[key][1] and not having:
+            yield f"recompute.{key} names {name}, which the model has not; leave it out"
+        elif name in known[key][1] and not set(layers) & set(having):
+            yield (
+                f"recompute.{key} names {name}, which no layer of recompute.layer_ids={wanted.layer_ids} "
+                f"has; leave it out, or name some of the layers {having[0]} to {having[-1]}"
+            )
+
+
+def profile_rules(config: RunConfig) -> Iterator[str]:
+    """Yield violated rules of ``profile.steps`` and ``profile.ranks``."""
+    steps, ranks, total = config.profile.steps, config.profile.ranks, config.train.steps
+    if not steps:
+        return
+    if len(steps) > 2:
+        yield f"profile.steps={steps} has {len(steps)} numbers; use the first and the last, or one"
+        return
+    first, last = steps[0], steps[-1]
+    if first < 1 or last < first:
+        yield f"profile.steps={steps} must be the first and the last step, counted from 1, e.g. [10,12]"
+    elif last > total:
+        inside = [min(first, total), total] if first < total else [total]
+        yield f"profile.steps={steps} goes beyond train.steps={total}; use at most {inside}"
+    if not ranks or min(ranks) < 0 or len({*ranks}) < len(ranks):
+        yield f"profile.ranks={ranks} must be ranks, counted from 0, each once; [0] is the default"
+    if config.launch.fake_world is not None:
+        yield (
+            f"profile.steps={steps} measures steps, and launch.fake_world={config.launch.fake_world} runs "
+            f"none; leave one of them out"
+        )
+
+
+def rank_rules(profile: ProfileConfig, world_size: int) -> Iterator[str]:
+    """Yield violated rules of ``profile.ranks`` in a job of so many ranks."""
+    ranks = profile.ranks
+    if profile.steps and max(ranks, default=0) >= world_size:
+        yield f"profile.ranks={ranks} has a rank that is none of {world_size}; use 0 to {world_size - 1}"
+
+
+def launch_rules(launch: LaunchConfig) -> Iterator[str]:
+    """Yield violated rules of how many processes start, and where they meet."""
+    for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
+        if value != "auto" and (type(value) is not int or value < 1):
+            yield f"launch.{key}={value!r} must be auto or a number greater than 0"
+    host, _, port = (launch.endpoint or "").rpartition(":")
+    is_host = host != "" and host.isprintable() and not set(host) & {" ", "/"}
+    is_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16
+    if launch.endpoint is not None and not (is_host and is_port):
+        yield (
+            f"launch.endpoint={ascii(launch.endpoint)[1:-1]} must be host:port with a port from 1 to 65535, "
+            f"e.g. launch.endpoint=node0:29500"
+        )
+
+
+def dry_run_rules(config: RunConfig) -> Iterator[str]:
+    """Yield violated rules of ``launch.fake_*``, beside those of the layout."""
+    launch = config.launch
+    world = launch.fake_world
+    if world is None or world < 1:
+        return
+    if launch.nproc not in (1, "auto") or launch.nodes not in (1, "auto"):
+        yield (
+            f"launch.fake_world={world} stands for all ranks, and launch.nproc={launch.nproc} with "
+            f"launch.nodes={launch.nodes} starts processes; leave those two out"
+        )
+    if launch.fake_rank is not None and not 0 <= launch.fake_rank < world:
+        yield (
+            f"launch.fake_rank={launch.fake_rank} is not among the ranks of launch.fake_world={world}; use "
+            f"0 to {world - 1}"
+        )
+    if config.parallel.dp_shard is DpShard.fsdp2:
+        yield (
+            f"launch.fake_world={world} counts what parallel.dp_shard=zero1 keeps and sends, and "
+            f"parallel.dp_shard=fsdp2 is given; leave one of them out"
+        )
+    if launch.write_only:
+        yield (
+            f"launch.write_only=true writes a run that others start, and launch.fake_world={world} starts "
+            f"none; leave one of them out"
+        )
+
+
+def with_dry_batch(config: RunConfig) -> RunConfig:
+    """Return the configuration with the global batch of a dry run, where none is given.
+
+    It is at least one micro-batch for each data-parallel rank, and with a pipeline
+    ``pipeline.microbatches`` of each, or four for each rank of the pipeline. Any other that does not divide
+    is refused, as in a run.
+    """
+    launch, train, parallel = config.launch, config.train, config.parallel
+    if launch.fake_world is None or train.global_batch_size != TrainConfig.global_batch_size:
+        return config
+    try:
+        together = train.micro_batch_size * Layout.of(parallel, launch.fake_world).dp
+    except (ConfigError, ZeroDivisionError):  # of these other rules speak
+        return config
+    count = config.pipeline.microbatches or 4 * parallel.pp if parallel.pp > 1 else 1
+    if min(together, count) < 1 or (parallel.pp == 1 and train.global_batch_size % together == 0):
+        return config
+    train = dataclasses.replace(train, global_batch_size=together * count)
+    return dataclasses.replace(config, train=train)
+
+
+def _layers_with(name: str, model: ModelConfig) -> range:
+    """Return the layers that have a segment or a part, none if the model has it nowhere."""
+    end = model.num_layers + model.mtp_depth
+    moe = range(model.num_dense_layers, end)
+    having = {
+        "mlp": range(model.num_dense_layers),
+        "shared_experts": moe if model.shared_ffn_size else range(0),
+        "mla_up_proj": range(end if model.attention is AttentionKind.mla else 0),
+    }
+    return having.get(name, moe if name.startswith("moe_") else range(end))

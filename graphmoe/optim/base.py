@@ -60,7 +60,7 @@ class StepOptimizer(ABC):
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:  # noqa: B027
         """Let ``compiler(function, arguments)`` compile the update, a function that changes its arguments.
 
-        Without a definition of its own an optimizer runs as it is, and gathers each layer when that runs.
+        An optimizer that does not override it stays uncompiled.
         """
 
     @abstractmethod
@@ -77,9 +77,8 @@ class StepOptimizer(ABC):
     def step(self, loss: Tensor) -> StepResult:
         """Apply the gradients since the last step; where loss or norm is not finite, count a skip only.
 
-        So it does where the square of the norm, once clipped, is not finite in fp32.
-
-        A collective. The loss must be that of all ranks. Nothing is counted either while ``void`` is 1.0.
+        A square of the clipped norm that is not finite in fp32 counts as not finite, too. A collective. The
+        loss must be that of all ranks. While ``void`` is 1.0 nothing is applied or counted.
         """
 
     @abstractmethod
@@ -90,7 +89,7 @@ class StepOptimizer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return main weights and moments by parameter name, and the counters; tensors are not copied.
 
-        On several ranks, what this rank owns of them.
+        On several ranks, the parts that this rank owns.
         """
 
     @abstractmethod

@@ -30,7 +30,7 @@ from graphmoe.segments import Executor, Segment
 
 
 class ShardedOptimizer(StepOptimizer):
-    """A StepOptimizer over the local tensors of DTensors.
+    """StepOptimizer over the local tensors of DTensors.
 
     The model's parameters become DTensors of fp32, which are the main weights; ``model.loss`` gathers each
     layer in the compute dtype while it runs, if the executor is this optimizer's.
@@ -48,7 +48,7 @@ class ShardedOptimizer(StepOptimizer):
         device: torch.device,
         fill: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """``model`` is what this rank of the mesh has of it, on the meta device.
+        """``model`` is this rank's part of it, on the meta device.
 
         ``fill`` gives a block of it memory on ``device`` and values; each is shared out before the next is
         made, so that no rank ever has all of the model.
@@ -72,7 +72,6 @@ class ShardedOptimizer(StepOptimizer):
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
-        """As ``StepOptimizer.step``."""
         gradients = {name: self._gradient(name) for name in self.weights}
         norm = self._over_ranks(norm_of([*gradients.values()]))
         scalars = self._scalars(norm, loss.detach().float(), self.applied, self.void, self._numbers)

@@ -110,6 +110,7 @@ class Trainer:
         self.train_step = TrainStep(plan, self.model, self.optimizer, micro_batches, self.mesh)
         self._captured = self._captured_run()
         ladder = receive_ladder(plan, self.mesh, self.ranks, self.model, self.execution)
+        # A step is TrainStep, replayed by CapturedRun, run again by RetryingSteps where it found no room.
         self.steps = RetryingSteps(self._captured, self.rows, self.optimizer.void, self.heartbeat, ladder)
         self.validation = Validation(
             config.train, self.corpus, self.model, micro_batches, self.mesh, self.heartbeat, ladder

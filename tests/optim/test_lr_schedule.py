@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import LrSchedule, OptimConfig
-from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
+from graphmoe.optim.lr_schedule import DECAYS, LrNumbers, learning_rate
 
 TOTAL = 50
 
@@ -75,3 +75,10 @@ def test_the_rate_is_an_fp32_scalar_where_the_counter_is():
     done = torch.zeros((), device="meta")
     found = at(OptimConfig(warmup_steps=3), done)
     assert found.device.type == "meta" and found.dtype == torch.float32 and found.shape == ()
+
+
+def test_a_schedule_added_to_the_table_decays_by_its_function(monkeypatch):
+    assert {*LrSchedule} - {*DECAYS} == {LrSchedule.constant}
+    monkeypatch.setitem(DECAYS, LrSchedule.constant, lambda progress: 1 - progress)
+    config = OptimConfig(lr=1.0, schedule=LrSchedule.constant, warmup_steps=0, min_lr_ratio=0.0)
+    assert [rate(config, step) for step in (1, 25, 50)] == pytest.approx([0.98, 0.5, 0.0])

@@ -29,7 +29,7 @@ from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, 
 from graphmoe.ops.symm import use_peers
 from graphmoe.ops.timing import spread
 from graphmoe.plan.experts import FACTS
-from graphmoe.runtime.dispatch.peers import make_peers
+from graphmoe.runtime.dispatch.symm import make_peers
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.adamw import AdamWNumbers, StepScalars
 from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
-from graphmoe.runtime.capture.capture import Place
+from graphmoe.runtime.capture.capture import TensorSlot
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
@@ -96,7 +96,7 @@ class StepOptimizer(ABC):
     def restored(self) -> None:
         """Take over what was loaded in place into the tensors of ``state_dict`` and ``model_state``."""
 
-    def places(self) -> dict[str, Place]:
+    def fixed_tensors(self) -> dict[str, TensorSlot]:
         """Return by name all tensors that a captured step uses without being given them."""
         raise AssertionError("a captured step needs fixed addresses")
 

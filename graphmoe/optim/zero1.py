@@ -28,7 +28,7 @@ from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step,
 from graphmoe.optim.flat_buffers import Region, families_of
 from graphmoe.optim.reduction import ArrivingWeights, GradientReduction, WeightGather
 from graphmoe.plan.layout import ALONE, layout_of
-from graphmoe.runtime.capture.capture import Place
+from graphmoe.runtime.capture.capture import TensorSlot
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
@@ -130,8 +130,8 @@ class Optimizer(StepOptimizer):
             family.shard_weights()
         self.publish()
 
-    def places(self) -> dict[str, Place]:
-        found: dict[str, Place] = {}
+    def fixed_tensors(self) -> dict[str, TensorSlot]:
+        found: dict[str, TensorSlot] = {}
         for name, gradient in zip(self.names, self._gradients.values(), strict=True):
             found[f"the gradient of {name}"] = vars(gradient), "total"
         holders = [("", vars(self))]

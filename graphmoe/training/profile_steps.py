@@ -21,7 +21,7 @@ from graphmoe.run.machine import device_name
 from graphmoe.run.records import FACTS, PROFILE_FOLDER, STEP, trace_file
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.runtime.torch_compat.memory import (
+from graphmoe.runtime.torch_compat import (
     start_memory_history,
     stop_memory_history,
     write_memory_history,

@@ -231,7 +231,7 @@ class Trainer:
         )
 
     def _captured_run(self) -> CapturedRun:
-        places = {**tensors_of(self.model), **self.optimizer.places()} if self.capture else {}
+        places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
         folder = self.folder if self.ranks.is_first else None
         return CapturedRun(self.train_step, self.plan, self.capture, self.device, places, folder)
 

@@ -85,7 +85,7 @@ class CaptureReport:
         )
 
 
-Place = tuple[Mapping[str, Any], str]
+TensorSlot = tuple[Mapping[str, Any], str]
 """What holds a tensor, and under which key."""
 
 
@@ -103,12 +103,12 @@ class Capture:
         """Steps of each program."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._names: list[str] = []
-        self._places: list[Place] = []
+        self._slots: list[TensorSlot] = []
         self._addresses: list[int] | None = None
 
-    def watch(self, places: Mapping[str, Place]) -> None:
+    def watch(self, slots: Mapping[str, TensorSlot]) -> None:
         """Tensors by name that graphs find where they lie at the first step that is captured."""
-        self._names, self._places = list(places), list(places.values())
+        self._names, self._slots = list(slots), list(slots.values())
 
     def use(self, program: int | None) -> None:
         """From now on steps run this program; each warms up for itself, before its first graphs."""
@@ -151,7 +151,7 @@ class Capture:
         outside.wait_stream(self._stream)
 
     def _look(self) -> list[int]:
-        held = [holder.get(key) for holder, key in self._places]
+        held = [holder.get(key) for holder, key in self._slots]
         return [0 if tensor is None else tensor.data_ptr() for tensor in held]
 
     def _check_addresses(self) -> None:

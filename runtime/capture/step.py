@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.plan.plan import Plan
-from graphmoe.runtime.capture.capture import REPORT_FILE, Capture, Place, Span
+from graphmoe.runtime.capture.capture import REPORT_FILE, Capture, Span, TensorSlot
 from graphmoe.runtime.capture.graphs import Graph
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.segments import FULL_ITERATION, profiler_range
@@ -30,14 +30,14 @@ class CapturedRun:
         plan: Plan,
         capture: Capture | None,
         device: torch.device,
-        places: Mapping[str, Place],
+        slots: Mapping[str, TensorSlot],
         folder: Path | None,
     ) -> None:
-        """``places`` are what graphs find where it lies, ``folder`` where a report is wanted."""
+        """``slots`` are what graphs find where it lies, ``folder`` where a report is wanted."""
         self._step, self._plan, self._capture, self._folder = step, plan, capture, folder
         if capture is None:
             return
-        capture.watch(places)
+        capture.watch(slots)
         if device.type == "cpu":
             scope = capture.report.scope
             log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", scope)

@@ -28,8 +28,7 @@ from graphmoe.runtime.compile.cut import (
 )
 from graphmoe.runtime.compile.recompute import NOTHING, UnitRecompute
 from graphmoe.runtime.compile.tracing import trace_forward
-from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph
-from graphmoe.runtime.torch_compat.lazy_graphs import lazy_graph_modules
+from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph, lazy_graph_modules
 
 WIDER_INTEGERS = (torch.int32, torch.int64)
 """Into these and back int32 stays what it is."""

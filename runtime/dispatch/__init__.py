@@ -13,8 +13,7 @@ from graphmoe.plan.experts import FACTS, blocks_of
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem
-from graphmoe.runtime.dispatch.peers import make_peers
-from graphmoe.runtime.dispatch.symm import Symm
+from graphmoe.runtime.dispatch.symm import Symm, make_peers
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
 from graphmoe.runtime.ranks import Mesh
 

@@ -1,5 +1,8 @@
 """The dispatchers ``deepep`` and ``turbo``: rows travel through a ``Buffer`` of DeepEP, or of its port.
 
+The port, ``primus_turbo.pytorch.deep_ep.Buffer`` for ROCm, has DeepEP's calls and puts rows where DeepEP puts
+them; this is written against the source of its commit a6a16cdc, and not run with the package yet.
+
 Suffixes: T tokens, K slots, P ranks of ``ep``, C channels (pairs of programs that move rows), N = P * T rows
 that there is room for, D hidden.
 

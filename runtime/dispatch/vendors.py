@@ -11,7 +11,7 @@ from graphmoe.config.packages import is_installed, require_package
 from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig
 from graphmoe.plan.experts import FACTS, INSTEAD, Load
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.dispatch import deepep, nvshmem, turbo
+from graphmoe.runtime.dispatch import deepep, nvshmem
 from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem
 from graphmoe.runtime.ranks import Mesh, Ranks
@@ -37,9 +37,9 @@ def open_buffer(choice: DispatcherChoice, mesh: Mesh, hidden_size: int) -> None:
     group = mesh.group("ep_etp")
     assert group is not None
     if choice is DispatcherChoice.turbo:
-        deepep.use_buffer(turbo.open_buffer(group, hidden_size))
-        return
-    import deep_ep  # type: ignore[import-not-found]
+        from primus_turbo.pytorch import deep_ep  # type: ignore[import-not-found]
+    else:
+        import deep_ep  # type: ignore[import-not-found]
 
     deepep.use_buffer(deepep.open_buffer(deep_ep, group, hidden_size))
 

@@ -14,56 +14,56 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class OrderedUnit:
     """A unit at one place of the model, or its gradients."""
 
     name: str
     needs: frozenset[int] = frozenset()
-    """Numbers, in the same list, of the pieces whose results it reads."""
+    """Numbers, in the same list, of the units whose results it reads."""
     transfers: bool = False
     """Whether its work is a transfer between ranks, beside which others may run."""
 
 
-def backward_of(forward: Sequence[Piece]) -> list[Piece]:
-    """The gradients of pieces in their own order, each a piece that needs those of its readers.
+def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
+    """The gradients of units in their own order, each a unit that needs those of its readers.
 
     That is the reverse, but for transfers: they start as soon as what they send is there.
     """
     last = len(forward) - 1
     readers: list[set[int]] = [set() for _ in forward]
-    for number, piece in enumerate(forward):
-        for source in piece.needs:
+    for number, unit in enumerate(forward):
+        for source in unit.needs:
             readers[last - source].add(last - number)
-    pieces = [
-        Piece(piece.name, frozenset(needs), piece.transfers)
-        for piece, needs in zip(reversed(forward), readers, strict=True)
+    units = [
+        OrderedUnit(unit.name, frozenset(needs), unit.transfers)
+        for unit, needs in zip(reversed(forward), readers, strict=True)
     ]
-    return pieces
+    return units
 
 
-def transfers_first(pieces: Sequence[Piece]) -> list[int]:
-    """An order in which what each piece needs comes before it, transfers as early as they can."""
+def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
+    """An order in which what each unit needs comes before it, transfers as early as they can."""
     order: list[int] = []
-    left = dict.fromkeys(range(len(pieces)))
+    left = dict.fromkeys(range(len(units)))
     while left:
-        ready = [number for number in left if pieces[number].needs <= set(order)]
-        assert ready, "pieces need each other"
-        chosen = next((number for number in ready if pieces[number].transfers), ready[0])
+        ready = [number for number in left if units[number].needs <= set(order)]
+        assert ready, "units need each other"
+        chosen = next((number for number in ready if units[number].transfers), ready[0])
         order.append(chosen)
         del left[chosen]
     return order
 
 
-def turns(pieces: Sequence[Piece], order: Sequence[int]) -> list[list[int]]:
-    """The order, cut before each piece that waits for a transfer that has started since the last cut."""
+def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]:
+    """The order, cut before each unit that waits for a transfer that has started since the last cut."""
     cut: list[list[int]] = []
     under_way: set[int] = set()
     for number in order:
-        if not cut or pieces[number].needs & under_way:
+        if not cut or units[number].needs & under_way:
             cut.append([])
             under_way = set()
         cut[-1].append(number)
-        if pieces[number].transfers:
+        if units[number].transfers:
             under_way.add(number)
     return cut
 

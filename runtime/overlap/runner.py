@@ -12,7 +12,14 @@ from torch import Tensor
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.runtime.compile.code import PendingWeightGrads
 from graphmoe.runtime.compile.units import Unit
-from graphmoe.runtime.overlap.order import Direction, Piece, backward_of, interleaved, transfers_first, turns
+from graphmoe.runtime.overlap.order import (
+    Direction,
+    OrderedUnit,
+    backward_of,
+    interleaved,
+    transfers_first,
+    turns,
+)
 from graphmoe.runtime.overlap.tape import Tape
 
 Result = TypeVar("Result")
@@ -49,7 +56,7 @@ class Overlap:
     def forward(self, run: Callable[[], Result]) -> Result:
         """What ``run`` returns; the backward of the micro-batch before runs in between, all of it."""
         before, self._before = self._before, None
-        result, self._tape = self.record(run, before, before.tape.pieces if before else ())
+        result, self._tape = self.record(run, before, before.tape.units if before else ())
         return result
 
     def backward(self, loss: Tensor) -> None:
@@ -59,11 +66,11 @@ class Overlap:
         self._before, self._tape = Backward(self._tape), None
 
     def record(
-        self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[Piece] = ()
+        self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
     ) -> tuple[Result, Tape]:
         """What ``run`` returns, a forward, and its tape; ``beside`` runs in between, all of it.
 
-        ``like`` are the pieces of an earlier forward through the same units, for their turns.
+        ``like`` are the units of an earlier forward through the same units, for their turns.
         """
         self._tape = tape = Tape(self._anchor)
         self._beside = beside
@@ -102,7 +109,7 @@ class Overlap:
         """The results of a unit's forward, when it is its turn."""
         tape = self._tape
         assert tape is not None, "a unit that trains is run outside a micro-batch"
-        number = len(tape.pieces)
+        number = len(tape.units)
         self._run_backward()
         if self._queue:
             turn = self._queue.popleft()
@@ -116,7 +123,7 @@ class Overlap:
         return self._transfers.run((tape, "forward", number), run, read) if transfers else run()
 
     def _run_backward(self) -> None:
-        """The turns of the backward up to the next piece of the forward: of each its pieces, then their W."""
+        """The turns of the backward up to the next unit of the forward: of each its units, then their W."""
         left: list[PendingWeightGrads] = []
         while self._queue and self._queue[0][0] == "backward":
             _, number = self._queue.popleft()
@@ -130,11 +137,11 @@ class Overlap:
             left.clear()
 
     def _back(self, backward: Backward, number: int) -> PendingWeightGrads:
-        tape, piece = backward.tape, backward.pieces[number]
+        tape, unit = backward.tape, backward.units[number]
         key: Hashable = (tape, "backward", number)
-        self._transfers.wait((tape, "backward", source) for source in piece.needs)
-        place = len(backward.pieces) - 1 - number
-        if not piece.transfers:
+        self._transfers.wait((tape, "backward", source) for source in unit.needs)
+        place = len(backward.units) - 1 - number
+        if not unit.transfers:
             return tape.back(place)
         reads = tape.what_back_reads(place)
         return self._transfers.run(key, lambda: tape.back(place, keep=True), reads)
@@ -144,10 +151,10 @@ class Backward:
     """The backward of a micro-batch, cut into turns; its tape has been started."""
 
     def __init__(self, tape: Tape) -> None:
-        self.tape, self.pieces = tape, backward_of(tape.pieces)
-        self.turns = turns(self.pieces, transfers_first(self.pieces))
+        self.tape, self.units = tape, backward_of(tape.units)
+        self.turns = turns(self.units, transfers_first(self.units))
         self.ends = {turn[-1] for turn in self.turns}
-        """The last piece of each turn: then its transfers are under way, and W runs beside them."""
+        """The last unit of each turn: then its transfers are under way, and W runs beside them."""
 
 
 class TransferStream:

@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmoe.runtime.compile.code import PendingWeightGrads
-from graphmoe.runtime.overlap.order import Piece
+from graphmoe.runtime.overlap.order import OrderedUnit
 
 RECEIVED = -1
-"""Stands for the number of a piece where something comes from elsewhere."""
+"""Stands for the number of a unit where something comes from elsewhere."""
 
 
 @dataclass
 class _Done:
     """A unit that has run. No tensor is held: only edges of autograd's graph, which ends at each unit."""
 
-    piece: Piece
+    unit: OrderedUnit
     reads: list[tuple[int, int]] = field(default_factory=list)
-    """(number of the piece, position among its results) of each input that wants a gradient."""
+    """(number of the unit, position among its results) of each input that wants a gradient."""
     inputs: list[GradientEdge] = field(default_factory=list)
     """Where the gradients of ``reads`` come out, on the stream of the unit."""
     outputs: dict[int, GradientEdge] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Tape:
         self._anchor = anchor
         self._done: list[_Done] = []
         self._source: dict[int, tuple[int, int]] = {}
-        """Piece and position of each result, by the node that stands for it in autograd's graph."""
+        """OrderedUnit and position of each result, by the node that stands for it in autograd's graph."""
         self._edges: dict[tuple[int, int], GradientEdge] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         """Those that have come for each result; they are added when all of them can be read."""
@@ -53,8 +53,8 @@ class Tape:
         """Of what `receive` was given."""
 
     @property
-    def pieces(self) -> list[Piece]:
-        return [done.piece for done in self._done]
+    def units(self) -> list[OrderedUnit]:
+        return [done.unit for done in self._done]
 
     def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What stands for tensors from elsewhere, to be read by units; called once, before any of them."""
@@ -101,8 +101,8 @@ class Tape:
         for i in outputs:
             self._source[id(given[i].grad_fn)] = number, i
             self._edges[number, i] = get_gradient_edge(given[i])
-        piece = Piece(name, frozenset(source for source, _ in reads if source != RECEIVED), transfers)
-        self._done.append(_Done(piece, reads, inputs, outputs, weights))
+        unit = OrderedUnit(name, frozenset(source for source, _ in reads if source != RECEIVED), transfers)
+        self._done.append(_Done(unit, reads, inputs, outputs, weights))
         return given
 
     def start(
@@ -128,7 +128,7 @@ class Tape:
 
         What the unit has kept is let go of, or with ``keep`` stays with `what_back_reads`.
         """
-        done, self._done[number] = self._done[number], _Done(self._done[number].piece)
+        done, self._done[number] = self._done[number], _Done(self._done[number].unit)
         wanted = {i: self._gradients.pop((number, i), []) for i in done.outputs}
         gradients = {i: functools.reduce(torch.add, given) for i, given in wanted.items() if given}
         for i in done.outputs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphmoe.runtime.overlap.order import Piece
+from graphmoe.runtime.overlap.order import OrderedUnit
 from graphmoe.runtime.overlap.runner import Backward, Overlap
 from graphmoe.runtime.overlap.tape import Tape
 from graphmoe.runtime.pipeline.channels import Specs
@@ -47,7 +47,7 @@ class OverlappedStage(AutogradStage):
         super().__init__(run, received, sent, deferring)
         self._overlap = overlap
         self._taped: dict[int, _Taped] = {}
-        self._pieces: Sequence[Piece] = ()
+        self._units: Sequence[OrderedUnit] = ()
         """Of the last forward."""
 
     @property
@@ -77,7 +77,7 @@ class OverlappedStage(AutogradStage):
         """In turns. The other stage is one of these too."""
         overlap, other = self._overlap(), backward.stage
         assert isinstance(other, OverlappedStage)
-        if overlap is None or not self._pieces:
+        if overlap is None or not self._units:
             return super().together(micro_batch, received, backward, gradients)
         taped = other._taped.pop(backward.micro_batch)
         sent = self._record(overlap, micro_batch, received, taped.started(gradients))
@@ -91,8 +91,8 @@ class OverlappedStage(AutogradStage):
         def run() -> tuple[Tensors, Tensor | None]:
             return self._run(micro_batch, overlap.receive(received))
 
-        (sent, loss), tape = overlap.record(run, beside, self._pieces)
+        (sent, loss), tape = overlap.record(run, beside, self._units)
         overlap.settle()  # what is sent may have been made by a transfer
-        self._pieces = tape.pieces
+        self._units = tape.units
         self._taped[micro_batch] = _Taped(tape, Roots.of(sent, loss))
         return tuple(tensor.detach() for tensor in sent)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ContextDecorator, contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.numa import binding as numa_binding
 from torch.utils._pytree import tree_map_only
@@ -35,6 +37,7 @@ __all__ = [
     "in_backward",
     "is_recomputed",
     "joint_graph",
+    "lazy_graph_modules",
     "make_fx",
     "mark_kept",
     "mark_recomputed",
@@ -44,12 +47,15 @@ __all__ = [
     "remove_marks",
     "set_grad_enabled",
     "set_key_tag",
+    "start_memory_history",
+    "stop_memory_history",
     "storage_of",
     "symmetric_memory",
     "tensors_of",
     "tree_map_only",
     "use_torchs_ptxas",
     "without_modes",
+    "write_memory_history",
 ]
 
 _KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
@@ -67,6 +73,16 @@ def fake_mode() -> FakeTensorMode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def lazy_graph_modules() -> ContextDecorator:
+    """Graphs that are traced inside get their Python code when they are run, if ever.
+
+    Most graphs on the way to a unit's code are only read and cut, and their code took a sixth of
+    a run that traces and compiles nothing.
+    Inductor does the same with its own. (torch/fx/_lazy_graph_module.py.)
+    """
+    return cast(ContextDecorator, _use_lazy_graph_module(True))
 
 
 def joint_graph(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> fx.GraphModule:
@@ -356,3 +372,23 @@ def in_backward() -> bool:
 
 without_modes = torch.utils._python_dispatch._disable_current_modes
 """A context in which no TorchDispatchMode sees anything, fake tensors' neither."""
+
+MAX_MEMORY_EVENTS = 1_000_000
+"""Allocations and frees that are kept, the last of them, some KB of the host's memory each."""
+
+
+def start_memory_history() -> None:
+    """Record from now on each allocation and free, with the Python stack that made it."""
+    torch.cuda.memory._record_memory_history(
+        stacks="python", max_entries=MAX_MEMORY_EVENTS, clear_history=True
+    )
+
+
+def write_memory_history(path: Path) -> None:
+    """Write what is allocated now and what was recorded, for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def stop_memory_history() -> None:
+    """Record nothing any more."""
+    torch.cuda.memory._record_memory_history(enabled=None)

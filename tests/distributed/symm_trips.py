@@ -15,7 +15,7 @@ from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.symm.collective import positions
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.dispatch.peers import make_peers
+from graphmoe.runtime.dispatch.symm import make_peers
 from graphmoe.runtime.ranks import Mesh, Ranks
 
 EXPERTS, TOKENS = 8, 9

@@ -29,7 +29,7 @@ def watched(overlap: Overlap) -> Order:
         return run_unit(unit, read, note_and_call)
 
     def note_and_back(backward: Backward, number: int) -> PendingWeightGrads:
-        order.append(("backward", backward.pieces[number].name))
+        order.append(("backward", backward.units[number].name))
         return back(backward, number)
 
     overlap.run_unit, overlap._back = run_and_note, note_and_back  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphmoe.ops import symm
 from graphmoe.ops.symm.collective import positions
 from graphmoe.ops.symm.peers import beside_products_on
-from graphmoe.runtime.dispatch.peers import make_peers
+from graphmoe.runtime.dispatch.symm import make_peers
 from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.symm_trips import SymmTrip, gradients
 from tests.gpu.parallel_ranks import Replayed, captured

@@ -18,7 +18,7 @@ from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.symm.exchange import _take
 from graphmoe.ops.symm.peers import ALIGNMENT, Region, Sizes
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.dispatch import peers as module
+from graphmoe.runtime.dispatch import symm as module
 from graphmoe.runtime.ranks import Mesh
 
 SIZES = Sizes(tokens=6, row_bytes=20, slots=2, places=4, rows=30, block=3)

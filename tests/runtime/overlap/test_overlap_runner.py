@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe.runtime.overlap.order import Piece
+from graphmoe.runtime.overlap.order import OrderedUnit
 from graphmoe.runtime.overlap.runner import Backward, Overlap
 from tests.distributed.turns import watched
 from tests.runtime.overlap.test_overlap_order import model
 
 
-def run(overlap: Overlap, pieces: list[Piece], done: list) -> torch.Tensor:
+def run(overlap: Overlap, pieces: list[OrderedUnit], done: list) -> torch.Tensor:
     """Forward of the pieces, whose weight gradients tell ``done`` of themselves."""
     results: list[torch.Tensor] = []
     for piece in pieces:

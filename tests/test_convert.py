@@ -145,7 +145,7 @@ def test_a_disk_that_takes_no_weights_is_one_line(run, tmp_path, monkeypatch):
     def full(*arguments, **named):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("graphmoe.checkpoint.hf.shards.save_file", full)
+    monkeypatch.setattr("graphmoe.checkpoint.hf.tensor_files.save_file", full)
     with pytest.raises(ConfigError, match=r"out/model.safetensors cannot be written: .*No space left"):
         main([f"from={run[0]}", f"to={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()

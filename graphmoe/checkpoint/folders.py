@@ -1,4 +1,4 @@
-"""The folder of checkpoints: names, what is whole, what is cleaned, what is kept.
+"""The folder of checkpoints: names, manifests, what is whole, what is cleaned, what is kept.
 
 ``step_00000100`` is whole: it gets this name by one rename, after its manifest. ``*.tmp-<pid>`` is
 being written or deleted by that process. ``*.replaced`` makes room for a new one of the same step.
@@ -6,23 +6,47 @@ being written or deleted by that process. ``*.replaced`` makes room for a new on
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import re
 import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
-from graphmoe.runtime.host.files import sync_folder
+from graphmoe.config.untrusted import FileError, is_file_name, open_at_once, read_json
+from graphmoe.runtime.host.files import replace_text, sync_folder
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+MANIFEST, METADATA = "manifest.json", ".metadata"
+"""Its list of files with their sizes and sha256, and DCP's of its entries."""
 _RUN_CONFIG = "resolved.yaml"
 """File that tells a run's folder from others; graphmoe.run writes it."""
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
+_FORMAT = 1
 _TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read, or fitted to the state it is loaded into."""
+
+
+class MismatchError(CheckpointError):
+    """A whole checkpoint whose entries are not those of the state it is loaded into."""
+
+    @classmethod
+    def of(cls, path: Path, lines: Sequence[str]) -> MismatchError:
+        """The error that lists the entries, one by line."""
+        listed = "\n  ".join(lines)
+        return cls(f"{path} does not fit the state in {len(lines)} entries:\n  {listed}")
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -146,3 +170,72 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file holds: its sha256 in hexadecimal and its size in bytes."""
+
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """The fields that are read."""
+
+    format: int
+    files: dict[str, FileSum]
+
+
+def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
+    """Write manifest.json, the last file of a checkpoint, durably."""
+    document = {
+        "format": _FORMAT,
+        "step": step,
+        "torch": torch.__version__,
+        "files": {name: asdict(sums[name]) for name in sorted(sums)},
+    }
+    replace_text(folder / MANIFEST, json.dumps(document, indent=1) + "\n", durably=True)
+
+
+def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:
+    """What differs from the manifest, one line per file; empty for a whole checkpoint.
+
+    Reads each file; with ``shares``, each shares-th file only, so that ranks can split the work.
+    Without ``contents`` only sizes are compared.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST, _Manifest)
+    except FileError as error:
+        return [f"{MANIFEST}: cannot be read ({error})"]
+    if manifest.format != _FORMAT:
+        return [f"{MANIFEST}: format {manifest.format}, this version reads {_FORMAT}"]
+    if METADATA not in manifest.files or not all(map(is_file_name, manifest.files)):
+        return [f"{MANIFEST}: it must name {METADATA}, and files of its own folder only"]
+    names = sorted(manifest.files)[share::shares]
+    return [line for name in names if (line := _file_damage(folder / name, manifest.files[name], contents))]
+
+
+def require_named(folder: Path, names: set[str]) -> None:
+    """Raise CheckpointError where the manifest of a checkpoint names not all of these files."""
+    if unnamed := sorted(names - read_json(folder / MANIFEST, _Manifest).files.keys()):
+        raise CheckpointError(f"{folder / unnamed[0]} is to be read, but {MANIFEST} does not name it")
+
+
+def _file_damage(path: Path, expected: FileSum, contents: bool) -> str | None:
+    try:
+        with open(path, "rb", opener=open_at_once) as stream:
+            found = os.fstat(stream.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                return f"{path.name}: no regular file"
+            if found.st_size != expected.num_bytes:
+                return f"{path.name}: {found.st_size} bytes, the manifest says {expected.num_bytes}"
+            if not contents:
+                return None
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path.name}: cannot be read ({error})"
+    if sha256 != expected.sha256:
+        return f"{path.name}: sha256 {sha256[:12]}..., the manifest says {expected.sha256[:12]}..."
+    return None

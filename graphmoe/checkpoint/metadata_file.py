@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from graphmoe.checkpoint.errors import CheckpointError
+from graphmoe.checkpoint.folders import METADATA, CheckpointError
 from graphmoe.config.untrusted import FileError, is_file_name, read_bytes
 
-METADATA = ".metadata"
 Stored = BytesStorageMetadata | TensorStorageMetadata
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ from typing import TypeVar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphmoe.checkpoint.entries import Entries
+from graphmoe.checkpoint.entries import Entries, local_part
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.checkpoint.snapshot import local_part
 from graphmoe.runtime.ranks import Ranks
 
 Key = TypeVar("Key", str, tuple[str, tuple[int, ...]])

@@ -11,15 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from graphmoe.checkpoint import folders
 from graphmoe.checkpoint.contents import read_entries, value_names, write_entries
-from graphmoe.checkpoint.entries import Entries, differences, flatten, merge
-from graphmoe.checkpoint.errors import CheckpointError, MismatchError
-from graphmoe.checkpoint.manifest import FileSum, damage, require_named, write_manifest
+from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatten, merge
+from graphmoe.checkpoint.folders import (
+    CheckpointError,
+    FileSum,
+    MismatchError,
+    checkpoints_in,
+    damage,
+    require_named,
+    why_none,
+    write_manifest,
+)
 from graphmoe.checkpoint.metadata_file import file_names, read_metadata
 from graphmoe.checkpoint.shares import own_share
-from graphmoe.checkpoint.snapshot import HostCopies
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.ranks import Ranks
 
@@ -229,3 +237,30 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.2f} {unit}"
     return f"{num_bytes / 2**10:.2f} KiB"
+
+
+def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
+    """Raise what loading the newest checkpoint into ``state`` would; its tensors may be on the meta device.
+
+    path: a run's folder, its ``checkpoints``, or one checkpoint. Sections of the checkpoint that ``state``
+    has not are let by. No collective. *Raises* CheckpointError.
+    """
+    found = checkpoints_in(path)
+    if not found:
+        raise CheckpointError(why_none(path))
+    reasons = [damage(each, contents=False) for each in found]
+    whole = next((each for each, lines in zip(found, reasons, strict=True) if not lines), None)
+    if whole is None:
+        lines = "; ".join(line for lines in reasons for line in lines)
+        raise CheckpointError(f"{path} has damaged checkpoints only: {lines}")
+    saved = read_metadata(whole)
+    require_named(whole, file_names(saved))
+    sections = {
+        name: entry
+        for name, entry in saved.state_dict_metadata.items()
+        if partial or name.partition(".")[0] in state
+    }
+    wanted = flatten(state)
+    report = differences(wanted, Metadata(sections), wanted.names, partial=partial)
+    if report:
+        raise MismatchError.of(whole, report)

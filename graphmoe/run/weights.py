@@ -24,14 +24,13 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.checkpoint.errors import MismatchError
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of, whole_shape
+from graphmoe.checkpoint.folders import MismatchError
 from graphmoe.checkpoint.hf.families import different_keys, same_function
 from graphmoe.checkpoint.hf.folder import fill, open_hf, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
-from graphmoe.checkpoint.hf.shards import Entry, write_shards
-from graphmoe.checkpoint.hf.tensor_files import TensorFiles
-from graphmoe.checkpoint.look import check_fit
+from graphmoe.checkpoint.hf.tensor_files import Entry, TensorFiles, write_shards
+from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import is_file_name, read_json, read_yaml
 from graphmoe.plan.layout import ALONE, Layout

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
-from graphmoe.checkpoint.entries import flatten
+from graphmoe.checkpoint.entries import flatten, local_part
 from graphmoe.checkpoint.folders import folder_of
-from graphmoe.checkpoint.snapshot import local_part
 from graphmoe.config.schema import RunConfig
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import Ranks

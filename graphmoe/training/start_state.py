@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
-from graphmoe.checkpoint.look import check_fit
+from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.build import build_model
 from graphmoe.plan.plan import DTYPES

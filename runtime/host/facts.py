@@ -11,7 +11,7 @@ import torch
 
 from graphmoe.config.schema import DeviceChoice, HostConfig
 from graphmoe.runtime.host.environment import variables
-from graphmoe.runtime.host.numa import cores_here, cpus_of_nodes, numa_node
+from graphmoe.runtime.host.tuning import cores_here, cpus_of_nodes, numa_node
 
 SHOWN = re.compile(
     r"(NCCL|RCCL|NVSHMEM|HSA|TORCH_NCCL|TORCH_SYMM_MEM|GLOO)_|"

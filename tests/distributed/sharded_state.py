@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.checkpoint.entries import flatten
+from graphmoe.checkpoint.entries import flatten, local_part
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.checkpoint.snapshot import local_part
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import REPLICATED, Cut, Layout, ParameterLayout, own_part
 from graphmoe.runtime.ranks import Ranks

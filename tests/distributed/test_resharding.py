@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
-from graphmoe.checkpoint.errors import MismatchError
 from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.folders import MismatchError
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import ALONE, REPLICATED, Layout

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphmoe.checkpoint.hf import save_hf
-from graphmoe.checkpoint.hf.shards import Entry
+from graphmoe.checkpoint.hf.tensor_files import Entry
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer

@@ -11,8 +11,8 @@ import yaml
 from torch import Tensor, nn
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.checkpoint.errors import MismatchError
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
+from graphmoe.checkpoint.folders import MismatchError
 from graphmoe.checkpoint.hf import save_hf
 from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
 from graphmoe.generate import load_model

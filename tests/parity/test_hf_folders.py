@@ -241,7 +241,7 @@ def test_a_model_that_is_not_of_the_configuration_is_not_written(folder, tmp_pat
 def test_a_failed_write_leaves_the_earlier_files(folder, monkeypatch):
     config, model = load_hf(folder)
     before = (folder / "model.safetensors").read_bytes()
-    monkeypatch.setattr("graphmoe.checkpoint.hf.shards.save_file", fail)
+    monkeypatch.setattr("graphmoe.checkpoint.hf.tensor_files.save_file", fail)
     with pytest.raises(OSError, match="no space"):
         save_hf(model, config, folder)
     assert (folder / "model.safetensors").read_bytes() == before

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphmoe.checkpoint.hf.keys import Keys
-from graphmoe.checkpoint.hf.rope_keys import read_rope, write_rope
+from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
 from graphmoe.config.schema import AttentionKind, AuxLoss, GroupScore, ModelConfig, ScoreFunction
 
 BEST_IN_GROUP = 2  # scores that DeepSeek-V3's published code sums for a group, whatever top-k is

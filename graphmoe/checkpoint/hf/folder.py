@@ -15,8 +15,7 @@ from torch import Tensor
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.hf.families import Family, to_hf_config, to_model_config
 from graphmoe.checkpoint.hf.names import Index, Piece, pieces
-from graphmoe.checkpoint.hf.shards import DEFAULT_SHARD, Entry, parse_size, write_shards
-from graphmoe.checkpoint.hf.tensor_files import TensorFiles
+from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Entry, TensorFiles, parse_size, write_shards
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import read_json
 from graphmoe.model.build import build_model

@@ -1,16 +1,22 @@
-"""Reads the safetensors files of a folder, one or sharded, tensor by tensor."""
+"""Safetensors files of a folder, one or sharded: read tensor by tensor, written one file at a time."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from graphmoe.checkpoint.hf.names import WHOLE, Index, Piece
@@ -23,6 +29,8 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+DEFAULT_SHARD = "5GB"
 NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
@@ -150,3 +158,86 @@ def _paths(folder: Path, stem: str) -> list[Path]:
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = f"; it has {', '.join(others)}, which are not read: save them as safetensors" if others else ""
     raise ConfigError(f"{folder} has neither {single.name} nor {index.name}{found}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write; ``make`` gives it when its file's turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_shards(
+    folder: Path,
+    stem: str,
+    entries: Iterable[Entry],
+    max_bytes: int,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> list[Path]:
+    """Write ``<stem>.safetensors``, or numbered shards and their index; the files written.
+
+    Files of that stem that are there already are replaced once all new ones are complete. *Raises*
+    ConfigError for a tensor that is not finite in its dtype, and for a disk that does not take one.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda entry: entry.num_bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{stem}.tmp-{os.getpid()}"
+    draft.mkdir()
+    try:
+        for file, names in split.filename_to_tensors.items():
+            try:
+                save_file(
+                    {name: _packed(by_name[name]) for name in names}, draft / file, metadata={"format": "pt"}
+                )
+            except SafetensorError as error:
+                raise ConfigError(f"{folder / file} cannot be written: {error}") from error
+            on_bytes(sum(by_name[name].num_bytes for name in names))
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+            path = draft / f"{stem}.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _remove_old(folder, stem)
+        written = sorted(draft.iterdir())
+        return [path.rename(folder / path.name) for path in written]
+    finally:
+        shutil.rmtree(draft)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes that '5GB', '500MB', '2GiB' or a number spell. *Raises* ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).strip(), flags=re.IGNORECASE)
+    num_bytes = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
+    if num_bytes < 1:
+        raise ConfigError(f"max_shard_size={size} is no size; use e.g. 5GB, 500MB or 2GiB")
+    return num_bytes
+
+
+def _packed(entry: Entry) -> Tensor:
+    tensor = entry.make().detach().to(device="cpu", dtype=entry.dtype).contiguous()
+    assert tuple(tensor.shape) == entry.shape, entry.name
+    if not tensor.isfinite().all():
+        raise ConfigError(f"{entry.name} has values that are not finite as {entry.dtype}; nothing is written")
+    return tensor
+
+
+def _remove_old(folder: Path, stem: str) -> None:
+    numbered = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+    for path in list(folder.iterdir()):
+        if numbered.fullmatch(path.name):
+            path.unlink()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphmoe.runtime.host import numa
-from graphmoe.runtime.host.numa import Unbound, cores_here, cpu_list, cpus_near, numa_node
+from graphmoe.runtime.host.tuning import Unbound, cores_here, cpu_list, cpus_near, numa_node
 from tests.runtime.host.machine import Machine
 
 GPU = torch.device("cuda", 1)

@@ -1,7 +1,6 @@
 """What is refused before a run starts, and what is written down of where it runs."""
 
 import dataclasses
-import importlib.metadata
 import os
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch
 from graphmoe.config.schema import ConfigError, HostConfig, ModelConfig
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.machine import check_memory, check_processes, describe
+from graphmoe.run.machine import check_memory, check_processes
 from tests.runs import TINY, config
 
 
@@ -91,10 +90,6 @@ def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words,
     check_memory(plan_of(config(*TINY, *words.split(), smaller, whole_batches), 1), torch.device("cpu"))
 
 
-def test_a_finite_validation_has_as_many_batches_as_its_data(text_words):
-    check_memory(plan_of(config(*text_words, "train.val_batches=1000000000000"), 1), torch.device("cpu"))
-
-
 def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     check_processes(HostConfig(threads=32), 32)
@@ -104,14 +99,3 @@ def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkey
     ):
         with pytest.raises(ConfigError, match=f"{named} is more than 16 for each CPU of .* at most 32"):
             check_processes(host, nproc)
-
-
-def test_the_versions_of_what_moves_and_computes_rows_are_named_where_it_is_installed(monkeypatch):
-    def version(name):
-        if name == "deep_ep":
-            return "1.2.1"
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    packages = describe(torch.device("cpu"))["packages"]
-    assert packages["deep_ep"] == "1.2.1" and packages["primus_turbo"] is packages["torch"] is None

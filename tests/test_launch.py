@@ -18,8 +18,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from graphmoe.config.schema import ConfigError, LaunchConfig
-from graphmoe.runtime.launch.elastic import RankLogs, _added_to_environment
-from graphmoe.runtime.launch.failures import Failure, RunFailed, first_failure, write_failure
+from graphmoe.runtime.launch.elastic import RankLogs
+from graphmoe.runtime.launch.failures import RunFailed, first_failure, write_failure
 from graphmoe.runtime.launch.nodes import find_nodes
 from tests.faults import HANG_AT, HOLD, RAISE_AT, SIGNAL_AT, STEP_S
 from tests.faults import WORDS as FAULTY
@@ -69,14 +69,6 @@ def test_two_ranks_leave_one_summary_and_a_log_each_and_the_command_reports(undi
     assert undisturbed.err.read_text().count("step 8/8 ") == 2  # rank 0 only, with the validation
     assert (folder / "logs" / "rank1.stderr.log").read_text() == ""
     assert not list(folder.glob("logs/*error*")) and not (folder / "logs" / "elastic.log").exists()
-
-
-def test_time_to_the_first_step_counts_from_the_command(undisturbed):
-    folder = undisturbed.out.parent / "run"
-    environment = json.loads((folder / "env.json").read_text())
-    assert environment["command"][1:3] == ["-m", "graphmoe.worker"]
-    began = (folder / "resolved.yaml").stat().st_mtime
-    assert summary(folder)["time_to_first_step_s"] < (folder / "summary.json").stat().st_mtime - began + 5
 
 
 def test_a_torchrun_of_ones_own_gives_bitwise_the_same_run(tmp_path, undisturbed):
@@ -216,17 +208,6 @@ def left(tmp_path, monkeypatch):
     return leave
 
 
-def test_the_first_of_two_errors_in_one_second_is_found(tmp_path, left):
-    files = [left(0, RuntimeError("closed by peer"), 10.9), left(1, ConfigError("the cause"), 10.1, status=2)]
-    of_agent = {rank: failed(rank, 1, file) for rank, file in enumerate(files)}
-    first = first_failure(of_agent, tmp_path, "job/0")
-    assert first == Failure(1, first.host, "the cause", 10.1, 2, "job/0", str(tmp_path / "rank1.log"), True)
-    raised = first.raised(tmp_path, 0.0)
-    assert isinstance(raised, ConfigError) and str(raised) == f"rank 1 on {first.host}: the cause"
-    (tmp_path / "rank1.log").touch()
-    assert str(first.raised(tmp_path, 0.0)).endswith(f"\n  log of rank 1: {tmp_path}/rank1.log")
-
-
 def test_a_worker_that_died_without_a_word_is_the_cause_of_errors_of_that_second(tmp_path, left):
     file = left(0, RuntimeError("closed by peer"), 10.3)
     first = first_failure({0: failed(0, 1, file), 1: failed(1, -signal.SIGKILL)}, tmp_path, "job/0")
@@ -268,13 +249,6 @@ def test_a_restart_says_what_is_known_of_its_cause(tmp_path, left, caplog, error
     assert caplog.messages == [f"{expected}; all workers start again (1 of 2)"]
 
 
-def test_workers_that_elastic_ended_and_errors_of_earlier_attempts_are_not_the_first(tmp_path, left):
-    left(2, RuntimeError("of the attempt before"), 1.0)
-    file = left(0, RuntimeError("the cause"), 10.3, attempt=1)
-    of_agent = {0: failed(0, 1, file), 1: failed(1, -signal.SIGTERM)}
-    assert first_failure(of_agent, tmp_path, "job/1").message == "RuntimeError: the cause"
-
-
 def test_errors_that_say_only_that_a_connection_broke_are_not_the_first_if_there_is_another(tmp_path, left):
     broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4321")
     wrapped = RunFailed("the checkpoint was not saved")
@@ -292,27 +266,6 @@ def test_an_error_of_another_node_that_came_first_is_found_in_the_runs_folder(tm
     here.mkdir()
     file = left(0, RuntimeError("closed by peer"), 10.2)
     assert first_failure({0: failed(0, 1, file)}, here, "job/0").rank == 1
-
-
-def test_output_of_all_but_the_first_local_rank_goes_to_files_named_by_rank(tmp_path):
-    env = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "job"}
-    envs = {local: {**env, "RANK": str(4 + local)} for local in range(2)}
-    files = RankLogs(tmp_path, redirect=True).reify(envs)
-    assert files.stdouts == {0: "", 1: str(tmp_path / "rank5.stdout.log")}
-    assert files.stderrs == {0: "", 1: str(tmp_path / "rank5.stderr.log")}
-    assert envs[1]["TORCHELASTIC_ERROR_FILE"] == str(tmp_path / "rank5.error.json")
-    assert set(RankLogs(tmp_path, redirect=False).reify(envs).stdouts.values()) == {""}
-
-
-def test_variables_of_the_workers_are_taken_back_and_rocms_list_of_gpus_is_the_one_that_is_split(monkeypatch):
-    monkeypatch.setattr("torch.version.hip", "7.0")
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with _added_to_environment({"FOR_WORKERS": "1"}, one_gpu_each=True):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5" and "HIP_VISIBLE_DEVICES" not in os.environ
-        assert os.environ["FOR_WORKERS"] == "1"
-    assert os.environ["HIP_VISIBLE_DEVICES"] == "4,5"
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ and "FOR_WORKERS" not in os.environ
 
 
 @pytest.fixture
@@ -375,12 +328,6 @@ def test_a_notice_to_all_processes_makes_them_save_once(tmp_path):
     step = summary(folder)["steps"]
     assert summary(folder)["stopped_by"] == "SIGTERM" and step < 8
     assert (folder / "checkpoints" / f"step_{step:08d}" / "manifest.json").exists()
-
-
-def test_nodes_without_a_place_to_meet_are_refused(monkeypatch):
-    monkeypatch.delenv("SLURM_STEP_NUM_NODES", raising=False)
-    with pytest.raises(ConfigError, match=r"launch.nodes=2 .* e.g. launch.endpoint=node0:29500"):
-        find_nodes(LaunchConfig(nodes=2))
 
 
 def test_a_worker_whose_launcher_was_gone_before_it_could_ask_ends_at_once():

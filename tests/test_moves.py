@@ -6,17 +6,15 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from graphmoe.runtime.cache.key import source_hashes
-from tests.faults import HANG_AT, RAISE_AT, STEP_S
+from tests.faults import HANG_AT
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY
 
@@ -86,29 +84,6 @@ def test_a_hang_is_named_where_it_is_and_the_others_wait(begin, moved):
     first, second, *_ = said.partition("error: ")[2].splitlines()
     assert re.search(rf"it is at {moved}/tests/faults.py:\d+ \(_step\)$", first), first
     assert re.search(r"rank 0 is in step 4: it waits for other ranks or the device at ", second), second
-
-
-def test_workers_start_again_after_an_error(begin, tmp_path):
-    run = begin(*TRAIN, *TWO, "launch.max_restarts=1", **{RAISE_AT: "0:0:3"})
-    _, said = run.communicate(timeout=120)
-    assert run.returncode == 0 and "all workers start again (1 of 1)" in said, said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 6
-
-
-def test_workers_stop_at_a_signal(begin, tmp_path):
-    run = begin(*TRAIN, *TWO, "train.steps=1000", **{STEP_S: "0.2"})
-    while not (tmp_path / "run" / "checkpoints").exists() and run.poll() is None:
-        time.sleep(0.05)
-    run.send_signal(signal.SIGTERM)
-    _, said = run.communicate(timeout=60)
-    assert "SIGTERM received: the workers stop after this step" in said, said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "SIGTERM"
-
-
-def test_a_sweep_has_its_page(begin, tmp_path):
-    run = begin(*TRAIN[:2], "-m", *TRAIN[2:], "train.steps=2", "hydra.sweep.dir=sweep")
-    _, said = run.communicate(timeout=120)
-    assert run.returncode == 0 and (tmp_path / "sweep" / "sweep.html").is_file(), said
 
 
 def test_the_cache_key_holds_each_source_wherever_it_lies(begin):

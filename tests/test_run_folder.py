@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.folder import announce, claim, passed_over
+from graphmoe.run.folder import claim, passed_over
 from graphmoe.run.metrics_file import cut_metrics
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -37,21 +37,10 @@ def test_a_free_base_is_used_and_gets_the_configuration(tmp_path):
     assert sorted(path.name for path in base.iterdir()) == ["resolved.yaml", "run.lock"]
 
 
-def test_an_existing_folder_without_a_run_is_used(tmp_path):
-    (tmp_path / "tiny" / ".hydra").mkdir(parents=True)
-    assert claim_and_leave(tmp_path / "tiny", CONFIG) == ("tiny", False)
-
-
 def test_an_unfinished_run_of_the_same_configuration_is_continued(tmp_path):
     claim_and_leave(tmp_path / "tiny", CONFIG)
     reordered = dict(reversed({**CONFIG, "format": "json"}.items()))
     assert claim_and_leave(tmp_path / "tiny", reordered) == ("tiny", True)
-
-
-def test_another_folder_for_tokenised_data_continues_the_run(tmp_path):
-    here, there = ({**CONFIG, "data": {"seed": 0, "cache_dir": f"/scratch{i}/data"}} for i in range(2))
-    claim_and_leave(tmp_path / "tiny", here)
-    assert claim_and_leave(tmp_path / "tiny", there) == ("tiny", True)
 
 
 def test_where_nodes_meet_and_what_tunes_the_host_tell_no_run_from_another(tmp_path):
@@ -109,13 +98,6 @@ def test_a_run_that_could_not_start_leaves_its_folder_free_but_keeps_a_continued
     assert claim_and_leave(tmp_path / "tiny", OTHER) == ("tiny", True)
 
 
-@pytest.mark.parametrize("text", ["a: [", "just text", "", "[" * 100_000, "a: !!bool x", "a: !!int ''"])
-def test_an_unreadable_configuration_is_another_one(tmp_path, text):
-    claim_and_leave(tmp_path / "tiny", CONFIG)
-    (tmp_path / "tiny" / "resolved.yaml").write_text(text)
-    assert claim_and_leave(tmp_path / "tiny", CONFIG) == ("tiny-2", False)
-
-
 def test_a_file_or_a_run_without_configuration_in_the_way_is_passed_over(tmp_path):
     (tmp_path / "tiny").write_text("a file")
     (tmp_path / "tiny-2" / "checkpoints").mkdir(parents=True)
@@ -167,41 +149,10 @@ def test_what_cannot_be_read_in_an_old_folder_stops_no_new_run(tmp_path, caplog,
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == (not is_used)
 
 
-def test_many_unfinished_runs_of_a_name_cost_little_and_few_are_listed(tmp_path, caplog):
-    from graphmoe.config.masking import to_plain
-    from graphmoe.config.schema import RunConfig
-
-    config = to_plain(RunConfig())
-    text = yaml.safe_dump({**config, "run": {**config["run"], "seed": 99}}, sort_keys=False)
-    for number in range(1, 401):
-        folder = tmp_path / ("tiny" if number == 1 else f"tiny-{number}")
-        folder.mkdir()
-        (folder / "resolved.yaml").write_text(text)
-    caplog.set_level("INFO")
-    began = time.process_time()
-    folder = claim(tmp_path / "tiny", config, resume=True)
-    announce(folder, config)
-    assert time.process_time() - began < 4  # 35 s when each was read by Python's own loader, twice
-    folder.release()
-    assert folder.path.name == "tiny-401"
-    assert caplog.text.count("is an unfinished run of another configuration") == 3
-    assert "tiny-400 is" in caplog.text and "397 older unfinished runs" in caplog.text
-
-
 def test_a_folder_that_cannot_be_made_is_one_line_and_no_endless_search(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="tiny cannot be made"):
         claim(tmp_path / "file" / "tiny", CONFIG, resume=True)
-
-
-def test_aliases_of_aliases_in_an_old_configuration_do_not_grow(tmp_path):
-    claim_and_leave(tmp_path / "tiny", CONFIG)
-    lines = ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 60))]
-    (tmp_path / "tiny" / "resolved.yaml").write_text("\n".join(lines))
-    folder = claim(tmp_path / "tiny", CONFIG, resume=True)
-    announce(folder, CONFIG)
-    folder.release()
-    assert folder.path.name == "tiny-2"
 
 
 def test_a_live_run_is_never_joined(tmp_path):
@@ -274,54 +225,8 @@ def test_rows_after_the_step_and_a_torn_last_line_are_cut(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_metrics_that_need_no_cut_are_not_rewritten(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_rows(path, 1, 2)
-    inode = path.stat().st_ino
-    assert cut_metrics(path, 2) == 0 and path.stat().st_ino == inode
-
-
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_rows(path, 1, tail='{"step": 2, "text": "a\u2028b"}')
-    assert cut_metrics(path, 2) == 0
-    assert path.read_text().count("\n") == 2 and json.loads(path.read_text().split("\n")[1])["step"] == 2
-
-
 def test_an_unreadable_line_in_the_middle_is_dropped_and_reported(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\x00\x00\xff\n{"step": 2}\n')
     assert cut_metrics(path, 9) == 1 and steps_of(path) == [1, 2]
     assert "no JSON object: [2]" in caplog.text
-
-
-@pytest.mark.parametrize("line", ['{"step": "x"}', '{"step": null}', "[" * 100_000])
-def test_a_row_that_says_no_step_is_dropped(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    assert cut_metrics(path, 9) == 1 and steps_of(path) == [1, 2]
-
-
-def test_a_summary_nested_too_deeply_is_no_summary(tmp_path, caplog):
-    claim_and_leave(tmp_path / "tiny", CONFIG)
-    (tmp_path / "tiny" / "summary.json").write_text("[" * 100_000)
-    assert claim_and_leave(tmp_path / "tiny", CONFIG) == ("tiny", True)
-    assert "is no JSON object" in caplog.text
-
-
-def test_a_disk_that_takes_no_more_gets_no_draft(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"resolved.yaml cannot be written \(No space"):
-            claim(tmp_path / "tiny", CONFIG, resume=True)
-    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["run.lock"]
-
-
-def test_missing_and_empty_metrics_stay_as_they_are(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert cut_metrics(path, 1) == 0 and not path.exists()
-    path.touch()
-    assert cut_metrics(path, 1) == 0

@@ -19,19 +19,6 @@ def test_shares_are_even_and_each_name_is_saved_once():
     assert max(loads) - min(loads) <= 10
 
 
-def test_what_one_rank_alone_names_is_its_own():
-    writers = assign([{"shared": 8, "rng.rank0": 100}, {"shared": 8, "rng.rank1": 4}])
-    assert writers == {"rng.rank0": 0, "rng.rank1": 1, "shared": 1}
-
-
-def test_what_ranks_hold_alone_counts_before_the_rest_is_shared_out():
-    assert assign([{"own": 50, "a": 60}, {"a": 60}]) == {"own": 0, "a": 1}
-
-
-def test_the_order_of_names_makes_no_difference():
-    assert assign([{"a": 1, "b": 1}, {"b": 1, "a": 1}]) == assign([{"b": 1, "a": 1}, {"a": 1, "b": 1}])
-
-
 def copied(ranks: Ranks, folder: Path) -> set[str]:
     """The tensors that a save in the background copies to this rank's host memory."""
     store = CheckpointStore(folder, CheckpointConfig())

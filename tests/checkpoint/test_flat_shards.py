@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -53,28 +52,6 @@ def test_boxes_cover_a_range_of_an_own_part_once_and_nothing_else(first):
         assert np.array_equal(covered, np.sort(shard.data.numpy())), seed
 
 
-def is_box(indices: list[tuple[int, ...]]) -> bool:
-    first, last = indices[0], indices[-1]
-    sizes = [b - a + 1 for a, b in zip(first, last, strict=True)]
-    return min(sizes, default=1) > 0 and math.prod(sizes) == len(indices)
-
-
-def fewest_runs(indices: list[tuple[int, ...]]) -> int:
-    """The fewest runs that are boxes which indices in row-major order can be divided into, by trying all."""
-    best = [0]
-    for stop in range(1, len(indices) + 1):
-        best.append(1 + min(best[start] for start in range(stop) if is_box(indices[start:stop])))
-    return best[-1]
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 2), (3, 1, 3), (2, 2, 2, 2)], ids=str)
-def test_no_division_into_runs_has_fewer_boxes(shape):
-    indices = list(itertools.product(*(range(size) for size in shape)))
-    for start, stop in itertools.combinations(range(len(indices) + 1), 2):
-        shard = FlatShard(torch.zeros(stop - start), start, torch.Size(shape), REPLICATED, ALONE, 0)
-        assert len(shard.boxes()) == fewest_runs(indices[start:stop]) <= max(2 * len(shape) - 1, 1)
-
-
 def test_boxes_are_cut_at_pieces_only_where_they_span_them():
     gate_up, layout = ParameterLayout((Cut(1, "tp", 2),), "dp_cp"), Layout(tp=2)
 
@@ -100,14 +77,6 @@ def test_empty_ranges_have_no_boxes_and_an_empty_parameter_has_one():
     nothing = FlatShard(torch.zeros(0), 0, torch.Size((0, 3)), cut, Layout(tp=2), 1)
     ((offsets, sizes, *_),) = nothing.boxes()
     assert (offsets, sizes) == ((0, 0), (0, 6))
-
-
-def test_ranks_that_hold_the_same_part_have_the_same_place():
-    cut, layout = ParameterLayout((Cut(0, "tp"),), "dp_cp"), Layout(dp=2, tp=2)
-    shards = [FlatShard.of_part(torch.zeros(2, 3), cut, layout, rank) for rank in range(4)]
-    assert shards[0].place == shards[2].place != shards[1].place == shards[3].place
-    half = FlatShard(torch.zeros(3), 3, torch.Size((2, 3)), cut, layout, 0)
-    assert half.place not in {shard.place for shard in shards}
 
 
 def test_a_model_gives_shards_of_what_is_cut_and_tensors_of_the_rest():

@@ -6,14 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.data.cache import cache_folder, cache_key, cached
+from graphmoe.data.cache import cached
 from tests.damage import limited
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +47,6 @@ def build(folder):
 
 def never(folder):
     raise AssertionError("the entry is whole and must not be built again")
-
-
-def test_an_entry_is_built_once(tmp_path):
-    assert cached(tmp_path, "a", build)[1] == {"n": 1}
-    entry, meta = cached(tmp_path, "a", never)
-    assert (entry / "data").read_text() == "whole" and meta == {"n": 1}
 
 
 def test_processes_that_race_build_once_and_share(tmp_path):
@@ -117,16 +110,6 @@ def test_without_locks_the_first_of_two_builders_wins(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("thing.tmp-*"))
 
 
-def test_a_failed_build_leaves_nothing(tmp_path):
-    def fail(folder):
-        (folder / "data").write_text("half")
-        raise RuntimeError("no space")
-
-    with pytest.raises(RuntimeError, match="no space"):
-        cached(tmp_path, "a", fail)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
-
-
 def test_a_full_disk_is_an_error_that_names_the_entry_and_the_key(tmp_path):
     def fail(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -166,52 +149,9 @@ def test_a_list_of_files_that_is_no_such_list_has_the_entry_built_again(tmp_path
     assert f"cache entry {entry} is damaged" in caplog.text
 
 
-def test_meta_of_another_type_has_the_entry_built_again(tmp_path, caplog):
-    entry, _ = cached(tmp_path, "a", build, dict[str, int])
-    text = (entry / "meta.json").read_text()
-    (entry / "meta.json").write_text(text.replace('"n": 1', '"n": [1]'))
-    assert cached(tmp_path, "a", build, dict[str, int])[1] == {"n": 1}
-    assert "meta.json: meta: [...]: expected int, found array" in caplog.text
-
-
 @pytest.mark.parametrize("name", ["a/meta.json", "a.lock"])
 def test_a_fifo_is_not_waited_for(tmp_path, name):
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / name)
     with limited():
         assert cached(tmp_path, "a", build)[1] == {"n": 1}
-
-
-def test_a_thread_that_waits_for_another_gets_its_entry(tmp_path):
-    started, results = threading.Event(), []
-
-    def slow(folder):
-        started.set()
-        time.sleep(0.2)
-        return build(folder)
-
-    first = threading.Thread(target=lambda: results.append(cached(tmp_path, "a", slow)[1]))
-    first.start()
-    started.wait()
-    results.append(cached(tmp_path, "a", never)[1])
-    first.join()
-    assert results == [{"n": 1}, {"n": 1}]
-
-
-def test_the_folder_is_the_configured_one_then_the_environments(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path / "env"))
-    assert cache_folder(None) == tmp_path / "env"
-    assert cache_folder(str(tmp_path / "own")) == tmp_path / "own"
-    monkeypatch.delenv("GRAPHMOE_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder(None) == tmp_path / ".cache" / "graphmoe"
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_key(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="data.cache_dir"):
-        cache_folder(str(tmp_path / "file" / "cache"))
-
-
-def test_keys_tell_values_apart():
-    assert len({cache_key("a", 1), cache_key("a", 2), cache_key("b", 1), cache_key("a", 1, None)}) == 4

@@ -1,24 +1,18 @@
 """Token files whose contents are not what was written: found, named, and made again where possible."""
 
-import hashlib
-import io
-
 import numpy as np
 import pytest
-from rich.console import Console
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, contents, open_data
 from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import run as training
-from graphmoe.training import trainer
 from tests.data.texts import sentences, write_jsonl
-from tests.runs import config, train_in
+from tests.runs import config
 
 
 @pytest.fixture
@@ -86,14 +80,6 @@ def test_damage_of_a_large_file_is_found_beside_training_and_mended_by_the_next_
     assert np.array_equal(all_of(corpus), rows)
 
 
-def test_a_large_index_that_does_not_fit_is_mended_by_the_next_start(open_text, large):
-    rows, index = all_of(open_text()), bin_of(open_text()).with_suffix(".idx")
-    flip(index, 34)
-    with pytest.raises(DataError, match=rf"{index}|tokens.bin has .*: it is damaged and is made again"):
-        open_text()
-    assert np.array_equal(all_of(open_text()), rows)
-
-
 def test_an_id_beyond_the_vocabulary_in_an_entry_names_file_and_place(open_text, large):
     rows, path = all_of(open_text()), bin_of(open_text())
     flip(path, 2 * 40 + 1, 0x80)
@@ -102,47 +88,6 @@ def test_an_id_beyond_the_vocabulary_in_an_entry_names_file_and_place(open_text,
     ):
         all_of(open_text())
     assert np.array_equal(all_of(open_text()), rows)
-
-
-def test_the_first_process_of_each_node_is_asked(tmp_path, monkeypatch):
-    asked = []
-    opened = trainer.open_data
-    monkeypatch.setattr(trainer, "open_data", lambda *a, check, **k: asked.append(check) or opened(*a, **k))
-    for index in range(2):
-        ranks = Ranks()
-        ranks.local_index = index
-        progress = Progress(Console(file=io.StringIO()), 6, wanted=False)
-        trainer.Trainer(plan_of(config(), 1), tmp_path / str(index), progress, ranks)
-    assert asked == [True, False]
-
-
-def test_only_who_is_asked_reads_large_files(open_text, large, monkeypatch):
-    open_text()
-    read = []
-    monkeypatch.setattr(contents, "sha256_of", lambda path, *_: read.append(path))
-    open_text().check.wait()
-    assert read == []
-
-
-def test_a_small_pair_that_was_compared_as_it_was_opened_is_not_read_again(prefix, monkeypatch):
-    contents.write_sums(prefix)
-    corpus = open_pair(prefix)
-    monkeypatch.setattr(contents, "sha256_of", lambda path, *_: pytest.fail(f"{path} is read again"))
-    corpus.check.wait()
-
-
-def test_a_check_that_is_ended_early_says_so(open_text, large, monkeypatch, caplog):
-    open_text()
-    monkeypatch.setattr(contents, "sha256_of", lambda path, stopped: (_until(stopped), "")[1])
-    check = open_text(check=True).check
-    check.close()
-    check.raise_damage()
-    assert "tokens.bin: not all of it was compared with its sha256" in caplog.text
-
-
-def _until(stopped):
-    while not stopped():
-        pass
 
 
 def run_on_text(tmp_path, tokenizer_path, folder):
@@ -207,12 +152,6 @@ def test_a_file_exchanged_for_one_of_the_same_lengths_is_not_gone_on_with(prefix
     resume(prefix, state)
 
 
-def test_a_checkpoint_goes_on_where_sums_were_written_meanwhile(prefix):
-    state = state_of(prefix)
-    contents.write_sums(prefix)
-    resume(prefix, state)
-
-
 def test_blocks_lie_over_the_whole_of_a_large_file(prefix, monkeypatch):
     monkeypatch.setattr(contents, "BLOCK_BYTES", 8)
     monkeypatch.setattr(contents, "MAX_BLOCKS", 20)
@@ -224,38 +163,6 @@ def test_blocks_lie_over_the_whole_of_a_large_file(prefix, monkeypatch):
         found.append(contents.contents_of([read_token_file(prefix)]) != whole)
         flip(path, position)
     assert sum(found) == 160 and found[0] and found[-1] and all(any(found[i : i + 65]) for i in range(1130))
-
-
-def test_checkpoints_from_before_contents_were_kept_go_on(tmp_path, monkeypatch):
-    with_contents = Loader.state_dict
-
-    def without(loader):
-        state = with_contents(loader)
-        return {name: state[name] for name in state if name != "contents" or not loader.consumed}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loader, "state_dict", without)
-        train_in(tmp_path / "run", "train.steps=3")
-    assert train_in(tmp_path / "run").step == 6
-
-
-def test_a_run_does_not_go_on_with_an_exchanged_pair(tmp_path):
-    words = ("data.source=memmap", f"data.paths=[{tmp_path}/m]", "data.val_fraction=0", "train.val_batches=0")
-    write_token_file(tmp_path / "m", [np.arange(60)] * 30, np.uint16)
-    train_in(tmp_path / "run", *words, "train.steps=3")
-    kept = (tmp_path / "m.bin").read_bytes()
-    write_token_file(tmp_path / "m", [np.arange(60)[::-1]] * 30, np.uint16)
-    with pytest.raises(ConfigError, match="with other tokens"):
-        train_in(tmp_path / "run", *words)
-    (tmp_path / "m.bin").write_bytes(kept)
-    assert train_in(tmp_path / "run", *words).step == 6
-
-
-def test_sums_are_those_of_the_command_sha256sum(prefix):
-    contents.write_sums(prefix)
-    lines = prefix.with_suffix(".sha256").read_text().splitlines()
-    files = [prefix.with_suffix(ending) for ending in (".bin", ".idx")]
-    assert lines == [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}" for p in files]
 
 
 def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_path):

@@ -1,6 +1,5 @@
 """data=files: reading, errors with file and line, the cache, processes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, open_data
-from graphmoe.data.errors import one_line
 from graphmoe.data.indexed import read_token_file
 from graphmoe.data.tokenise import Recipe, tokenise_files
 from graphmoe.data.tokenizer import encode, num_ids
@@ -57,19 +55,6 @@ def test_txt_jsonl_and_parquet_give_their_documents_in_order(open_files, tmp_pat
     assert corpus.counts["train_documents"] == 30 and corpus.bad == {}
 
 
-def test_another_field_is_read_when_asked(open_files, tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", sentences(9), field="content")
-    assert texts_of(open_files("a.jsonl", text_field="content")) == sentences(9)
-
-
-def test_blank_lines_and_empty_texts_are_no_documents(open_files, tmp_path):
-    texts = sentences(9)
-    write_jsonl(tmp_path / "a.jsonl", [*texts[:4], "", *texts[4:]])
-    with open(tmp_path / "a.jsonl", "a") as file:
-        file.write("\n  \n")
-    assert texts_of(open_files("a.jsonl")) == texts
-
-
 GOOD = b'{"text": "the loss of an expert is shown for each token and router while gradients wait"}\n'
 
 
@@ -103,45 +88,12 @@ def test_a_cache_made_with_skip_bad_does_not_hide_the_error_later(open_files, tm
         open_files("a.jsonl")
 
 
-def test_the_line_is_right_in_a_later_part_of_the_file(open_files, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphmoe.data.text_files.PART_BYTES", 100)
-    (tmp_path / "a.jsonl").write_bytes(GOOD * 23 + b"broken\n" + GOOD)
-    with pytest.raises(DataError, match="a.jsonl:24: not JSON"):
-        open_files("a.jsonl")
-
-
 @pytest.mark.parametrize("part_bytes", [1, 7, 50, 87, 88, 89, 1000])
 def test_parts_of_any_size_give_each_line_once(open_files, tmp_path, monkeypatch, part_bytes):
     texts = sentences(12)
     write_jsonl(tmp_path / "a.jsonl", texts)
     monkeypatch.setattr("graphmoe.data.text_files.PART_BYTES", part_bytes)
     assert texts_of(open_files("a.jsonl")) == texts
-
-
-def test_a_text_file_that_is_not_utf8_names_the_line(open_files, tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
-    (tmp_path / "b.txt").write_text(" ".join(sentences(9)))
-    with pytest.raises(DataError, match=r"a\.txt:3: byte 0xe9 is not UTF-8"):
-        open_files("*.txt")
-    assert open_files("*.txt", skip_bad=True).bad == {"file that is not UTF-8": 1}
-
-
-def test_an_unreadable_file_is_an_error_or_counted(open_files, tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "a.jsonl", sentences(9))
-    write_jsonl(tmp_path / "b.jsonl", sentences(9))
-    if os.geteuid() == 0:  # root reads any file, so the error is made here
-
-        def refuse(path, *args, **kwargs):
-            if str(path).endswith("b.jsonl"):
-                raise PermissionError(13, "Permission denied")
-            return open(path, *args, **kwargs)
-
-        monkeypatch.setattr("graphmoe.data.text_files.open", refuse, raising=False)
-    else:
-        (tmp_path / "b.jsonl").chmod(0)
-    with pytest.raises(DataError, match="b.jsonl: Permission denied"):
-        open_files("*.jsonl")
-    assert open_files("*.jsonl", skip_bad=True).bad == {"unreadable file": 1}
 
 
 def test_a_truncated_parquet_file_names_file_and_bytes(open_files, tmp_path):
@@ -166,18 +118,6 @@ def test_a_damaged_row_group_names_its_rows(open_files, tmp_path):
         open_files("a.parquet")
     corpus = open_files("a.parquet", skip_bad=True)
     assert corpus.bad == {"unreadable row group": 1} and len(texts_of(corpus)) == 40
-
-
-def test_a_null_row_names_its_number(open_files, tmp_path):
-    pq.write_table(pa.table({"text": [*sentences(25), None]}), tmp_path / "a.parquet", row_group_size=10)
-    with pytest.raises(DataError, match="a.parquet row 25: field 'text' is NoneType"):
-        open_files("a.parquet")
-
-
-def test_a_missing_column_lists_those_that_exist(open_files, tmp_path):
-    pq.write_table(pa.table({"content": sentences(5), "id": [0] * 5}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="text_field=text is not a column .* content, id"):
-        open_files("a.parquet")
 
 
 def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_path, tokenizer):
@@ -225,23 +165,6 @@ def test_wrong_configurations_say_what_to_type(open_files, tmp_path, monkeypatch
         open_files("short.txt", eod_token="</s>")
 
 
-def test_the_end_token_comes_from_the_tokenizers_own_configuration(open_files, tmp_path, tokenizer):
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
-    write_jsonl(tmp_path / "a.jsonl", sentences(9))
-    corpus = open_files("a.jsonl", tokenizer=str(tmp_path))
-    file = corpus.train.documents.files[0]
-    assert file.tokens_T[file.length_N[0] - 1] == tokenizer.token_to_id("a") != 0
-
-
-def test_truncation_set_in_the_tokenizer_file_is_ignored(open_files, tmp_path, tokenizer_path):
-    document = json.loads(tokenizer_path.read_text())
-    document["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    (tmp_path / "t.json").write_text(json.dumps(document))
-    write_jsonl(tmp_path / "a.jsonl", sentences(9))
-    assert texts_of(open_files("a.jsonl", tokenizer=str(tmp_path / "t.json"))) == sentences(9)
-
-
 def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tmp_path, cache, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", sentences(9))
     open_files("a.jsonl")
@@ -263,29 +186,6 @@ def test_what_is_no_file_is_not_left_out_in_silence(open_files, tmp_path, make):
         open_files("*.jsonl")
 
 
-@pytest.mark.parametrize("lost", ["group", "file"])
-def test_rows_that_a_parquet_file_says_it_has_and_has_not_are_an_error(
-    open_files, tmp_path, monkeypatch, lost
-):
-    pq.write_table(pa.table({"text": sentences(40)}), tmp_path / "a.parquet", row_group_size=10)
-    open_files("a.parquet")
-    os.utime(tmp_path / "a.parquet", (0, 0))  # read it again
-    if lost == "group":
-        read = pq.ParquetFile.read_row_group
-        monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *a, **k: read(*a, **k).slice(3))
-    else:
-        monkeypatch.setattr(pq.ParquetFile, "num_row_groups", 3)
-    said = (
-        r"row group 0 .*: it has 7 rows in place of 10" if lost == "group" else "have 30 rows in place of 40"
-    )
-    with pytest.raises(DataError, match=rf"a\.parquet.*{said}"):
-        open_files("a.parquet")
-
-
-def test_an_error_of_a_library_is_one_line():
-    assert one_line(ValueError("a\n\tb\x0e c")) == "a b c"
-
-
 def test_validation_files_are_left_out_of_training(open_files, tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         write_jsonl(tmp_path / f"{name}.jsonl", sentences(20, seed))
@@ -302,12 +202,6 @@ def test_val_fraction_holds_out_documents(open_files, tmp_path):
     train, val = corpus.train.documents, corpus.val.documents
     assert (train.num_documents, val.num_documents) == (180, 20)
     assert not {*train.start_N.tolist()} & {*val.start_N.tolist()}
-
-
-def test_too_little_to_validate_on_is_a_warning(open_files, tmp_path, caplog):
-    (tmp_path / "a.txt").write_text(" ".join(sentences(3)))
-    assert open_files("a.txt", val_fraction=0.01).val is None
-    assert "no validation: the val corpus" in caplog.text
 
 
 def test_processes_give_the_same_bytes_as_none(tmp_path, tokenizer_path, tokenizer, monkeypatch):
@@ -349,15 +243,6 @@ tokenise_files(sorted(folder.glob("*.jsonl")), recipe, folder / "out", workers=2
     recipe = Recipe(tokenizer_path, 0, "text", 400, False)
     tokenise_files(sorted(tmp_path.glob("*.jsonl")), recipe, tmp_path / "out", workers=1)
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
-
-
-def test_the_first_error_in_file_order_is_raised_from_processes(tmp_path, tokenizer_path):
-    for name in "abc":
-        (tmp_path / f"{name}.jsonl").write_bytes(GOOD * 3 + (b"broken\n" if name != "a" else b""))
-    recipe = Recipe(tokenizer_path, 0, "text", 400, False)
-    with pytest.raises(DataError, match="b.jsonl:4"):
-        tokenise_files(sorted(tmp_path.glob("*.jsonl")), recipe, tmp_path / "out", workers=2)
-    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_very_long_text_is_encoded_in_pieces_with_the_same_ids(tokenizer, monkeypatch):

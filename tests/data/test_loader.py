@@ -1,4 +1,3 @@
-import threading
 import time
 
 import numpy as np
@@ -41,16 +40,6 @@ def test_ranks_together_get_the_samples_in_order(samples, prefetch):
     [loader.close() for loader in ranks]
 
 
-def test_a_global_batch_holds_the_same_samples_on_any_number_of_ranks(samples):
-    wanted = samples.reader().read(GLOBAL_BATCH, GLOBAL_BATCH)
-    for world_size in (1, 2, 4):
-        ranks = loaders(samples, world_size)
-        steps = GLOBAL_BATCH // (2 * world_size)
-        global_rows(ranks, steps)
-        assert np.array_equal(global_rows(ranks, steps).numpy(), wanted)
-        [loader.close() for loader in ranks]
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_resume_with_1_2_4_1_ranks_gives_the_same_global_stream(samples, prefetch):
     state, rows = None, []
@@ -70,16 +59,6 @@ def test_the_state_counts_what_was_handed_out_not_what_was_prefetched(samples):
     next(loader)
     wait_for(lambda: len(loader._prefetcher._ready) == 6)
     assert loader.state_dict()["consumed"] == loader.consumed == 2
-    loader.close()
-
-
-def test_loading_a_state_drops_what_was_prefetched(samples):
-    loader = Loader(samples, micro_batch_size=2, global_batch_size=8)
-    start = loader.state_dict()
-    first = [next(loader) for _ in range(5)]
-    loader.load_state_dict(start)
-    again = [next(loader) for _ in range(5)]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     loader.close()
 
 
@@ -116,38 +95,6 @@ def test_an_error_of_the_thread_is_raised_after_the_batches_before_it(prefetch):
         with pytest.raises(OSError, match="the disk is gone"):
             next(loader)
     assert loader.consumed == 4
-    loader.close()
-
-
-def test_close_ends_the_thread_and_may_be_called_twice(samples):
-    before = threading.active_count()
-    loader = Loader(samples, micro_batch_size=2, global_batch_size=8, prefetch=2)
-    next(loader)
-    assert threading.active_count() == before + 1
-    loader.close()
-    loader.close()
-    assert threading.active_count() == before
-
-
-def test_the_thread_stops_ahead_at_the_depth(samples):
-    loader = Loader(samples, micro_batch_size=1, global_batch_size=1, prefetch=3)
-    next(loader)
-    wait_for(lambda: len(loader._prefetcher._ready) == 3)
-    time.sleep(0.05)
-    assert len(loader._prefetcher._ready) == 3
-    loader.close()
-
-
-def test_epochs_count_what_was_consumed():
-    class Ten(Failing):
-        num_samples = 10
-
-        def sample(self, position):
-            return np.array([0, 0])
-
-    loader = Loader(Ten(), micro_batch_size=4, global_batch_size=4)
-    [next(loader) for _ in range(5)]
-    assert loader.epochs == 2.0
     loader.close()
 
 

@@ -37,21 +37,6 @@ def test_prefixes_endings_and_globs_name_the_same_pairs(open_memmap, names):
     assert {*np.unique(rows)} == {*range(20), *range(100, 120)}
 
 
-def test_a_glob_reaches_into_subfolders(open_memmap, tmp_path):
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    write_token_file(tmp_path / "deep" / "er" / "c", [np.arange(20)] * 30, np.uint16)
-    assert open_memmap("**/*").counts["train_files"] == 3
-
-
-def test_validation_files_are_their_own(open_memmap, tmp_path):
-    corpus = open_memmap("*", val_paths=[str(tmp_path / "b")])
-    assert corpus.train.reader().read(0, 30).max() < 20 and corpus.val.reader().read(0, 30).min() >= 100
-
-
-def test_a_tokenizer_is_loaded_when_given(open_memmap, tokenizer_path):
-    assert open_memmap("a", tokenizer=str(tokenizer_path)).tokenizer.get_vocab_size() > 0
-
-
 def test_ids_beyond_the_vocabulary_are_found_on_access_and_raised_by_the_loader(open_memmap):
     corpus = open_memmap("*", vocab_size=110)
     loader = Loader(corpus.train, micro_batch_size=4, global_batch_size=4)
@@ -86,11 +71,3 @@ def test_wrong_prefixes_say_what_was_looked_for(open_memmap):
         with pytest.raises(ConfigError, match=r"data.paths: \S*/nothing.idx does not exist") as caught:
             open_memmap("a", "nothing", skip_bad=skip_bad)
         assert "skip_bad" not in str(caught.value)
-
-
-def test_too_few_tokens_show_the_arithmetic(open_memmap):
-    with pytest.raises(
-        ConfigError,
-        match=r"29 documents with 580 tokens .*/a\]\).* data.seq_len \+ 1 = 701; use data.seq_len=579",
-    ):
-        open_memmap("a", seq_len=700, val_fraction=0.04)

@@ -43,49 +43,12 @@ def test_each_epoch_has_another_order_and_other_cuts(make):
             assert {*map(tuple, epochs[a])} != {*map(tuple, epochs[b])}
 
 
-def test_the_order_has_no_short_period(make):
-    samples = make([4] * 20, seq_len=4)
-    n = samples.num_samples
-    firsts = [tuple(samples.reader().read(epoch * n, 3).ravel()) for epoch in range(200)]
-    assert len(set(firsts)) == 200
-
-
-def test_seeds_differ_and_repeat(make):
-    first, again, other = (make(LENGTHS, seed=seed).reader().read(0, 10) for seed in (1, 1, 2))
-    assert np.array_equal(first, again) and not np.array_equal(first, other)
-
-
 def test_without_shuffle_documents_come_in_the_order_of_the_files(make):
     samples = make(LENGTHS, shuffle=False)
     rows = samples.reader().read(0, samples.num_samples)
     stream = np.concatenate([f.tokens_T for f in samples.documents.files])
     for i, row in enumerate(rows):
         assert row.tolist() == stream[i * 8 : i * 8 + 9].tolist()
-
-
-def test_the_last_label_is_the_first_input_of_the_next_piece(make):
-    rows = make(LENGTHS, shuffle=False).reader().read(0, 10)
-    assert rows[:-1, -1].tolist() == rows[1:, 0].tolist()
-
-
-def test_inside_a_document_tokens_stay_in_order(make):
-    breaks = []
-    for seed in range(6):
-        samples = make([100, 100], seed=seed)
-        rows = samples.reader().read(0, samples.num_samples)
-        breaks.append(int((np.diff(rows, axis=1) != 1).sum()))
-    assert set(breaks) == {0, 1}  # the border, when the second document comes first
-
-
-def test_batches_do_not_compute_the_order_of_the_epoch_again(make, monkeypatch):
-    samples = make(LENGTHS)
-    computed = []
-    compute = PackedSamples._compute_order
-    monkeypatch.setattr(PackedSamples, "_compute_order", lambda s, e: computed.append(e) or compute(s, e))
-    samples = make(LENGTHS)
-    for position in range(3 * samples.num_samples):
-        samples.sample(position)
-    assert computed == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("bad_id", "limit"), [(50, 50), (137, 137)])
@@ -111,19 +74,6 @@ def test_a_sample_with_a_bad_id_gives_way_to_the_next_good_one(make):
     assert bad.counts["sample with a token id beyond the vocabulary"] >= (~good).sum() > 0
 
 
-def test_a_corpus_of_bad_ids_only_is_an_error(make):
-    samples = make([10, 10], vocab_size=0, bad=BadRecords(skip=True))
-    with pytest.raises(DataError, match="^2 samples in a row"):
-        samples.sample(0)
-
-
-def test_negative_ids_are_bad_too(tmp_path):
-    write_token_file(tmp_path / "n", [[1, 2, -1, 3, 4]], np.int32)
-    samples = PackedSamples(Documents.of_files([read_token_file(tmp_path / "n")]), seq_len=4, vocab_size=10)
-    with pytest.raises(DataError, match="document 0, position 2: token id -1"):
-        samples.sample(0)
-
-
 @pytest.mark.parametrize("lengths", [[3] * 100, [50, 70], [200], [1, 1, 1]])
 def test_the_validation_split_shares_no_token_with_training(make, lengths):
     table = make(lengths, pack=False)
@@ -144,13 +94,6 @@ def test_synthetic_samples_depend_on_seed_position_and_purpose_only():
     assert not np.array_equal(rows, SyntheticSamples(16, 100, 4).reader().read(0, 50))
     assert not np.array_equal(rows, SyntheticSamples(16, 100, 3, purpose=1).reader().read(0, 50))
     assert rows.min() == 0 and rows.max() == 99 and len({*map(tuple, rows)}) == 50
-
-
-def test_first_batches_are_the_same_at_each_call(make):
-    samples = make(LENGTHS)
-    first, second = (list(first_batches(samples, 3, 2)) for _ in range(2))
-    assert len(first) == 3 and first[0].shape == (2, 9)
-    assert all((a == b).all() for a, b in zip(first, second, strict=True))
 
 
 def test_first_batches_end_with_the_epoch_but_give_at_least_one(make):

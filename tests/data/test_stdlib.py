@@ -1,15 +1,11 @@
 """data=stdlib on a small folder, and once on the real library."""
 
-import logging
-import shutil
-import sysconfig
 import time
-from pathlib import Path
 
 import pytest
 
-from graphmoe.config.schema import ConfigError, DataConfig, DataSource
-from graphmoe.data import Loader, first_batches, open_data
+from graphmoe.config.schema import ConfigError, DataConfig
+from graphmoe.data import open_data
 from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.stdlib import find_sources
 from tests.data.texts import sentences
@@ -67,18 +63,6 @@ def test_every_file_is_a_document_of_one_side(root, cache):
     assert (counts["train_files"], counts["val_files"], counts["files_left_out"]) == (37, 4, 2)
 
 
-def test_the_split_does_not_depend_on_seed_or_on_other_files(root, cache):
-    first = documents(open_small(root), "val")
-    assert documents(open_small(root, seed=5), "val") == first
-    (root / "latin.py").write_text("# changed\n")
-    second = documents(open_small(root), "val")
-    assert len(first & second) >= len(first) - 1
-
-
-def test_no_validation_when_none_is_asked_for(root, cache):
-    assert open_small(root, val_fraction=0.0).val is None
-
-
 def test_the_cache_is_used_until_a_file_changes(root, cache, monkeypatch):
     open_small(root)
     with monkeypatch.context() as patch:
@@ -88,12 +72,6 @@ def test_the_cache_is_used_until_a_file_changes(root, cache, monkeypatch):
     open_small(root)
     open_small(root, bpe_vocab_size=310)
     assert len(list(cache.glob("stdlib-*/meta.json"))) == 3
-
-
-def test_the_counts_are_logged(root, cache, caplog):
-    caplog.set_level(logging.INFO)
-    open_small(root)
-    assert "standard library: 41 files" in caplog.text and "trained a byte-level BPE" in caplog.text
 
 
 def test_a_tokenizer_of_the_user_replaces_the_trained_one(root, cache, tokenizer_path, tokenizer):
@@ -114,33 +92,6 @@ def test_a_tokenizer_size_out_of_range_is_an_error_with_the_range(root, cache, s
 def test_a_library_without_source_names_the_way_out(tmp_path, cache):
     with pytest.raises(ConfigError, match="holds 0 .py files.*data=files"):
         open_small(tmp_path)
-
-
-def test_validation_batches_decode_to_text_of_validation_files(root, cache):
-    corpus = open_small(root)
-    val_text = " ".join(documents(corpus, "val"))
-    for batch in first_batches(corpus.val, 3, 2):
-        longest = max(
-            corpus.tokenizer.decode(batch[0].tolist(), skip_special_tokens=False).split("<|endoftext|>")
-        )
-        assert longest.strip("\ufffd") in val_text
-
-
-def test_a_part_of_the_real_library_gives_batches_and_opens_fast_again(tmp_path, cache):
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    for name in ("json", "email", "asyncio"):
-        shutil.copytree(
-            stdlib / name, tmp_path / "lib" / name, ignore=lambda d, names: {"__pycache__"} & {*names}
-        )
-    config = DataConfig(source=DataSource.stdlib, bpe_vocab_size=400)
-    open_stdlib(config, 64, 400, tmp_path / "lib")
-    started = time.monotonic()
-    corpus = open_stdlib(config, 64, 400, tmp_path / "lib")
-    assert time.monotonic() - started < 2.0
-    loader = Loader(corpus.train, micro_batch_size=2, global_batch_size=4)
-    batch = next(loader)
-    loader.close()
-    assert batch.shape == (2, 65) and int(batch.min()) >= 0 and int(batch.max()) < 400
 
 
 @pytest.mark.slow

@@ -50,8 +50,3 @@ def test_an_id_so_large_that_the_library_takes_long_is_refused(folder):
     (folder / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=r"tokenizer.json has the token id 1000000000; ids up to"):
         load_tokenizer(folder)
-
-
-def test_a_home_folder_that_is_not_known_is_no_traceback():
-    with pytest.raises(ConfigError, match="~nobody-at-all/t.json does not exist"):
-        load_tokenizer("~nobody-at-all/t.json")

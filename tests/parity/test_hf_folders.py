@@ -93,14 +93,6 @@ def test_an_export_replaces_an_earlier_one_with_more_shards(folder):
     assert_same_bits(load_hf(folder)[1].state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("size", ["GB", "-1GB", "0", "5TB"])
-def test_a_size_that_is_none_is_an_error(folder, tmp_path, size):
-    config, model = load_hf(folder)
-    with pytest.raises(ConfigError, match="max_shard_size"):
-        save_hf(model, config, tmp_path / "out", max_shard_size=size)
-    assert not (tmp_path / "out").exists()
-
-
 def test_mtp_layers_round_trip_bitwise_under_the_published_names(tmp_path):
     config, model = save_mtp_model(tmp_path / "mtp")
     again, loaded = load_hf(tmp_path / "mtp")
@@ -229,13 +221,6 @@ def test_a_folder_without_weights_says_what_it_needs(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match="config.json cannot be read"):
         load_hf(folder)
-
-
-def test_a_model_that_is_not_of_the_configuration_is_not_written(folder, tmp_path):
-    config, model = load_hf(folder)
-    with pytest.raises(ConfigError, match="mis-shaped: embed.weight is \\[61, 26\\], not \\[62, 26\\]"):
-        save_hf(model, replace(config, vocab_size=62), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_write_leaves_the_earlier_files(folder, monkeypatch):

@@ -61,30 +61,6 @@ def test_a_kernel_with_a_damaged_file_is_left_out_as_a_whole(cache, caplog):
     assert len(warnings_of(caplog)) == 2  # kernel.json has the content of kernel.cubin here
 
 
-def test_triton_itself_finds_a_kernel_that_was_moved(cache):
-    triton = pytest.importorskip("triton.runtime.cache")
-    first = cache.open(FACTS)
-    first.activate()
-    manager = triton.get_cache_manager("ab" * 32)
-    path = manager.put(b"code", "kernel.cubin")
-    manager.put_group("kernel.json", {"kernel.cubin": path})
-    first.publish()
-    first.close()
-    second = cache.open(FACTS)
-    second.activate()
-    found = triton.get_cache_manager("ab" * 32).get_group("kernel.json")
-    assert Path(found["kernel.cubin"]).read_bytes() == b"code"
-    second.close()
-
-
-def test_a_group_whose_files_are_not_all_there_is_not_kept(cache):
-    work = cache.open(FACTS)
-    write_kernel(work)
-    (work.path / KERNEL).unlink()
-    work.publish()
-    assert GROUP not in cache.entries.read(work.key).files
-
-
 def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
     kept(cache, FACTS | {"model.num_experts": 16, "model.top_k": 4}, far="far")
     kept(cache, FACTS | {"model.num_experts": 16}, used="1", unused="2")

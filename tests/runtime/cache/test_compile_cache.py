@@ -47,16 +47,6 @@ def test_a_later_publish_adds_to_the_entry(cache):
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2"}
 
 
-def test_changing_a_file_in_a_work_folder_does_not_change_what_is_kept(cache, caplog):
-    kept(cache, a="1")
-    work = cache.open(FACTS)
-    with open(work.path / "inductor/ab/a.so", "r+") as file:
-        file.write("2")
-    assert read(cache.open(FACTS)) == {"a": "1"} and warnings_of(caplog) == []
-    assert work.publish() == 1
-    assert read(cache.open(FACTS)) == {"a": "2"}
-
-
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
 def test_a_damaged_file_is_named_set_aside_and_made_again(cache, caplog, damage):
     kept(cache, a="1234", b="5678")
@@ -73,15 +63,6 @@ def test_a_damaged_file_is_named_set_aside_and_made_again(cache, caplog, damage)
     assert work.publish() == 1
     caplog.clear()
     assert read(cache.open(FACTS)) == {"a": "1234", "b": "5678"} and warnings_of(caplog) == []
-
-
-def test_a_file_that_is_not_made_again_leaves_the_entry(cache, caplog):
-    kept(cache, a="1", b="2")
-    blob_of(cache, "inductor/ab/a.so").write_bytes(b"?")
-    cache.open(FACTS).publish()
-    caplog.clear()
-    work = cache.open(FACTS)
-    assert read(work) == {"b": "2"} and work.damaged == [] and warnings_of(caplog) == []
 
 
 def test_a_torn_document_is_set_aside_and_the_others_hold(cache, caplog):
@@ -114,15 +95,6 @@ def test_two_that_publish_at_once_lose_nothing(cache):
     one.publish()
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"}
     assert len(cache.entries.read(one.key).documents) == 1
-
-
-def test_of_two_contents_of_a_name_the_newest_holds(cache):
-    one, other = cache.open(FACTS), cache.open(FACTS)
-    write(one, a="1")
-    write(other, a="2")
-    one.publish()
-    other.publish()
-    assert read(cache.open(FACTS)) == {"a": "2"}
 
 
 def publish_many(folder: Path, number: int) -> None:
@@ -188,13 +160,6 @@ def test_a_kill_while_publishing_leaves_the_old_entry_or_the_new_one(cache, monk
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"} and warnings_of(caplog) == []
 
 
-def test_the_folder_is_tagged_as_a_cache_for_backups(cache):
-    cache.open(FACTS)
-    assert (
-        (cache.folder / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
-    )
-
-
 def test_a_file_that_was_pruned_before_it_was_named_is_stored_again(cache, monkeypatch):
     work = cache.open(FACTS)
     write(work, a="1")
@@ -207,26 +172,6 @@ def test_a_file_that_was_pruned_before_it_was_named_is_stored_again(cache, monke
     monkeypatch.setattr(cache.entries, "write", prune_first)
     work.publish()
     assert read(cache.open(FACTS)) == {"a": "1"}
-
-
-def test_a_torn_blob_is_written_again_by_who_has_the_content(cache):
-    kept(cache, a="1234")
-    blob_of(cache, "inductor/ab/a.so").write_bytes(b"12")  # as a power cut leaves it
-    cache.blobs.put(b"1234")
-    assert read(cache.open(FACTS)) == {"a": "1234"}
-
-
-def test_a_reader_is_not_confused_by_documents_that_are_joined_meanwhile(cache, monkeypatch):
-    kept(cache, a="1")
-    document = cache.entries._document
-
-    def join_first(path):
-        monkeypatch.setattr(cache.entries, "_document", document)
-        kept(CompileCache(cache.folder), b="2")  # removes what we are about to read
-        return document(path)
-
-    monkeypatch.setattr(cache.entries, "_document", join_first)
-    assert set(cache.entries.read(key_of(FACTS)).files) == {"inductor/ab/a.so", "inductor/ab/b.so"}
 
 
 JOB = """

@@ -38,13 +38,6 @@ def test_the_second_waits_until_the_first_is_done(tmp_path):
     assert order == ["first", "second"]
 
 
-def test_what_the_first_found_in_a_cache_was_compiled_by_no_rank(tmp_path):
-    with CompileTurns(tmp_path).of(graph()) as turn:
-        turn.compiles = False
-    with CompileTurns(tmp_path).of(graph()) as turn:
-        assert not turn.elsewhere
-
-
 def test_a_first_that_fails_lets_the_others_compile(tmp_path):
     with pytest.raises(ValueError), CompileTurns(tmp_path).of(graph()):
         raise ValueError

@@ -87,32 +87,6 @@ def test_a_disk_that_fills_up_while_publishing_leaves_no_part(cache, monkeypatch
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"}
 
 
-def test_where_no_disk_has_room_a_job_starts_with_nothing(cache, monkeypatch, caplog):
-    kept(cache, a="1")
-
-    def full(path, content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    work = cache.open(FACTS)
-    assert read(work) == {} and not work.found and "nothing can be taken" in caplog.text
-
-
-def test_a_disk_that_fills_up_while_opening_moves_the_work_folder(cache, monkeypatch, caplog):
-    kept(cache, a="1")
-    write_bytes = Path.write_bytes
-
-    def full(path, content):
-        if path.is_relative_to(cache.folder):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_bytes(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    work = cache.open(FACTS)
-    assert read(work) == {"a": "1"} and not work.path.is_relative_to(cache.folder)
-    assert list((cache.folder / "work").iterdir()) == []
-
-
 def test_a_cache_in_no_folder_keeps_nothing(cache):
     nowhere = CompileCache(None)
     work = nowhere.open(FACTS)
@@ -151,31 +125,6 @@ def test_a_folder_that_the_user_has_set_stays_and_is_neither_filled_nor_kept(cac
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     assert read(cache.open(FACTS)) == {"a": "1"}
-
-
-def test_torchs_own_default_is_not_the_users(cache, monkeypatch):
-    monkeypatch.setenv(
-        "TORCHINDUCTOR_CACHE_DIR", os.path.join(work_folders.tempfile.gettempdir(), "torchinductor_me")
-    )
-    assert not work_folders.is_users("TORCHINDUCTOR_CACHE_DIR")
-
-
-def test_closing_twice_or_after_the_folder_went_is_harmless(cache):
-    work = cache.open(FACTS)
-    shutil.rmtree(work.path)
-    assert work.publish() == 0
-    work.close()
-    work.close()
-
-
-def test_a_forked_child_leaves_the_work_folder_alone(cache):
-    work = cache.open(FACTS)
-    child = os.fork()
-    if child == 0:
-        work.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert work.path.exists()
 
 
 def old(folder: Path, days: float = 1.0) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
 
@@ -13,7 +12,7 @@ import torch
 from graphmoe.config.schema import HostConfig, NumaBinding
 from graphmoe.runtime.host import tuning as host
 from graphmoe.runtime.host.environment import HostLine
-from graphmoe.runtime.host.tuning import GarbageCollection, bind_to_numa, log_host, set_threads, start_host
+from graphmoe.runtime.host.tuning import GarbageCollection, bind_to_numa, set_threads, start_host
 from tests.runs import trainer_in
 from tests.runtime.host.machine import Machine
 
@@ -39,20 +38,6 @@ def test_collections_happen_after_the_first_step_and_at_the_interval_only(collec
             if len(collections) > before:
                 due.append(step)
     assert due == [4, 6, 9, 12] and gc.isenabled()
-
-
-def test_an_error_inside_enables_the_collector_again(collections):
-    with pytest.raises(KeyError), GarbageCollection(HostConfig()):
-        raise KeyError
-    assert gc.isenabled()
-
-
-def test_without_manual_gc_python_decides_after_the_first_step(collections):
-    with GarbageCollection(HostConfig(manual_gc=False, gc_interval=1)) as garbage:
-        assert not gc.isenabled()
-        garbage.after_step(1)
-        assert gc.isenabled()
-    assert gc.isenabled() and collections == []
 
 
 def test_a_run_collects_by_itself_and_leaves_the_collector_on(tmp_path, monkeypatch, collections):
@@ -101,18 +86,6 @@ def test_what_cannot_be_bound_runs_anywhere_and_the_line_says_why(machine, confi
     assert machine.allowed == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    "error", [PermissionError("not permitted"), RuntimeError("driver"), AssertionError("x")]
-)
-def test_a_system_that_refuses_does_not_end_the_run(machine, monkeypatch, error):
-    def refuse(cpus: set[int]) -> None:
-        raise error
-
-    monkeypatch.setattr(host, "bind_threads", refuse)
-    line = bind_to_numa(HostConfig(), GPU)
-    assert line.warns and str(error) in line.text
-
-
 def test_a_torch_of_one_worker_keeps_its_threads_unless_it_is_bound_to_fewer_cores(machine):
     alone = [line.text for line in start_host(HostConfig(), torch.device("cpu"), 1, alone_in_the_job)]
     assert alone[1] == "4 threads for operations on the CPU (torch's own choice)" and machine.num_threads == 4
@@ -136,14 +109,6 @@ def test_a_number_that_was_asked_for_is_taken(machine, monkeypatch):
     assert machine.num_threads == 1
     text = set_threads(HostConfig(threads=2), 2, 4, alone_in_the_job).text
     assert machine.num_threads == 2 and "host.threads=2" in text
-
-
-def test_a_variable_that_torchrun_may_have_set_is_named(machine, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert "torchrun sets 1 where nothing is set" in set_threads(HostConfig(), 2, 4, alone_in_the_job).text
-    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
-    set_threads(HostConfig(), 2, 4, alone_in_the_job)
-    assert machine.num_threads == 1, "torch has read such a list itself"
 
 
 def test_all_ranks_take_the_least_number(machine):
@@ -170,26 +135,6 @@ def test_threads_that_run_and_threads_to_come_are_bound():
     finally:
         host.bind_threads(allowed)
     assert found == [cpu, cpu] and os.sched_getaffinity(0) == allowed
-
-
-def test_the_lines_are_logged_and_what_has_no_effect_warns(caplog):
-    with caplog.at_level(logging.INFO):
-        log_host([HostLine("a fact"), HostLine("no effect", warns=True)])
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "host: a fact"),
-        ("WARNING", "host: no effect"),
-    ]
-
-
-def test_the_line_about_garbage_says_when_it_is_collected(machine):
-    def last(config: HostConfig) -> str:
-        return start_host(config, torch.device("cpu"), 1, alone_in_the_job)[-1].text
-
-    assert last(HostConfig(gc_interval=7)) == "garbage is collected every 7 steps (host.manual_gc=true)"
-    assert (
-        last(HostConfig(manual_gc=False))
-        == "garbage is collected whenever Python pleases (host.manual_gc=false)"
-    )
 
 
 def alone_in_the_job(number: int) -> list[int]:

@@ -57,11 +57,6 @@ def test_on_cuda_multicast_is_off(environment, build):
     assert added(environment) == MULTICAST
 
 
-def test_multicast_that_is_asked_for_is_left_to_the_libraries(environment, build):
-    build("cuda")
-    assert texts(HostConfig(nvlink_multicast=True)) == [] and added(environment) == {}
-
-
 def test_on_rocm_the_pool_and_the_queues_are_set_and_nothing_of_nvlink(environment, build):
     build("rocm")
     assert texts(HostConfig(max_hw_queues=2)) == [
@@ -86,14 +81,6 @@ def test_a_variable_that_is_set_stays_and_the_line_says_so(environment, build):
     assert "NVSHMEM_DISABLE_NVLS=1 is set already (host.nvlink_multicast=false would do the same)" in lines
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 (host.nvlink_multicast=false)" in lines
     assert environment["NCCL_NVLS_ENABLE"] == "1" and environment["NCCL_DEBUG"] == "INFO"
-
-
-def test_an_empty_variable_counts_as_set(environment, build):
-    build("cuda")
-    environment["NCCL_DEBUG"] = ""
-    assert any(
-        line.startswith("NCCL_DEBUG is set already") for line in texts(HostConfig(env={"NCCL_DEBUG": "W"}))
-    )
 
 
 @pytest.mark.parametrize(

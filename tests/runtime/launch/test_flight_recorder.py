@@ -93,23 +93,6 @@ def test_workers_with_a_pipe_dump_when_they_are_asked(tmp_path):
         worker.join(5)
 
 
-def test_dumps_of_other_nodes_are_not_those_that_are_waited_for(tmp_path):
-    worker, foreign = Worker(tmp_path, tmp_path, 3, takes_s=1.0), tmp_path / f"{NAME}11"
-    worker.start()
-    foreign.write_bytes(b"dump")
-    later = time.time() + 60  # the clock of another node
-    os.utime(foreign, (later, later))
-    ask_for_dumps(tmp_path, [3], tmp_path)
-    assert dumps_since(0.0, tmp_path) == {3: worker.dump, 11: foreign}
-    worker.join(5)
-
-
-def test_without_pipes_nobody_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
-    ask_for_dumps(tmp_path, range(2), tmp_path)
-    assert dumps_since(0.0, tmp_path / "nowhere") == {}
-
-
 def failure(log_dir: Path) -> Failure:
     return Failure(1, "node7", "killed by SIGABRT", 0.0, -6, "job/0", str(log_dir / "rank1.log"))
 
@@ -124,11 +107,3 @@ def test_an_error_names_the_dumps_of_its_job_in_the_order_of_ranks(tmp_path):
         f"  torch's flight recorder has the last collectives of each rank: {NAME}2, {NAME}10 in {tmp_path}",
         f"  to compare them: torchfrtrace {tmp_path} --prefix {NAME}",
     ]
-
-
-def test_dumps_are_found_where_the_user_lets_torch_put_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{tmp_path}/mine_")
-    for rank in range(12):
-        (tmp_path / f"mine_{rank}").write_bytes(b"dump")
-    first, second = str(failure(tmp_path / "logs").raised(tmp_path / "logs", 1000.0)).splitlines()[1:]
-    assert f"mine_6, mine_7 and 4 more in {tmp_path}" in first and second.endswith("--prefix mine_")

@@ -14,8 +14,7 @@ import pytest
 
 from graphmoe.runtime.launch.failures import error_file, first_failure
 from graphmoe.runtime.launch.hangs import HangWatch, watching
-from graphmoe.runtime.launch.stamps import BEFORE_TRAINING_S, SLOW_S, STAMPS
-from graphmoe.runtime.ranks import PATIENCE
+from graphmoe.runtime.launch.stamps import SLOW_S, STAMPS
 from graphmoe.training.heartbeat import Heartbeat
 from tests.runs import ROOT
 
@@ -54,18 +53,6 @@ def test_steps_have_a_limit_once_metrics_of_one_that_did_not_compile_were_read(l
     assert limits == [("step 1", SLOW_S), ("step 2", SLOW_S), ("step 3", SLOW_S), ("step 4", 45)]
 
 
-def test_a_limit_grows_with_the_longest_step_and_checkpoints_count_for_none(limits, at):
-    heartbeat = Heartbeat(45, first_steps=1)
-    for number, began in enumerate((0, 1, 2, 42, 43), start=1):
-        at(began)
-        heartbeat.step(number)
-        heartbeat.has_read()
-    heartbeat.slow("the checkpoint of step 5")
-    at(1000)
-    heartbeat.step(6)
-    assert limits[-3:] == [("step 5", 120), ("the checkpoint of step 5", SLOW_S), ("step 6", 120)]
-
-
 def test_steps_that_begin_anew_have_no_limit_until_metrics_of_a_later_one_were_read(limits, at):
     heartbeat = Heartbeat(45, first_steps=1)
     for number in (1, 2, 3):
@@ -90,10 +77,6 @@ def test_a_validation_has_a_limit_from_the_second_on_and_an_error_must_get_out_s
     heartbeat.leave(RuntimeError, RuntimeError("the cause"), None)
     assert limits[0] == ("the validation after step 0", SLOW_S)
     assert limits[2:] == [("the validation after step 1", 60), ("what follows RuntimeError: the cause", 45)]
-
-
-def test_before_training_a_worker_may_take_as_long_as_others_wait_for_it():
-    assert PATIENCE.total_seconds() == BEFORE_TRAINING_S
 
 
 @pytest.fixture
@@ -174,17 +157,6 @@ def test_time_in_which_the_watch_was_suspended_counts_for_nobody(tmp_path, stamp
     monkeypatch.setattr("time.monotonic", lambda: began + 3600)
     watch.look("job/0", logs)
     assert worker.poll() is None
-
-
-def test_stamps_are_not_left_where_nobody_watches(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != STAMPS}
-    line = [
-        sys.executable,
-        "-c",
-        "from graphmoe.runtime.launch.stamps import *; begin_stamps(); put_stamp('x', 1.0, 1)",
-    ]
-    subprocess.run(line, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
-    assert not list(Path(tmp_path).iterdir())
 
 
 def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp_path, monkeypatch):

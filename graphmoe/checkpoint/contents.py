@@ -110,7 +110,7 @@ class _Reader(FileSystemReader):
 
 @contextmanager
 def _dcp_errors() -> Iterator[None]:
-    """Raises the first rank's own error in place of DCP's wrapper, which is a BaseException."""
+    """Raise the first rank's own error in place of DCP's wrapper, which is a BaseException."""
     # a filter that stays: catch_warnings swaps global state, which is not safe in a thread
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
@@ -192,7 +192,7 @@ class _HashingStream:
         return self._num_bytes
 
     def flush(self) -> None:
-        """Nothing: DCP flushes after each tensor, and each system call gives the GIL away."""
+        """Do nothing: DCP flushes after each tensor, and each system call gives the GIL away."""
 
     def fileno(self) -> int:
         """The descriptor, for fsync: what was written is handed to the system before."""
@@ -209,7 +209,7 @@ class _HashingStream:
 
 
 class CopiesPlanner(DefaultSavePlanner):
-    """Plans by the state itself, so that sharded tensors are known as such, and writes the copies."""
+    """Planner by the state itself, so that sharded tensors are known as such, that writes the copies."""
 
     def __init__(self, shards: dict[str, FlatShard], copies: dict[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -239,7 +239,7 @@ class CopiesPlanner(DefaultSavePlanner):
 
 
 class FillPlanner(DefaultLoadPlanner):
-    """Fills the tensors of the state, and the shards beside it, in place."""
+    """Planner that fills the tensors of the state, and the shards beside it, in place."""
 
     def __init__(self, shards: dict[str, FlatShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

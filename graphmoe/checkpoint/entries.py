@@ -41,7 +41,7 @@ class Entries:
 
     @property
     def shards(self) -> dict[str, FlatShard]:
-        """Those of the tensors that are FlatShards."""
+        """Tensors that are FlatShards."""
         return {name: each for name, each in self.tensors.items() if isinstance(each, FlatShard)}
 
     @property
@@ -145,7 +145,7 @@ def _placed(name: str, entry: Any) -> tuple[tuple[str | int, ...], Any]:
 
 
 def _alike(there: Any, value: Any) -> bool:
-    """Whether a value may stand where another does; anything may for a list, a tuple, bytes and None."""
+    """Tell whether a value may stand where another does; anything may for a list, a tuple, bytes and None."""
     if type(there) in (int, float):
         return type(value) in (int, float)
     return type(there) not in (bool, str, dict) or type(value) is type(there)
@@ -156,7 +156,7 @@ def _has_item(node: Any, key: str | int) -> bool:
 
 
 def differences(wanted: Entries, saved: Metadata, all_names: set[str], *, partial: bool) -> list[str]:
-    """What keeps the checkpoint from filling ``wanted``, one line per entry; empty if nothing.
+    """Return the reasons why the checkpoint cannot fill ``wanted``, one line per entry; none if it can.
 
     all_names: names that any rank wants. partial: entries that nobody wants and other dtypes are
     fine. A plain value that is only in the checkpoint is always fine: it is merged in.
@@ -226,7 +226,7 @@ class HostCopies:
 
 
 def local_part(tensor: Tensor | FlatShard) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory and cut off from autograd."""
+    """Return this rank's part of a tensor, sharing its memory and cut off from autograd."""
     if isinstance(tensor, FlatShard):
         return tensor.data.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -41,7 +41,7 @@ class FlatShard:
     """[N], contiguous, N may be 0; loading fills it in place."""
     start: int
     shape: torch.Size
-    """Of the own part, `graphmoe.plan.layout.own_part` of the whole parameter."""
+    """Shape of the own part, `graphmoe.plan.layout.own_part` of the whole parameter."""
     parallel: ParameterLayout
     layout: Layout
     rank: int
@@ -66,12 +66,12 @@ class FlatShard:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """What it covers of the parameter, in numbers: shards of the same place hold the same elements."""
+        """Numbers of the part that it covers: shards of the same place hold the same elements."""
         indices = (_index(self.layout, cut.axis, self.rank) for cut in self.parallel.cuts)
         return (*indices, self.start, self.data.numel())
 
     def boxes(self) -> list[Box]:
-        """What it covers of the whole parameter; none if it is empty.
+        """Return the boxes of the whole parameter that it covers; none if it is empty.
 
         As few as there can be of which each is one run of the data, then divided where a cut divides it. A
         parameter without elements is one box, so that its name and shape are saved.
@@ -90,7 +90,7 @@ class FlatShard:
         return boxes
 
     def within(self, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """What it covers of ``whole[index]``: views of the data, and where each lies there."""
+        """Yield the parts of ``whole[index]`` that it covers: views of the data, and the place of each."""
         given = [*index, *[slice(None)] * (len(self.shape) - len(index))]
         kept = [isinstance(each, slice) for each in given]
         slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in given]

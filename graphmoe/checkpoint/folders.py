@@ -157,7 +157,7 @@ def clean_leftovers(folder: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it can be a folder that a store made: no file, no link."""
+    """Tell whether it can be a folder that a store made: no file, no link."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -174,7 +174,7 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file holds: its sha256 in hexadecimal and its size in bytes."""
+    """Sum of a file: its sha256 in hexadecimal and its size in bytes."""
 
     sha256: str
     num_bytes: int
@@ -200,7 +200,7 @@ def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
 
 
 def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:
-    """What differs from the manifest, one line per file; empty for a whole checkpoint.
+    """Return the differences from the manifest, one line per file; none for a whole checkpoint.
 
     Reads each file; with ``shares``, each shares-th file only, so that ranks can split the work.
     Without ``contents`` only sizes are compared.

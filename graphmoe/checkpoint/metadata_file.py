@@ -69,7 +69,7 @@ class StoredPart:
     offset: int
     length: int
     transform_descriptors: None = None
-    """For DCP: our files are stored as they are."""
+    """Always None for DCP: our files are stored as they are."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -95,7 +95,7 @@ def file_names(saved: Metadata) -> set[str]:
 
 
 class _Record:
-    """What stands in the pickle for an object of another class."""
+    """Stand-in for an object of another class in the pickle."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -105,7 +105,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves exact pairs of module and name; no attribute of anything is ever looked up."""
+    """Unpickler of exact pairs of module and name; no attribute of anything is ever looked up."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -1,4 +1,4 @@
-"""Which rank saves what several ranks hold alike.
+"""Shares of ranks in saving what several of them hold alike.
 
 torch.distributed.checkpoint would find out too, but only once every rank has copied all of it to the host.
 """
@@ -17,11 +17,11 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.runtime.ranks import Ranks
 
 Key = TypeVar("Key", str, tuple[str, tuple[int, ...]])
-"""What ranks that give it hold alike: a name, or a name and which part of what it names."""
+"""Key of what several ranks hold alike: a name, or a name and the place of a part of what it names."""
 
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
-    """What this rank saves: its shards of DTensors, and its share of the rest. A collective.
+    """Return the entries that this rank saves: shards of DTensors, and its share of the rest. A collective.
 
     What only it holds is in its share; plain values that several name are the first such rank's.
     """
@@ -60,5 +60,5 @@ def assign(sizes: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
 
 
 def _place(tensor: Tensor | FlatShard) -> tuple[int, ...]:
-    """Which part of the whole it is; nothing for a tensor that is the whole."""
+    """Return the place of a part in its whole; empty for a tensor that is the whole."""
     return tensor.place if isinstance(tensor, FlatShard) else ()

@@ -1,4 +1,4 @@
-"""Where tokens come from: sources, packing to the sequence length, and the loader.
+"""Tokens for training: sources, packing to the sequence length, and the loader.
 
 ``open_data`` is the entry; ``docs/data.md`` tells the whole story.
 """

@@ -56,7 +56,7 @@ class _FileFacts(TypedDict):
 
 
 class _Document(TypedDict):
-    """What ``meta.json`` holds."""
+    """Content of ``meta.json``."""
 
     files: dict[str, _FileFacts]
     meta: Any
@@ -128,7 +128,7 @@ def _read_entry(entry: Path, kind: type[Any], say: Callable[..., None] = log.war
 
 
 def _damage(entry: Path, files: dict[str, _FileFacts]) -> str | None:
-    """What is wrong with the files of an entry, if anything is."""
+    """Return what is wrong with the files of an entry, if anything is."""
     paths = {path.name: path for path in entry.iterdir() if path.name != META}
     if differing := sorted(paths.keys() ^ files.keys()):
         return f"{differing[0]!r} is {'not listed' if differing[0] in paths else 'gone'}"

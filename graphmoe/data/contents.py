@@ -27,7 +27,7 @@ from graphmoe.data.indexed import TokenFile, pair, read_token_file
 log = logging.getLogger(__name__)
 
 SUMS = ".sha256"
-"""Ends the name of the file beside a pair that holds its sums, in the form of the command sha256sum."""
+"""Suffix of the file beside a pair that holds its sums, in the form of the command sha256sum."""
 BLOCK_BYTES = 64 << 10
 MAX_BLOCKS = 1024
 """Blocks that are read of the files of a corpus without sums: 64 MiB, below which they are read whole."""
@@ -35,7 +35,7 @@ _SUM = re.compile(r"\\?([0-9a-f]{64}) [ *](.+)")
 
 
 class ContentCheck:
-    """Compares files with their sums in a thread; the thread is ended by ``close``."""
+    """Thread that compares files with their sums; ``close`` ends it."""
 
     def __init__(self, files: Iterable[TokenFile] = ()) -> None:
         pairs = {path: file for file in files if file.sums for path in pair(file.path)}
@@ -172,7 +172,7 @@ def damaged_entry(entry: Path, what: str) -> DataError:
 
 @contextlib.contextmanager
 def entry_damage(entry: Path) -> Iterator[None]:
-    """Turns what is wrong with files of a cache entry into ``damaged_entry``."""
+    """Turn errors of a cache entry's files into ``damaged_entry``."""
     try:
         yield
     except (DataError, ConfigError) as error:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Corpus:
-    """What a run reads."""
+    """Samples of a run, with what is known of them."""
 
     train: Samples
     val: Samples | None
@@ -39,11 +39,11 @@ class Corpus:
     counts: dict[str, Any] = field(default_factory=dict)
     bad_records: BadRecords = field(default_factory=BadRecords)
     check: ContentCheck = field(default_factory=ContentCheck)
-    """Compares large files with their sums, if that was asked for."""
+    """Check of large files against their sums, if that was asked for."""
 
     @property
     def bad(self) -> Counter[str]:
-        """How many bad records were skipped, by kind."""
+        """Number of bad records that were skipped, by kind."""
         return self.bad_records.counts
 
 

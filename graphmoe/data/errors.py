@@ -20,14 +20,14 @@ def one_line(error: object) -> str:
 
 @dataclass
 class BadRecords:
-    """What was wrong with the data: raises at once, or counts by kind when ``skip`` is set."""
+    """Tally of bad data: it raises at once, or counts by kind when ``skip`` is set."""
 
     skip: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     first: str | None = None
     """Message of the first bad record."""
     option: str = "data.skip_bad"
-    """What the user types to skip."""
+    """Key that the user sets to skip."""
 
     def report(self, kind: str, message: str, *, better: str | None = None) -> None:
         """Count one bad record of this kind. *Raises* DataError unless bad records are skipped.

@@ -59,7 +59,7 @@ class StreamSamples:
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
     contents: str = field(default="", init=False)
-    """Nothing: a reader compares the block that it goes on in."""
+    """Empty: a reader compares the block that it goes on in."""
 
     def __post_init__(self) -> None:
         c = self.config
@@ -150,7 +150,7 @@ class StreamReader:
 class _Block(NamedTuple):
     tokens_T: npt.NDArray[np.int64]
     start: dict[str, Any]
-    """Where the block starts in the stream."""
+    """Start of the block in the stream."""
     sum: str
     """Hash of its tokens."""
 
@@ -199,7 +199,7 @@ def _tokens(
 
 
 def _usable(samples: StreamSamples, place: RowPlace, text: Any) -> bool:
-    """Whether this is a text of the wanted side of the split; anything but text is reported."""
+    """Tell whether this is a text of the wanted side of the split; report anything but text."""
     if not isinstance(text, str):
         problem = f"field '{samples.config.text_field}' is {type(text).__name__}, not text"
         samples.bad.report("record without text", f"{place}: {problem}")

@@ -147,7 +147,7 @@ class _Batch(NamedTuple):
 
 
 class _Cursor:
-    """Makes the batches of one rank from a place on; used by one thread at a time."""
+    """Maker of one rank's batches from a place on; used by one thread at a time."""
 
     def __init__(self, loader: Loader, place: _Place):
         self._reader: Reader = loader.samples.reader(place.reader_state or None)
@@ -173,7 +173,7 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Calls ``produce`` ahead in a thread and hands the results out in order.
+    """Thread that calls ``produce`` ahead; the results are handed out in order.
 
     An exception in the thread is raised by ``get`` after the items made before it, and by each later
     ``get`` again.

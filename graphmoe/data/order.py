@@ -18,7 +18,7 @@ Index_N = npt.NDArray[np.int64]
 
 
 def permute(index_N: Index_N, size: int, key: int) -> Index_N:
-    """Where a seeded permutation of ``0 .. size-1`` sends each index."""
+    """Return the places to which a seeded permutation of ``0 .. size-1`` sends each index."""
     assert size > 0
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     place_N = np.asarray(index_N, dtype=np.uint64)
@@ -46,7 +46,7 @@ def mix64(x_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def held_out(hash_N: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
-    """True for the share of items with the smallest hashes: at least one item, never all of them."""
+    """Return True for the share of items with the smallest hashes: at least one item, never all of them."""
     size = len(hash_N)
     mask_N = np.zeros(size, dtype=np.bool_)
     if fraction > 0 and size > 1:

@@ -35,7 +35,7 @@ class Reader(Protocol):
         """Plain values from which ``Samples.reader`` opens a reader at this place."""
 
     def epochs(self, position: int) -> float:
-        """How often the corpus has been passed at this sample (whole passes for streams)."""
+        """Return the passes over the corpus at this sample (whole ones for streams)."""
 
 
 class Samples(Protocol):
@@ -66,7 +66,7 @@ class IndexedSamples(ABC):
     num_samples: int | None
     """Samples in one epoch; None when endless."""
     fingerprint: str
-    """What determines the samples but contents of files, in one word."""
+    """One word for all that determines the samples but contents of files."""
     contents = ""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class IndexedReader:
         return np.stack([self.samples.sample(position) for position in range(first, first + count)])
 
     def seek(self, position: int) -> None:
-        """Nothing to do: any sample can be read at any time."""
+        """Do nothing: any sample can be read at any time."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -168,7 +168,7 @@ class PackedSamples(IndexedSamples):
         return tokens_T
 
     def _check(self, part: npt.NDArray[Any], number: int, skip: int) -> bool:
-        """Whether all ids are in the vocabulary; otherwise reports the first that is not."""
+        """Tell whether all ids are in the vocabulary; report the first that is not."""
         assert self.vocab_size is not None
         if int(part.max()) < self.vocab_size and int(part.min()) >= 0:
             return True

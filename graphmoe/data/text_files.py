@@ -28,7 +28,7 @@ class Part:
 
 
 class Place(NamedTuple):
-    """Where a document starts; its text form names the line or row, which is looked up only then."""
+    """Start of a document; its text form names the line or row, which is looked up only then."""
 
     path: Path
     byte: int | None = None
@@ -84,7 +84,7 @@ def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tup
 
 
 def is_unicode(text: str, place: object, bad: BadRecords) -> bool:
-    """False, after a report, for text with a lone surrogate, which JSON can spell as an escape."""
+    """Return False, after a report, for text with a lone surrogate, which JSON can spell as an escape."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -31,7 +31,7 @@ MIN_BYTES_PER_WORKER = 16 << 20
 
 @dataclass(frozen=True)
 class Recipe:
-    """How text becomes token ids."""
+    """Rules by which text becomes token ids."""
 
     tokenizer_path: Path
     end_token: int | None
@@ -41,12 +41,12 @@ class Recipe:
     """Ids from here on are beyond the model's vocabulary."""
     skip_bad: bool
     skip_option: str = "data.skip_bad"
-    """What the user types to set ``skip_bad``."""
+    """Key that the user sets for ``skip_bad``."""
 
 
 @dataclass
 class Totals:
-    """What one run of ``tokenise_files`` did."""
+    """Counts of one run of ``tokenise_files``."""
 
     num_documents: int = 0
     num_tokens: int = 0
@@ -116,7 +116,7 @@ def usable_cores() -> int:
 
 
 def workers_for(files: Sequence[Path], limit: int) -> int:
-    """How many processes pay off for these files; 1 means that no process is started."""
+    """Return the number of processes that pays off for these files; 1 starts none."""
     total_bytes = sum(path.stat().st_size for path in files)
     return max(1, min(limit, total_bytes // MIN_BYTES_PER_WORKER))
 

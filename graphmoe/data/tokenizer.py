@@ -150,7 +150,7 @@ class _Token(TypedDict):
 
 
 class _TokenizerConfig(TypedDict):
-    """What is read of a ``tokenizer_config.json``."""
+    """Fields that are read of a ``tokenizer_config.json``."""
 
     eos_token: NotRequired[str | _Token | None]
 

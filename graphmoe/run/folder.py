@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _LOCK_FILE = "run.lock"
 _TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
 _PRINTS = "# values from the environment: "
-"""Begins the comment in resolved.yaml that tells runs apart whose values it does not have."""
+"""Start of the comment in resolved.yaml that tells runs apart whose values it does not have."""
 _MOST_LISTED = 3
 """Unfinished runs that are named at start."""
 _FREE_SECTIONS = ("format", "sweep")
@@ -55,7 +55,7 @@ _FREE_KEYS = (
     "launch.max_restarts",
     "launch.write_only",
 )
-"""What makes no difference to which run a configuration stands for."""
+"""Keys that make no difference to which run a configuration stands for."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RunFolder:
 
     path: Path
     base: Path
-    """Where the search for a folder began."""
+    """First folder of the search for one."""
     resumed: bool
     _lock: FileLock
 
@@ -106,7 +106,7 @@ def _usable(resume: bool) -> tuple[_State, ...]:
 
 
 def is_free(path: Path) -> bool:
-    """Whether a folder holds nothing of a run."""
+    """Tell whether a folder holds nothing of a run."""
     return not any((path / name).exists() for name in _TRACES)
 
 
@@ -230,7 +230,7 @@ def _enter(
 
 
 class _State(enum.Enum):
-    """What a folder means to a run that looks for one."""
+    """State of a folder for a run that looks for one."""
 
     free = "holds no run"
     unfinished = "holds an unfinished run of the same configuration"

@@ -208,7 +208,7 @@ def taken_gib(device: torch.device) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    """What may still be allocated: free memory of a GPU and what torch holds of it unused; inf on a CPU."""
+    """Return the bytes that may still be allocated: a GPU's free ones and torch's unused; inf on a CPU."""
     if device.type != "cuda":
         return math.inf
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

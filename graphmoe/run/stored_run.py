@@ -62,7 +62,7 @@ def model_of(path: Path, run: StoredRun) -> ModelConfig:
 
 
 def computes_in_bf16(path: Path, run: StoredRun) -> bool:
-    """Whether the run's weights are rounded, and its optimizer has what they are rounded from."""
+    """Tell whether the run's weights are rounded, and its optimizer has what they are rounded from."""
     compute = run.precision.compute
     if compute is not None and compute not in ComputeDtype.__members__:
         valid = ", ".join(ComputeDtype.__members__)

@@ -47,7 +47,7 @@ OPTIONS = "model"
 
 
 class FolderKind(enum.Enum):
-    """What a folder with weights is."""
+    """Kind of a folder with weights."""
 
     hf = "Hugging Face folder"
     graphmoe = "graphmoe weights"
@@ -55,7 +55,7 @@ class FolderKind(enum.Enum):
 
 
 def kind_of(folder: Path) -> FolderKind:
-    """What the folder is, by the files in it. *Raises* ConfigError for anything else.
+    """Return the folder's kind, by the files in it. *Raises* ConfigError for anything else.
 
     A folder of weights is taken as that, whatever else lies in it; a run is one that the path names: by its
     folder, its ``checkpoints`` or one of these.
@@ -149,7 +149,7 @@ def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> N
 
 @contextmanager
 def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
-    """Puts a first line before the list of a MismatchError: which model keys of the run differ.
+    """Put a first line before the list of a MismatchError: the model keys in which the run differs.
 
     folder: the run's, its ``checkpoints``, or one checkpoint; without its configuration nothing is added.
     """

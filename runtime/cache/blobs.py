@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DRAFT = ".draft"
-"""Ends the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 ORPHAN_AGE_S = 3600.0
 """Seconds for which a file that no entry names may belong to an entry that is about to be written."""
 
@@ -97,12 +97,12 @@ class Blobs:
             yield Blob(path.name, status.st_size, status.st_mtime)
 
     def old_drafts(self) -> list[Path]:
-        """What killed writers left."""
+        """Return the drafts that killed writers left."""
         drafts = self._folder.glob(f"??/*{DRAFT}")
         return [draft for draft in drafts if age_s(draft) > ORPHAN_AGE_S]
 
     def _renew(self, path: Path, num_bytes: int) -> bool:
-        """Whether the blob is there; its time then says that somebody is about to name it."""
+        """Tell whether the blob is there; its time then says that somebody is about to name it."""
         try:
             if path.stat().st_size != num_bytes:  # torn, and found before anyone read it
                 return False

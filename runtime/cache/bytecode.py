@@ -21,7 +21,7 @@ BYTECODE = "bytecode"
 PREFIX = "PYTHONPYCACHEPREFIX"
 """Python's variable for where bytecode lies, for the processes that this one starts."""
 SAMPLES = ("torch", "sympy")
-"""Where these have bytecode, all that a run imports is taken to have it."""
+"""Packages that stand for all that a run imports."""
 
 
 def keep_bytecode(cache: Path, *, shared: bool = False) -> None:
@@ -47,13 +47,13 @@ def keep_bytecode(cache: Path, *, shared: bool = False) -> None:
 
 
 def folder_in_use() -> Path | None:
-    """Where `keep_bytecode` keeps bytecode; None where it changed nothing."""
+    """Return the folder in which `keep_bytecode` keeps bytecode; None where it changed nothing."""
     folder = Path(sys.pycache_prefix or "")
     return folder if folder.parent.name == BYTECODE else None
 
 
 def _lacks_bytecode(package: str) -> bool:
-    """Whether Python would compile an installed package in every process."""
+    """Tell whether Python would compile an installed package in every process."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.origin or not spec.has_location:
         return False

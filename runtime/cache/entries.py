@@ -31,7 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Document:
-    """What one process published."""
+    """One process's part of an entry."""
 
     facts: dict[str, Any]
     files: dict[str, str]
@@ -125,7 +125,7 @@ class Entries:
         return sorted(self.folder(key).glob("*.json"))
 
     def _document(self, path: Path) -> Document | None:
-        """What the file says; None where it is gone or damaged."""
+        """Return the content of the file; None where it is gone or damaged."""
         return read_document(path, _checked, self._damaged)
 
     def _last_used(self, key: str, created: float) -> float:
@@ -147,7 +147,7 @@ def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def unit_of(path: str) -> str:
-    """What must be there as a whole: a kernel's folder of Triton's, any other file by itself.
+    """Return the name of a group that must be whole: a kernel's folder of Triton's, any other file by itself.
 
     Triton takes a kernel whose group file is there and fails where one of the group is not.
     """

@@ -17,14 +17,14 @@ from graphmoe.runtime.cache.blobs import write_whole
 from graphmoe.runtime.cache.entries import INDUCTOR, TRITON
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": INDUCTOR, "TRITON_CACHE_DIR": TRITON}
-"""Where torch and Triton look for their caches, and the folder of ours that it should be."""
+"""Variables by which torch and Triton find their caches, each with the folder of ours that it should name."""
 OURS = "GRAPHMOE_WORK_FOLDER"
-"""Says which work folder a variable points to that the user has not set."""
+"""Variable that names the work folder to which we have pointed the others."""
 TEMPORARY = "graphmoe-work-"
-"""Begins the name of a work folder among other temporary files."""
+"""Prefix of a work folder's name among other temporary files."""
 TAG_FILE = "CACHEDIR.TAG"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/cache.md.\n"
-"""Says that the folder is a cache (bford.info/cachedir). Backups leave it out, the tool prunes no other."""
+"""Mark of a cache (bford.info/cachedir): backups leave the folder out, and the tool prunes no other."""
 MIN_FREE_BYTES = 256 * 2**20
 """A disk with less room counts as full: a cold compilation would not fit."""
 
@@ -72,7 +72,7 @@ def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = Fa
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group is the user's private one, of which nobody else is (Debian, Fedora)."""
+    """Tell whether a group is the user's private one, of which nobody else is (Debian, Fedora)."""
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
     except KeyError:
@@ -126,7 +126,7 @@ def point_torch_away(work: Path) -> None:
 
 
 def is_users(name: str) -> bool:
-    """Whether the user has set one of `VARIABLES`: not we, nor torch, which sets its own default."""
+    """Tell whether the user has set one of `VARIABLES`: not we, nor torch, which sets its own default."""
     value = os.environ.get(name)
     if not value:
         return False

@@ -1,4 +1,4 @@
-"""What compiled code depends on: the facts of a run, their key, and how two sets of facts differ.
+"""Facts that compiled code depends on, their key, and the differences of two sets of facts.
 
 What is no fact here is either no part of any compiled graph or reaches it as a tensor; but for the sizes of a
 rank's shards, which follow from the number of ranks and ``optim.bucket_mb``: with others of these a job finds
@@ -81,14 +81,14 @@ def base_of(facts: Facts) -> str:
 
 
 def may_share(facts: Facts, other: Facts) -> bool:
-    """Whether code of equal graphs is the same code: one base, and no pass of the user's in two versions."""
+    """Tell whether code of equal graphs is the same: one base, and no pass of the user's in two versions."""
     names = {name for name in (*facts, *other) if name.startswith(BASE)}
     names |= {name for name in facts if name.startswith(EXTRA_PASS) and name in other}
     return all(name in facts and name in other and facts[name] == other[name] for name in names)
 
 
 def differences(facts: Facts, other: Facts) -> list[str]:
-    """What changed from ``other`` to ``facts``, one line each: 'model.num_experts changed: 8 -> 16'."""
+    """Return the changes from ``other`` to ``facts``, one line each: 'model.num_experts changed: 8 -> 16'."""
     names = [*facts, *(name for name in other if name not in facts)]
     changed = [name for name in names if facts.get(name) != other.get(name)]
     in_one = {name for name in changed if (name in facts) != (name in other)}
@@ -187,7 +187,7 @@ def _cpu_facts() -> dict[str, Any]:
 
 
 def _cpu_line(*names: str) -> str:
-    """What /proc/cpuinfo says first under one of these names; empty where it does not."""
+    """Return the first value in /proc/cpuinfo under one of these names; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -198,7 +198,7 @@ def _cpu_line(*names: str) -> str:
 
 @functools.cache
 def _compiler_version() -> str | None:
-    """What the C++ compiler that Inductor takes says first; None without one."""
+    """Return the first line of the version of Inductor's C++ compiler; None without one."""
     words = shlex.split(os.environ.get("CXX", "g++"))
     try:
         run = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60, check=True)

@@ -63,7 +63,7 @@ class CompileCache:
         return self._choices.remember(name, facts, answer) if self.folder else answer
 
     def recall(self, name: str, facts: Facts) -> Any | None:
-        """What holds for this name and these facts, or None."""
+        """Return the answer for this name and these facts, or None."""
         return self._choices.recall(name, facts)
 
     def _filled(self, facts: dict[str, Any], source: Entry | None, *, found: bool) -> WorkFolder:

@@ -25,9 +25,9 @@ class Turn:
     """A rank's turn at one graph."""
 
     elsewhere: bool = False
-    """Whether another rank has compiled it for this job."""
+    """True where another rank has compiled it for this job."""
     compiles: bool = True
-    """For who begins it to say: whether it had to be compiled, or was found."""
+    """False where the rank that begins it has found it compiled."""
 
 
 class CompileTurns:
@@ -59,7 +59,7 @@ class CompileTurns:
                 draft.replace(done)
 
     def _wait_for(self, done: Path) -> bool:
-        """Whether who began it has compiled it."""
+        """Wait, and tell whether the rank that began it has compiled it."""
         end = time.monotonic() + self._patience_s
         while not done.exists():
             if time.monotonic() > end:
@@ -70,7 +70,7 @@ class CompileTurns:
 
 
 def fingerprint(graph: fx.GraphModule) -> str:
-    """Of the operations and of the tensors that go in: equal on ranks whose code is equal."""
+    """Return a hash of operations and incoming tensors, equal on ranks whose code is equal."""
     values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     tensors = [(tuple(v.shape), v.stride(), str(v.dtype), str(v.device)) for v in values]
     return hashlib.sha256(f"{graph.graph}\n{tensors}".encode()).hexdigest()[:24]

@@ -23,12 +23,12 @@ class Held:
     entry: Entry
     num_bytes: int
     shared_bytes: int
-    """Of its files those that other entries have too."""
+    """Bytes of the files that other entries have too."""
 
 
 @dataclass
 class Verified:
-    """What `verify` found."""
+    """Result of `verify`."""
 
     num_files: int = 0
     damaged: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Verified:
 
 @dataclass
 class Pruned:
-    """What `prune` removed; sizes in bytes."""
+    """Result of `prune`; sizes in bytes."""
 
     bytes_before: int = 0
     bytes_after: int = 0
@@ -47,12 +47,12 @@ class Pruned:
     num_files: int = 0
     """Stored files that no entry names."""
     waiting_bytes: int = 0
-    """Of files that no entry names yet and that are too young to go."""
+    """Bytes of files that no entry names yet and that are too young to go."""
     num_damaged: int = 0
     work_folders: list[str] = field(default_factory=list)
-    """Of jobs that were killed."""
+    """Folders of jobs that were killed."""
     bytecode_folders: list[str] = field(default_factory=list)
-    """Of installed packages that were used long ago."""
+    """Folders of installed packages that were used long ago."""
 
 
 def holdings(cache: CompileCache) -> list[Held]:

@@ -23,7 +23,7 @@ from graphmoe.runtime.host.files import FileLock
 log = logging.getLogger(__name__)
 
 GROUP_FILE = "__grp__"
-"""Begins the name of the file in which Triton lists the files of a kernel, by their absolute paths."""
+"""Prefix of the file in which Triton lists the files of a kernel, by their absolute paths."""
 CHILDREN = "child_paths"
 _SKIPPED_FOLDERS = {"locks", "__pycache__"}
 _SKIPPED_ENDS = (".lock", ".tmp")
@@ -40,7 +40,7 @@ class Nearest:
 
 
 class WorkFolder:
-    """Where the processes of a job compile to. ``CompileCache.open`` makes it."""
+    """Folder that the processes of a job compile to. ``CompileCache.open`` makes it."""
 
     def __init__(
         self,
@@ -54,24 +54,24 @@ class WorkFolder:
     ) -> None:
         self.path, self.key, self.facts = path, key_of(facts), facts
         self.keeps = keeps
-        """Whether `publish` writes: not in a cache that is read-only, full or none."""
+        """True where `publish` writes: not in a cache that is read-only, full or none."""
         self.found = False
-        """Whether there was an entry of these facts."""
+        """True where there was an entry of these facts."""
         self.nearest: Nearest | None = None
         """Without an entry: the one whose facts differ least, which may be of another base."""
         self.shared_from: str | None = None
         """Key of the other entry whose files lie here."""
         self.num_files = self.num_bytes = 0
-        """What was put here."""
+        """Files that were put here."""
         self.damaged: list[str] = []
         """Files that were damaged or missing; torch makes them again."""
         self.report: Any = None
-        """What the newest `publish` of the entry whose files lie here was given."""
+        """Report that the newest `publish` of the entry whose files lie here was given."""
         self._blobs, self._entries, self._lock, self._pid = blobs, entries, lock, os.getpid()
         self._files: dict[str, str] = {}
         """Files of the entry, or of another that lent them, as far as they lie here."""
         self._new: dict[str, str] = {}
-        """What is stored and not yet in a document."""
+        """Files that are stored and not yet in a document."""
         self._seen: dict[str, tuple[int, int]] = {}
         """Size and time of each file as we know it."""
         self._refused: set[tuple[str, str]] = set()

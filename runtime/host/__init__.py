@@ -1,1 +1,1 @@
-"""What `host.*` does to the processes of a run, docs/launch.md."""
+"""Effects of `host.*` on the processes of a run, docs/launch.md; files, logs and signals of any process."""

@@ -19,7 +19,7 @@ from graphmoe.config.masking import MASK
 from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
 
 MARKER = "GRAPHMOE_ENVIRONMENT"
-"""Holds, as JSON, what `set_environment` has set, for its next call here or in a child process."""
+"""Variable that lists, as JSON, all that `set_environment` has set, for its next call here or in a child."""
 MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -30,7 +30,7 @@ MULTICAST = {
 
 @dataclass(frozen=True)
 class HostLine:
-    """What became of a setting of the host, for the log."""
+    """Result of a setting of the host, for the log."""
 
     text: str
     warns: bool = False
@@ -89,7 +89,7 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
 
 
 def variables(host: HostConfig, device: DeviceChoice) -> list[Variable]:
-    """What a configuration asks for on this build of torch; host.env goes before the other keys."""
+    """Return the variables that a configuration asks for on this build of torch; host.env goes first."""
     found = [Variable(name, value, "host.env") for name, value in host.env.items()]
     for variable in found:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable.name) or "\0" in variable.value:
@@ -99,7 +99,7 @@ def variables(host: HostConfig, device: DeviceChoice) -> list[Variable]:
 
 
 def _variables_of_keys(host: HostConfig, device: DeviceChoice) -> Iterator[Variable]:
-    """Those of the other keys; none for a run on a CPU."""
+    """Yield the variables of the other keys; none for a run on a CPU."""
     if device is DeviceChoice.cpu:
         return
     if torch.version.hip and host.kernarg_pool_mb is not None:
@@ -149,13 +149,13 @@ def _kept(variable: Variable, present: str) -> str:
 
 
 def _gpu_runtime_started() -> bool:
-    """Whether CUDA or ROCm has started here; Inductor, when imported, asks for GPUs, which starts ROCm."""
+    """Tell whether CUDA or ROCm has started here; importing Inductor asks for GPUs, which starts ROCm."""
     asked = bool(torch.version.hip) and "torch._inductor.runtime.benchmarking" in sys.modules
     return asked or torch.cuda.is_initialized()
 
 
 def _set_earlier() -> dict[str, str]:
-    """What an earlier call, here or in the process that started this one, set and nobody has changed."""
+    """Return the variables that an earlier call, here or in the parent, set and nobody has changed."""
     marked = json.loads(os.environ.get(MARKER, "{}"))
     return {name: value for name, value in marked.items() if os.environ.get(name) == value}
 

@@ -27,7 +27,7 @@ from graphmoe.config.schema import ConfigError
 log = logging.getLogger(__name__)
 
 HELD = ".held"
-"""Ends the name of the file that stands for a lock where flock does not work."""
+"""Suffix of the file that stands for a lock where flock does not work."""
 POLL_S = 0.1
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _held: set[FileLock] = set()
@@ -188,7 +188,7 @@ def _make(held: Path) -> bool:
 
 
 def _is_free(held: Path) -> bool:
-    """Whether nobody holds the file now; removes that of a dead process. *Raises* ConfigError."""
+    """Tell whether nobody holds the file now; remove that of a dead process. *Raises* ConfigError."""
     try:
         text = held.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

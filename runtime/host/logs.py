@@ -33,7 +33,7 @@ def console() -> Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes records through the console, so that a progress bar stays below them."""
+    """Handler that writes through the console, so that a progress bar stays below its records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class LogFile(logging.Handler):
-    """Appends records to a file; where its disk is full, the console says so."""
+    """Handler that appends records to a file; where its disk is full, the console says so."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -20,13 +20,13 @@ from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Of a terminal that is gone, and of Slurm and others whose time limit is near."""
+"""Signals of a terminal that is gone, and of Slurm and others whose time limit is near."""
 ELASTIC = "TORCHELASTIC_RUN_ID"
 """Torch elastic, torchrun's or graphmoe's own, sets it in each worker."""
 FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"
 """The folder that the launching process of the first node has claimed for the run."""
 LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
-"""When the command, or the job of a sweep, began: seconds since the epoch, from the launching process."""
+"""Start of the command, or of the job of a sweep: seconds since the epoch, from the launching process."""
 LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"
 """graphmoe's own launcher sets it in each worker, and tells the user of signals and errors itself."""
 _ECHO_S = 2.0
@@ -39,7 +39,7 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: ended before the first step")
         self.status = 128 + number
-        """What the process exits with."""
+        """Exit status of the process."""
 
 
 class StopSignal:
@@ -116,7 +116,7 @@ def exit_at_signals() -> None:
 
 
 def heard() -> list[signal.Signals]:
-    """What this process stops at: not at notices that it was started to ignore, as nohup does SIGHUP."""
+    """Return the signals that this process stops at: no notices that it was started to ignore (nohup)."""
     notices = [] if _is_launched() else NOTICES
     return [*SIGNALS, *(number for number in notices if signal.getsignal(number) is not signal.SIG_IGN)]
 
@@ -127,7 +127,7 @@ def raised() -> str | None:
 
 
 def awaited(number: int) -> bool:
-    """Whether something else in this process waits for a signal, as submitit does for SIGUSR2."""
+    """Tell whether something else in this process waits for a signal, as submitit does for SIGUSR2."""
     handler = signal.getsignal(number)
     ours = handler is signal.default_int_handler or getattr(handler, "__module__", None) == __name__
     return callable(handler) and not ours
@@ -178,12 +178,12 @@ def die_with_parent() -> None:
 
 
 class _Heard:
-    """Tells a signal of a worker from its echo."""
+    """Signals so far, by which one is told from its echo."""
 
     _at = -_ECHO_S
     raised: str | None = None
     blocks = 0
-    """Of `ends_at_signals`, one inside the other."""
+    """Number of `ends_at_signals` blocks, one inside the other."""
 
     def is_echo(self) -> bool:
         now = time.monotonic()

@@ -95,7 +95,7 @@ def log_host(lines: Sequence[HostLine]) -> None:
 
 
 class GarbageCollection:
-    """Collects garbage at fixed steps instead of whenever Python pleases, inside a ``with`` block.
+    """Garbage collection at fixed steps instead of whenever Python pleases, inside a ``with`` block.
 
     A collection in the middle of a step delays its kernel launches by milliseconds; at a fixed step
     every rank pays at the same time. None happens before the first step has ended, since imports and
@@ -195,7 +195,7 @@ def cpu_list(text: str) -> set[int]:
 
 
 def _read(path: Path) -> str:
-    """What a file of the system says; empty where there is none."""
+    """Return the text of a file of the system; empty where there is none."""
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Starts the workers of this node through torch elastic, and passes signals on to them.
+"""Start of this node's workers through torch elastic, with signals passed on to them.
 
 Elastic runs in a thread of its own, since in the main thread it would take the signals itself and kill
 workers that need more than 30 seconds to save.
@@ -52,7 +52,7 @@ _POLL_S = 0.2
 _IDLE_S = 2.0
 """After a signal, how long elastic is waited for while there is no worker, as before all nodes are there."""
 _OTHERS_S = 2.0
-"""How long the errors of other nodes are waited for, which may be the cause of those here."""
+"""Seconds for which errors of other nodes are waited for, which may be the cause of those here."""
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Workers that start again would else find the addresses of those before (pytorch #135712), and elastic
 listens on all interfaces for them."""
@@ -176,7 +176,7 @@ def _tell_other_nodes(error: ChildFailedError, logs: RankLogs, watch: HangWatch 
 
 
 class RankLogs(LogsSpecs):
-    """Where the output and the error of each worker go: files named by its rank."""
+    """Files for the output and the error of each worker, named by its rank."""
 
     def __init__(self, log_dir: Path, *, redirect: bool) -> None:
         super().__init__(str(log_dir))
@@ -184,7 +184,7 @@ class RankLogs(LogsSpecs):
         self.attempt = ""
         """The last one that was started, as ``attempt_of`` names it."""
         self._ranks: list[int] = []
-        """Of this node, in that attempt."""
+        """Ranks of this node in that attempt."""
 
     @property
     def root_log_dir(self) -> str:

@@ -35,7 +35,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a worker ended that did not finish."""
+    """End of a worker that did not finish."""
 
     rank: int
     host: str
@@ -43,23 +43,23 @@ class Failure:
     time: float
     """Seconds since the epoch."""
     status: int
-    """What it exited with; minus the signal that killed it."""
+    """Exit status; minus the signal that killed it."""
     attempt: str
-    """Of ``attempt_of``."""
+    """Name by ``attempt_of``."""
     log: str | None = None
     """Its log, which has the traceback."""
     wrong_config: bool = False
     suffered: bool = False
-    """Whether it looks like what a rank gets when another one has ended, or does not come."""
+    """True for an error that a rank gets when another one has ended, or does not come."""
 
     @property
     def was_stopped(self) -> bool:
-        """Whether it was asked to end, as elastic asks workers when another has failed."""
+        """Tell whether it was asked to end, as elastic asks workers when another has failed."""
         return self.status in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
     @property
     def was_killed(self) -> bool:
-        """Whether it died without a word, as one that was asked to end and has not: elastic waits 30 s."""
+        """Tell whether it died without a word, as one that did not end when asked: elastic waits 30 s."""
         return self.status == -signal.SIGKILL and self.log is None
 
     @property
@@ -103,7 +103,7 @@ def leave_failure(
 
 
 def error_file(log_dir: Path, rank: int) -> Path:
-    """Where a rank leaves its error."""
+    """Return the file in which a rank leaves its error."""
     return log_dir / f"rank{rank}.error.json"
 
 
@@ -127,7 +127,7 @@ def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> F
 
 
 def silent_ranks(ranks: Iterable[int], log_dir: Path, attempt: str) -> list[int]:
-    """Those of these ranks of an ended attempt that left no error, as one that the system killed."""
+    """Return the ranks of an ended attempt that left no error, as one that the system killed."""
     left = {failure.rank for failure in _left_in(log_dir) if failure.attempt == attempt}
     return sorted({*ranks} - left)
 
@@ -138,7 +138,7 @@ def of_workers(of_agent: Mapping[int, Any], attempt: str) -> Iterator[Failure]:
 
 
 def _is_of_others(error: BaseException | None) -> bool:
-    """Whether the error, or one that it came from, says that the connection to another rank broke."""
+    """Tell whether the error, or one that it came from, says that the connection to another rank broke."""
     while error is not None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & _OF_CONNECTIONS or _BROKEN_CONNECTION.search(str(error)):

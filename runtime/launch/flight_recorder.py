@@ -15,7 +15,7 @@ from pathlib import Path
 from graphmoe.runtime.launch.stamps import STAMPS
 
 NAME = "flight_recorder.rank"
-"""What the names of dumps begin with, before the rank."""
+"""Prefix of the names of dumps, before the rank."""
 _BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -80,7 +80,7 @@ def dumps_since(began: float, log_dir: Path, environment: Mapping[str, str] = os
 
 
 def dump_lines(dumps: Mapping[int, Path]) -> list[str]:
-    """What an error says of dumps by rank; nothing where there is none."""
+    """Return the lines of an error about dumps by rank; none where there is no dump."""
     if not dumps:
         return []
     paths = [*dumps.values()]

@@ -1,4 +1,4 @@
-"""Finds workers that hang, says which and where, and ends the job: docs/launch.md.
+"""Watch for workers that hang: it says which and where, and ends the job (docs/launch.md).
 
 Each worker says what it does and how long that may take (``stamps.py``). One that hangs lets
 all others wait for it in a collective, so all are late at about the same time. The one to name is the one
@@ -46,7 +46,7 @@ _WAIT = wait_for.__code__.co_filename, wait_for.__name__
 
 @dataclass
 class _Watched:
-    """What is known of a rank of this node."""
+    """Newest stamp of a rank of this node, and the time since."""
 
     stamp: Stamp
     late_s: float = 0.0
@@ -60,15 +60,15 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank was found."""
+    """Place in the code at which a rank was found."""
 
     watched: _Watched
     stacks: str
-    """Of all its threads, as faulthandler writes them; empty where it did not answer."""
+    """Stacks of all its threads, as faulthandler writes them; empty where it did not answer."""
 
     @property
     def waits(self) -> bool:
-        """Whether for other ranks, or for the device."""
+        """Tell whether it waits for other ranks, or for the device."""
         return any(
             _WAITING.search(path) or (path, name) == _WAIT for path, _, name in _FRAME.findall(self.stacks)
         )
@@ -101,7 +101,7 @@ class HangWatch:
         self._watched: dict[int, _Watched] = {}
         self._looked = time.monotonic()
         self.log_dir: Path | None = None
-        """Where the workers' logs are, once one has said so."""
+        """Folder of the workers' logs, once one has named it."""
 
     def look(self, attempt: str, log_dir: Path) -> None:
         """End all workers of this node if one hangs, and leave in files which and where.
@@ -165,7 +165,7 @@ class HangWatch:
         self._watched.clear()
 
     def _places(self, ranks: Sequence[_Watched]) -> list[_Place]:
-        """Where each rank is, by its own word; one that is stopped, or deep in the system, gives none."""
+        """Ask each rank where it is; one that is stopped, or deep in the system, does not answer."""
         files = {watched.stamp.rank: self._folder / f"{watched.stamp.rank}{STACK}" for watched in ranks}
         for watched in ranks:
             with suppress(ProcessLookupError):
@@ -192,7 +192,7 @@ def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[s
 
 
 def _lines(others: Sequence[_Place]) -> list[str]:
-    """What a few of the other ranks of this node do."""
+    """Return lines about a few of the other ranks of this node."""
     found = [f"rank {p.rank} is in {p.watched.stamp.phase}: {p.words}" for p in others[:_MOST_OTHERS]]
     more = len(others) - len(found)
     return [*found, f"and {more} more"] if more else found
@@ -204,7 +204,7 @@ def _append(log: Path, text: str) -> None:
 
 
 def _status(pid: int) -> str | None:
-    """Of a process, in psutil's words; None if it has ended."""
+    """Return the status of a process, in psutil's words; None if it has ended."""
     try:
         status = str(psutil.Process(pid).status())
     except psutil.Error:

@@ -26,11 +26,11 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 @dataclass(frozen=True)
 class Nodes:
-    """What the launching process of one node knows of all of them."""
+    """Facts of all nodes that the launching process of one has."""
 
     count: int
     is_first: bool
-    """Whether this node's launching process claims the run's folder and reports its end."""
+    """True where this node's launching process claims the run's folder and reports its end."""
     endpoint: str
     """host:port where they meet."""
     job: str
@@ -117,7 +117,7 @@ def _places(endpoint: str) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def _is_usable(endpoint: str, address: str) -> bool:
-    """Whether other nodes reach an address: a loopback one only where the endpoint is meant to be one."""
+    """Tell whether other nodes reach an address: a loopback one only where the endpoint is one."""
     host = endpoint.rpartition(":")[0].strip("[]")
     return not ipaddress.ip_address(address).is_loopback or host == "localhost" or host == address
 

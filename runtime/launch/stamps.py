@@ -21,7 +21,7 @@ STAMPS = "GRAPHMOE_STAMPS"
 BEFORE_TRAINING_S = 12 * 3600.0
 """Until the first step one rank may tokenise a corpus; the others wait ``ranks.PATIENCE`` for it."""
 SLOW_S = 1800.0
-"""What compiles or writes a checkpoint may take so long, as collectives of others may wait for it."""
+"""Seconds that compiling or writing a checkpoint may take, as collectives of others may wait for it."""
 SUFFIX, STACK, LOG_DIR = ".stamp", ".stack", ".log_dir"
 T = TypeVar("T")
 _SIZE = 512
@@ -35,7 +35,7 @@ class Stamp:
     rank: int
     pid: int
     count: int
-    """Of its signs so far."""
+    """Number of its signs so far."""
     step: int
     """The step that it is in or has done; 0 before the first."""
     phase: str
@@ -44,7 +44,7 @@ class Stamp:
 
 
 class _Writer:
-    """Leaves this worker's signs in its file, and at SIGUSR1 the stacks of its threads in another."""
+    """Writer of this worker's signs to its file, and at SIGUSR1 of its threads' stacks to another."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank, self.count, self.folder = rank, 0, folder

@@ -16,7 +16,7 @@ from graphmoe.plan.rules.check import violations
 
 @dataclass(frozen=True)
 class Family:
-    """How one family writes its configuration and names its tensors."""
+    """Way in which one family writes its configuration and names its tensors."""
 
     name: str
     """model_type in config.json."""
@@ -170,7 +170,7 @@ def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]:
-    """What another reading of the config.json would make of the model, one line per key."""
+    """Return the keys that another reading of the config.json would change, one line each."""
     again, problems = _read(family, raw, config.name)
     if family.name == "deepseek_v2" and config.hidden_size % config.num_heads:
         problems.append(
@@ -199,7 +199,7 @@ def _effective(config: ModelConfig) -> dict[str, Any]:
 
 
 def _scores_summed(config: ModelConfig) -> int:
-    """How many of its experts' scores make up the score of a group."""
+    """Return the number of experts' scores that make up the score of a group."""
     return {
         GroupScore.max: 1,
         GroupScore.topk_sum: config.top_k // config.topk_groups,

@@ -1,4 +1,4 @@
-"""Which published tensor is which part of which of ours."""
+"""Names of published tensors, and the part of one of ours that each is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Piece:
     repeats: str | None = None
     """Another published tensor that this one must equal; a folder may leave the repetition out."""
     written: bool = True
-    """Whether a folder that we write has it."""
+    """False where a folder that we write has it not."""
 
 
 def pieces(family: Family, config: ModelConfig) -> list[Piece]:

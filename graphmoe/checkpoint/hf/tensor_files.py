@@ -42,7 +42,7 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says about a tensor."""
+    """Header of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -11,7 +11,8 @@ import torch
 from graphmoe.config.schema import ConfigError, HostConfig, ModelConfig
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.machine import check_memory, check_processes
+from graphmoe.run.machine import check_processes
+from graphmoe.training.start_state import check_memory
 from tests.runs import TINY, config
 
 

@@ -19,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.attention import check_backend
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.machine import check_memory, open_device
+from graphmoe.run.machine import open_device
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.tuning import GarbageCollection
+from graphmoe.training.start_state import check_memory
 from graphmoe.training.trainer import Trainer
 
 UNREAD = (

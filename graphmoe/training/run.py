@@ -32,7 +32,7 @@ from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, to_json
-from graphmoe.run.machine import check_memory, check_processes, describe, open_device
+from graphmoe.run.machine import check_processes, describe, open_device
 from graphmoe.run.metrics_file import read_rows
 from graphmoe.run.summary import summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
@@ -46,7 +46,7 @@ from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.sample import TOKENIZER_FILE, sample_of
 from graphmoe.training.saves import TrainingStopped
-from graphmoe.training.start_state import check_start
+from graphmoe.training.start_state import check_memory, check_start
 from graphmoe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

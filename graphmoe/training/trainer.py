@@ -26,10 +26,7 @@ from graphmoe.run.machine import (
     device_name,
     memory_gib,
     open_device,
-    random_state,
-    restore_random_state,
     seconds_since_process_start,
-    seed_everything,
     taken_gib,
 )
 from graphmoe.run.metrics_file import cut_metrics
@@ -50,7 +47,7 @@ from graphmoe.training.profile_pipeline import PipelineProfile
 from graphmoe.training.profile_steps import StepTrace
 from graphmoe.training.rerun import RetryingSteps, receive_ladder
 from graphmoe.training.saves import Saves
-from graphmoe.training.start_state import named_source
+from graphmoe.training.start_state import named_source, random_state, restore_random_state, seed_everything
 from graphmoe.training.step import TrainStep
 from graphmoe.training.step_rows import StepRow, StepRows
 from graphmoe.training.stop import StopFlag

@@ -188,11 +188,10 @@ def test_processes_that_race_for_a_base_get_different_folders(tmp_path):
 
 def _claim_fork_and_hang(base: Path, forked) -> None:
     claim(base, CONFIG, resume=True)
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
+        forked.put(os.getpid())  # now that it has let go of the lock
         time.sleep(60)
         os._exit(0)
-    forked.put(child)
     time.sleep(60)
 
 

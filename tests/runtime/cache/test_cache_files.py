@@ -66,7 +66,7 @@ def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
     kept(cache, FACTS | {"model.num_experts": 16}, used="1", unused="2")
     kept(cache, FACTS | {"base.torch": "2.11.0"}, foreign="never")
     work = cache.open(FACTS)
-    assert read(work) == {"used": "1", "unused": "2"} and not work.found
+    assert read(work) == {"far": "far", "used": "1", "unused": "2"} and not work.found
     assert work.shared_from == key_of(FACTS | {"model.num_experts": 16})
     assert set(work.nearest.differences) <= {
         "model.num_experts changed: 16 -> 8",

@@ -163,11 +163,11 @@ def test_another_base_shares_nothing_and_is_named(name, line):
 
 
 def test_a_changed_new_or_renamed_source_changes_the_hash_of_its_folder_only(tmp_path, monkeypatch):
-    for name in ("graphmoe/a.py", "graphmoe/ops/deep/b.py", "passes/c.py", "runtime/d.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x = 1\n")
-    for package in ("graphmoe", "passes", "runtime"):
-        monkeypatch.setattr(sys.modules[package], "__path__", [str(tmp_path / package)])
+    root = tmp_path / "graphmoe"
+    for name in ("a.py", "ops/deep/b.py", "passes/c.py", "runtime/d.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x = 1\n")
+    monkeypatch.setattr(sys.modules["graphmoe"], "__path__", [str(root)])
 
     def changed_by(act) -> list[str]:
         before = cache_key.source_hashes.__wrapped__()
@@ -175,8 +175,9 @@ def test_a_changed_new_or_renamed_source_changes_the_hash_of_its_folder_only(tmp
         after = cache_key.source_hashes.__wrapped__()
         return sorted(name for name in before | after if before.get(name) != after.get(name))
 
-    deep = tmp_path / "graphmoe/ops/deep"
+    deep = root / "ops/deep"
     assert changed_by(lambda: (deep / "b.py").write_text("x = 2\n")) == ["graphmoe/ops/deep"]
     assert changed_by(lambda: (deep / "b.py").rename(deep / "e.py")) == ["graphmoe/ops/deep"]
-    assert changed_by(lambda: (tmp_path / "runtime/f.py").write_text("")) == ["runtime"]
-    assert changed_by(lambda: deep.rename(tmp_path / "passes/deep")) == ["graphmoe/ops/deep", "passes/deep"]
+    assert changed_by(lambda: (root / "runtime/f.py").write_text("")) == ["graphmoe/runtime"]
+    moved = ["graphmoe/ops/deep", "graphmoe/passes/deep"]
+    assert changed_by(lambda: deep.rename(root / "passes/deep")) == moved

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from graphmoe.runtime.torch_compat import set_key_tag
@@ -21,6 +22,7 @@ pool.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_a_compile_worker_has_the_tag_too():
     words = [sys.executable, "-c", IN_A_COMPILE_WORKER]
     found = subprocess.run(words, capture_output=True, text=True, timeout=200)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe.runtime.host import numa
+from graphmoe.runtime.host import tuning
 
 
 class Machine:
@@ -17,8 +17,8 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.allowed, self.num_threads = folder, set(range(8)), 8
         self._shown: list[int] | None = None
-        monkeypatch.setattr(numa, "SYS", folder)
-        monkeypatch.setattr(numa, "cpus_here", lambda: self.allowed)
+        monkeypatch.setattr(tuning, "SYS", folder)
+        monkeypatch.setattr(tuning, "cpus_here", lambda: self.allowed)
         monkeypatch.setattr(torch.cuda, "get_device_properties", self._properties)
 
     def write(self, path: str, text: str) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe.runtime.host import numa
+from graphmoe.runtime.host import tuning
 from graphmoe.runtime.host.tuning import Unbound, cores_here, cpu_list, cpus_near, numa_node
 from tests.runtime.host.machine import Machine
 
@@ -105,4 +105,4 @@ def test_a_container_has_no_more_cores_than_its_quota(machine, quota, cores):
 
 def test_this_machine_can_be_read():
     assert cores_here() >= 1
-    assert set().union(*numa.cpus_of_nodes().values()) <= set(range(os.cpu_count() or 1))
+    assert set().union(*tuning.cpus_of_nodes().values()) <= set(range(os.cpu_count() or 1))

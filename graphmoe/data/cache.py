@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -18,6 +17,7 @@ from typing import Any, TypedDict
 
 from graphmoe.config.schema import ConfigError, cache_root
 from graphmoe.config.untrusted import FileError, read_json, typed
+from graphmoe.runtime.host.files import FileLock, is_locked
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ def cached(
     """(path, meta) of the entry ``name``; ``build(path)`` fills a folder and returns meta if there is none.
 
     ``kind`` is the type of meta. The entry is renamed into place when it is whole, so a killed builder leaves
-    none; one that is damaged is built again. Other processes wait for a builder; should locks not work on a
-    file system, each builds and the first one wins. *Raises* ConfigError when the entry cannot be written.
+    none; one that is damaged is built again. Other processes wait for a builder. *Raises* ConfigError where
+    the entry cannot be written.
     """
     entry = folder / name
     meta = _read_entry(entry, kind)
@@ -81,7 +81,7 @@ def cached(
             if meta is None:
                 remove_left_overs(folder, name)
                 remove_left_overs(folder)
-                _build(entry, build, kind)
+                _build(entry, build)
                 meta = _read_entry(entry, kind)
     except OSError as error:
         raise ConfigError(
@@ -140,7 +140,7 @@ def _damage(entry: Path, files: dict[str, _FileFacts]) -> str | None:
     return None
 
 
-def _build(entry: Path, build: Callable[[Path], dict[str, Any]], kind: type[Any]) -> None:
+def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
     """Build in a folder beside the entry, then rename it."""
     temporary = draft_of(entry)
     temporary.mkdir()
@@ -154,37 +154,27 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]], kind: type[Any]
             json.dump(_Document(files=files, meta=meta), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if entry.exists() and _read_entry(entry, kind, log.debug) is None:
+        if entry.exists():  # and damaged
             shutil.rmtree(entry)
-        _rename_unless_there(temporary, entry, kind)
+        temporary.rename(entry)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _rename_unless_there(temporary: Path, entry: Path, kind: type[Any]) -> None:
-    """Move the entry into place; one that another process made meanwhile is kept, being the same."""
-    try:
-        os.rename(temporary, entry)
-    except OSError:
-        if _read_entry(entry, kind) is None:
-            raise
-        log.info("cache entry %s was built by another process meanwhile", entry)
-
-
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel releases when its holder dies."""
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb") as file:  # waits for no FIFO
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("another process prepares %s; waiting", path.stem)
-            started = time.monotonic()
-            fcntl.flock(file, fcntl.LOCK_EX)
-            log.info("waited %.1f s for %s", time.monotonic() - started, path.stem)
-        except OSError as error:
-            log.warning("%s takes no locks (%s); several processes may do the same work", path.parent, error)
+    """Hold an exclusive lock that is free as soon as its holder dies."""
+    lock = FileLock.take(path)
+    if lock is None:
+        log.info("another process prepares %s; waiting", path.stem)
+        started = time.monotonic()
+        lock = FileLock.take(path, wait=True)
+        log.info("waited %.1f s for %s", time.monotonic() - started, path.stem)
+    assert lock is not None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def draft_of(path: Path) -> Path:
@@ -204,7 +194,7 @@ def remove_left_overs(folder: Path, name: str | None = None) -> None:
             ended = (of == name and pid == str(os.getpid())) or not Path(f"/proc/{pid}").exists()
         else:
             ended = time.time() - _last_write(left_over) > _OTHER_HOST_S
-        if ended and pid.isdigit() and (of == name or not _is_locked(folder / f"{of}.lock")):
+        if ended and pid.isdigit() and (of == name or not is_locked(folder / f"{of}.lock")):
             log.info("removing %s, left by a process that has ended", left_over)
             shutil.rmtree(left_over, ignore_errors=True)
 
@@ -213,14 +203,3 @@ def _last_write(folder: Path) -> float:
     with contextlib.suppress(OSError):
         return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     return time.time()  # it is being removed
-
-
-def _is_locked(path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass  # no locks here
-    return False

@@ -20,6 +20,7 @@ from graphmoe.run.files import display_path
 from graphmoe.run.machine import device_name
 from graphmoe.run.records import FACTS, PROFILE_FOLDER, STEP, trace_file
 from graphmoe.runtime.host.files import dispensable
+from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import (
     start_memory_history,
@@ -27,7 +28,6 @@ from graphmoe.runtime.torch_compat import (
     write_memory_history,
 )
 from graphmoe.segments import ranges_wanted
-from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.step_rows import StepClock
 
 log = logging.getLogger(__name__)

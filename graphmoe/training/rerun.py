@@ -17,7 +17,7 @@ from graphmoe.runtime.dispatch import make_room
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.training.executor import Execution
-from graphmoe.training.heartbeat import Heartbeat
+from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.training.step_rows import StepRows
 
 

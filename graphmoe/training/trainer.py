@@ -36,11 +36,11 @@ from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
+from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
-from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
 from graphmoe.training.pipelined import Pipelined, micro_batches_of
 from graphmoe.training.profile_pipeline import PipelineProfile

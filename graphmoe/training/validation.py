@@ -10,9 +10,8 @@ from graphmoe.data import Corpus, first_batches
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
-from graphmoe.runtime.launch.stamps import wait_for
+from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums
-from graphmoe.training.heartbeat import Heartbeat
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.step import one_of_all
 

@@ -171,6 +171,19 @@ class FileLock:
         _held.discard(self)
 
 
+def is_locked(path: Path) -> bool:
+    """Tell whether a process holds the lock on a file, which may not be there; not where nothing can tell."""
+    if not path.exists():
+        return False
+    try:
+        lock = FileLock.take(path)
+    except (OSError, ConfigError):
+        return False
+    if lock is not None:
+        lock.release()
+    return lock is None
+
+
 def _make(held: Path) -> bool:
     """Make the file, whole at once, that names us as the holder; False while another process holds it."""
     draft = _beside(held)

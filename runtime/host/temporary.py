@@ -15,8 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.host.files import FileLock
+from graphmoe.runtime.host.files import FileLock, is_locked
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def remove_dead(parent: Path, prefix: str = "") -> list[Path]:
 def is_dead(folder: Path, prefix: str = "") -> bool:
     """Tell whether the process of a folder has ended; on another host, after days in which nothing tells."""
     host, pid, _ = folder.name.removeprefix(prefix).rsplit("-", 2)
-    if not pid.isdigit() or not _is_mine(folder) or age_s(folder) < YOUNG_S or _is_locked(folder):
+    if not pid.isdigit() or not _is_mine(folder) or age_s(folder) < YOUNG_S or is_locked(folder / ALIVE):
         return False
     if host == socket.gethostname():
         return not psutil.pid_exists(int(pid))
@@ -94,15 +93,3 @@ def _is_mine(folder: Path) -> bool:
         return folder.stat().st_uid == os.getuid()
     except OSError:
         return False
-
-
-def _is_locked(folder: Path) -> bool:
-    if not (folder / ALIVE).exists():
-        return False
-    try:
-        lock = FileLock.take(folder / ALIVE)
-    except (OSError, ConfigError):  # no locks, and no process of this host: its age must do
-        return False
-    if lock is not None:
-        lock.release()
-    return lock is None

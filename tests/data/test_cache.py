@@ -93,23 +93,6 @@ def test_a_build_removes_what_killed_builders_of_other_entries_left_and_nothing_
     assert {path.name.partition(".")[0] for path in tmp_path.glob("*.tmp-*")} == {"two", "three", "five"}
 
 
-def test_without_locks_the_first_of_two_builders_wins(tmp_path, monkeypatch):
-    def no_locks(file, how):
-        raise OSError("no locks here")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-
-    def build_while_another_finishes(folder):
-        process = builder(tmp_path, tmp_path / "tally", 0)
-        assert process.wait(timeout=60) == 0
-        (folder / "data").write_text("late")
-        return {"answer": "late"}
-
-    _, meta = cached(tmp_path, "thing", build_while_another_finishes)
-    assert meta == {"answer": 42}
-    assert not list(tmp_path.glob("thing.tmp-*"))
-
-
 def test_a_full_disk_is_an_error_that_names_the_entry_and_the_key(tmp_path):
     def fail(folder):
         raise OSError(errno.ENOSPC, "No space left on device")

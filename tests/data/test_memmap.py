@@ -1,7 +1,10 @@
 """data=memmap through open_data."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, open_data
@@ -71,3 +74,18 @@ def test_wrong_prefixes_say_what_was_looked_for(open_memmap):
         with pytest.raises(ConfigError, match=r"data.paths: \S*/nothing.idx does not exist") as caught:
             open_memmap("a", "nothing", skip_bad=skip_bad)
         assert "skip_bad" not in str(caught.value)
+
+
+GROUP = Path(__file__).parents[2] / "conf" / "data"
+
+
+def test_every_source_has_a_file():
+    assert {path.stem for path in GROUP.glob("*.yaml")} == {source.value for source in DataSource}
+
+
+@pytest.mark.parametrize("source", list(DataSource))
+def test_a_file_sets_its_source_and_shows_a_command(source):
+    path = GROUP / f"{source.value}.yaml"
+    merged = OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(path))
+    assert merged.source is source
+    assert f"#   python -m graphmoe.train data={source.value}" in path.read_text()

@@ -1,11 +1,21 @@
-"""Files of a run on a disk that may be full."""
+"""Files of a run on a disk that may be full; locks where the file system has flock, and where it has none."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
-from graphmoe.runtime.host.files import LineFile, dispensable, replace_text
+from graphmoe.config.schema import ConfigError
+from graphmoe.runtime.host import files
+from graphmoe.runtime.host.files import FileLock, LineFile, dispensable, replace_text
 from tests.faulty_disk import no_file_beyond
+from tests.runs import ROOT
 
 
 def test_lines_that_a_full_disk_does_not_take_are_lost_whole_counted_and_told_once(tmp_path):
@@ -50,3 +60,105 @@ def test_a_file_that_could_not_be_replaced_stays_and_its_draft_takes_no_room(tmp
     assert caplog.messages == [f"{path} is not written (File too large); the run goes on"]
     with pytest.raises(ValueError), dispensable(path):
         raise ValueError
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS])
+def no_flock(monkeypatch, request):
+    def refuse(descriptor, operation):
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    files._say_once.cache_clear()
+
+
+def test_a_lock_without_flock_excludes_others_until_it_is_released(tmp_path, no_flock, caplog):
+    first = FileLock.take(tmp_path / "run.lock")
+    assert first is not None and FileLock.take(tmp_path / "run.lock") is None
+    first.release()
+    again = FileLock.take(tmp_path / "run.lock")
+    assert again is not None
+    again.release()
+    assert caplog.text.count("has no file locks") == 1
+    assert not list(tmp_path.glob("*.held*"))
+
+
+RACE = """
+import errno, fcntl, sys, time
+from pathlib import Path
+def refuse(descriptor, operation):
+    raise OSError(errno.ENOLCK, "no locks")
+fcntl.flock = refuse
+from graphmoe.runtime.host.files import FileLock
+path, mine = Path(sys.argv[1]), Path(sys.argv[2])
+for number in range(200):
+    lock = FileLock.take(path)
+    if lock is not None:
+        inside = [*path.parent.glob("*.inside")]
+        assert not inside, inside
+        mine.touch()
+        time.sleep(0.0005)
+        mine.unlink()
+        lock.release()
+"""
+
+
+def test_processes_that_race_without_flock_exclude_each_other(tmp_path):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(tmp_path / "run.lock"), str(tmp_path / f"{n}.inside")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for n in range(4)
+    ]
+    assert [process.wait(60) for process in started] == [0] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for pid, started in ((dead.pid, "1 of x"), (os.getpid(), "another start")):
+        holder = {**files._holder(pid), "started": started}
+        (tmp_path / "run.lock.held").write_text(json.dumps(holder))
+        lock = FileLock.take(tmp_path / "run.lock")
+        assert lock is not None
+        assert json.loads((tmp_path / "run.lock.held").read_text())["pid"] == os.getpid()
+        lock.release()
+
+
+@pytest.mark.parametrize("change", [{"host": "node7"}, {"processes": "pid:[1]"}])
+def test_the_file_of_another_host_or_container_stays_and_is_named(tmp_path, no_flock, change):
+    held = tmp_path / "run.lock.held"
+    held.write_text(json.dumps({**files._holder(os.getpid()), **change, "pid": 99}))
+    with pytest.raises(ConfigError, match=rf"process 99 on .*remove the file: rm {held}"):
+        FileLock.take(tmp_path / "run.lock")
+    assert held.exists()
+
+
+def test_a_forked_child_leaves_its_parents_file(tmp_path, no_flock):
+    lock = FileLock.take(tmp_path / "run.lock")
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run.lock.held").exists()
+    lock.release()
+
+
+@pytest.mark.parametrize(("number", "passes"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number, passes):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if not passes:
+        with pytest.raises(OSError, match="I/O|Input"):
+            replace_text(tmp_path / "a", "text", durably=True)
+    else:
+        replace_text(tmp_path / "a", "text", durably=True)
+        assert (tmp_path / "a").read_text() == "text"

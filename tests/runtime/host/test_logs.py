@@ -62,6 +62,7 @@ logging.info("five")
     assert lines == [gone[0], "INFO one", "WARNING two", gone[1], "INFO five"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_goes_to_head_is_trained_to_its_end(tmp_path):
     words = [*TINY, "hydra.run.dir=run"]
     line = [sys.executable, "-m", "graphmoe.train", *words]

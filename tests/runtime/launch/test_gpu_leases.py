@@ -73,6 +73,7 @@ def test_rocm_is_told_in_both_ways_and_asked_for_its_own_first(monkeypatch):
         assert environment == {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1"}
 
 
+@pytest.mark.slow
 def test_the_gpus_of_a_job_that_was_killed_are_free(tmp_path):
     code = (
         f"import torch, tempfile, time; tempfile.tempdir = '{tmp_path}'\n"

@@ -14,8 +14,7 @@ import pytest
 
 from graphmoe.runtime.launch.failures import error_file, first_failure
 from graphmoe.runtime.launch.hangs import HangWatch, watching
-from graphmoe.runtime.launch.stamps import SLOW_S, STAMPS
-from graphmoe.training.heartbeat import Heartbeat
+from graphmoe.runtime.launch.stamps import SLOW_S, STAMPS, Heartbeat
 from tests.runs import ROOT
 
 WORKER = """
@@ -32,7 +31,8 @@ def limits(monkeypatch) -> Iterator[list[tuple[str, float]]]:
     """The signs of life of this process: what it does, and how long it may take. Its clock is ``now``."""
     found: list[tuple[str, float]] = []
     monkeypatch.setattr(
-        "graphmoe.training.heartbeat.put_stamp", lambda phase, limit_s, step: found.append((phase, limit_s))
+        "graphmoe.runtime.launch.stamps.put_stamp",
+        lambda phase, limit_s, step: found.append((phase, limit_s)),
     )
     return found
 

@@ -71,6 +71,7 @@ def test_two_ranks_leave_one_summary_and_a_log_each_and_the_command_reports(undi
     assert not list(folder.glob("logs/*error*")) and not (folder / "logs" / "elastic.log").exists()
 
 
+@pytest.mark.slow
 def test_a_torchrun_of_ones_own_gives_bitwise_the_same_run(tmp_path, undisturbed):
     written = command(tmp_path, *TINY, *TWO, *FAULTY, "launch.write_only=true")
     torchrun, *words = written.out.read_text().split()
@@ -108,6 +109,7 @@ def test_killed_and_stopped_no_worker_stays_and_the_run_goes_on_bitwise(tmp_path
     assert numbers(folder) == numbers(undisturbed.out.parent / "run")
 
 
+@pytest.mark.slow
 def test_a_failed_worker_starts_all_again_and_the_first_error_is_what_the_user_reads(tmp_path):
     faults = {RAISE_AT: "1:0:4 1:3:8"}
     faults |= {SIGNAL_AT[signal.SIGSTOP]: "1:1:6", SIGNAL_AT[signal.SIGKILL]: "1:2:7"}
@@ -128,6 +130,7 @@ def test_a_failed_worker_starts_all_again_and_the_first_error_is_what_the_user_r
     assert "Traceback" in log.read_text() and run.out.read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_and_not_the_one_that_lost_it(tmp_path):
     began = time.monotonic()
     faults = {SIGNAL_AT[signal.SIGKILL]: "1:0:4"}
@@ -153,12 +156,14 @@ def test_a_worker_that_hangs_ends_the_job_which_says_where(tmp_path):
     assert "most recent call first" in (log.parent / "rank0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_thread_that_is_inside_torch_at_the_end_does_not_abort_a_worker(tmp_path):
     run = command(tmp_path, *TINY, *TWO, *FAULTY, environment={HOLD: "1"}, seconds=180)
     assert run.wait() == 0, run.err.read_text()
     assert summary(tmp_path / "run")["finished"]
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills_the_workers_at_once(tmp_path):
     run = Command(tmp_path, (*TINY, *TWO, *FAULTY), environment={STEP_S: "60"})
     run.wait_until(lambda: (tmp_path / "run" / "env.json").exists())

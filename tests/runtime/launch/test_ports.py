@@ -104,6 +104,7 @@ def ports_of(process: subprocess.Popen) -> set[tuple[str, int]]:
     return {tuple(c.laddr) for all_of in found for c in all_of if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_nobody_outside_reaches_a_run_on_one_node(tmp_path, network, started):
     started.append(run := start(tmp_path))
     wait_for_rows(tmp_path, 2, run)
@@ -114,6 +115,7 @@ def test_nobody_outside_reaches_a_run_on_one_node(tmp_path, network, started):
         socket.create_connection(("127.0.0.1", port), 2).close()
 
 
+@pytest.mark.slow
 def test_two_nodes_listen_at_the_address_that_is_named_only(tmp_path, network, started):
     words = ("launch.nodes=2", f"launch.endpoint={network.here}:{PORT}", "train.global_batch_size=8")
     inside = tuple(network.inside())

@@ -26,7 +26,7 @@ from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import TOKEN_IDS, HfFolder, hf_entries, open_hf, shapes_of, write_hf
 from graphmoe.checkpoint.hf.names import Index
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Entry, parse_size
+from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, TensorToWrite, parse_size
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, usual_end
@@ -251,13 +251,13 @@ def _hf_reader(opened: HfFolder) -> Callable[[str, Index], Tensor]:
 
 def _own_entries(
     source: Source, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]
-) -> Iterator[Entry]:
+) -> Iterator[TensorToWrite]:
     for name, shape in shapes.items():
 
         def make(name: str = name) -> Tensor:
             return source.read(name, (slice(None),))
 
-        yield Entry(name, tuple(shape), dtypes[name], make)
+        yield TensorToWrite(name, tuple(shape), dtypes[name], make)
 
 
 def _dtype_of(name: str, found: torch.dtype, asked: WeightDtype) -> torch.dtype:

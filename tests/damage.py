@@ -124,7 +124,7 @@ def _other_value(path: Path, rng: random.Random) -> str:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """What holds each value of a document, and under which key."""
+    """Yield the holder of each value of a document, and its key."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
         yield node, key

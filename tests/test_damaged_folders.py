@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 CASES = 40
 """Damages of each command's folder."""
 KNOWN = (ConfigError, RunFailed, FileNotFoundError, PermissionError)
-"""What ends a command with one line."""
+"""Errors that end a command with one line."""
 COMPILED = {
     "graphs": 3, "seconds": 1.5, "recompiled": 0, "cache": {"fx_hits": 1, "aot_hits": 0},
     "passes": {"fuse_loss": {"matches": 1, "nodes_before": 9, "nodes_after": 5, "ms": 0.4,
@@ -87,7 +87,7 @@ def weights(run) -> dict[str, Path]:
 
 
 def failure(call: Callable[[], object], capsys, caplog) -> str | None:
-    """What is wrong with how a command took a damaged folder, or None."""
+    """Return what is wrong with how a command took a damaged folder, or None."""
     caplog.clear()
     try:
         with limited():

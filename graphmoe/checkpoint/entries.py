@@ -200,7 +200,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
+    def copy(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
         """Copies of this rank's part of each tensor, complete on return and valid until the next call.
 
         Syncs each device once for all its tensors.

@@ -52,7 +52,7 @@ class FlatShard:
         assert all(self.shape[cut.dim] % cut.pieces == 0 for cut in self.parallel.cuts)
 
     @classmethod
-    def of_part(cls, part: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> FlatShard:
+    def from_part(cls, part: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> FlatShard:
         """All of an own part; a view of it. *Raises* RuntimeError if the part is not contiguous."""
         return cls(part.detach().view(-1), 0, part.shape, parallel, layout, rank)
 
@@ -137,7 +137,7 @@ def shards_of(
             found[name] = tensor
             continue
         is_cut = any(layout.size(cut.axis) > 1 for cut in parallel.cuts)
-        found[name] = FlatShard.of_part(tensor, parallel, layout, rank) if is_cut else tensor.detach()
+        found[name] = FlatShard.from_part(tensor, parallel, layout, rank) if is_cut else tensor.detach()
     return found
 
 

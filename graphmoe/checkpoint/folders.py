@@ -43,7 +43,7 @@ class MismatchError(CheckpointError):
     """A whole checkpoint whose entries are not those of the state it is loaded into."""
 
     @classmethod
-    def of(cls, path: Path, lines: Sequence[str]) -> MismatchError:
+    def from_lines(cls, path: Path, lines: Sequence[str]) -> MismatchError:
         """The error that lists the entries, one by line."""
         listed = "\n  ".join(lines)
         return cls(f"{path} does not fit the state in {len(lines)} entries:\n  {listed}")

@@ -103,7 +103,7 @@ class CheckpointStore:
         if not self._config.async_save or wait:
             self._write(step, entries, {}, skipped)
             return
-        copies = self._copies.take(entries.tensors)
+        copies = self._copies.copy(entries.tensors)
         self._writer = threading.Thread(
             target=self._write_in_background,
             args=(step, entries, copies, skipped),
@@ -176,7 +176,7 @@ class CheckpointStore:
         own = differences(wanted, saved, all_names, partial=partial)
         lines = list(dict.fromkeys(line for lines in self._ranks.gather(own) for line in lines))
         if lines:
-            raise MismatchError.of(path, lines)
+            raise MismatchError.from_lines(path, lines)
         values = value_names(saved)
         merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._ranks))
         log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)
@@ -263,4 +263,4 @@ def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
     wanted = flatten(state)
     report = differences(wanted, Metadata(sections), wanted.names, partial=partial)
     if report:
-        raise MismatchError.of(whole, report)
+        raise MismatchError.from_lines(whole, report)

@@ -164,11 +164,11 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock that is free as soon as its holder dies."""
-    lock = FileLock.take(path)
+    lock = FileLock.acquire(path)
     if lock is None:
         log.info("another process prepares %s; waiting", path.stem)
         started = time.monotonic()
-        lock = FileLock.take(path, wait=True)
+        lock = FileLock.acquire(path, wait=True)
         log.info("waited %.1f s for %s", time.monotonic() - started, path.stem)
     assert lock is not None
     try:

@@ -101,8 +101,8 @@ def open_stdlib(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
             f"data.tokenizer={config.tokenizer} has {num_ids(tokenizer)} ids, more than model.vocab_size="
             f"{vocab_size}; use model.vocab_size={num_ids(tokenizer)} or more"
         )
-    train = Documents.of_files([read_entry_file(entry, "train")])
-    val = Documents.of_files([read_entry_file(entry, "val")]) if "val_files" in counts else None
+    train = Documents.from_files([read_entry_file(entry, "train")])
+    val = Documents.from_files([read_entry_file(entry, "val")]) if "val_files" in counts else None
     corpus = _pack(config, seq_len, train, val, tokenizer, BadRecords(config.skip_bad), vocab_size)
     corpus.counts.update(counts, cache=str(entry))
     return corpus
@@ -146,7 +146,7 @@ def _tokenised(
 
     entry, meta = cached(cache_folder(config.cache_dir), f"files-{key}", build, _Tally)
     bad.merge(meta["bad"], meta["first_bad"])
-    return Documents.of_files([read_entry_file(entry, "tokens")])
+    return Documents.from_files([read_entry_file(entry, "tokens")])
 
 
 def _open_memmap(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
@@ -156,8 +156,8 @@ def _open_memmap(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
     val_prefixes = _prefixes(config.val_paths, "data.val_paths")
     prefixes = _without(_prefixes(config.paths, "data.paths"), val_prefixes)
-    train = Documents.of_files(_readable(prefixes, bad))
-    val = Documents.of_files(_readable(val_prefixes, bad)) if val_prefixes else None
+    train = Documents.from_files(_readable(prefixes, bad))
+    val = Documents.from_files(_readable(val_prefixes, bad)) if val_prefixes else None
     corpus = _pack(config, seq_len, train, val, tokenizer, bad, vocab_size)
     corpus.counts["train_files"] = len(prefixes)
     return corpus

@@ -23,7 +23,7 @@ class Documents:
     length_N: npt.NDArray[np.int64]
 
     @classmethod
-    def of_files(cls, files: Sequence[TokenFile]) -> Documents:
+    def from_files(cls, files: Sequence[TokenFile]) -> Documents:
         """All documents of these files, in order; empty ones are left out."""
         file_N = np.repeat(np.arange(len(files), dtype=np.int32), [len(f.start_N) for f in files])
         none = [np.zeros(0, np.int64)]

@@ -49,7 +49,7 @@ class Loader:
         self.global_batch_size = global_batch_size
         self.rank, self.world_size = rank, world_size
         self.prefetch, self.pin_memory = prefetch, pin_memory
-        self._place = _Place(0, {}, 0.0)
+        self._position = _Position(0, {}, 0.0)
         self._cursor: _Cursor | None = None
         self._prefetcher: Prefetcher[_Batch] | None = None
         self._closed = False
@@ -61,31 +61,31 @@ class Loader:
         """Token ids [micro_batch_size, seq_len + 1] int64. *Raises* what the prefetch thread ran into."""
         assert not self._closed, "next() on a closed loader"
         if self._cursor is None:
-            self._cursor = _Cursor(self, self._place)
+            self._cursor = _Cursor(self, self._position)
             if self.prefetch > 0:
                 self._prefetcher = Prefetcher(self._cursor.next_batch, self.prefetch)
         batch = self._prefetcher.get() if self._prefetcher else self._cursor.next_batch()
-        self._place = batch.after
+        self._position = batch.after
         return batch.tokens_BT
 
     @property
     def consumed(self) -> int:
         """Samples handed out to all ranks together."""
-        return self._place.consumed
+        return self._position.consumed
 
     @property
     def epochs(self) -> float:
         """Passes over the corpus so far; whole passes for a stream, 0.0 for an endless source."""
-        return self._place.epochs
+        return self._position.epochs
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank: what was handed out, not what was prefetched."""
         return {
-            "consumed": self._place.consumed,
+            "consumed": self._position.consumed,
             "fingerprint": self.samples.fingerprint,
             "contents": self.samples.contents,
-            "epochs": self._place.epochs,
-            "reader": self._place.reader_state,
+            "epochs": self._position.epochs,
+            "reader": self._position.reader_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Loader:
                 "with hydra.run.dir=... (checkpoint.init_from takes over the weights)"
             )
         self._stop()
-        self._place = _Place(state["consumed"], state["reader"], state["epochs"])
+        self._position = _Position(state["consumed"], state["reader"], state["epochs"])
 
     def close(self) -> None:
         """Stop the prefetch thread and wait for its end; may be called twice."""
@@ -133,7 +133,7 @@ def first_batches(samples: Samples, n: int, micro_batch_size: int) -> Iterator[T
         yield torch.from_numpy(reader.read(batch * micro_batch_size, micro_batch_size))
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """A place in the global row of samples."""
 
     consumed: int
@@ -143,13 +143,13 @@ class _Place(NamedTuple):
 
 class _Batch(NamedTuple):
     tokens_BT: Tensor
-    after: _Place
+    after: _Position
 
 
 class _Cursor:
     """Maker of one rank's batches from a place on; used by one thread at a time."""
 
-    def __init__(self, loader: Loader, place: _Place):
+    def __init__(self, loader: Loader, place: _Position):
         self._reader: Reader = loader.samples.reader(place.reader_state or None)
         self._consumed = place.consumed
         self._batch = loader.micro_batch_size
@@ -165,7 +165,7 @@ class _Cursor:
             tokens_BT = tokens_BT.pin_memory()
         self._consumed += self._stride
         self._reader.seek(self._consumed)  # the same place on every rank
-        after = _Place(self._consumed, self._reader.state(), self._reader.epochs(self._consumed))
+        after = _Position(self._consumed, self._reader.state(), self._reader.epochs(self._consumed))
         return _Batch(tokens_BT, after)
 
 

@@ -27,7 +27,7 @@ class Part:
     size_bytes: int
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Start of a document; its text form names the line or row, which is looked up only then."""
 
     path: Path
@@ -75,7 +75,7 @@ def parts_of(path: Path, bad: BadRecords) -> list[Part]:
     return [Part(path, 0, size, size)] if size else []
 
 
-def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
     """(place, text) of each document of the part; bad ones are reported with file and line or row."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for place, text in readers[part.path.suffix](part, text_field, bad):
@@ -93,20 +93,20 @@ def is_unicode(text: str, place: object, bad: BadRecords) -> bool:
     return True
 
 
-def _read_txt(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+def _read_txt(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
     try:
         raw = part.path.read_bytes()
     except OSError as error:
         bad.report("unreadable file", f"{part.path}: {error.strerror}")
         return
     try:
-        yield Place(part.path), raw.decode("utf-8-sig")
+        yield RecordPlace(part.path), raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         bad.report("file that is not UTF-8", f"{part.path}:{line}: byte {raw[error.start]:#04x} is not UTF-8")
 
 
-def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
     """Documents of the lines that start inside the part."""
     try:
         file = open(part.path, "rb")  # noqa: SIM115 (closed by the with below; opening alone may fail here)
@@ -125,9 +125,9 @@ def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[
             text, problem = _text_of_line(raw if offset else raw.removeprefix(b"\xef\xbb\xbf"), text_field)
             if problem is not None:
                 kind, detail = problem
-                bad.report(kind, f"{Place(part.path, byte=offset)}: {detail}")
+                bad.report(kind, f"{RecordPlace(part.path, byte=offset)}: {detail}")
             elif text is not None:
-                yield Place(part.path, byte=offset), text
+                yield RecordPlace(part.path, byte=offset), text
             offset += len(raw)
 
 
@@ -162,7 +162,7 @@ def _line_number(path: Path, offset: int) -> int:
     return count
 
 
-def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[Place, str]]:
+def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
     file = _open_parquet(part.path, bad)
     if file is None:
         return
@@ -179,7 +179,7 @@ def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tupl
         bad.report("unreadable row group", f"{place}: {one_line(error)}")
         return
     for row, text in enumerate(texts, first_row):
-        place_of_row = Place(part.path, row=row)
+        place_of_row = RecordPlace(part.path, row=row)
         if isinstance(text, str):
             yield place_of_row, text
         else:

@@ -18,11 +18,13 @@ from tokenizers import Tokenizer
 from graphmoe.data.cache import draft_of, remove_left_overs
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import pair, smallest_dtype, write_index
-from graphmoe.data.text_files import Part, Place, parts_of, read_documents
+from graphmoe.data.text_files import Part, RecordPlace, parts_of, read_documents
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids
 from graphmoe.runtime.host.signals import die_with_parent
 
 log = logging.getLogger(__name__)
+
+Document = tuple[RecordPlace, str]
 
 BATCH_CHARS = 1 << 20
 MIN_BYTES_PER_WORKER = 16 << 20
@@ -135,13 +137,15 @@ def encode_checked(
     return documents
 
 
-def batches(items: Iterator[tuple[Place, str]], max_chars: int) -> Iterator[list[tuple[Place, str]]]:
+def batches(
+    items: Iterator[tuple[RecordPlace, str]], max_chars: int
+) -> Iterator[list[tuple[RecordPlace, str]]]:
     """Lists of (place, text) with about ``max_chars`` characters."""
-    batch: list[tuple[Place, str]] = []
+    batch: list[tuple[RecordPlace, str]] = []
     size = 0
-    for item in items:
-        batch.append(item)
-        size += len(item[1])
+    for document in documents:
+        batch.append(document)
+        size += len(document[1])
         if size >= max_chars:
             yield batch
             batch, size = [], 0

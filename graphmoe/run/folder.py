@@ -206,7 +206,7 @@ def _enter(
     is_new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock.take(path / _LOCK_FILE)
+        lock = FileLock.acquire(path / _LOCK_FILE)
     except OSError as error:
         if is_new:
             raise ConfigError(

@@ -119,7 +119,7 @@ class Config(TypedDict, total=False):
     graph: Section
 
 
-class Place(TypedDict, total=False):
+class ProjectedPlace(TypedDict, total=False):
     """GiB by kind on the ranks of a place along pp."""
 
     total: Required[float]
@@ -136,7 +136,7 @@ class Place(TypedDict, total=False):
 class Projection(TypedDict, total=False):
     """projection.json."""
 
-    places: list[Place]
+    places: list[ProjectedPlace]
     why_not: str
 
 

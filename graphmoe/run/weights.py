@@ -29,7 +29,7 @@ from graphmoe.checkpoint.folders import MismatchError
 from graphmoe.checkpoint.hf.families import different_keys, same_function
 from graphmoe.checkpoint.hf.folder import fill, open_hf, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
-from graphmoe.checkpoint.hf.tensor_files import Entry, TensorFiles, write_shards
+from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
 from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import is_file_name, read_json, read_yaml
@@ -211,7 +211,7 @@ def open_weights(folder: Path) -> WeightsFolder:
 def write_weights(
     folder: Path,
     config: ModelConfig,
-    entries: Iterable[Entry],
+    entries: Iterable[TensorToWrite],
     meta: dict[str, Any],
     *,
     max_bytes: int,

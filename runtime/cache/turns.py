@@ -41,7 +41,7 @@ class CompileTurns:
         self._folder, self._patience_s = folder, patience_s
 
     @contextmanager
-    def of(self, graph: fx.GraphModule) -> Iterator[Turn]:
+    def turn(self, graph: fx.GraphModule) -> Iterator[Turn]:
         """Compile the graph inside: at once if nobody has begun it, else when who began is done."""
         begun = self._folder / fingerprint(graph)
         done, draft = begun.with_suffix(".done"), begun.with_suffix(".draft")

@@ -72,7 +72,7 @@ class UnitReport:
     def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
         """Compile one more graph of this unit, in turn with other ranks if there are any."""
         hits, asked = self.cache.get("fx_hits", 0), time.perf_counter()
-        with nullcontext(Turn()) if turns is None else turns.of(graph) as turn:
+        with nullcontext(Turn()) if turns is None else turns.turn(graph) as turn:
             self.seconds += time.perf_counter() - asked
             with self.measured():
                 code = compile_graph(graph)

@@ -125,7 +125,7 @@ def dispensable(file: Path | str) -> Iterator[None]:
 
 
 class FileLock:
-    """A lock held by this process and by no child of it; ``take`` is how to get one."""
+    """A lock held by this process and by no child of it; ``acquire`` makes one."""
 
     def __init__(self, descriptor: int | None, held: Path | None = None) -> None:
         self._descriptor, self._file = descriptor, held
@@ -133,8 +133,8 @@ class FileLock:
         _release_in_children()
 
     @classmethod
-    def take(cls, path: Path, *, wait: bool = False) -> FileLock | None:
-        """The lock, or None while somebody else has it; ``wait`` blocks until it is free.
+    def acquire(cls, path: Path, *, wait: bool = False) -> FileLock | None:
+        """Return the lock, or None while somebody else has it; ``wait`` blocks until it is free.
 
         *Raises* ConfigError where flock does not work and the holder is, or was, on another host.
         """
@@ -176,7 +176,7 @@ def is_locked(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        lock = FileLock.take(path)
+        lock = FileLock.acquire(path)
     except (OSError, ConfigError):
         return False
     if lock is not None:

@@ -51,7 +51,7 @@ def make_process_folder(parent: Path, prefix: str = "") -> tuple[Path, FileLock 
     folder = parent / f"{prefix}{process_name()}"
     folder.mkdir(mode=0o700)  # what lies here may be run, so nobody else may write here
     try:
-        return folder, FileLock.take(folder / ALIVE)
+        return folder, FileLock.acquire(folder / ALIVE)
     except OSError:  # a file system without locks: the process id must do
         return folder, None
 

@@ -59,7 +59,7 @@ class _Watched:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankStacks:
     """Place in the code at which a rank was found."""
 
     watched: _Watched
@@ -164,7 +164,7 @@ class HangWatch:
                 path.unlink()
         self._watched.clear()
 
-    def _places(self, ranks: Sequence[_Watched]) -> list[_Place]:
+    def _places(self, ranks: Sequence[_Watched]) -> list[_RankStacks]:
         """Ask each rank where it is; one that is stopped, or deep in the system, does not answer."""
         files = {watched.stamp.rank: self._folder / f"{watched.stamp.rank}{STACK}" for watched in ranks}
         for watched in ranks:
@@ -178,7 +178,7 @@ class HangWatch:
                 break
             before = sizes
         stacks = {rank: file.read_text("utf-8", errors="replace") for rank, file in files.items()}
-        return [_Place(watched, stacks[watched.stamp.rank]) for watched in ranks]
+        return [_RankStacks(watched, stacks[watched.stamp.rank]) for watched in ranks]
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[s
         yield HangWatch(folder, timeout_s), {STAMPS: str(folder)}
 
 
-def _lines(others: Sequence[_Place]) -> list[str]:
+def _lines(others: Sequence[_RankStacks]) -> list[str]:
     """Return lines about a few of the other ranks of this node."""
     found = [f"rank {p.rank} is in {p.watched.stamp.phase}: {p.words}" for p in others[:_MOST_OTHERS]]
     more = len(others) - len(found)

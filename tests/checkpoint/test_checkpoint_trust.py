@@ -51,7 +51,7 @@ def load(folder: Path) -> dict:
 
 
 class Calls:
-    """What is pickled as a call."""
+    """Object that is pickled as a call."""
 
     def __init__(self, function, *args, state=None) -> None:
         self.call = (function, args) if state is None else (function, args, state)

@@ -105,7 +105,7 @@ def failures(opened: Opened, source: Path, tmp_path: Path, monkeypatch: Any, cap
 def _problem(
     got: npt.NDArray[np.int64] | str, wanted: npt.NDArray[np.int64] | None, work: Path, told: str
 ) -> str | None:
-    """What is wrong with an outcome; ``wanted`` are the samples of a resume."""
+    """Return what is wrong with an outcome; ``wanted`` are the samples of a resume."""
     if isinstance(got, str):
         named = str(work) in got or "the checkpoint" in got
         return None if named and "\n" not in got else f"no line that names a file: {got!r}"

@@ -105,15 +105,6 @@ def test_held_out_documents_are_never_trained_on(folder, tokenizer_path):
     assert val and not train & val and len(train | val) == 60
 
 
-def test_a_validation_split_is_its_own(tmp_path, tokenizer_path):
-    for split, seed in (("train", 1), ("test", 2)):
-        (tmp_path / "set").mkdir(exist_ok=True)
-        write_jsonl(tmp_path / "set" / f"{split}.jsonl", sentences(30, seed))
-    corpus = open_hf(tmp_path / "set", tokenizer_path, hf_val_split="test", val_fraction=0.3)
-    found = texts_in(corpus.val.reader().read(0, 10), corpus.tokenizer)
-    assert set(found[1:-1]) <= set(sentences(30, 2))
-
-
 def test_bad_rows_are_an_error_with_their_number_or_counted(tmp_path, tokenizer_path):
     (tmp_path / "set").mkdir()
     table = pa.table({"text": [*sentences(12), None, *sentences(5)]})

@@ -26,7 +26,7 @@ def loaders(samples, world_size, state=None, **options):
 
 
 def global_rows(ranks, num_micro_steps):
-    """What all ranks get, in the order of the global row of samples."""
+    """Return the rows that all ranks get, in the order of the global row of samples."""
     rows = torch.cat([next(loader) for _ in range(num_micro_steps) for loader in ranks])
     return rows
 

@@ -20,7 +20,7 @@ def make(tmp_path):
         documents = [np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
         for name, part in (("a", documents[::2]), ("b", documents[1::2])):
             write_token_file(tmp_path / name, part, np.int32)
-        table = Documents.of_files([read_token_file(tmp_path / "a"), read_token_file(tmp_path / "b")])
+        table = Documents.from_files([read_token_file(tmp_path / "a"), read_token_file(tmp_path / "b")])
         return PackedSamples(table, **{"seq_len": 8, **changes}) if changes.pop("pack", True) else table
 
     return make

@@ -90,7 +90,7 @@ def load(layout: Layout, source: str, ranks: Ranks, folder: Path) -> tuple[int |
 def _own(name: str, layout: Layout, rank: int, step: int) -> Tensor | FlatShard:
     parallel = PARAMETERS[name][1]
     part = own_part(whole(name, "model", step), parallel, layout, rank).contiguous()
-    return FlatShard.of_part(part, parallel, layout, rank) if parallel.cuts else part
+    return FlatShard.from_part(part, parallel, layout, rank) if parallel.cuts else part
 
 
 def _zero_shard(name: str, kind: str, layout: Layout, rank: int, step: int) -> FlatShard:

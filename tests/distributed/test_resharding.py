@@ -49,10 +49,10 @@ def unfit_state(ranks: Ranks, folder: Path) -> str:
     state = state_of_rank(LAYOUTS["dp2 tp2"], ranks.rank, 0)
     layout = LAYOUTS["dp2 tp2"]
     main, part = state["optimizer"]["main"], torch.zeros(3, 6)
-    main["qkv.weight"] = FlatShard.of_part(part, ATTENTION, layout, ranks.rank)
+    main["qkv.weight"] = FlatShard.from_part(part, ATTENTION, layout, ranks.rank)
     main["lost"] = FlatShard(torch.zeros(0), 5, torch.Size((5,)), REPLICATED, layout, ranks.rank)
     if ranks.rank == 3:
-        main["norm.weight"] = FlatShard.of_part(torch.zeros(7).half(), REPLICATED, layout, 3)
+        main["norm.weight"] = FlatShard.from_part(torch.zeros(7).half(), REPLICATED, layout, 3)
         main["router.weight"] = torch.zeros(3, 5)
     store = CheckpointStore.open_any(folder.parent / FOLDERS[0])
     with pytest.raises(MismatchError) as error:
@@ -64,7 +64,7 @@ def unfit_state(ranks: Ranks, folder: Path) -> str:
 def part_of_the_state(ranks: Ranks, folder: Path) -> list[Any]:
     """Loads one parameter into bf16, each rank what it holds of it."""
     part = torch.zeros(8, 5).bfloat16()
-    shard = FlatShard.of_part(part, PARAMETERS["gate_up.weight"][1], LAYOUTS["dp2 tp2"], ranks.rank)
+    shard = FlatShard.from_part(part, PARAMETERS["gate_up.weight"][1], LAYOUTS["dp2 tp2"], ranks.rank)
     state = {"optimizer": {"main": {"gate_up.weight": shard}}}
     CheckpointStore.open_any(folder.parent / FOLDERS[0]).load(state, partial=True)
     return part.float().tolist()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphmoe.checkpoint.hf import save_hf
-from graphmoe.checkpoint.hf.tensor_files import Entry
+from graphmoe.checkpoint.hf.tensor_files import TensorToWrite
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
@@ -107,7 +107,7 @@ def source(folder: Path) -> Transformer:
     model = build_model(run, seed=5)
     save_hf(model, run, folder / "hf")
     state = model.state_dict()
-    entries = [Entry(n, tuple(t.shape), torch.float32, lambda t=t: t) for n, t in state.items()]
+    entries = [TensorToWrite(n, tuple(t.shape), torch.float32, lambda t=t: t) for n, t in state.items()]
     for name in ("own", "lacking"):
         (folder / name).mkdir()
         write_weights(folder / name, run, entries, {}, max_bytes=2**30)

@@ -49,7 +49,7 @@ def test_a_checkpoint_of_the_cpu_is_loaded_into_a_model_on_the_gpu(tmp_path):
 def test_flat_shards_on_the_gpu_are_saved_as_they_were_and_filled_in_place(tmp_path, async_save):
     gate_up = ParameterLayout((Cut(1, "tp", 2),), "dp_cp")
     whole, store = torch.randn(3, 16, 5), CheckpointStore(tmp_path, CheckpointConfig(async_save=async_save))
-    saved = FlatShard.of_part(whole.cuda(), gate_up, ALONE, 0)
+    saved = FlatShard.from_part(whole.cuda(), gate_up, ALONE, 0)
     store.save(1, {"w": saved})
     if async_save:
         assert store._copies._buffers["w"].is_pinned()

@@ -1,4 +1,4 @@
-"""What is refused before a run starts, and what is written down of where it runs."""
+"""Sizes that are refused before a run starts, and the record of its machine."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Which folder a run gets, and what is left of its metrics after a resume."""
+"""The folder that a run gets, and its metrics after a resume."""
 
 import json
 import multiprocessing

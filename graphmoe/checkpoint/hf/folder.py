@@ -15,7 +15,13 @@ from torch import Tensor
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.hf.families import Family, to_hf_config, to_model_config
 from graphmoe.checkpoint.hf.names import Index, Piece, pieces
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, Entry, TensorFiles, parse_size, write_shards
+from graphmoe.checkpoint.hf.tensor_files import (
+    DEFAULT_SHARD,
+    TensorFiles,
+    TensorToWrite,
+    parse_size,
+    write_shards,
+)
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import read_json
 from graphmoe.model.build import build_model
@@ -128,7 +134,7 @@ def hf_entries(
     config: ModelConfig,
     dtypes: dict[str, torch.dtype],
     read: Callable[[str, Index], Tensor],
-) -> Iterator[Entry]:
+) -> Iterator[TensorToWrite]:
     """The tensors of a published folder, cut out of ours as they are written."""
     ours = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
     for piece in pieces(family, config):
@@ -140,13 +146,13 @@ def hf_entries(
             return part.clone() if piece.repeats else part  # a file must not hold one memory twice
 
         shape = tuple(ours[piece.ours][piece.index].shape)
-        yield Entry(piece.theirs, shape, dtypes[piece.ours], make)
+        yield TensorToWrite(piece.theirs, shape, dtypes[piece.ours], make)
 
 
 def write_hf(
     folder: Path,
     raw: dict[str, Any],
-    entries: Iterator[Entry],
+    entries: Iterator[TensorToWrite],
     *,
     max_bytes: int,
     token_ids: Mapping[str, Any] | None = None,

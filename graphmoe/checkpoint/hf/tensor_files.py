@@ -161,7 +161,7 @@ def _paths(folder: Path, stem: str) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorToWrite:
     """A tensor to write; ``make`` gives it when its file's turn comes."""
 
     name: str
@@ -177,7 +177,7 @@ class Entry:
 def write_shards(
     folder: Path,
     stem: str,
-    entries: Iterable[Entry],
+    entries: Iterable[TensorToWrite],
     max_bytes: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
@@ -228,7 +228,7 @@ def parse_size(size: int | str) -> int:
     return num_bytes
 
 
-def _packed(entry: Entry) -> Tensor:
+def _packed(entry: TensorToWrite) -> Tensor:
     tensor = entry.make().detach().to(device="cpu", dtype=entry.dtype).contiguous()
     assert tuple(tensor.shape) == entry.shape, entry.name
     if not tensor.isfinite().all():

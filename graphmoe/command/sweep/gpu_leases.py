@@ -89,12 +89,12 @@ def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, Fil
 
 def _try_to_take(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock] | None:
     """All locks or none. Only one process tries at a time, so that two do not take halves."""
-    gate = FileLock.take(folder / _GATE, wait=True)
+    gate = FileLock.acquire(folder / _GATE, wait=True)
     assert gate is not None
     try:
         leases: dict[str, FileLock] = {}
         for gpu in visible:
-            if len(leases) < count and (lock := FileLock.take(folder / f"{gpu.replace('/', '-')}.lock")):
+            if len(leases) < count and (lock := FileLock.acquire(folder / f"{gpu.replace('/', '-')}.lock")):
                 leases[gpu] = lock
         if len(leases) == count:
             return leases

@@ -81,7 +81,7 @@ class RunningSweep:
         planned = _planned_jobs(config)
         _check_folder(folder, resume, planned)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock.take(folder / _LOCK_FILE)
+        lock = FileLock.acquire(folder / _LOCK_FILE)
         if lock is None:
             raise SweepError(f"{folder} belongs to a sweep that is going on")
         (folder / STOP_FILE).unlink(missing_ok=True)

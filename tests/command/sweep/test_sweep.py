@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_pat
     )
     other = stub(tmp_path, "optim.lr=0.1", "hydra.sweep.dir=other", "sweep.resume=sweep")
     assert other.wait() == 2 and "leave hydra.sweep.dir out" in last_line(other)
-    lock = FileLock.take(tmp_path / "sweep" / "sweep.lock")
+    lock = FileLock.acquire(tmp_path / "sweep" / "sweep.lock")
     held = stub(tmp_path, "optim.lr=0.1", "sweep.resume=sweep")
     assert held.wait() == 2 and "belongs to a sweep that is going on" in last_line(held)
     lock.release()

@@ -35,7 +35,7 @@ def write(work: WorkFolder, **contents: str) -> None:
 
 
 def read(work: WorkFolder) -> dict[str, str]:
-    """What lies below inductor/."""
+    """Return the contents of files below inductor/."""
     return {path.stem: path.read_text() for path in (work.path / "inductor").rglob("*.so")}
 
 
@@ -59,7 +59,7 @@ def kept(cache: CompileCache, facts: Facts = FACTS, **contents: str) -> None:
 
 
 def blob_of(cache: CompileCache, path: str, facts: Facts = FACTS) -> Path:
-    """Where the content of an entry's file is kept."""
+    """Return the path of the content of an entry's file."""
     return cache.blobs.path(cache.entries.read(key_of(facts)).files[path])
 
 

@@ -1,4 +1,4 @@
-"""Which files of a work folder are kept, how Triton's are moved, which of another entry are taken over."""
+"""Files of a work folder: those that are kept, Triton's that are moved, those that another entry lends."""
 
 import json
 import os

@@ -201,7 +201,7 @@ JOB = """
 @pytest.mark.slow
 def test_torch_finds_its_code_in_another_work_folder_and_makes_again_what_is_damaged(cache, tmp_path):
     def job() -> tuple[str, ...]:
-        """What a process that compiles prints, its log, and how often it ran the compiler to make code."""
+        """Return the output of a process that compiles, its log, and its number of runs of the compiler."""
         runs = tmp_path / "compiler.runs"
         runs.write_text("")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_VEC_ISA_OK": "0"}

@@ -1,4 +1,4 @@
-"""Of the ranks that compile equal graphs one does and the others wait for it."""
+"""One of the ranks that need equal graphs compiles, and the others wait for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_second_waits_until_the_first_is_done(tmp_path):
     begun = threading.Event()
 
     def first() -> None:
-        with CompileTurns(tmp_path).of(graph()) as turn:
+        with CompileTurns(tmp_path).turn(graph()) as turn:
             assert not turn.elsewhere
             begun.set()
             time.sleep(0.2)
@@ -31,7 +31,7 @@ def test_the_second_waits_until_the_first_is_done(tmp_path):
     rank = threading.Thread(target=first)
     rank.start()
     assert begun.wait(10)
-    with CompileTurns(tmp_path).of(graph()) as turn:
+    with CompileTurns(tmp_path).turn(graph()) as turn:
         assert turn.elsewhere
         order.append("second")
     rank.join()
@@ -39,19 +39,19 @@ def test_the_second_waits_until_the_first_is_done(tmp_path):
 
 
 def test_a_first_that_fails_lets_the_others_compile(tmp_path):
-    with pytest.raises(ValueError), CompileTurns(tmp_path).of(graph()):
+    with pytest.raises(ValueError), CompileTurns(tmp_path).turn(graph()):
         raise ValueError
-    with CompileTurns(tmp_path, patience_s=0).of(graph()):
+    with CompileTurns(tmp_path, patience_s=0).turn(graph()):
         pass
 
 
 def test_a_first_that_never_ends_is_waited_for_only_so_long(tmp_path, caplog):
     turns = CompileTurns(tmp_path, patience_s=0.05)
-    with turns.of(graph()), turns.of(graph()):
+    with turns.turn(graph()), turns.turn(graph()):
         assert "waited 0 s for another rank's code; compiling it here" in caplog.text
 
 
 def test_other_graphs_and_other_shapes_do_not_wait(tmp_path):
     turns = CompileTurns(tmp_path, patience_s=0)
-    with turns.of(graph()), turns.of(graph(width=8)), turns.of(graph(factor=3.0)):
+    with turns.turn(graph()), turns.turn(graph(width=8)), turns.turn(graph(factor=3.0)):
         assert len({fingerprint(g) for g in (graph(), graph(8), graph(4, 3.0), graph())}) == 3

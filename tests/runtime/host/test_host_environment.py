@@ -1,4 +1,4 @@
-"""What ``host.*`` sets in the environment, and that it never takes a variable from the user."""
+"""Variables that ``host.*`` sets, and never takes from the user."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts(host: HostConfig, device: DeviceChoice = AUTO) -> list[str]:
 
 
 def added(environment: dict[str, str]) -> dict[str, str]:
-    """What is there beside the marker, which is there only where something else is."""
+    """Return the variables beside the marker, which is there only where others are."""
     found = {k: v for k, v in environment.items() if k not in ("PATH", "PYTEST_CURRENT_TEST")}
     marked = json.loads(found.pop(MARKER, "{}"))
     assert (MARKER in environment) == bool(marked) and marked.items() <= found.items()

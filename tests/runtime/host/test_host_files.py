@@ -34,15 +34,6 @@ def test_lines_that_a_full_disk_does_not_take_are_lost_whole_counted_and_told_on
     assert again == f"{path} takes lines again; lost are 3"
 
 
-def test_lines_lost_at_the_end_are_told_when_the_file_is_closed(tmp_path):
-    told = list[str]()
-    file = LineFile(tmp_path / "rows", told.append)
-    with no_file_beyond(3):
-        file.append(["first"])
-        file.close()
-    assert told[1:] == [f"{tmp_path / 'rows'} lacks the last lines, 1 of them"]
-
-
 def test_a_line_after_a_torn_one_begins_at_its_own(tmp_path):
     (tmp_path / "rows").write_text('{"step": 1}\n{"st')
     file = LineFile(tmp_path / "rows")
@@ -72,10 +63,10 @@ def no_flock(monkeypatch, request):
 
 
 def test_a_lock_without_flock_excludes_others_until_it_is_released(tmp_path, no_flock, caplog):
-    first = FileLock.take(tmp_path / "run.lock")
-    assert first is not None and FileLock.take(tmp_path / "run.lock") is None
+    first = FileLock.acquire(tmp_path / "run.lock")
+    assert first is not None and FileLock.acquire(tmp_path / "run.lock") is None
     first.release()
-    again = FileLock.take(tmp_path / "run.lock")
+    again = FileLock.acquire(tmp_path / "run.lock")
     assert again is not None
     again.release()
     assert caplog.text.count("has no file locks") == 1
@@ -91,7 +82,7 @@ fcntl.flock = refuse
 from graphmoe.runtime.host.files import FileLock
 path, mine = Path(sys.argv[1]), Path(sys.argv[2])
 for number in range(200):
-    lock = FileLock.take(path)
+    lock = FileLock.acquire(path)
     if lock is not None:
         inside = [*path.parent.glob("*.inside")]
         assert not inside, inside
@@ -120,7 +111,7 @@ def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):
     for pid, started in ((dead.pid, "1 of x"), (os.getpid(), "another start")):
         holder = {**files._holder(pid), "started": started}
         (tmp_path / "run.lock.held").write_text(json.dumps(holder))
-        lock = FileLock.take(tmp_path / "run.lock")
+        lock = FileLock.acquire(tmp_path / "run.lock")
         assert lock is not None
         assert json.loads((tmp_path / "run.lock.held").read_text())["pid"] == os.getpid()
         lock.release()
@@ -131,12 +122,12 @@ def test_the_file_of_another_host_or_container_stays_and_is_named(tmp_path, no_f
     held = tmp_path / "run.lock.held"
     held.write_text(json.dumps({**files._holder(os.getpid()), **change, "pid": 99}))
     with pytest.raises(ConfigError, match=rf"process 99 on .*remove the file: rm {held}"):
-        FileLock.take(tmp_path / "run.lock")
+        FileLock.acquire(tmp_path / "run.lock")
     assert held.exists()
 
 
 def test_a_forked_child_leaves_its_parents_file(tmp_path, no_flock):
-    lock = FileLock.take(tmp_path / "run.lock")
+    lock = FileLock.acquire(tmp_path / "run.lock")
     child = os.fork()
     if child == 0:
         lock.release()
@@ -144,21 +135,3 @@ def test_a_forked_child_leaves_its_parents_file(tmp_path, no_flock):
     os.waitpid(child, 0)
     assert (tmp_path / "run.lock.held").exists()
     lock.release()
-
-
-@pytest.mark.parametrize(("number", "passes"), [(errno.EINVAL, True), (errno.EIO, False)])
-def test_a_file_system_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number, passes):
-    real = os.fsync
-
-    def fsync(descriptor):
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            raise OSError(number, os.strerror(number))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    if not passes:
-        with pytest.raises(OSError, match="I/O|Input"):
-            replace_text(tmp_path / "a", "text", durably=True)
-    else:
-        replace_text(tmp_path / "a", "text", durably=True)
-        assert (tmp_path / "a").read_text() == "text"

@@ -1,4 +1,4 @@
-"""What tells a hang from slow work, and who is named for it."""
+"""Hangs are told from slow work, and the rank is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reaches the ports of a run: other machines are a network namespace of their own."""
+"""Ports of a run and the machines that reach them: other machines are a network namespace of their own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Network:
         return ["ip", "netns", "exec", self.name, *command]
 
     def reaches(self, host: str, port: int) -> bool:
-        """Whether the other side can connect to a port of this one."""
+        """Tell whether the other side can connect to a port of this one."""
         command = self.inside(sys.executable, "-c", CONNECT, host, str(port))
         return subprocess.run(command, capture_output=True).returncode == 0
 

@@ -137,11 +137,9 @@ def encode_checked(
     return documents
 
 
-def batches(
-    items: Iterator[tuple[RecordPlace, str]], max_chars: int
-) -> Iterator[list[tuple[RecordPlace, str]]]:
-    """Lists of (place, text) with about ``max_chars`` characters."""
-    batch: list[tuple[RecordPlace, str]] = []
+def batches(documents: Iterator[Document], max_chars: int) -> Iterator[list[Document]]:
+    """Yield lists of (place, text) with about ``max_chars`` characters."""
+    batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)

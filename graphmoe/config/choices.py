@@ -77,11 +77,21 @@ class ContextMethod(enum.Enum):
 
 
 class DataSource(enum.Enum):
+    """Name of a source, keys of ``data`` without which it cannot be opened, and whether it has no end."""
+
+    needs: tuple[str, ...]
+    endless: bool
+
+    def __new__(cls, name: str, needs: tuple[str, ...] = (), endless: bool = False) -> DataSource:
+        source = object.__new__(cls)
+        source._value_, source.needs, source.endless = name, needs, endless
+        return source
+
     stdlib = "stdlib"
-    files = "files"
-    hf = "hf"
-    memmap = "memmap"
-    synthetic = "synthetic"
+    files = ("files", ("paths", "tokenizer"))
+    hf = ("hf", ("hf_name", "tokenizer"), True)
+    memmap = ("memmap", ("paths",))
+    synthetic = ("synthetic", (), True)
 
 
 class LrSchedule(enum.Enum):

@@ -3,9 +3,10 @@
 ``open_data`` is the entry; ``docs/data.md`` tells the whole story.
 """
 
-from graphmoe.data.corpus import Corpus, open_data
+from graphmoe.data.corpus import Corpus
 from graphmoe.data.errors import DataError
 from graphmoe.data.loader import Loader, first_batches
 from graphmoe.data.samples import Samples
+from graphmoe.data.sources import open_data
 
 __all__ = ["Corpus", "DataError", "Loader", "Samples", "first_batches", "open_data"]

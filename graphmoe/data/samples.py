@@ -1,4 +1,4 @@
-"""Samples of ``seq_len + 1`` tokens: the protocols, packing of documents, and random tokens."""
+"""Samples of ``seq_len + 1`` tokens: the protocols, and packing of documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphmoe.data.documents import Documents
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.order import derive_key, permute
 
-TOKENS_KEY, DOCUMENT_KEY, SAMPLE_KEY = 1, 2, 3
+DOCUMENT_KEY, SAMPLE_KEY = 2, 3
 MAX_BAD_IN_A_ROW = 1000
 
 Tokens_BT = npt.NDArray[np.int64]
@@ -187,39 +187,3 @@ class PackedSamples(IndexedSamples):
         if self.shuffle:
             document_N = permute(document_N, len(document_N), derive_key(self.seed, epoch, DOCUMENT_KEY))
         return EpochOrder(document_N, np.cumsum(self.documents.length_N[document_N]))
-
-
-@dataclass(eq=False)
-class SyntheticSamples(IndexedSamples):
-    """Uniformly random token ids: sample ``i`` depends on the seed and on ``i`` only."""
-
-    seq_len: int
-    vocab_size: int
-    seed: int = 0
-    purpose: int = 0
-    """0 for training, 1 for validation."""
-    num_samples: int | None = field(default=None, init=False)
-    fingerprint: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.fingerprint = f"synthetic:{self.vocab_size}:{self.seq_len}:{self.seed}:{self.purpose}"
-
-    def sample(self, position: int) -> npt.NDArray[np.int64]:
-        key = derive_key(self.seed, self.purpose, TOKENS_KEY)
-        stream = np.random.Philox(key=key, counter=[0, 0, position, 0])
-        raw_T = stream.random_raw(self.seq_len + 1)
-        return (raw_T % np.uint64(self.vocab_size)).astype(np.int64)
-
-
-class RememberedSamples(IndexedSamples):
-    """The first samples of a stream, kept in memory once read; for validation."""
-
-    def __init__(self, stream: Samples):
-        self.seq_len, self.num_samples, self.fingerprint = stream.seq_len, None, stream.fingerprint
-        self._reader = stream.reader()
-        self._kept: list[npt.NDArray[np.int64]] = []
-
-    def sample(self, position: int) -> npt.NDArray[np.int64]:
-        while len(self._kept) <= position:
-            self._kept.append(self._reader.read(len(self._kept), 1)[0])
-        return self._kept[position]

@@ -15,9 +15,9 @@ from graphmoe.run.machine import free_bytes
 from graphmoe.runtime.capture.step import Step
 from graphmoe.runtime.dispatch import make_room
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.training.executor import Execution
-from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.training.step_rows import StepRows
 
 

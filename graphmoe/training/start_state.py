@@ -14,7 +14,7 @@ import torch
 
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.store import check_fit
-from graphmoe.config.schema import ComputeDtype, ConfigError, DataSource, PrecisionConfig, RunConfig
+from graphmoe.config.schema import ComputeDtype, ConfigError, PrecisionConfig, RunConfig
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.plan.plan import DTYPES, Plan
@@ -93,8 +93,7 @@ def _check_batches(plan: Plan, device_bytes: int) -> None:
     tokens = train.micro_batch_size * (data.seq_len or 1)
     batch = 8 * (tokens + train.micro_batch_size)
     state = plan.tokens * model.hidden_size * plan.dtype.itemsize
-    endless = data.source in (DataSource.synthetic, DataSource.hf)
-    validation = train.val_batches * batch if endless else 0
+    validation = train.val_batches * batch if data.source.endless else 0
     kept = min(train.log_interval, train.steps)
     rows = 4 * kept * model.num_layers * model.num_experts
     host = memory_of(torch.device("cpu"))

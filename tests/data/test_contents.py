@@ -5,8 +5,8 @@ import pytest
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, contents, open_data
-from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.indexed import read_token_file, write_token_file
+from graphmoe.data.sources.stdlib import open_corpus as open_stdlib
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
@@ -28,7 +28,7 @@ def open_text(tmp_path, tokenizer_path, cache):
 @pytest.fixture
 def large(monkeypatch):
     """Files of any size are large ones."""
-    for module in ("cache", "contents", "corpus"):
+    for module in ("sources.memmap", "cache", "contents"):
         monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
 
 

@@ -17,9 +17,9 @@ import pytest
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import Corpus, DataError, Loader, open_data
 from graphmoe.data.contents import ContentCheck, write_sums
-from graphmoe.data.corpus import open_stdlib
 from graphmoe.data.indexed import write_token_file
 from graphmoe.data.samples import PackedSamples
+from graphmoe.data.sources.stdlib import open_corpus as open_stdlib
 from tests.damage import MOST_S, TooLong, damage, fresh_copy, limited
 from tests.data.texts import sentences, write_jsonl
 
@@ -176,7 +176,7 @@ def test_caches(source, tmp_path, monkeypatch, caplog, kind, large):
     write_jsonl(source / "a.jsonl", sentences(100))
     monkeypatch.setenv("GRAPHMOE_CACHE", str(work))
     if large:
-        for module in ("cache", "contents", "corpus"):
+        for module in ("sources.memmap", "cache", "contents"):
             monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
     asked = DataConfig(bpe_vocab_size=320, val_fraction=0.1)
 

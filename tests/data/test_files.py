@@ -169,7 +169,7 @@ def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tm
     write_jsonl(tmp_path / "a.jsonl", sentences(9))
     open_files("a.jsonl")
     with monkeypatch.context() as patch:
-        patch.setattr("graphmoe.data.corpus.tokenise_files", None)
+        patch.setattr("graphmoe.data.sources.files.tokenise_files", None)
         assert texts_of(open_files("a.jsonl", vocab_size=5000)) == sentences(9)
     write_jsonl(tmp_path / "a.jsonl", sentences(9, seed=1))
     assert texts_of(open_files("a.jsonl")) == sentences(9, seed=1)

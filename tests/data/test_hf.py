@@ -7,7 +7,7 @@ import pytest
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, open_data
-from graphmoe.data import hf as hf_module
+from graphmoe.data.sources import hf as hf_module
 from tests.data.texts import sentences, write_jsonl
 
 pytest.importorskip("datasets")

@@ -6,7 +6,8 @@ import torch
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.loader import Loader
-from graphmoe.data.samples import IndexedSamples, SyntheticSamples
+from graphmoe.data.samples import IndexedSamples
+from graphmoe.data.sources.synthetic import SyntheticSamples
 
 GLOBAL_BATCH = 8
 

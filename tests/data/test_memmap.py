@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
-from graphmoe.data import DataError, Loader, open_data
+from graphmoe.data import DataError, Loader, open_data, sources
 from graphmoe.data.indexed import write_token_file
 
 
@@ -80,7 +80,9 @@ GROUP = Path(__file__).parents[2] / "conf" / "data"
 
 
 def test_every_source_has_a_file():
-    assert {path.stem for path in GROUP.glob("*.yaml")} == {source.value for source in DataSource}
+    names = {source.name for source in DataSource}
+    assert {path.stem for path in GROUP.glob("*.yaml")} == names
+    assert {path.stem for path in Path(sources.__file__).parent.glob("[a-z]*.py")} == names
 
 
 @pytest.mark.parametrize("source", list(DataSource))

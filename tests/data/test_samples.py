@@ -8,7 +8,8 @@ from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.data.loader import first_batches
 from graphmoe.data.order import derive_key, held_out, mix64, permute
-from graphmoe.data.samples import PackedSamples, SyntheticSamples
+from graphmoe.data.samples import PackedSamples
+from graphmoe.data.sources.synthetic import SyntheticSamples
 
 
 @pytest.fixture

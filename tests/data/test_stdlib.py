@@ -6,8 +6,8 @@ import pytest
 
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import open_data
-from graphmoe.data.corpus import open_stdlib
-from graphmoe.data.stdlib import find_sources
+from graphmoe.data.sources.stdlib import find_sources
+from graphmoe.data.sources.stdlib import open_corpus as open_stdlib
 from tests.data.texts import sentences
 
 SEQ_LEN, VOCAB = 16, 400
@@ -66,7 +66,7 @@ def test_every_file_is_a_document_of_one_side(root, cache):
 def test_the_cache_is_used_until_a_file_changes(root, cache, monkeypatch):
     open_small(root)
     with monkeypatch.context() as patch:
-        patch.setattr("graphmoe.data.stdlib._build", None)
+        patch.setattr("graphmoe.data.sources.stdlib._build", None)
         open_small(root, seed=3)
     (root / "module0.py").write_text("# another text of the same file\n" * 9)
     open_small(root)

@@ -19,15 +19,37 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from graphmoe.config.schema import ConfigError, DataConfig
+from graphmoe.data.corpus import Corpus, configured_tokenizer
 from graphmoe.data.errors import BadRecords, DataError, one_line
 from graphmoe.data.order import derive_key, permute
+from graphmoe.data.samples import IndexedSamples, Samples
 from graphmoe.data.text_files import is_unicode
 from graphmoe.data.tokenise import encode_checked
-from graphmoe.data.tokenizer import tokenizer_hash
+from graphmoe.data.tokenizer import num_ids, tokenizer_hash
 
 BLOCK_DOCUMENTS = 512
 """Documents that are tokenised and shuffled together; a resume reads at most one block again."""
 SHARD_KEY, BLOCK_KEY = 4, 5
+
+
+def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
+    """Open the stream of a dataset, and one for validation."""
+    tokenizer, end = configured_tokenizer(config)
+    bad = BadRecords(config.skip_bad)
+    limit = min(vocab_size, num_ids(tokenizer))
+
+    def stream(split: str, held_out: bool | None) -> StreamSamples:
+        rows = open_stream(config, split)
+        return StreamSamples(rows, config, split, seq_len, tokenizer, end, limit, bad, held_out)
+
+    if config.hf_val_split is not None:
+        train, val = stream(config.hf_split, None), stream(config.hf_val_split, None)
+    elif config.val_fraction > 0:
+        train, val = stream(config.hf_split, False), stream(config.hf_split, True)
+    else:
+        train, val = stream(config.hf_split, None), None
+    counts = {"source": train.name, "shards": train.dataset.num_shards, "seq_len": seq_len}
+    return Corpus(train, RememberedSamples(val) if val else None, tokenizer, counts, bad)
 
 
 class RowPlace(NamedTuple):
@@ -280,11 +302,23 @@ def open_stream(config: DataConfig, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError("data=hf needs the datasets library: pip install 'graphmoe[hf]'") from error
-    if config.hf_name is None:
-        raise ConfigError("data=hf needs data.hf_name=..., the name or the local folder of a dataset")
     try:
         return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=True)
     except Exception as error:  # of any type: library, hub and network stand behind it
         raise ConfigError(
             f"cannot open data.hf_name={config.hf_name} split={split}: {one_line(error)}"
         ) from error
+
+
+class RememberedSamples(IndexedSamples):
+    """The first samples of a stream, kept in memory once read; for validation."""
+
+    def __init__(self, stream: Samples):
+        self.seq_len, self.num_samples, self.fingerprint = stream.seq_len, None, stream.fingerprint
+        self._reader = stream.reader()
+        self._kept: list[npt.NDArray[np.int64]] = []
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        while len(self._kept) <= position:
+            self._kept.append(self._reader.read(len(self._kept), 1)[0])
+        return self._kept[position]

@@ -1,4 +1,4 @@
-"""The embedded corpus: the source text of this Python's standard library, and a tokenizer trained on it."""
+"""Python's own library as a source: its text, and a tokenizer trained on it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from graphmoe.config.schema import ConfigError
-from graphmoe.data.cache import cache_key, cached
+from graphmoe.config.schema import ConfigError, DataConfig
+from graphmoe.data.cache import cache_folder, cache_key, cached
+from graphmoe.data.contents import entry_damage, read_entry_file
+from graphmoe.data.corpus import Corpus, configured_tokenizer, pack_corpus
+from graphmoe.data.documents import Documents
+from graphmoe.data.errors import BadRecords
 from graphmoe.data.indexed import smallest_dtype, write_token_file
 from graphmoe.data.order import held_out
-from graphmoe.data.tokenizer import encode, num_ids, tokenizer_hash, train_bpe
+from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids, tokenizer_hash, train_bpe
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +44,37 @@ class SourceFile:
     name: str
     """Path relative to the root, with forward slashes."""
     raw: bytes
+
+
+def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | None = None) -> Corpus:
+    """Open the corpus of Python's standard library, or of another folder of .py files."""
+    tokenizer, end = None, None
+    if config.tokenizer is not None:
+        tokenizer, end = configured_tokenizer(config)
+    elif not 300 <= config.bpe_vocab_size <= vocab_size:
+        raise ConfigError(
+            f"data.bpe_vocab_size={config.bpe_vocab_size} is not in 300 .. model.vocab_size={vocab_size}"
+        )
+    entry, counts = prepare_stdlib(
+        cache_folder(config.cache_dir),
+        val_fraction=config.val_fraction,
+        bpe_vocab_size=config.bpe_vocab_size,
+        tokenizer=tokenizer,
+        end_token=end,
+        root=root,
+    )
+    with entry_damage(entry):
+        tokenizer = load_tokenizer(entry / "tokenizer.json")
+    if num_ids(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer} has {num_ids(tokenizer)} ids, more than model.vocab_size="
+            f"{vocab_size}; use model.vocab_size={num_ids(tokenizer)} or more"
+        )
+    train = Documents.from_files([read_entry_file(entry, "train")])
+    val = Documents.from_files([read_entry_file(entry, "val")]) if "val_files" in counts else None
+    corpus = pack_corpus(config, seq_len, train, val, tokenizer, BadRecords(config.skip_bad), vocab_size)
+    corpus.counts.update(counts, cache=str(entry))
+    return corpus
 
 
 def prepare_stdlib(

@@ -1,0 +1,36 @@
+"""Sources of tokens, a file for each: ``open_corpus`` of the file that is called as the source opens it.
+
+``DataSource`` in graphmoe/config/choices.py is the table of sources, with the keys that each needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+from graphmoe.config.schema import ConfigError, DataConfig
+from graphmoe.data.contents import ContentCheck
+from graphmoe.data.corpus import Corpus
+from graphmoe.data.samples import PackedSamples
+
+log = logging.getLogger(__name__)
+
+
+def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool = False) -> Corpus:
+    """Open the corpus that ``config`` names; text is tokenised at first use and then comes from the cache.
+
+    ``check`` starts a thread that reads the large files whose sums are known: ``corpus.check``.
+    *Raises* ConfigError for a configuration that cannot work, DataError for bad content.
+    """
+    for key in config.source.needs:
+        if not getattr(config, key):
+            raise ConfigError(f"data={config.source.name} needs data.{key}")
+    source = importlib.import_module(f"{__name__}.{config.source.name}")
+    corpus: Corpus = source.open_corpus(config, seq_len, vocab_size)
+    counts = corpus.counts.items()
+    log.info("data: %s", ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts))
+    corpus.bad_records.log_total(f"data={config.source.value}")
+    if check:
+        packed = [samples for samples in (corpus.train, corpus.val) if isinstance(samples, PackedSamples)]
+        corpus.check = ContentCheck(file for samples in packed for file in samples.documents.files)
+    return corpus

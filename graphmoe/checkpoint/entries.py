@@ -1,4 +1,4 @@
-"""The state as named entries: nested dicts and lists to flat names and back.
+"""The state as named entries: nested dicts and lists to flat names and back, and each rank's share of saving.
 
 A tensor is an entry of its own, named by its path (``model.layers.0.attn.norm.weight``). So is each
 other value that a dict holds; a list without tensors is one value. A tensor may be a FlatShard: then the
@@ -8,9 +8,10 @@ entry is the whole parameter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard, whole_shape
 from graphmoe.checkpoint.folders import CheckpointError
+from graphmoe.runtime.ranks import Ranks
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
@@ -234,3 +236,51 @@ def local_part(tensor: Tensor | FlatShard) -> Tensor:
 
 def _wants_pinned(source: Tensor) -> bool:
     return source.is_cuda and source.numel() > 0
+
+
+Key = TypeVar("Key", str, tuple[str, tuple[int, ...]])
+"""Key of what several ranks hold alike: a name, or a name and the place of a part of what it names."""
+
+
+def own_share(entries: Entries, ranks: Ranks) -> Entries:
+    """Return the entries that this rank saves: shards of DTensors, and its share of the rest. A collective.
+
+    What only it holds is in its share; plain values that several name are the first such rank's.
+    """
+    if ranks.size == 1:
+        return entries
+    keys = {n: (n, _place(t)) for n, t in entries.tensors.items() if not isinstance(t, DTensor)}
+    sizes = {key: local_part(entries.tensors[name]).nbytes for name, key in keys.items()}
+    named = ranks.gather((sizes, list(entries.values)))
+    writers = assign([sizes for sizes, _ in named])
+    values = [set(names) for _, names in named]
+    earlier = set().union(*values[: ranks.rank])
+    return Entries(
+        {n: t for n, t in entries.tensors.items() if n not in keys or writers[keys[n]] == ranks.rank},
+        {n: value for n, value in entries.values.items() if n not in earlier},
+    )
+
+
+def assign(sizes: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
+    """The rank that writes each key, from the bytes of what each rank holds: so that shares are even.
+
+    What one rank alone holds comes first. Of the rest the largest come first, each to the rank that has
+    the least so far.
+    """
+    holders: dict[Key, list[int]] = defaultdict(list)
+    largest: dict[Key, int] = {}
+    for rank, held in enumerate(sizes):
+        for key, num_bytes in held.items():
+            holders[key].append(rank)
+            largest[key] = num_bytes
+    loads, writers = [0] * len(sizes), {}
+    for key in sorted(largest, key=lambda key: (len(holders[key]) > 1, -largest[key], key)):
+        rank = min(holders[key], key=loads.__getitem__)
+        writers[key] = rank
+        loads[rank] += largest[key]
+    return writers
+
+
+def _place(tensor: Tensor | FlatShard) -> tuple[int, ...]:
+    """Return the place of a part in its whole; empty for a tensor that is the whole."""
+    return tensor.place if isinstance(tensor, FlatShard) else ()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from graphmoe.checkpoint import folders
 from graphmoe.checkpoint.contents import read_entries, value_names, write_entries
-from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatten, merge
+from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatten, merge, own_share
 from graphmoe.checkpoint.folders import (
     CheckpointError,
     FileSum,
@@ -27,7 +27,6 @@ from graphmoe.checkpoint.folders import (
     write_manifest,
 )
 from graphmoe.checkpoint.metadata_file import file_names, read_metadata
-from graphmoe.checkpoint.shares import own_share
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.ranks import Ranks
 

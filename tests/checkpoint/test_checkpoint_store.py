@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, contents
-from graphmoe.checkpoint.shares import assign
+from graphmoe.checkpoint.entries import assign
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.run.files import CONFIG_FILE
 from graphmoe.runtime.ranks import Ranks

@@ -43,36 +43,31 @@ class CheckpointStore:
     Close it, or the last save may be lost: the background thread does not keep the process alive.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig | None, only: Path | None = None) -> None:
+        """Open a folder to save to, or without ``config`` to read; ``only`` is the one checkpoint to read."""
         self.folder = Path(folder)
-        self._config: CheckpointConfig | None = config
-        self._only: Path | None = None
-        self._start()
-        self._ranks.on_first(lambda: folders.clean_leftovers(self.folder))
-
-    @classmethod
-    def open_any(cls, path: Path | str) -> CheckpointStore:
-        """A store to read from: ``path`` is a run's folder, its ``checkpoints``, or one checkpoint.
-
-        *Raises* CheckpointError where there is no checkpoint in any of these senses.
-        """
-        path = Path(path)
-        store = cls.__new__(cls)
-        store._config = None
-        store._only = path if folders.step_of(path) is not None and path.is_dir() else None
-        inside = path / folders.CHECKPOINTS
-        store.folder = path.parent if store._only else inside if inside.is_dir() else path
-        store._start()
-        if not store.latest():
-            raise CheckpointError(folders.why_none(path))
-        return store
-
-    def _start(self) -> None:
+        self._config, self._only = config, only
         self._ranks = Ranks()  # of its own: the background writer talks while training does
         self._copies = HostCopies()
         self._damaged: set[int] = set()
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
+        if config is not None:
+            self._ranks.on_first(lambda: folders.clean_leftovers(self.folder))
+
+    @classmethod
+    def open_any(cls, path: Path | str) -> CheckpointStore:
+        """Open a store to read from: ``path`` is a run's folder, its ``checkpoints``, or one checkpoint.
+
+        *Raises* CheckpointError where there is no checkpoint in any of these senses.
+        """
+        path = Path(path)
+        only = path if folders.step_of(path) is not None and path.is_dir() else None
+        inside = path / folders.CHECKPOINTS
+        store = cls(path.parent if only else inside if inside.is_dir() else path, None, only)
+        if not store.latest():
+            raise CheckpointError(folders.why_none(path))
+        return store
 
     def latest(self) -> list[int]:
         """Steps of the checkpoints, newest first; waits for a save that is under way.

@@ -50,36 +50,25 @@ class _Watched:
 
     stamp: Stamp
     late_s: float = 0.0
-    """Since it came no further."""
+    """Time without a newer stamp."""
     stopped_s: float = 0.0
-    """Since its process has been stopped, as SIGSTOP does."""
+    """Time for which its process has been stopped, as SIGSTOP does."""
+    stacks: str = ""
+    """Stacks of all its threads, as faulthandler writes them; empty where it did not answer."""
 
     def hangs(self, timeout_s: float) -> bool:
         return self.late_s > self.stamp.limit_s or self.stopped_s > timeout_s
 
-
-@dataclass(frozen=True)
-class _RankStacks:
-    """Place in the code at which a rank was found."""
-
-    watched: _Watched
-    stacks: str
-    """Stacks of all its threads, as faulthandler writes them; empty where it did not answer."""
-
     @property
     def waits(self) -> bool:
         """Tell whether it waits for other ranks, or for the device."""
-        return any(
-            _WAITING.search(path) or (path, name) == _WAIT for path, _, name in _FRAME.findall(self.stacks)
-        )
+        frames = _FRAME.findall(self.stacks)
+        return any(_WAITING.search(path) or (path, name) == _WAIT for path, _, name in frames)
 
     @property
-    def rank(self) -> int:
-        return self.watched.stamp.rank
-
-    @property
-    def words(self) -> str:
-        if self.watched.stopped_s:
+    def place(self) -> str:
+        """Place in the code at which the rank is, as an error names it."""
+        if self.stopped_s:
             return "its process is stopped, as SIGSTOP does"
         newest_first = _FRAME.findall(self.stacks.strip().split("\n\n")[-1])  # of the main thread
         frames = [frame for frame in newest_first if (frame[0], frame[2]) != _WAIT]
@@ -88,9 +77,9 @@ class _RankStacks:
         ours = [
             frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]
         ]
-        shown = dict.fromkeys([frames[0], *ours[:1]])
+        named = dict.fromkeys([frames[0], *ours[:1]])
         how = "it waits for other ranks or the device" if self.waits else "it is"
-        return f"{how} at {', called at '.join(f'{path}:{line} ({name})' for path, line, name in shown)}"
+        return f"{how} at {', called at '.join(f'{path}:{line} ({name})' for path, line, name in named)}"
 
 
 class HangWatch:
@@ -133,52 +122,50 @@ class HangWatch:
 
     def _end(self, ranks: Sequence[_Watched], attempt: str, log_dir: Path) -> None:
         """Name the rank that the others wait for, leave each one's stacks in its log, and kill all."""
-        log_dirs = {log_dir, self.log_dir or log_dir}
-        places = self._places(ranks)
-        ask_for_dumps(self._folder, [watched.stamp.rank for watched in ranks], self.log_dir or log_dir)
-        first, *others = sorted(places, key=lambda p: (p.waits, p.watched.stamp.step, -p.watched.late_s))
-        for place in places:
-            log = (self.log_dir or log_dir) / f"rank{place.rank}.log"
-            message = (
-                f"no progress for {place.watched.late_s:.0f} s in {place.watched.stamp.phase}: {place.words}"
-            )
-            _append(log, f"ERROR {message}\n{place.stacks}")
-            if place is first:
+        their_logs = self.log_dir or log_dir
+        self._ask_for_stacks(ranks)
+        ask_for_dumps(self._folder, [each.stamp.rank for each in ranks], their_logs)
+        first, *others = sorted(ranks, key=lambda each: (each.waits, each.stamp.step, -each.late_s))
+        for each in ranks:
+            log = their_logs / f"rank{each.stamp.rank}.log"
+            message = f"no progress for {each.late_s:.0f} s in {each.stamp.phase}: {each.place}"
+            _append(log, f"ERROR {message}\n{each.stacks}")
+            if each is first:
                 message = "\n  ".join([message, *_lines(others)])
             failure = Failure(
-                place.rank,
+                each.stamp.rank,
                 platform.node(),
                 message,
-                time.time() - place.watched.late_s,
+                time.time() - each.late_s,
                 -signal.SIGKILL,
                 attempt,
                 str(log),
-                suffered=place is not first or place.waits,
+                suffered=each is not first or each.waits,
             )
-            leave_failure(failure, place.stacks, log_dirs)
-        for watched in ranks:
+            leave_failure(failure, each.stacks, {log_dir, their_logs})
+        for each in ranks:
             with suppress(ProcessLookupError):
-                os.killpg(watched.stamp.pid, signal.SIGKILL)  # elastic gives each worker a group of its own
+                os.killpg(each.stamp.pid, signal.SIGKILL)  # elastic gives each worker a group of its own
         for path in self._folder.iterdir():
             if not path.name.startswith(ALIVE):  # or the lock's own files
                 path.unlink()
         self._watched.clear()
 
-    def _places(self, ranks: Sequence[_Watched]) -> list[_RankStacks]:
+    def _ask_for_stacks(self, ranks: Sequence[_Watched]) -> None:
         """Ask each rank where it is; one that is stopped, or deep in the system, does not answer."""
-        files = {watched.stamp.rank: self._folder / f"{watched.stamp.rank}{STACK}" for watched in ranks}
-        for watched in ranks:
+        files = [self._folder / f"{each.stamp.rank}{STACK}" for each in ranks]
+        for each in ranks:
             with suppress(ProcessLookupError):
-                ask_for_stacks(watched.stamp.pid)
+                ask_for_stacks(each.stamp.pid)
         end, before = time.monotonic() + _STACKS_S, None
         while time.monotonic() < end:
             time.sleep(0.2)
-            sizes = [file.stat().st_size for file in files.values()]
+            sizes = [file.stat().st_size for file in files]
             if sizes == before and all(sizes):
                 break
             before = sizes
-        stacks = {rank: file.read_text("utf-8", errors="replace") for rank, file in files.items()}
-        return [_RankStacks(watched, stacks[watched.stamp.rank]) for watched in ranks]
+        for each, file in zip(ranks, files, strict=True):
+            each.stacks = file.read_text("utf-8", errors="replace")
 
 
 @contextmanager
@@ -191,9 +178,9 @@ def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[s
         yield HangWatch(folder, timeout_s), {STAMPS: str(folder)}
 
 
-def _lines(others: Sequence[_RankStacks]) -> list[str]:
+def _lines(others: Sequence[_Watched]) -> list[str]:
     """Return lines about a few of the other ranks of this node."""
-    found = [f"rank {p.rank} is in {p.watched.stamp.phase}: {p.words}" for p in others[:_MOST_OTHERS]]
+    found = [f"rank {p.stamp.rank} is in {p.stamp.phase}: {p.place}" for p in others[:_MOST_OTHERS]]
     more = len(others) - len(found)
     return [*found, f"and {more} more"] if more else found
 

@@ -1,11 +1,10 @@
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,29 +14,26 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data.cache import cached
 from tests.damage import limited
 
-ROOT = Path(__file__).parents[2]
-
-BUILDER = """
-import sys, time
-from pathlib import Path
-from graphmoe.data.cache import cached
-
-def build(folder):
-    (folder / "data").write_text("x" * 1000)
-    with open(sys.argv[2], "a") as file:
-        file.write("built\\n")
-    time.sleep(float(sys.argv[3]))
-    return {"answer": 42}
-
-entry, meta = cached(Path(sys.argv[1]), "thing", build)
-assert (entry / "data").stat().st_size == 1000 and meta == {"answer": 42}
-"""
+FORK = multiprocessing.get_context("fork")
 
 
-def builder(cache, tally, seconds) -> subprocess.Popen:
-    """Another process that asks for the entry ``thing``."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", BUILDER, str(cache), str(tally), str(seconds)], env=env)
+def _ask(cache: Path, tally: Path, seconds: float) -> None:
+    def build(folder):
+        (folder / "data").write_text("x" * 1000)
+        with open(tally, "a") as file:
+            file.write("built\n")
+        time.sleep(seconds)
+        return {"answer": 42}
+
+    entry, meta = cached(cache, "thing", build)
+    assert (entry / "data").stat().st_size == 1000 and meta == {"answer": 42}
+
+
+def builder(cache, tally, seconds):
+    """Start another process that asks for the entry ``thing``."""
+    process = FORK.Process(target=_ask, args=(cache, tally, seconds))
+    process.start()
+    return process
 
 
 def build(folder):
@@ -52,7 +48,9 @@ def never(folder):
 def test_processes_that_race_build_once_and_share(tmp_path):
     tally = tmp_path / "tally"
     racers = [builder(tmp_path, tally, 0.5) for _ in range(3)]
-    assert [racer.wait(timeout=60) for racer in racers] == [0, 0, 0]
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0, 0, 0]
     assert tally.read_text() == "built\n"
 
 
@@ -61,10 +59,10 @@ def test_a_killed_builder_leaves_no_entry_and_the_next_one_cleans_up(tmp_path):
     process = builder(tmp_path, tally, 60)
     end = time.monotonic() + 60
     while not tally.exists():
-        assert time.monotonic() < end and process.poll() is None
+        assert time.monotonic() < end and process.is_alive()
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (tmp_path / "thing").exists() and list(tmp_path.glob("thing.tmp-*"))
     assert cached(tmp_path, "thing", build)[1] == {"n": 1}
     assert not list(tmp_path.glob("thing.tmp-*"))

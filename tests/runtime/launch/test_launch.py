@@ -142,6 +142,7 @@ def test_a_worker_that_dies_is_named_and_not_the_one_that_lost_it(tmp_path):
     assert said == f"rank 1 on {host}: {killed}\n  log of rank 1: {log}\n"
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_job_which_says_where(tmp_path):
     began = time.monotonic()
     words = (*TWO, "launch.hang_timeout_s=4")

@@ -38,7 +38,7 @@ def keep(store: CompileCache, number: int, common: str | None, own: str) -> str:
     if common:
         (folder / "common.so").write_text("x" * 100)
     (folder / "own.so").write_text(own)
-    work._shared.clear()
+    work._files.clear()
     work.publish(notes={"model": f"model-{number}", "graphs": number})
     work.close()
     age(store, number)

@@ -34,12 +34,14 @@ def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
             f"data.bpe_vocab_size={data.bpe_vocab_size} must be from 300 to "
             f"model.vocab_size={model.vocab_size}"
         )
-    if data.source in (DataSource.files, DataSource.memmap) and not data.paths:
-        yield f"data.source={data.source.name} needs data.paths, e.g. 'data.paths=[corpus/*.jsonl]'"
-    if data.source in (DataSource.files, DataSource.hf) and data.tokenizer is None:
-        yield f"data.source={data.source.name} needs data.tokenizer, the path of a tokenizer.json"
-    if data.source is DataSource.hf and data.hf_name is None:
-        yield "data.source=hf needs data.hf_name, the name or local folder of a dataset"
+    examples = {
+        "paths": "e.g. 'data.paths=[corpus/*.jsonl]'",
+        "tokenizer": "the path of a tokenizer.json",
+        "hf_name": "the name or local folder of a dataset",
+    }
+    for key in data.source.needs:
+        if not getattr(data, key):
+            yield f"data.source={data.source.name} needs data.{key}, {examples[key]}"
     if data.seq_len is not None and data.seq_len > model.context_length:
         yield (
             f"data.seq_len={data.seq_len} exceeds model.context_length={model.context_length}; use at most "

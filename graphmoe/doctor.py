@@ -1,4 +1,4 @@
-"""What this machine can do: versions, devices and links, capabilities, optional libraries.
+"""Facts of this machine: versions, devices and links, capabilities, optional libraries.
 
 python -m graphmoe.doctor
 python -m graphmoe.doctor format=json
@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,21 @@ from rich.text import Text
 import graphmoe
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.packages import PACKAGES, Package
-from graphmoe.config.schema import OutputFormat
+from graphmoe.config.schema import DeviceChoice, HostConfig, OutputFormat
 from graphmoe.plan.costs.hardware import peak_tflops
-from graphmoe.runtime.host.facts import environment, host, node_of_gpu
+from graphmoe.runtime.host.environment import variables
+from graphmoe.runtime.host.tuning import cores_here, cpus_of_nodes, numa_node
 
 VERSIONED = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "rich")
 PROBE_TIMEOUT_S = 60
+DEVICE_COLUMNS = (
+    "index", "name", "memory GiB", "architecture", "processors", "bf16 peak TFLOP/s", "NUMA node",
+)  # fmt: skip
+SHOWN = re.compile(
+    r"(NCCL|RCCL|NVSHMEM|HSA|TORCH_NCCL|TORCH_SYMM_MEM|GLOO)_|"
+    r"(GPU_MAX_HW_QUEUES|OMP_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES)$"
+)
+"""Variables that are shown where they are set."""
 
 
 @dataclass
@@ -46,12 +56,12 @@ class DoctorArgs:
     """Arguments of the tool."""
 
     format: OutputFormat = OutputFormat.text
-    """What is printed on stdout: text, or one JSON document."""
+    """Form of the findings on stdout: text, or one JSON document."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether the machine has a capability, and what was seen."""
+    """A capability of the machine, and the reason of the answer."""
 
     name: str
     ok: bool
@@ -80,7 +90,7 @@ def examine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of this project and of what it stands on; None where one is missing."""
+    """Versions of Python, of this project and of its packages; None where one is missing."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     if torch.version.hip:
         build = f"ROCm {torch.version.hip}"
@@ -111,8 +121,44 @@ def devices() -> list[dict[str, Any]]:
     return found
 
 
+def host() -> dict[str, Any]:
+    """System, cores, NUMA nodes and memory of the host."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "physical_cores_for_a_run": cores_here(),
+        "numa_nodes": len(cpus_of_nodes()) or None,
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": round(memory_bytes / 2**30, 1),
+    }
+
+
+def node_of_gpu(index: int) -> int | None:
+    """The NUMA node that a GPU is attached to; None where the system does not say."""
+    try:
+        return numa_node(torch.device("cuda", index))
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def environment() -> list[dict[str, str | None]]:
+    """Variables that a run on a GPU sets by default, and others of their kind that are set here."""
+    wanted = {variable.name: variable for variable in variables(HostConfig(), DeviceChoice.cuda)}
+    there = {name for name in os.environ if SHOWN.match(name)}
+    return [
+        {
+            "name": name,
+            "present": os.environ.get(name),
+            "a_run_sets": wanted[name].value if name in wanted and name not in os.environ else None,
+            "key": wanted[name].key if name in wanted else None,
+        }
+        for name in sorted(wanted.keys() | there)
+    ]
+
+
 def links() -> dict[str, Any]:
-    """Which GPU can read which other's memory, and the vendor tool's picture of the links."""
+    """Access of each GPU to the memory of each other, and the vendor tool's picture of the links."""
     gpus = range(_num_gpus())
     if len(gpus) < 2:
         return {"peer_access": [], "topology": None}
@@ -121,7 +167,7 @@ def links() -> dict[str, Any]:
 
 
 def probe_graphs() -> Finding:
-    """Capture a small graph on the first GPU and compare a replay with what it should give."""
+    """Capture a small graph on the first GPU and compare a replay with the right result."""
     name = "device graphs"
     if not _num_gpus():
         return Finding(name, False, "no GPU")
@@ -165,7 +211,7 @@ def probe_gloo() -> Finding:
 
 
 def probe_cpp_compiler() -> Finding:
-    """Compile what Inductor needs for a CPU: C++17, OpenMP and Python's headers."""
+    """Compile a file with the needs of Inductor on a CPU: C++17, OpenMP and Python's headers."""
     name = "C++ compiler for Inductor"
     words = shlex.split(os.environ.get("CXX", "g++"))
     if not words or shutil.which(words[0]) is None:
@@ -209,24 +255,29 @@ def render(document: dict[str, Any]) -> Group:
     """The findings as coloured tables for a terminal."""
     parts: list[RenderableType] = [_version_table(document)]
     if document["environment"]:
-        parts.append(_environment_table(document["environment"]))
+        rows = [[escape(value or "") for value in row.values()] for row in document["environment"]]
+        parts.append(_table("Environment", ("variable", "set here", "a run on a GPU sets", "by key"), rows))
     if document["devices"]:
-        parts.append(_device_table(document["devices"]))
+        rows = [
+            ["unknown" if value is None else str(value) for value in device.values()]
+            for device in document["devices"]
+        ]
+        parts.append(_table("GPUs", DEVICE_COLUMNS, rows))
     else:
         parts.append("[yellow]No usable GPU: runs use the CPU.[/yellow]")
-    if document["links"]["peer_access"]:
-        parts.append(_peer_table(document["links"]["peer_access"]))
+    if peers := document["links"]["peer_access"]:
+        rows = [[str(index), *map(_mark, row)] for index, row in enumerate(peers)]
+        parts.append(_table("Peer access", ["from \\ to", *map(str, range(len(peers)))], rows))
     if document["links"]["topology"]:
         parts.append(Text(document["links"]["topology"], overflow="fold"))
-    capabilities = _table("Capabilities", "capability", "", "detail")
-    for finding in document["capabilities"]:
-        capabilities.add_row(finding["name"], _mark(finding["ok"]), escape(finding["detail"]))
-    return Group(*parts, capabilities, *_library_parts(document["libraries"]))
+    rows = [[each["name"], _mark(each["ok"]), escape(each["detail"])] for each in document["capabilities"]]
+    parts.append(_table("Capabilities", ("capability", "", "detail"), rows))
+    return Group(*parts, *_library_parts(document["libraries"]))
 
 
 def _library_parts(libraries: list[dict[str, Any]]) -> list[RenderableType]:
     """The table of optional libraries, and how to install each one that cannot be used."""
-    table = _table("Optional libraries", "library", "", "version", "enables")
+    table = _table("Optional libraries", ("library", "", "version", "enables"))
     commands: list[RenderableType] = []
     for found in libraries:
         usable = found["state"] == "installed"
@@ -237,8 +288,7 @@ def _library_parts(libraries: list[dict[str, Any]]) -> list[RenderableType]:
 
 
 def _version_table(document: dict[str, Any]) -> Table:
-    """Versions, then the host."""
-    table = _table("Versions and host", "what", "found")
+    table = _table("Versions and host", ("what", "found"))
     for name, version in document["versions"].items():
         table.add_row(name, version or "[yellow]missing[/yellow]")
     table.add_section()
@@ -249,41 +299,17 @@ def _version_table(document: dict[str, Any]) -> Table:
     return table
 
 
-def _environment_table(found: list[dict[str, str | None]]) -> Table:
-    """One row for each variable."""
-    table = _table("Environment", "variable", "set here", "a run on a GPU sets", "by key")
-    for row in found:
-        table.add_row(*(escape(value or "") for value in row.values()))
-    return table
-
-
-def _device_table(found: list[dict[str, Any]]) -> Table:
-    """One row for each GPU."""
-    columns = ("index", "name", "memory GiB", "architecture", "processors", "bf16 peak TFLOP/s", "NUMA node")
-    table = _table("GPUs", *columns)
-    for device in found:
-        table.add_row(*("unknown" if value is None else str(value) for value in device.values()))
-    return table
-
-
-def _peer_table(peers: list[list[bool]]) -> Table:
-    """One row and one column for each GPU."""
-    table = _table("Peer access", "from \\ to", *(str(index) for index in range(len(peers))))
-    for index, row in enumerate(peers):
-        table.add_row(str(index), *(_mark(ok) for ok in row))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    """An empty table whose long cells wrap."""
+def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]] = ()) -> Table:
+    """A table whose long cells wrap."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _mark(ok: bool) -> str:
-    """A coloured yes or no."""
     return "[green]yes[/green]" if ok else "[red]no[/red]"
 
 
@@ -319,12 +345,10 @@ def _num_gpus() -> int:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """The finished command with its output as text."""
     return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
 
 
 def _version(distribution: str) -> str | None:
-    """Installed version of a distribution, None if it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -17,6 +17,7 @@ from graphmoe.config.arguments import run_tool
 from graphmoe.config.packages import PACKAGES, Package
 from graphmoe.config.schema import AttentionBackend, ExpertsBackend
 from graphmoe.plan.experts import FACTS
+from tests.runtime.host.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,7 +93,7 @@ def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
     assert not finding.ok and finding.detail == "no answer in 0.2 s"
 
 
-def test_a_capture_error_is_text_and_not_raised(monkeypatch):
+def test_a_capture_error_or_a_wrong_replay_is_no_support(monkeypatch):
     def fail() -> float:
         raise RuntimeError("CUDA error: operation not permitted\nlong advice")
 
@@ -101,10 +102,6 @@ def test_a_capture_error_is_text_and_not_raised(monkeypatch):
     assert doctor.probe_graphs() == doctor.Finding(
         "device graphs", False, "CUDA error: operation not permitted"
     )
-
-
-def test_a_replay_with_a_wrong_result_is_no_support(monkeypatch):
-    monkeypatch.setattr(doctor, "_num_gpus", lambda: 1)
     monkeypatch.setattr(doctor, "_replay_small_graph", lambda: 1.0)
     assert not doctor.probe_graphs().ok
 
@@ -133,17 +130,13 @@ def test_every_backend_that_is_not_our_own_stands_beside_its_package():
     assert wanted <= {word for library in PACKAGES for word in library.enables.split(", ")}
 
 
-@pytest.mark.parametrize("library", PACKAGES, ids=lambda library: library.module)
-def test_each_library_is_installed_by_a_command_that_can_be_typed(library):
-    assert library.install.startswith("pip install ")
-    checked = subprocess.run(["bash", "-n", "-c", library.install], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
-    assert not re.search(r"[<>]|\.\.\.", library.install), "a placeholder"
-
-
-def test_extras_that_the_report_names_exist():
+def test_each_library_is_installed_by_a_command_that_can_be_typed():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for library in PACKAGES:
+        assert library.install.startswith("pip install ")
+        checked = subprocess.run(["bash", "-n", "-c", library.install], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stderr
+        assert not re.search(r"[<>]|\.\.\.", library.install), "a placeholder"
         if "graphmoe[" in library.install:
             extra = library.install.split("graphmoe[")[1].split("]")[0]
             assert any(entry.startswith(library.distribution) for entry in extras[extra])
@@ -162,3 +155,62 @@ def test_nothing_but_the_document_is_on_stdout():
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert torch.__version__.startswith(json.loads(run.stdout)["versions"]["torch"])
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    """No variable of those that are shown is set; torch is built for CUDA."""
+    for name in list(os.environ):
+        if doctor.SHOWN.match(name):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    return monkeypatch
+
+
+def test_variables_that_a_run_would_set_stand_beside_those_that_are_set(clean):
+    clean.setenv("NCCL_NVLS_ENABLE", "1")
+    clean.setenv("NCCL_DEBUG", "INFO")
+    clean.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = {row["name"]: row for row in doctor.environment()}
+    assert list(found) == sorted(found) and len(found) == 5
+    key = "host.nvlink_multicast=false"
+    assert found["NCCL_NVLS_ENABLE"] == {
+        "name": "NCCL_NVLS_ENABLE", "present": "1", "a_run_sets": None, "key": key,
+    }  # fmt: skip
+    assert (found["NVSHMEM_DISABLE_NVLS"]["present"], found["NVSHMEM_DISABLE_NVLS"]["a_run_sets"]) == (
+        None,
+        "1",
+    )
+    assert (found["NCCL_DEBUG"]["present"], found["NCCL_DEBUG"]["key"]) == ("INFO", None)
+    assert found["CUDA_VISIBLE_DEVICES"]["present"] == ""
+
+
+def test_on_rocm_the_pool_for_arguments_is_named(clean):
+    clean.setattr(torch.version, "cuda", None)
+    clean.setattr(torch.version, "hip", "7.0")
+    assert [(row["name"], row["a_run_sets"]) for row in doctor.environment()] == [
+        ("HSA_KERNARG_POOL_SIZE", "12582912")
+    ]
+
+
+def test_a_build_for_a_cpu_wants_nothing(clean):
+    clean.setattr(torch.version, "cuda", None)
+    assert doctor.environment() == []
+
+
+def test_numa_nodes_of_the_host_and_of_gpus_are_found(tmp_path, monkeypatch):
+    machine = Machine(tmp_path, monkeypatch)
+    assert doctor.host()["numa_nodes"] is None and doctor.host()["physical_cores_for_a_run"] == 8
+    machine.has_nodes({0: "0-3", 1: "4-7"})
+    machine.has_gpus({0: 1, 1: -1})
+    assert doctor.host()["numa_nodes"] == 2
+    assert (doctor.node_of_gpu(0), doctor.node_of_gpu(1)) == (1, None)
+
+
+def test_the_text_shows_the_environment(clean):
+    clean.setenv("NCCL_DEBUG", "[x]")
+    links = {"peer_access": [], "topology": None}
+    empty = {"versions": {}, "host": {"numa_nodes": None}, "devices": [], "links": links}
+    text = shown(empty | {"environment": doctor.environment(), "capabilities": [], "libraries": []})
+    assert "NCCL_DEBUG" in text and "[x]" in text and "unknown" in text

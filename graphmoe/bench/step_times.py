@@ -22,6 +22,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.run.machine import open_device
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.tuning import GarbageCollection
+from graphmoe.trace.gpu import length
 from graphmoe.training.start_state import check_memory
 from graphmoe.training.trainer import Trainer
 
@@ -103,7 +104,9 @@ def _measured(trainer: Trainer, device: torch.device, repeats: int) -> StepTimes
         times.graphs, times.capture_s = capture.report.graphs, capture.report.seconds
     if on_gpu:
         activities = _profiled(step, device)
-        times.busy_ms = union_us(activities) / PROFILED_STEPS / 1e3 if activities else None
+        times.busy_ms = (
+            length((a.start, a.end) for a in activities) / PROFILED_STEPS / 1e3 if activities else None
+        )
         times.kernels = largest(activities, PROFILED_STEPS)
     return times
 
@@ -148,15 +151,6 @@ def _profiled(step: Callable[[], None], device: torch.device) -> list[Activity]:
         for event in trace.events() or ()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-
-
-def union_us(activities: Iterable[Activity]) -> float:
-    """Time in which at least one of them runs, in microseconds."""
-    total, reached = 0.0, float("-inf")
-    for activity in sorted(activities, key=lambda activity: activity.start):
-        total += max(0.0, activity.end - max(activity.start, reached))
-        reached = max(reached, activity.end)
-    return total
 
 
 def largest(activities: Iterable[Activity], steps: int) -> list[dict[str, str | float]]:

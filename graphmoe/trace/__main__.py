@@ -20,19 +20,17 @@ from rich.text import Text
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.run.records import PROFILE_FOLDER
-from graphmoe.trace.comparison import Comparison, compare
 from graphmoe.trace.events import rank_of, read_trace
 from graphmoe.trace.reading import summarise
 from graphmoe.trace.summary import Summary
-from graphmoe.trace.tables import comparison_text, summary_text
-from graphmoe.trace.tracelens import tracelens_report
+from graphmoe.trace.tables import Comparison, compare, comparison_text, summary_text, tracelens_report
 
 PROG = "graphmoe.trace"
 
 
 @dataclass
 class TraceArgs:
-    """What the tool is asked."""
+    """Arguments of the tool."""
 
     run: list[Path] | None = None
     """Folder of a run with profile.steps; two, by comma, are compared."""
@@ -113,7 +111,7 @@ def _recorded(run: Path) -> dict[int, Path]:
 
 
 def _other_ranks(run: Path, read: Path) -> Iterator[str]:
-    """That there are traces of more ranks than the one that was read."""
+    """Yield a note if there are traces of more ranks than the one that was read."""
     others = sorted(rank for rank, path in _recorded(run).items() if path != read)
     if others:
         yield f"there are traces of more ranks, {_listed(others)}; rank={others[0]} shows one of them"
@@ -126,7 +124,7 @@ def _listed(found: Iterable[int]) -> str:
 def document(
     summaries: list[Summary], comparison: Comparison | None, reports: list[Path], num_kernels: int
 ) -> dict[str, Any]:
-    """One object for a trace; for two a list of such, ``traces``, and what differs, ``comparison``."""
+    """One object for a trace; for two a list of such, ``traces``, and their ``comparison``."""
     entries = [dataclasses.asdict(summary) for summary in summaries]
     for entry in entries:
         for segment in entry["segments"]:

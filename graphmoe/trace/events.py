@@ -1,4 +1,4 @@
-"""A Chrome trace of torch's profiler (Kineto) as lists of what happened on the host and on the device.
+"""A Chrome trace of torch's profiler (Kineto) as lists of events of the host and of the device.
 
 Kineto links them by numbers: a call of CUDA's or HIP's runtime has a ``correlation``, and so has each kernel,
 copy or memset that it launched; all of a graph have that of the graph's launch.
@@ -64,12 +64,12 @@ class Activity:
     stream: str
     correlation: int | None
     num_bytes: int | None = None
-    """That it copies or sets; None for a kernel."""
+    """Copied or set; None for a kernel."""
 
 
 @dataclass
 class Trace:
-    """What a trace holds, each list in the order of starts."""
+    """Events of a trace, each list in the order of starts."""
 
     path: Path
     host: list[HostEvent] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Trace:
     steps: list[HostEvent] = field(default_factory=list)
     """Ranges of training steps, on the thread that runs them."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the run has said of itself; empty for a trace from elsewhere."""
+    """Facts that the run wrote of itself; empty for a trace from elsewhere."""
     device: str | None = None
     """Name of the GPU."""
 
@@ -95,7 +95,7 @@ class _Device(msgspec.Struct):
 
 
 class Facts(TypedDict, total=False):
-    """The fields that are read of what a run says of itself."""
+    """Fields that are read of the facts that a run wrote."""
 
     rank: int
     num_ranks: int
@@ -140,7 +140,7 @@ class _Document(msgspec.Struct):
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for what is no trace."""
+    """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for a file that is no trace."""
     document = from_json(_text(path), _Document, str(path))
     trace = Trace(path, facts={**(document.graphmoe or {})})
     names = [device.name for device in document.deviceProperties or [] if device.name]

@@ -1,4 +1,4 @@
-"""The least time that a device needs for what the trace says a kernel computes or moves.
+"""The least time that a device needs for the work of a kernel.
 
 Of matrix products of 16-bit numbers by their shapes, of copies and memsets by their bytes. A trace has no
 shapes of what a graph launches, nor of fused kernels: of those nothing is known, and nothing is guessed.
@@ -14,7 +14,7 @@ from graphmoe.plan.costs.hardware import CARDS, device_words, peak_tflops
 from graphmoe.trace.events import Activity, HostEvent, Trace
 
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Where the first factor is among the inputs."""
+"""Operations, and the index of the first factor among their inputs."""
 _HALF = ("c10::BFloat16", "c10::Half")
 _BYTES = 2
 # (words of the device's name, TB/s) by NVIDIA's and AMD's data sheets, the more specific first: of devices
@@ -32,7 +32,7 @@ _OTHER_BANDWIDTHS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at most; None for what is not known."""
+    """Peaks of a device; None for an unknown one."""
 
     flops_per_us: float | None
     """Of 16-bit numbers."""

@@ -1,4 +1,4 @@
-"""A trace with a GPU: what ran there, and whose launches it were."""
+"""A trace with a GPU: its kernels, and the segments that launched them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from graphmoe.config.schema import ConfigError
 from graphmoe.trace.events import Activity, Call, HostEvent, Thread, Trace
 from graphmoe.trace.floors import Device
-from graphmoe.trace.intervals import Interval, apart, length
-from graphmoe.trace.names import is_communication, is_launch
-from graphmoe.trace.owners import NOBODY, Owner, Owners, Place, step_of
+from graphmoe.trace.owners import NOBODY, Owner, Owners, Place, is_communication, is_launch, step_of
 from graphmoe.trace.summary import BETWEEN, OTHER, UNKNOWN, SegmentTime, Summary, calls_of, largest
 
+Interval = tuple[float, float]
 Launches = Mapping[int | None, tuple[Call, Place]]
 """Calls of the host and their places, by correlation."""
 
@@ -46,7 +45,7 @@ def of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
 
 
 def _whole_steps(trace: Trace, begin: float, end: float) -> Summary:
-    """What is said of the steps together, whose kernels run from ``begin`` to ``end``."""
+    """The numbers of the steps together, whose kernels run from ``begin`` to ``end``."""
     steps = len(trace.steps)
     running = [a for a in trace.activities if a.end > begin and a.start < end]
     messages = [_interval(a) for a in running if is_communication(a)]
@@ -125,3 +124,33 @@ def _floors(activities: Iterable[Activity], launches: Launches, device: Device) 
         if of_operation is not None:
             floors[id(activity)] = of_operation
     return floors
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as intervals that do not touch, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Time in which at least one of them is."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def apart(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """Time in which one of ``intervals`` is, and none of ``others``."""
+    rest, total, i = union(others), 0.0, 0
+    for start, end in union(intervals):
+        while i < len(rest) and rest[i][1] <= start:
+            i += 1
+        at, j = start, i
+        while j < len(rest) and rest[j][0] < end:
+            total += max(0.0, rest[j][0] - at)
+            at, j = max(at, rest[j][1]), j + 1
+        total += max(0.0, end - at)
+    return total

@@ -1,4 +1,4 @@
-"""Which segment, and which operation of torch, what the host launches belongs to.
+"""The segment, and the operation of torch, to which each launch of the host belongs.
 
 A launch belongs to the innermost range of ours around it on its thread. In an eager backward there is none:
 there autograd names the forward operation by its sequence number, whose range it is.
@@ -7,19 +7,29 @@ there autograd names the forward operation by its sequence number, whose range i
 from __future__ import annotations
 
 import bisect
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphmoe.trace.events import Call, HostEvent, Thread, Trace
-from graphmoe.trace.names import unit_and_part
+from graphmoe.trace.events import Activity, Call, HostEvent, Thread, Trace
 
 _AUTOGRAD = "autograd::engine::evaluate_function"
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|nvshmem|rocshmem|deep_ep|mori::|multimem|one_shot_all_reduce|two_shot_all_reduce"
+    r"|PtoP|PeerToPeer|symm_mem"
+    # graphmoe.ops.symm: those that wait for other ranks, or read and write their memory
+    r"|^(records|receive|pull|put|way_back|sum)_kernel",
+    re.IGNORECASE,
+)
+_LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Za-z]*Launch")
+_RANGE = re.compile(r"(?!(?:gloo|nccl|ucc|mpi):)([a-z_]+(?:\.\.[a-z_]+)?):([A-Za-z]+)")
+"""Ranges but those of torch's process groups, such as gloo:send, which last until a message is there."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Unit and part of it, such as attn and F; two empty strings for what is in no range of ours."""
+    """Unit and part of it, such as attn and F; two empty strings outside of our ranges."""
 
     unit: str
     part: str
@@ -30,7 +40,7 @@ NOBODY = Owner("", "")
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is in the nest of ranges and operations of its thread."""
+    """Position in the nest of ranges and operations of a thread."""
 
     owner: Owner = NOBODY
     sequence: int | None = None
@@ -46,11 +56,11 @@ class Owners:
     host: list[Place]
     calls: list[Place]
     around: list[Place]
-    """Where each host event begins."""
+    """Places in which host events begin."""
     _of_sequence: dict[int, Owner]
 
     def of(self, place: Place) -> Owner:
-        """Whose it is."""
+        """The owner of a place."""
         if place.sequence is None:
             return place.owner
         forward = self._of_sequence.get(place.sequence)
@@ -125,3 +135,19 @@ def _threads(trace: Trace) -> dict[Thread, list[tuple[HostEvent | Call, int]]]:
     for listed in found.values():
         listed.sort(key=lambda pair: (pair[0].start, -pair[0].end))
     return found
+
+
+def is_communication(activity: Activity) -> bool:
+    """Return whether a kernel moves data between ranks, by its name."""
+    return bool(_COMMUNICATION.search(activity.name))
+
+
+def is_launch(name: str) -> bool:
+    """Return whether a call of the runtime launches kernels or graphs, by its name."""
+    return bool(_LAUNCH.match(name))
+
+
+def unit_and_part(name: str) -> tuple[str, str] | None:
+    """Unit and part that a range of ours names; None for any other range."""
+    match = _RANGE.fullmatch(name)
+    return (match[1], match[2]) if match else None

@@ -1,4 +1,4 @@
-"""What is said of a trace's steps."""
+"""Numbers of a trace's steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphmoe.trace.events import Trace
-from graphmoe.trace.names import unit_and_part
-from graphmoe.trace.owners import Owner, step_of
+from graphmoe.trace.owners import Owner, step_of, unit_and_part
 
 OTHER = Owner("(no segment)", "")
-"""What runs in a step outside of all ranges."""
+"""Owner of kernels that run in a step outside of all ranges."""
 BETWEEN = Owner("(between steps)", "")
 UNKNOWN = Owner("(unknown)", "")
-"""Whose launch is not in the trace."""
+"""Owner of kernels whose launch is not in the trace."""
 NAME_LENGTH = 200
 
 
@@ -27,7 +26,7 @@ class Kernel:
     calls: float
     ms: float
     floor_ms: float | None
-    """What the device needs at least; None where the trace does not say enough."""
+    """Least time that the device needs; None where the trace does not say enough."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,15 @@ class SegmentTime:
     calls: float
     """Of its range."""
     ms: float
-    """In which any kernel of it runs; on a CPU in which the host is in its range."""
+    """Time in which any kernel of it runs; on a CPU time of the host in its range."""
     communication_ms: float | None
     kernels: list[Kernel]
-    """Those with the most time."""
+    """The kernels with the most time."""
 
 
 @dataclass
 class Summary:
-    """All that is said of a trace; times are milliseconds per step."""
+    """All numbers of a trace; times are milliseconds per step."""
 
     trace: str
     device: str | None
@@ -73,12 +72,12 @@ class Summary:
 
     @property
     def kinds(self) -> str:
-        """What ``kernels`` of segments are."""
+        """The kind of ``kernels`` of segments."""
         return "kernels" if self.on == "gpu" else "operations"
 
 
 def calls_of(trace: Trace) -> Counter[Owner]:
-    """How often each range of ours is in a step."""
+    """Count the ranges of ours inside steps."""
     named = [
         unit_and_part(e.name) for e in trace.host if e.is_range and step_of(trace.steps, e.start) is not None
     ]

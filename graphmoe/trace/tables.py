@@ -1,22 +1,98 @@
-"""A trace's summary, and the comparison of two, as tables."""
+"""A trace's summary and the comparison of two as tables, and the workbook of AMD's TraceLens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphmoe.trace.comparison import Comparison, Row
 from graphmoe.trace.summary import SegmentTime, Summary
 
 SHOWN_NAME = 64
 """Characters of a kernel's name in a table; format=json has more."""
+TRACELENS = "TraceLens_generate_perf_report_pytorch"
+"""Command of github.com/AMD-AGI/TraceLens; PyPI's package ``tracelens`` is another project, never called."""
+TRACELENS_S = 1800
+_FIGURES = {
+    "step ms": lambda s: s.step_ms,
+    "GPU idle %": lambda s: None if s.idle is None else 100 * s.idle,
+    "exposed communication ms": lambda s: s.exposed_ms,
+    "hidden communication ms": lambda s: s.hidden_ms,
+    "host launches ms": lambda s: s.launch_ms,
+    "launches": lambda s: s.launches,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of both; None where a trace does not have it."""
+
+    name: str
+    first: float | None
+    second: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """The second less the first; a name that only one trace has is 0 in the other."""
+        if self.first is None and self.second is None:
+            return None
+        return (self.second or 0.0) - (self.first or 0.0)
+
+
+@dataclass
+class Comparison:
+    """Numbers of two traces side by side, per step."""
+
+    traces: tuple[str, str]
+    figures: list[Row]
+    segments: list[Row]
+    """Milliseconds, those of the largest difference first."""
+    kernels: list[Row]
+    kinds: str
+    """Kinds of the rows of ``kernels``: kernels, operations, or both."""
+    notes: list[str]
+
+
+def compare(first: Summary, second: Summary, num_kernels: int) -> Comparison:
+    """Compare summaries that have all of their kernels."""
+    notes = list(dict.fromkeys([*first.notes, *second.notes]))
+    if first.device != second.device:
+        notes.append(f"the devices differ: {first.device} and {second.device}")
+    return Comparison(
+        (first.trace, second.trace),
+        [Row(name, value(first), value(second)) for name, value in _FIGURES.items()],
+        _compared(_segment_times(first), _segment_times(second)),
+        _compared(_kernel_times(first), _kernel_times(second))[:num_kernels],
+        " and ".join(dict.fromkeys([first.kinds, second.kinds])),
+        notes,
+    )
+
+
+def _compared(first: Mapping[str, float], second: Mapping[str, float]) -> list[Row]:
+    rows = [Row(name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second])]
+    return sorted(rows, key=lambda row: -abs(row.difference or 0.0))
+
+
+def _segment_times(summary: Summary) -> dict[str, float]:
+    return {f"{s.segment}:{s.part}" if s.part else s.segment: s.ms for s in summary.segments}
+
+
+def _kernel_times(summary: Summary) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for segment in summary.segments:
+        for kernel in segment.kernels:
+            found[kernel.name] = found.get(kernel.name, 0.0) + kernel.ms
+    return found
 
 
 def summary_text(summary: Summary) -> RenderableType:
-    """What is to be seen first, then segments, then their largest kernels."""
+    """The lines of the whole steps, then segments, then their largest kernels."""
     tables = (Text(), _segments(summary), Text(), _kernels(summary))
     return Group(*map(Text, head(summary)), *tables, *_notes(summary.notes))
 
@@ -114,3 +190,20 @@ def _count(calls: float) -> str:
 
 def _number(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.3f}"
+
+
+def tracelens_report(trace: Path) -> tuple[Path | None, str | None]:
+    """Let TraceLens, if it is on PATH, write a workbook beside a trace; return the file or the problem."""
+    command = shutil.which(TRACELENS)
+    if command is None:
+        return None, None
+    report = trace.with_name(f"{trace.name.split('.')[0]}.tracelens.xlsx")
+    words = [command, "--profile_json_path", str(trace), "--output_xlsx_path", str(report)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TRACELENS_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{TRACELENS} of {trace}: {error}"
+    if done.returncode or not report.exists():
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        return None, f"{TRACELENS} of {trace} ended with status {done.returncode}: {' '.join(last)}"
+    return report, None

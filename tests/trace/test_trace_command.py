@@ -1,11 +1,9 @@
-"""``graphmoe.trace`` as a command: the traces that it reads, what it refuses, TraceLens, a run on a CPU."""
+"""``graphmoe.trace`` as a command: traces that it reads or refuses, TraceLens, a run on a CPU."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,16 @@ import pytest
 from graphmoe.config.schema import ConfigError
 from graphmoe.trace.__main__ import main
 from tests.kineto import FACTS, KinetoTrace, two_steps
-from tests.runs import ROOT, TINY, command
+from tests.runs import TINY, command
+
+
+def test_other_ranks_are_named_where_none_was_asked_for(tmp_path, capsys):
+    for rank in (0, 2, 3):
+        two_steps().write(tmp_path / "profile" / f"rank{rank}.trace.json.gz", FACTS)
+    note = "there are traces of more ranks, 2, 3; rank=2 shows one of them"
+    for words, expected in (((), True), (("rank=0",), False)):
+        main([f"run={tmp_path}", *words, "tracelens=false", "format=json"])
+        assert (note in json.loads(capsys.readouterr().out)["notes"]) is expected
 
 
 def test_two_runs_are_compared_by_a_rank_that_both_have(tmp_path, capsys):
@@ -29,25 +36,24 @@ def test_two_runs_are_compared_by_a_rank_that_both_have(tmp_path, capsys):
         main([f"run={runs[1]},{runs[2]}"])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "nothing to read; use run=outputs/tiny or trace=<file>"),
-        ("run=a trace=b", "use one of them"),
-        ("trace=a,b,c", "3 traces are given"),
-        ("trace=a rank=1", "rank=1 is one of a run"),
-        ("trace=a kernels=0", "kernels=0 must be 1 or more"),
-        ("run=nowhere", "run=nowhere is no folder"),
-        ("run=.", "has no trace; a run with profile.steps=[10,12] writes one"),
-        ("trace=nowhere.json", "nowhere.json cannot be read (No such file"),
-        ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),
-        ("trace=torn.json.gz", "torn.json.gz is no whole trace"),
-        ("trace=list.json", "list.json: expected object, found array"),
-        ("trace=steps.json", "has no range ProfilerStep#"),
-        ("trace=idle.json", "has no kernel that a step launched"),
-    ],
+REFUSED = (
+    ("", "nothing to read; use run=outputs/tiny or trace=<file>"),
+    ("run=a trace=b", "use one of them"),
+    ("trace=a,b,c", "3 traces are given"),
+    ("trace=a rank=1", "rank=1 is one of a run"),
+    ("trace=a kernels=0", "kernels=0 must be 1 or more"),
+    ("run=nowhere", "run=nowhere is no folder"),
+    ("run=.", "has no trace; a run with profile.steps=[10,12] writes one"),
+    ("trace=nowhere.json", "nowhere.json cannot be read (No such file"),
+    ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),
+    ("trace=torn.json.gz", "torn.json.gz is no whole trace"),
+    ("trace=list.json", "list.json: expected object, found array"),
+    ("trace=steps.json", "has no range ProfilerStep#"),
+    ("trace=idle.json", "has no kernel that a step launched"),
 )
-def test_what_cannot_be_read_is_refused(tmp_path, monkeypatch, words, said):
+
+
+def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = two_steps().write(Path("one/profile/rank0.trace.json.gz")).read_bytes()
     Path("torn.json.gz").write_bytes(whole[: len(whole) // 2])
@@ -57,9 +63,10 @@ def test_what_cannot_be_read_is_refused(tmp_path, monkeypatch, words, said):
     idle.range("ProfilerStep#1", 0, 10)
     idle.launch("validation", 20, 30, 40)
     idle.write(Path("idle.json"))
-    with pytest.raises(ConfigError) as caught:
-        main(words.split())
-    assert said in str(caught.value)
+    for words, said in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            main(words.split())
+        assert said in str(caught.value)
 
 
 def script(folder: Path, name: str, text: str) -> None:
@@ -95,19 +102,14 @@ def test_a_tracelens_that_fails_is_named_and_the_rest_is_shown(tmp_path, monkeyp
     assert "ended with status 1: no sheet" in shown.err and "GPU idle" in shown.out
 
 
-def test_a_run_on_the_cpu_is_recorded_and_read_from_the_command_line(tmp_path):
+def test_a_run_on_the_cpu_is_recorded_and_read(tmp_path, capsys):
     words = (*TINY, "run.name=tiny", "train.steps=4", "profile.steps=[2,3]", "checkpoint.enabled=false")
     trained = command(tmp_path, *words)
     assert trained.process.exitcode == 0, trained.err.read_text()
     assert "steps 2 to 3 are in" in trained.err.read_text() + trained.out.read_text()
-    words = [sys.executable, "-m", "graphmoe.trace", "run=outputs/tiny", "format=json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    shown = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(shown.stdout)
+    main([f"run={tmp_path / 'outputs/tiny'}", "format=json"])
+    found = json.loads(capsys.readouterr().out)
     assert (found["on"], found["num_steps"], found["idle"]) == ("cpu", 2, None)
     names = {(s["segment"], s["part"]) for s in found["segments"]}
     assert {("attn", "F"), ("attn", "B"), ("moe_experts", "B"), ("optimizer", "update")} <= names
-    total = sum(s["ms"] for s in found["segments"])
-    assert total == pytest.approx(found["step_ms"], rel=0.02)
-    with gzip.open(tmp_path / "outputs/tiny/profile/rank0.trace.json.gz") as file:
-        assert {"traceEvents", "displayTimeUnit"} <= json.load(file).keys()
+    assert sum(s["ms"] for s in found["segments"]) == pytest.approx(found["step_ms"], rel=0.02)

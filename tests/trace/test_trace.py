@@ -1,4 +1,4 @@
-"""``graphmoe.trace``: what it makes of traces as Kineto writes them."""
+"""Numbers that ``graphmoe.trace`` makes of traces as Kineto writes them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 from graphmoe.plan.costs.hardware import CARDS, H100
 from graphmoe.run.records import trace_file
 from graphmoe.trace.__main__ import main
-from graphmoe.trace.events import Trace, rank_of, read_trace
+from graphmoe.trace.events import Activity, Trace, rank_of, read_trace
 from graphmoe.trace.floors import Device
-from graphmoe.trace.intervals import apart, length, union
+from graphmoe.trace.gpu import apart, length, union
+from graphmoe.trace.owners import is_communication
 from graphmoe.trace.reading import summarise
 from graphmoe.trace.summary import SegmentTime, Summary
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
@@ -41,7 +42,7 @@ def test_the_name_of_a_trace_says_the_rank_and_is_known_without_torch():
     assert said.stdout == "False\n"
 
 
-def test_intervals():
+def test_time_that_intervals_cover_counts_once():
     assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert length([(0, 2), (1, 3), (5, 6)]) == 4
     assert apart([(0, 10), (20, 30)], [(2, 4), (3, 5), (9, 25)]) == 11
@@ -148,7 +149,7 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
     ]
 
 
-def test_of_a_captured_step_it_is_said_that_no_kernel_belongs_to_a_segment(tmp_path):
+def test_a_note_says_that_no_kernel_of_a_captured_step_belongs_to_a_segment(tmp_path):
     trace = KinetoTrace()
     trace.range("ProfilerStep#5", 0, 100)
     trace.range("full_iteration:replay", 10, 40)
@@ -185,7 +186,7 @@ def test_an_eager_backward_is_the_segments_of_the_forward_by_sequence_numbers(tm
     }
 
 
-def test_what_runs_between_steps_or_has_no_launch_is_no_part_of_a_segment(tmp_path):
+def test_a_kernel_between_steps_or_without_a_launch_is_no_part_of_a_segment(tmp_path):
     trace = two_steps()
     trace.launch("validation", 950, 1010, 1040)
     trace.kernel("stray", 1050, 1060, 999_999)
@@ -194,27 +195,6 @@ def test_what_runs_between_steps_or_has_no_launch_is_no_part_of_a_segment(tmp_pa
     assert segment(summary, "(unknown)").ms == pytest.approx(0.005)
     assert summary.notes == ["(unknown): kernels whose launch is not in the trace"]
     assert summary.idle == pytest.approx(1 - 1440 / 1900)
-
-
-@pytest.mark.parametrize(
-    ("name", "communicates"),
-    [
-        ("ncclDevKernel_AllGather_RING_LL", True),
-        ("void rcclGenericKernel<1, false>", True),
-        ("Memcpy PtoP (Device -> Device)", True),
-        ("void deep_ep::intranode::dispatch<8, 768, 8192>", True),
-        ("pull_kernel", True),
-        ("_sum_kernel", False),
-        ("Memcpy DtoD (Device -> Device)", False),
-        ("triton_poi_fused_add", False),
-    ],
-)
-def test_communication_is_known_by_name(tmp_path, name, communicates):
-    trace = KinetoTrace()
-    trace.range("ProfilerStep#1", 0, 100)
-    trace.launch(name, 10, 50, 60)
-    summary = read(trace, tmp_path)
-    assert summary.exposed_ms == pytest.approx(0.01 if communicates else 0.0)
 
 
 def test_two_traces_are_compared(tmp_path, capsys):
@@ -253,7 +233,7 @@ def test_the_text_says_all_of_a_step(tmp_path, capsys, monkeypatch):
     assert ["attn", "W", "sm80_xmma_gemm", "1", "0.200", "unknown"] in words
 
 
-def test_of_a_cpu_there_are_no_columns_that_it_has_nothing_for(tmp_path, capsys, monkeypatch):
+def test_a_trace_of_a_cpu_has_no_columns_of_a_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     trace = KinetoTrace()
     trace.range("ProfilerStep#1", 0, 100)
@@ -263,38 +243,11 @@ def test_of_a_cpu_there_are_no_columns_that_it_has_nothing_for(tmp_path, capsys,
     main([f"trace={path}", "tracelens=false"])
     out = capsys.readouterr().out
     assert re.search(r"^segment +part +calls +ms +of step$", out, re.MULTILINE)
-    assert re.search(r"^segment +part +operation +calls +ms$", out, re.MULTILINE)
     assert "floor" not in out and "beyond its operations is Python" in out
-    main([f"trace={path},{path}", "tracelens=false"])
-    out = capsys.readouterr().out
-    assert "operations that differ most" in out and "step ms" in out
-    assert not {"GPU", "communication", "launches", "kernels"} & set(out.partition("note:")[0].split())
     gpu = two_steps().write(tmp_path / "b.json", FACTS)
     main([f"trace={path},{gpu}", "tracelens=false"])
     out = capsys.readouterr().out
     assert "operations and kernels that differ most" in out and "exposed communication ms" in out
-
-
-def test_traces_of_other_ranks_are_named_where_none_was_asked_for(tmp_path, capsys):
-    for rank in (0, 2, 3):
-        two_steps().write(tmp_path / "profile" / f"rank{rank}.trace.json.gz", FACTS)
-    said = "there are traces of more ranks, 2, 3; rank=2 shows one of them"
-    for words, expected in (((), True), (("rank=0",), False)):
-        main([f"run={tmp_path}", *words, "tracelens=false", "format=json"])
-        assert (said in json.loads(capsys.readouterr().out)["notes"]) is expected
-
-
-def test_a_narrow_terminal_breaks_names_and_no_numbers(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    trace = two_steps()
-    trace.range("attn..moe_preprocess:B", 270, 290)
-    trace.launch("a_kernel_of_which_the_name_alone_is_as_long_as_a_line_of_a_terminal", 275, 620, 650)
-    words = str(trace.write(tmp_path / "a.json", FACTS))
-    for given in (words, f"{words},{words}"):
-        main([f"trace={given}", "tracelens=false"])
-        out = capsys.readouterr().out
-        assert "\u2026" not in out and max(map(len, out.splitlines()[1:])) <= 80
-        assert "0.015" in out and "nvjet_tst_128x256" in out
 
 
 def test_ranges_of_process_groups_are_none_of_segments(tmp_path):
@@ -309,3 +262,18 @@ def test_ranges_of_process_groups_are_none_of_segments(tmp_path):
     assert ("gloo", "send") not in times and min(times.values()) >= 0
     assert sum(times.values()) == pytest.approx(summary.step_ms)
     assert times["attn", "F"] == pytest.approx(0.05)
+
+
+def test_communication_is_known_by_name():
+    names = {
+        "ncclDevKernel_AllGather_RING_LL": True,
+        "void rcclGenericKernel<1, false>": True,
+        "Memcpy PtoP (Device -> Device)": True,
+        "void deep_ep::intranode::dispatch<8, 768, 8192>": True,
+        "pull_kernel": True,
+        "_sum_kernel": False,
+        "Memcpy DtoD (Device -> Device)": False,
+        "triton_poi_fused_add": False,
+    }
+    found = {name: is_communication(Activity(name, "kernel", 0, 1, "0", None)) for name in names}
+    assert found == names

@@ -9,7 +9,9 @@ R with rotary embedding, Q = N + R, V value head, P = R / 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,24 +30,18 @@ LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V
 
 
 def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
-    """The attention module that the configuration names."""
-    if config.attention is AttentionKind.mla:
-        return LatentAttention(config, layout)
-    return GroupedQueryAttention(config, layout)
+    """Build the attention module that the configuration names."""
+    return KINDS[config.attention].module(config, layout)
 
 
 def rotary_dim(config: ModelConfig) -> int:
     """Head elements that the rotary embedding turns."""
-    return config.qk_rope_head_dim if config.attention is AttentionKind.mla else config.head_dim
+    return KINDS[config.attention].rotary_dim(config)
 
 
 def check_backend(config: ModelConfig, device_type: str) -> None:
     """Raise ConfigError where the requested attention backend cannot run the model's heads on the device."""
-    if config.attention is AttentionKind.mla:
-        head_dim, v_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    else:
-        head_dim = v_head_dim = config.head_dim
-    _backend(config.attention_backend, device_type, head_dim, v_head_dim)
+    _backend(config.attention_backend, device_type, *KINDS[config.attention].head_dims(config))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, requested: AttentionBackend) -> Tensor:
@@ -91,7 +87,7 @@ class CoreAttention:
         return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
 
     def own_positions(self, x_BSHE: Tensor) -> Tensor:
-        """The way back."""
+        """[B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions."""
         return all_to_all(x_BSHE, "cp", self.exchanging, split=1, join=2)
 
 
@@ -223,3 +219,27 @@ class GroupedQueryAttention(nn.Module):
         of_ranks = [x.unflatten(2, (self.attend.exchanging, -1)) for x in heads]
         counts = [x.shape[3] for x in of_ranks]
         return self.attend.whole_sequence(torch.cat(of_ranks, dim=3).flatten(2, 3)).split(counts, dim=2)
+
+
+class Kind(NamedTuple):
+    """A kind of attention; each is a row of ``KINDS``."""
+
+    module: Callable[[ModelConfig, Layout], nn.Module]
+    head_dims: Callable[[ModelConfig], tuple[int, int]]
+    """Sizes of a query and of a value head."""
+    rotary_dim: Callable[[ModelConfig], int]
+    """Elements of a query head that the rotary embedding turns."""
+
+
+KINDS = {
+    AttentionKind.mla: Kind(
+        LatentAttention,
+        lambda config: (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim),
+        lambda config: config.qk_rope_head_dim,
+    ),
+    AttentionKind.gqa: Kind(
+        GroupedQueryAttention,
+        lambda config: (config.head_dim, config.head_dim),
+        lambda config: config.head_dim,
+    ),
+}

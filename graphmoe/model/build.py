@@ -31,7 +31,7 @@ def build_model(
     dispatcher: Dispatcher | None = None,
     stages: Sequence[StagePieces] = (),
 ) -> Transformer:
-    """What a rank of a layout holds of the model, built on the meta device and filled on ``device``.
+    """Build a rank's part of the model on the meta device, and fill it on ``device``.
 
     Parameters have ``dtype``; the router's bias and counts stay fp32. ``seed=None`` leaves the weights
     unset, for a caller that loads them. A rank that shares layers with others needs process groups to run

@@ -100,7 +100,7 @@ class _Steps:
     """
 
     totals: Sequence[Gradient] = ()
-    """Where weight gradients go; if there are none, autograd gets them."""
+    """Sums of the weight gradients; if there are none, autograd gets these."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts

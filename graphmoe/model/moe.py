@@ -19,7 +19,7 @@ from graphmoe.ops import router as ops
 from graphmoe.ops.collectives import all_gather, index_along, reduce_scatter, sums_over
 from graphmoe.ops.dispatch import SendPlan, send_plan
 from graphmoe.ops.gradients import Gradient
-from graphmoe.ops.grouped_mlp.delivery import grouped_mlp_into
+from graphmoe.ops.grouped_mlp import grouped_mlp_into
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import RoutingPlan, permute, routing_plan, unpermute
 from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout
@@ -54,12 +54,12 @@ class Router(nn.Module):
 
     @property
     def reads_earlier(self) -> bool:
-        """Whether the balance loss is over the global batch, so that it counts earlier micro-batches too."""
+        """True where the balance loss is over the global batch, and counts earlier micro-batches too."""
         return self.config.aux_loss is AuxLoss.global_batch and self.has_balance
 
     @property
     def counts_apart(self) -> bool:
-        """Whether the slots that later micro-batches read as ``earlier`` are others than those routed."""
+        """True where the slots that later micro-batches read as ``earlier`` are others than those routed."""
         return self.reads_earlier and self.config.selection_bias
 
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:

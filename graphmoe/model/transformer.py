@@ -34,7 +34,7 @@ class LossOutput(NamedTuple):
     """Losses of a micro-batch, all fp32 scalars on the device, and router statistics; of a stage its own."""
 
     total: Tensor
-    """What is differentiated: cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
+    """The loss that is differentiated: cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
     cross_entropy: Tensor
     """Mean over the labels that are not ignored; detached."""
     mtp: Tensor
@@ -48,7 +48,7 @@ class LossOutput(NamedTuple):
     received_load: Tensor | None = None
     """The largest load of all MoE layers, 0 without one; None where nothing is measured."""
     carried: tuple[Tensor, ...] = ()
-    """What the next stage reads, [B, S, D] each: the state after the last layer so far, or from the final
+    """Tensors for the next stage, [B, S, D] each: the state after the last layer so far, or from the final
     norm on the normed states from which each depth predicts."""
 
 
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         self.dispatcher = dispatcher if self.num_moe_layers else None
         """By which tokens travel, in all layers; None where they stay on their rank."""
         self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
-        """Those that `stage` can run, in the order of the model."""
+        """Stages that `stage` can run, in the order of the model."""
         here = functools.partial(any_of, self.stages)
         embeds = here(lambda stage: needs_embedding(stage, tied=config.tie_embeddings))
         self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp) if embeds else Elsewhere()
@@ -175,7 +175,7 @@ class Transformer(nn.Module):
         labels_BS: Tensor,
         execute: Executor = run_segments,
     ) -> LossOutput:
-        """What one stage makes of what the one before has carried on. No device sync."""
+        """Run one stage on the tensors ``carried`` from the stage before. No device sync."""
         outputs: list[MoEOutput] = []
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
         if pieces.embed:
@@ -301,7 +301,7 @@ class Transformer(nn.Module):
                 module.use(dispatcher)
 
     def _no_load(self, device: torch.device) -> Tensor | None:
-        """What arrives at a stage without MoE layers, where others say what does."""
+        """A load of zero for a stage without MoE layers, where other stages have loads."""
         by = self.dispatcher
         if by is None or (by.capacity is None and by.chunk is None):
             return None
@@ -313,7 +313,7 @@ class Transformer(nn.Module):
 
     @property
     def num_moe_layers(self) -> int:
-        """Of the whole model, those that predict later tokens included."""
+        """MoE layers of the whole model, those that predict later tokens included."""
         return self.config.num_layers - self.config.num_dense_layers + self.config.mtp_depth
 
     def moe_layers(self, pieces: StagePieces) -> range:

@@ -24,7 +24,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Groups(Protocol):
-    """What knows the process groups of this rank: ``graphmoe.runtime.ranks.Mesh``."""
+    """The process groups of this rank: a ``graphmoe.runtime.ranks.Mesh``."""
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
         """None where the rank is alone in it."""

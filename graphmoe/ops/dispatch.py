@@ -1,4 +1,4 @@
-"""Dispatch: what brings tokens to the ranks that hold their experts, and the experts' sums back.
+"""Dispatch: the way of tokens to the ranks that hold their experts, and of the experts' sums back.
 
 Suffixes: T tokens, K slots (top-k choices of a token), P ranks of ``ep_etp``, W = K * etp places of a token
 in the plan, S rows sent, N rows received, D hidden.
@@ -9,17 +9,19 @@ hold 1 / etp of the width of all its experts: a token goes to all of them, and w
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 import graphmoe.ops.permute  # noqa: F401  # registers the operations
 from graphmoe.plan.experts import Load
 
 
 class SendPlan(NamedTuple):
-    """Which tokens go to which rank of ``ep_etp``: a routing plan whose experts are ranks.
+    """Rows of tokens for each rank of ``ep_etp``: a routing plan whose experts are ranks.
 
     A token goes to a rank once, however many of its slots are of experts there. int32 on the device.
     """
@@ -36,9 +38,9 @@ class SendPlan(NamedTuple):
 
 SEND_PLAN = ("send_counts", "send_ends", "send_row", "send_slot")
 RECEIVED = ("received", "received_weight", "received_experts")
-"""What the experts read of a dispatcher whose sizes the host knows."""
+"""Tensors that experts read of a dispatcher whose sizes the host knows."""
 PLANNED = ("received", "received_weight", "ends", "row", "slot")
-"""What they read where it makes room without a count: the plan of what has arrived comes with it."""
+"""Tensors that experts read of a dispatcher with a capacity: with a plan of the slots that have arrived."""
 
 
 class Dispatcher(Protocol):
@@ -49,14 +51,14 @@ class Dispatcher(Protocol):
 
     @property
     def capacity(self) -> Load | None:
-        """Room for what arrives, the same in each call; None where sizes are those of what arrives."""
+        """Room for received tokens, the same in each call; None where sizes follow from their number."""
         ...
 
     @property
     def chunk(self) -> Load | None:
-        """What experts work on at a time, and make again in the backward; for dispatchers without a capacity.
+        """Load that experts work on at a time, and recompute in the backward; without a capacity only.
 
-        None where all that arrives is one piece.
+        None where all received tokens are one piece.
         """
         ...
 
@@ -113,3 +115,57 @@ def plan_received(
     load = torch.stack([room.int(), ends_L[-1]])
     rows = capacity.slots
     return ends_L.clamp(max=rows), row_NK.masked_fill(row_NK >= rows, -1), slot_R[:rows], load
+
+
+def register_exchange(
+    dispatch: CustomOpDef,
+    dispatch_grad: CustomOpDef,
+    combine: CustomOpDef,
+    combine_grad: CustomOpDef,
+    *,
+    way_back: Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Any]],
+    way_there: Callable[[Sequence[Any]], Sequence[Any]],
+    token_tensor: Callable[[Sequence[Any]], Tensor],
+) -> None:
+    """Register the gradients of a dispatcher's operations, and the fakes of those that return tokens.
+
+    ``dispatch`` returns tokens and weights, then integers. Its gradient is that of its first two inputs,
+    ``dispatch_grad(dreceived, dweight, *way_back(inputs, output))``; the gradient of the first input of
+    ``combine`` is ``combine_grad(dy, *way_there(inputs))``. Both ways end with their numbers.
+    ``token_tensor`` returns a tensor with a row for each token from the arguments of ``dispatch_grad`` behind
+    both gradients, or of ``combine`` behind the sums.
+    """
+
+    def keep(ctx: Any, inputs: Sequence[Any], way: Sequence[Any]) -> None:
+        ctx.save_for_backward(*(x for x in way if isinstance(x, Tensor)))
+        ctx.numbers = [x for x in way if not isinstance(x, Tensor)]
+        ctx.num_inputs = len(inputs)
+
+    def keep_way_back(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[2:])
+        keep(ctx, inputs, way_back(inputs, output))
+
+    def dispatch_backward(ctx: Any, dreceived_ND: Tensor, dweight_NK: Tensor, *_: Any) -> tuple[Any, ...]:
+        # One operation for both, so that every rank sends them in the same order.
+        gradients = dispatch_grad(dreceived_ND, dweight_NK, *ctx.saved_tensors, *ctx.numbers)
+        return *gradients, *[None] * (ctx.num_inputs - 2)
+
+    def keep_way_there(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        keep(ctx, inputs, way_there(inputs))
+
+    def combine_backward(ctx: Any, dy_TD: Tensor) -> tuple[Any, ...]:
+        dsum_ND = combine_grad(dy_TD, *ctx.saved_tensors, *ctx.numbers)
+        return dsum_ND, *[None] * (ctx.num_inputs - 1)
+
+    def fake_dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any) -> tuple[Tensor, Tensor]:
+        tokens = token_tensor(way).shape[0]
+        dh_TD = dreceived_ND.new_empty(tokens, dreceived_ND.shape[1])
+        return dh_TD, dweight_NK.new_empty(tokens, dweight_NK.shape[1])
+
+    def fake_combine(sum_ND: Tensor, *way: Any) -> Tensor:
+        return sum_ND.new_empty(token_tensor(way).shape[0], sum_ND.shape[1])
+
+    dispatch_grad.register_fake(fake_dispatch_grad)
+    combine.register_fake(fake_combine)
+    dispatch.register_autograd(dispatch_backward, setup_context=keep_way_back)
+    combine.register_autograd(combine_backward, setup_context=keep_way_there)

@@ -16,7 +16,7 @@ class Gradient:
     def __init__(self, total: Tensor) -> None:
         self.total = total
         self.begun = False
-        """Whether ``total`` holds anything of this step; a flag of the host, so nothing waits for it."""
+        """True where ``total`` holds anything of this step; a flag of the host, so nothing waits for it."""
         self.on_added: Callable[[], None] | None = None
         """Called each time that something was stored in ``total`` or added to it."""
 

@@ -26,6 +26,13 @@ def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return torch.ops.graphmoe.grouped_mm(x_RK, w_ENK, ends_E)
 
 
+def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether ATen multiplies in one kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
+    if dtype != torch.bfloat16 or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 @torch.library.custom_op("graphmoe::grouped_mm", mutates_args=())
 def _forward(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return _rows_product(x_RK, w_ENK.mT, ends_E)

@@ -44,7 +44,7 @@ def forward(
     needs_grad: bool,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `graphmoe::linear_cross_entropy` returns, ``rows`` tokens at a time."""
+    """Results of `graphmoe::linear_cross_entropy`, ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
     T, V = len(h_TD), len(w_VD)
     f32, device = torch.float32, h_TD.device
@@ -119,7 +119,7 @@ def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> 
 
 @functools.cache
 def _has_fp32_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch adds bf16 products to an fp32 matrix. Where not (ROCm), it is logged."""
+    """Return whether this build of PyTorch adds bf16 products to an fp32 matrix; log it where not (ROCm)."""
     a, total = (torch.zeros(16, 16, dtype=d, device=device_type) for d in (dtype, torch.float32))
     try:
         torch.mm(a, a, out_dtype=torch.float32, out=total)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class RoutingPlan(NamedTuple):
-    """Where each (token, slot) goes; int32 tensors on the device, nothing is known to the host."""
+    """Rows of each (token, slot); int32 tensors on the device, nothing is known to the host."""
 
     expert_TK: Tensor
     """Expert of each (token, slot)."""
@@ -180,7 +180,7 @@ def _rows_of_tokens(
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether row kernels run on it."""
+    """Return whether row kernels run on the tensor."""
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -44,7 +44,7 @@ def forward(
     scale: float,
     count_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What ``graphmoe::router`` returns."""
+    """Results of ``graphmoe::router``."""
     (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
     weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=device)

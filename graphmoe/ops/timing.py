@@ -17,7 +17,7 @@ import torch
 FLUSH_BYTES = 512 * 2**20
 """Twice the last-level cache of an MI300X; that of an H200 is 60 MB."""
 WARM_UP_CALLS = 3
-"""Of which the first compiles."""
+"""Calls before the timed ones; the first compiles."""
 MAX_CASE_S = 1.5
 """Fewer rounds are timed where all of them would take longer; at least `MIN_ROUNDS`."""
 MIN_ROUNDS = 3
@@ -92,7 +92,7 @@ def _times_of_device(calls: Mapping[str, Call], rounds: int, device: torch.devic
 
 
 def _seconds(call: Call, device: torch.device) -> tuple[float, float]:
-    """How long the host takes to queue a call, and how long until it is done; the second of two calls."""
+    """Seconds until the host has queued a call, and until the call is done; the second of two calls."""
     for _ in range(2):
         torch.cuda.synchronize(device)
         started = time.perf_counter()

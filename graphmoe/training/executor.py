@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from graphmoe.config.schema import ConfigError, ExpertsBackend, PassesConfig, RunConfig
-from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, has_grouped_kernel
+from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
+from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes import PassRunner, select_passes
 from graphmoe.plan.experts import has_experts

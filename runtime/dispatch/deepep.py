@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.ops.dispatch import register_exchange
 from graphmoe.plan.experts import Load
 
 CHANNELS = 10
@@ -197,41 +198,17 @@ def _(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: int, experts: in
     )
 
 
-@_dispatch_grad.register_fake
-def _(dreceived_ND: Tensor, dweight_NK: Tensor, number_NK: Tensor, *handle: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = len(handle[-1])
-    hidden, slots = dreceived_ND.shape[1], dweight_NK.shape[1]
-    return dreceived_ND.new_empty(tokens, hidden), dweight_NK.new_empty(tokens, slots)
-
-
-@_combine.register_fake
-def _(sum_ND: Tensor, *handle: Tensor) -> Tensor:
-    return sum_ND.new_empty(len(handle[-1]), sum_ND.shape[1])
-
-
 @_combine_grad.register_fake
 def _(dy_TD: Tensor, *handle: Tensor) -> Tensor:
     return dy_TD.new_empty(len(handle[HANDLE.index("source")]), dy_TD.shape[1])
 
 
-def _keep_received(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, number_NK, _, *handle = output
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(number_NK, *handle)
-
-
-def _of_dispatch(ctx: Any, dreceived_ND: Tensor, dweight_NK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.graphmoe.buffer_dispatch_grad(dreceived_ND, dweight_NK, *ctx.saved_tensors)
-    return *grads, None, None, None
-
-
-def _keep_handle(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _of_combine(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.graphmoe.buffer_combine_grad(dy_TD, *ctx.saved_tensors), *[None] * len(HANDLE)
-
-
-_dispatch.register_autograd(_of_dispatch, setup_context=_keep_received)
-_combine.register_autograd(_of_combine, setup_context=_keep_handle)
+register_exchange(
+    _dispatch,
+    _dispatch_grad,
+    _combine,
+    _combine_grad,
+    way_back=lambda inputs, output: (output[2], *output[4:]),
+    way_there=lambda inputs: inputs[1:],
+    token_tensor=lambda way: way[-1],
+)

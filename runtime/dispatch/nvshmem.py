@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops.collectives import all_gather_into
+from graphmoe.ops.dispatch import register_exchange
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.torch_compat import all_to_all_by_splits, nvshmem_empty
 
@@ -261,41 +262,17 @@ def _(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *rest: Any) -> tuple[T
     return received_ND, weight_NK, expert_TK.new_empty(rows, slots), ints(()), ints(ranks, ranks)
 
 
-@_dispatch_grad.register_fake
-def _(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = len(way[2])
-    hidden, slots = dreceived_ND.shape[1], dweight_NK.shape[1]
-    return dreceived_ND.new_empty(tokens, hidden), dweight_NK.new_empty(tokens, slots)
-
-
-@_combine.register_fake
-def _(sum_ND: Tensor, *way: Tensor) -> Tensor:
-    return sum_ND.new_empty(len(way[2]), sum_ND.shape[1])
-
-
 @_combine_grad.register_fake
 def _(dy_TD: Tensor, *rest: Any) -> Tensor:
     return dy_TD.new_empty(rest[-1], dy_TD.shape[1])
 
 
-def _keep_plan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*inputs[3:7], output[-1])
-
-
-def _of_dispatch(ctx: Any, dreceived_ND: Tensor, dweight_NK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.graphmoe.nvshmem_dispatch_grad(dreceived_ND, dweight_NK, *ctx.saved_tensors)
-    return *grads, *[None] * 8
-
-
-def _keep_way(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.rows = len(inputs[0])
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _of_combine(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.graphmoe.nvshmem_combine_grad(dy_TD, *ctx.saved_tensors, ctx.rows), *[None] * 5
-
-
-_dispatch.register_autograd(_of_dispatch, setup_context=_keep_plan)
-_combine.register_autograd(_of_combine, setup_context=_keep_way)
+register_exchange(
+    _dispatch,
+    _dispatch_grad,
+    _combine,
+    _combine_grad,
+    way_back=lambda inputs, output: (*inputs[3:7], output[-1]),
+    way_there=lambda inputs: (*inputs[1:], inputs[0].shape[0]),
+    token_tensor=lambda way: way[2],
+)

@@ -11,12 +11,9 @@ import torch
 from graphmoe.ops import linear_cross_entropy as module
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
 from tests.ops.loss_cases import (
-    CASES,
-    IGNORED,
     Case,
     assert_close,
     assert_matches_fp64,
-    assert_small_probabilities_count,
     inputs_of,
     written_out,
 )
@@ -47,12 +44,6 @@ def leaves(case, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_the_kernels_match_fp64(name, dtype):
-    assert_matches_fp64(by_kernels, CASES[name], dtype, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V", [8192, 10000, 10007, 32001, 50257])
 def test_vocabularies_of_any_size_match_fp64(V, dtype):
     assert_matches_fp64(by_kernels, Case(300, V, 256, rows=128, z=1e-3, seq_len=100, shift=1), dtype, "cuda")
@@ -64,10 +55,6 @@ def test_other_dtypes_run_the_plain_form(dtype):
     h, w, labels = leaves(case, dtype)
     total, *_ = mean_loss_and_gradients(h, w, labels, case.settings())
     assert_close("total", total, written_out(case, h, w, labels)[0], torch.bfloat16)
-
-
-def test_small_probabilities_count():
-    assert_small_probabilities_count(by_kernels, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -90,14 +77,6 @@ def test_chunks_do_not_cost_the_weight_gradient_its_fp32_sums():
     h, w, labels = inputs_of(case, torch.bfloat16, "cuda")
     many, one = (by_kernels(h, w, labels, *case.settings(), True, rows)[5] for rows in (64, 4096))
     assert relative_error(many, one) < 2e-4
-
-
-@pytest.mark.parametrize("label", [-1, 50, 10**9])
-def test_an_impossible_label_makes_the_loss_nan(label):
-    h, w, labels = leaves(Case(6, 50, ignored="none"))
-    labels[3] = label
-    total, _, z_sum, *_ = ops.linear_cross_entropy(h, w, labels, IGNORED, 0.0, 6, 0, True)
-    assert bool(total.isnan()) and bool(z_sum.isfinite())
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])

@@ -11,7 +11,7 @@ import torch
 
 from graphmoe.config.schema import AttentionKind, ModelConfig, RopeScaling
 from graphmoe.model.attention import LATENT_NORM_EPS, build_attention, rotary_dim
-from graphmoe.model.rope import inverse_frequencies, rope_tables, rotate_halves, rotate_pairs
+from graphmoe.model.rope import inverse_frequencies, rope_tables
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S = 2, 19
@@ -202,24 +202,3 @@ def test_yarn_keeps_fast_pairs_and_slows_the_slow_ones_by_the_factor(dim, factor
     assert_forward_close(actual, torch.tensor(expected_frequencies(config, dim)))
     assert actual[0] == plain[0]
     assert actual[-1].item() == pytest.approx(plain[-1].item() / factor, rel=1e-6)
-
-
-@pytest.mark.parametrize("rotate", [rotate_pairs, rotate_halves])
-def test_scores_of_rotated_vectors_depend_on_the_distance_only(rotate):
-    cos, sin = rope_tables(MLA, 8, 30, torch.device("cpu"))
-    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
-
-    def score(q_position, k_position):
-        turned_q = rotate(q, cos[q_position, None], sin[q_position, None])
-        return (turned_q * rotate(k, cos[k_position, None], sin[k_position, None])).sum().item()
-
-    assert score(7, 3) == pytest.approx(score(29, 25), abs=1e-5)
-    assert abs(score(7, 3) - score(7, 4)) > 1e-3
-
-
-def test_rotation_keeps_the_dtype_and_works_in_fp32():
-    cos, sin = rope_tables(MLA, 8, 30, torch.device("cpu"))
-    x = torch.randn(1, 30, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for rotate in (rotate_pairs, rotate_halves):
-        assert rotate(x, cos, sin).dtype == torch.bfloat16
-        assert torch.equal(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16())

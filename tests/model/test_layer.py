@@ -11,7 +11,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.config.schema import AttentionKind, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
-from graphmoe.segments import run_segments
 from tests.tolerances import assert_gradient_close
 
 B, S = 2, 11
@@ -85,13 +84,6 @@ def test_segments_have_the_names_and_the_order_of_the_vocabulary(name):
     assert names == sorted(names, key=SEGMENT_NAMES.index)
 
 
-@every_layer
-def test_segments_say_which_layer_they_are_of(name):
-    layer = make_layer(name)
-    assert {segment.layer for segment in layer.segments(3)} == {3}
-    assert {segment.layer for segment in layer.segments()} == {None}
-
-
 PARTS_OF = {
     "dense": {"layernorm", "mla_up_proj", "core_attn", "mlp"},
     "moe": {"layernorm", "mla_up_proj", "core_attn", "moe_act", "shared_experts"},
@@ -112,18 +104,6 @@ def test_a_trace_says_which_operations_are_parts(name):
     assert "aten.rsqrt.default" in of["layernorm"]
     assert all("aten.silu.default" in of[part] for part in {"mlp", "shared_experts", "moe_act"} & of.keys())
     assert {part for part, targets in of.items() if any("attention" in t for t in targets)} == {"core_attn"}
-
-
-def test_with_one_rank_no_segment_asks_for_the_stream_of_communication():
-    assert {segment.stream for segment in make_layer("moe").segments()} == {"compute"}
-
-
-@every_layer
-def test_running_the_segments_is_the_forward(name):
-    layer, tensors = make_layer(name), make_tensors(name)
-    ran = run_segments(layer.segments(), tensors, kept_names(name))
-    for actual, expected in zip(ran, outputs_of(layer, tensors), strict=True):
-        assert torch.equal(actual, expected)
 
 
 def run_one(segment, values, later):

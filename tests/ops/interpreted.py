@@ -1,19 +1,18 @@
-"""Runs Triton kernels on a CPU: a file of tests in a process of its own, with TRITON_INTERPRET=1.
+"""Backends that a file of tests runs an operation on, and its second run in Triton's interpreter.
 
-Triton decides where it is imported whether its functions are interpreted, for the whole process; other tests
-in the same worker need them compiled. So kernel tests live in files that pytest does not collect by itself,
-``tests/ops/interpreted_*.py``, and a collected file shows each of their test functions as one test::
+``BACKENDS`` are plain PyTorch and, where there is a GPU, its kernels; ``KERNELS`` the kernels alone. Triton
+decides where it is imported whether its functions are interpreted, for the whole process. So the file runs
+once more in a process with TRITON_INTERPRET=1, where both lists are the kernels on CPU tensors::
 
-    FILE = "tests/ops/interpreted_scale.py"
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_values_match_fp64(backend):
+        run = kernels.forward if backend == "interpreted" else torch.ops.graphmoe.scale
+        assert_values_match(run, device_of(backend))
 
-    @pytest.mark.parametrize("name", names_of(FILE))
-    def test_in_the_interpreter(name):
-        assert_passed(FILE, name)
+    def test_the_kernels_pass_in_the_interpreter():
+        assert_passed_in_the_interpreter(__file__)
 
-The other file holds ordinary tests (parametrised ones too) that launch kernels on CPU tensors, and may
-import kernel modules as it likes: the process of the collected file reads it, but does not import it. It runs
-once in each process that asks for it, so only one collected file should. By hand:
-``TRITON_INTERPRET=1 python -m pytest tests/ops/interpreted_scale.py``.
+By hand: ``TRITON_INTERPRET=1 python -m pytest -k interpreted tests/ops/test_swiglu.py``.
 
 The interpreter's limits (Triton 3.6): with numpy 2.4 or later, loops over kernel arguments fail; a bf16
 ``tl.dot`` returns garbage (cast its operands to fp32 there, by a constexpr); a cast of fp32 to bf16 cuts off
@@ -22,57 +21,40 @@ the low bits, which devices round; and it is slow, about 0.1 ms for each operati
 
 from __future__ import annotations
 
-import ast
-import functools
 import os
+import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from xml.etree import ElementTree
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+CUDA = pytest.param("cuda", marks=NEEDS_GPU)
+BACKENDS = ["interpreted"] if INTERPRETING else ["plain", CUDA]
+KERNELS = ["interpreted"] if INTERPRETING else [CUDA]
 
 
-def names_of(file: str) -> list[str]:
-    """Names of the test functions of a file, which is read but not imported."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
-    assert names, f"{file} has no test function"
-    return names
+def device_of(backend: str) -> str:
+    """The device of a backend's tensors."""
+    return "cuda" if backend == "cuda" else "cpu"
 
 
-def assert_passed(file: str, name: str) -> None:
-    """Check that every case of one test function passed in the interpreter, and that there was one."""
-    outcomes, output = _run(file)
-    cases = {case: failure for case, failure in outcomes.items() if case.split("[")[0] == name}
-    assert cases, f"{file} did not run {name}:\n{output}"
-    failures = {case: failure for case, failure in cases.items() if failure}
-    assert not failures, "\n\n".join(f"{case}\n{failure}" for case, failure in failures.items())
-
-
-@functools.cache
-def _run(file: str) -> tuple[dict[str, str], str]:
-    """Why each case of a file failed ('' where it passed), and the end of what pytest printed."""
+def assert_passed_in_the_interpreter(file: str) -> None:
+    """Check that the cases of a file with the backend ``interpreted`` pass, and that there are some."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment["TRITON_INTERPRET"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, f"--junitxml={report}", file],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert report.exists(), done.stdout[-4000:]
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    return {case.attrib["name"]: _failure(case) for case in cases}, done.stdout[-4000:]
-
-
-def _failure(case: ElementTree.Element) -> str:
-    # A skipped test has launched nothing: it counts as failed.
-    found = [child for child in case if child.tag in ("failure", "error", "skipped")]
-    return "\n".join(child.text or child.attrib.get("message", child.tag) for child in found)
+    flags = ["-p", "no:xdist", "-p", "no:cacheprovider", "-k", "interpreted", "-m", "not gpu or slow"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, file],
+        cwd=ROOT,
+        env=environment | {"TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    last = done.stdout.splitlines()[-1]  # a skipped test has launched nothing
+    assert re.search(r"\d+ passed", last) and not re.search(r"skipped|xfailed", last), last

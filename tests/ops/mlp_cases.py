@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphmoe.ops.grouped_mlp.reference import Plan
 from tests.ops.row_cases import NAN, brute_force_plan, fresh_memory_is_nan, pattern_of_experts, values
 from tests.tolerances import TOLERANCES, relative_error
 
@@ -51,21 +52,36 @@ class Problem(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """The three calls of a backend, with the arguments of the ops but no backend."""
+    """Calls of a backend, with the arguments of the ops but no backend."""
 
     forward: Callable[..., Any]
     dgrad: Callable[..., Any]
     wgrad: Callable[..., Any]
+    hidden: Callable[..., Any]
+    wgrad_into: Callable[..., Any]
 
 
 def ops_of(backend: str) -> Directions:
-    """The registered ops with one backend."""
-    ops = torch.ops.graphmoe
+    """The registered ops with one backend; for "interpreted" the kernels themselves, for "cuda" triton."""
+    if backend == "interpreted":
+        from graphmoe.ops.grouped_mlp import triton_backend as kernels
+
+        return Directions(
+            *(_with_plan(getattr(kernels, name)) for name in Directions._fields[:-1]),
+            lambda *given: kernels.wgrad_into(*given[:4], Plan(*given[4:7]), given[7:9], given[9]),
+        )
+    ops, name = torch.ops.graphmoe, {"plain": "torch", "cuda": "triton"}.get(backend, backend)
     return Directions(
-        lambda *args: ops.grouped_mlp(*args, backend),
-        lambda *args: ops.grouped_mlp_dgrad(*args, backend),
-        lambda *args: ops.grouped_mlp_wgrad(*args, backend),
+        lambda *args: ops.grouped_mlp(*args, name),
+        lambda *args: ops.grouped_mlp_dgrad(*args, name),
+        lambda *args: ops.grouped_mlp_wgrad(*args, name),
+        lambda *args: ops.grouped_mlp_hidden(*args, name),
+        lambda *args: ops.grouped_mlp_wgrad_into(*args[:-1], name, args[-1]),
     )
+
+
+def _with_plan(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*args[:-3], Plan(*args[-3:]))
 
 
 def make_problem(case, dtype, device="cpu"):

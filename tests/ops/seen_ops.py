@@ -1,4 +1,4 @@
-"""Which operations of this project run."""
+"""Names of the operations of this project that run."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ class Case:
     columns: int = 16
     tokens: int = 7
     experts: int = 2
-    """Of each rank."""
+    """Experts of each rank."""
     favourites: tuple[int, ...] = ()
     """The experts among which all choose; all if there are none."""
     rows: int | None = None
-    """Of the received tensors; without it, a few more than can arrive."""
+    """Rows of the received tensors; without it, a few more than can arrive."""
     device: str = "cpu"
 
     @property
@@ -72,7 +72,7 @@ class Case:
         return torch.stack([self.plan_of(rank).send_counts_P for rank in range(self.ranks)])
 
     def arriving(self, rank: int, sent: list[Tensor]) -> Tensor:
-        """What comes to a rank of tensors [T, ...] of all ranks, in the order of sources."""
+        """The rows that come to a rank of tensors [T, ...] of all ranks, in the order of sources."""
         parts = []
         for source, x in enumerate(sent):
             counts, ends, row_TW, slot_R = self.plan_of(source)
@@ -157,7 +157,7 @@ def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | No
 
 
 def assert_only_live_rows_for_others_were_put(case: Case, emulation: Emulation) -> None:
-    """Of sums and gradients of weights, rows that are dead or of the own rank's tokens stay as they were."""
+    """Check that in sums and gradients of weights rows that are dead or of own tokens stay as they were."""
     assert emulation.region is not None
     region, row_bytes = emulation.region, case.columns * case.dtype.itemsize
     parts = (region.sums, row_bytes), (region.dweights, 4 * case.slots)

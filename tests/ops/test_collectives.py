@@ -43,13 +43,6 @@ def test_shapes_dtypes_and_gradients_need_no_process_group(name, dim, device):
         assert dx.shape == x.shape and dx.dtype == x.dtype
 
 
-def test_one_rank_gets_its_own_tensor_back():
-    x = torch.randn(4, 2)
-    results = (ops.all_gather(x, "tp", 1, 0), ops.reduce_scatter(x, "tp", 1, 0), ops.all_reduce(x, "tp", 1))
-    assert all(result is x for result in results)
-    assert ops.sums_over("tp", 1, x, x) == (x, x)
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_without_process_groups_the_error_names_the_axis_and_what_to_call(name):
     with pytest.raises(RuntimeError, match=r"along tp, for which .* no process group; call .*use_groups"):
@@ -65,11 +58,6 @@ def test_a_group_of_another_size_and_an_axis_without_group_are_errors():
             ops.index_along("ep", torch.zeros(2))
     finally:
         ops.use_groups(None)
-
-
-def test_parts_that_are_not_equal_are_an_error():
-    with pytest.raises(ValueError, match=r"\[4, 5\] cannot be cut into 2 equal parts along dim 1"):
-        ops.reduce_scatter(torch.zeros(4, 5, device="meta"), "tp", 2, 1)
 
 
 def test_a_traced_graph_holds_the_axis_and_its_backward_the_other_collective():

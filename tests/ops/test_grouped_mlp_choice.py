@@ -104,13 +104,6 @@ def test_torch_waits_for_the_host_where_aten_has_no_grouped_kernel(capability, w
             choose("torch")
 
 
-def test_only_what_can_run_is_measured(gpu):
-    clock = Clock()
-    choose(shape=FP32, sync_free=False, measure=clock)
-    assert {backend for backend, _ in clock.asked} == {"torch", "triton"}
-    assert choose(shape=FP32, measure=Clock()) == "triton,triton,triton"  # fp32 in torch waits for the host
-
-
 def test_a_backend_that_fails_is_left_out_and_named(gpu, caplog):
     with caplog.at_level(logging.WARNING):
         assert choose(measure=Clock(failing=("triton", ("te", "dgrad")))) == "torch,torch,torch"
@@ -163,14 +156,6 @@ def test_what_is_no_answer_is_measured_again(wrong, gpu):
     answers.update(dict.fromkeys(answers, wrong))
     clock = Clock()
     assert choose(memory=answers, measure=clock) == "triton,te,torch" and clock.asked
-
-
-def test_the_answer_that_another_process_remembered_first_holds(gpu):
-    class Slow(Answers):
-        def remember(self, name, facts, answer):
-            return {"choice": "torch,torch,torch"}
-
-    assert choose(memory=Slow(), measure=Clock()) == "torch,torch,torch"
 
 
 def test_nothing_is_measured_inside_a_capture(gpu, monkeypatch):
@@ -259,14 +244,3 @@ def test_measuring_runs_the_op_on_a_routing_over_all_experts(direction, monkeypa
     counts_E = torch.diff(given[-1], prepend=torch.zeros(1, dtype=torch.int32))
     assert int(counts_E.min()) > 0 and int(counts_E.max()) > int(counts_E.min())
     assert int(counts_E.sum()) == SHAPE.T * SHAPE.K
-
-
-def test_the_real_clock_on_a_cpu_gives_an_answer(monkeypatch):
-    """All of `choose_backends` but the GPU: two backends, really timed, remembered."""
-    monkeypatch.setattr(
-        choice, "_reason_against", lambda name, *_: None if name in ("torch", "triton") else "no"
-    )
-    answers = Answers()
-    found = choose(device=CPU, memory=answers)
-    assert set(found.split(",")) <= {"torch", "triton"} and len(answers) == 1
-    assert choose(device=CPU, memory=answers, measure=Clock(failing=("torch", "triton"))) == found

@@ -1,115 +1,395 @@
-"""Routing plan and row movement against brute force in Python."""
+"""The routing plan and the movement of rows: brute force in Python, gradients, fakes, and the kernels."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 
-from graphmoe.ops.permute import permute, routing_plan, unpermute
-from tests.ops.row_cases import assert_plan_matches_brute_force, choose, sizes
-from tests.tolerances import assert_forward_close
+from graphmoe.ops import permute as plain
+from tests.ops import row_cases
+from tests.ops.ahead_of_time import ROOT, TARGETS, assert_sound, compiled
+from tests.ops.interpreted import BACKENDS, assert_passed_in_the_interpreter, device_of
+from tests.ops.row_cases import (
+    NAN,
+    ROUTINGS,
+    assert_plan_matches_brute_force,
+    assert_rows_are_multiplied,
+    assert_rows_are_spread,
+    assert_rows_are_summed,
+    brute_force_plan,
+    choose,
+    experts_of,
+    pattern_of_experts,
+    sizes,
+    spread,
+    summed,
+    values,
+)
+from tests.ops.seen_ops import SeenOps
+from tests.tolerances import assert_forward_close, assert_gradient_close
 
-PATTERNS = ("random", "skewed", "same experts", "half of the experts")
+ops = torch.ops.graphmoe
+DTYPES = (torch.float32, torch.bfloat16)
+PATTERNS = ("random", "skewed", "same experts", "half of the experts", "unrouted")
+
+
+class Rows(NamedTuple):
+    """Operations of a backend."""
+
+    plan: object
+    spread: object
+    summed: object
+    dotted: object
+
+
+def rows_of(backend):
+    """The operations, or in the interpreter their kernels."""
+    if backend != "interpreted":
+        return Rows(ops.routing_plan, spread, summed, row_cases.dotted)
+    from graphmoe.ops import permute_kernels as kernels
+    from graphmoe.ops import routing_plan_kernels
+
+    return Rows(
+        routing_plan_kernels.routing_plan,
+        lambda x_TD, plan, weight_TK: kernels.spread_rows(x_TD, plan.row_TK, weight_TK, len(plan.slot_R)),
+        lambda y_RD, plan, weight_TK: kernels.sum_rows(y_RD, plan.row_TK, weight_TK),
+        lambda dx_TD, y_RD, plan: kernels.dot_rows(dx_TD, y_RD, plan.row_TK),
+    )
+
+
+def with_dead_rows(y_LD, plan):
+    """Live rows followed by NaN."""
+    return torch.cat([y_LD, y_LD.new_full((len(plan.slot_R) - plan.live, y_LD.shape[1]), NAN)])
+
+
+@pytest.fixture
+def unrouted():
+    """A plan with slots that are not routed here and dead rows."""
+    return brute_force_plan(*experts_of("some slots are not routed here"), dead_rows=3)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_plan_matches_brute_force(backend, name):
+    assert_plan_matches_brute_force(rows_of(backend).plan, *experts_of(name), device_of(backend))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_plan_matches_brute_force(pattern):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_plan_matches_brute_force_at_every_number_of_slots(backend, pattern):
     for T, K, E in sizes():
-        expert_TK = choose(pattern, T, K, E)
-        assert_plan_matches_brute_force(lambda *given: routing_plan(*given)[1:5], expert_TK, E)
-        plan = routing_plan(expert_TK, E)
-        assert torch.equal(plan.expert_TK, expert_TK) and plan.live_rows.tolist() == [T * K]
+        experts = pattern_of_experts(pattern, T, K, E)
+        assert_plan_matches_brute_force(rows_of(backend).plan, experts, E, device_of(backend))
 
 
-def test_every_tensor_of_the_plan_is_int32():
-    plan = routing_plan(choose("random", 9, 3, 12), 12)
-    assert {name: value.dtype for name, value in plan._asdict().items() if value.dtype != torch.int32} == {}
-    assert plan.row_TK.shape == (9, 3) and plan.live_rows.shape == (1,)
+@pytest.mark.parametrize("pattern", ["random", "one expert", "unrouted"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_plan_matches_brute_force_over_many_chunks(backend, pattern, monkeypatch):
+    """Small blocks, so that the scan goes round several times and its last tile is cut."""
+    if backend == "interpreted":
+        from graphmoe.ops import routing_plan_kernels
+
+        for name, size in {"BLOCK": 32, "STEP": 8, "SCAN_CHUNKS": 4}.items():
+            monkeypatch.setattr(routing_plan_kernels, name, size)
+    expert_TK = pattern_of_experts(pattern, 101, 5, 19)
+    assert_plan_matches_brute_force(rows_of(backend).plan, expert_TK, 19, device_of(backend))
 
 
-def test_rows_and_slots_are_inverse_to_each_other():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_plan_takes_no_tokens_and_ids_beyond_the_last_expert(backend):
+    def plan(experts):
+        return rows_of(backend).plan(experts.int().to(device_of(backend)), 4)
+
+    counts_E, ends_E, row_TK, slot_R = plan(torch.empty(0, 3))
+    assert counts_E.tolist() == ends_E.tolist() == [0, 0, 0, 0]
+    assert row_TK.shape == (0, 3) and slot_R.shape == (0,)
+    counts_E, _, row_TK, slot_R = plan(torch.tensor([[9, 0], [4, 3]]))
+    assert (counts_E.tolist(), row_TK.tolist()) == ([1, 0, 0, 1], [[-1, 0], [-1, 1]])
+    assert slot_R.tolist() == [1, 3, 0, 2]
+
+
+def test_the_plan_of_the_plain_function_is_that_of_the_operation():
     for T, K, E in sizes():
-        plan = routing_plan(choose("random", T, K, E), E)
-        everything = torch.arange(T * K, dtype=torch.int32)
-        assert torch.equal(plan.row_TK.flatten()[plan.slot_R], everything)
-        assert torch.equal(plan.slot_R[plan.row_TK.flatten()], everything)
+        expert_TK = choose("skewed", T, K, E)
+        expected = plain.routing_plan(expert_TK, E)
+        assert torch.equal(expected.expert_TK, expert_TK) and expected.live_rows.tolist() == [T * K]
+        for actual, wanted in zip(ops.routing_plan(expert_TK, E), expected[1:5], strict=True):
+            assert torch.equal(actual, wanted)
+    twice = plain.routing_plan(torch.tensor([[1, 1], [0, 1]], dtype=torch.int32), 3)
+    assert (twice.counts_E.tolist(), twice.row_TK.tolist()) == ([1, 3, 0], [[1, 2], [0, 3]])
+    meta = plain.routing_plan(torch.empty(5, 2, dtype=torch.int32, device="meta"), 4)
+    assert [tuple(t.shape) for t in meta] == [(5, 2), (4,), (4,), (5, 2), (10,), (1,)]
+    assert {t.dtype for t in meta} == {torch.int32}
 
 
-def test_a_token_may_choose_an_expert_twice():
-    plan = routing_plan(torch.tensor([[1, 1], [0, 1]], dtype=torch.int32), 3)
-    assert plan.counts_E.tolist() == [1, 3, 0]
-    assert plan.row_TK.tolist() == [[1, 2], [0, 3]]
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_spread_summed_and_multiplied(backend, name, dtype, weighted):
+    run, device = rows_of(backend), device_of(backend)
+    plan = brute_force_plan(*experts_of(name), dead_rows=3, device=device)
+    assert_rows_are_spread(run.spread, plan, 24, dtype, device, weighted)
+    assert_rows_are_summed(run.summed, plan, 24, dtype, device, weighted)
+    assert_rows_are_multiplied(run.dotted, plan, 24, dtype, device)
 
 
-def test_a_plan_of_meta_tensors_has_shapes():
-    plan = routing_plan(torch.empty(5, 2, dtype=torch.int32, device="meta"), 4)
-    shapes = {name: tuple(value.shape) for name, value in plan._asdict().items()}
-    assert shapes == {
-        "expert_TK": (5, 2),
-        "counts_E": (4,),
-        "ends_E": (4,),
-        "row_TK": (5, 2),
-        "slot_R": (10,),
-        "live_rows": (1,),
-    }
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [1, 3, 37, 64, 2100])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_any_width_are_moved(backend, columns, dtype):
+    run, device = rows_of(backend), device_of(backend)
+    for pattern, T, K, E in (("unrouted", 5 if columns > 1000 else 301, 3, 7), ("random", 7, 1, 8)):
+        plan = brute_force_plan(pattern_of_experts(pattern, T, K, E), E, dead_rows=2, device=device)
+        assert_rows_are_spread(run.spread, plan, columns, dtype, device, weighted=True)
+        if dtype == torch.bfloat16:
+            assert_rows_are_summed(run.summed, plan, columns, dtype, device)
+            assert_rows_are_multiplied(run.dotted, plan, columns, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_gathered_and_summed_as_in_python(dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_moved_at_every_number_of_slots(backend):
+    run, device = rows_of(backend), device_of(backend)
     for T, K, E in sizes():
-        plan = routing_plan(choose("random", T, K, E), E)
-        x = torch.randn(T, 3, generator=torch.Generator().manual_seed(T)).to(dtype)
-        rows = permute(x, plan.slot_R, plan.row_TK)
-        assert torch.equal(rows, torch.stack([x[slot // K] for slot in plan.slot_R.tolist()]))
-        scaled = rows * torch.arange(1, T * K + 1).unsqueeze(1).to(dtype)
-        summed = unpermute(scaled, plan.slot_R, plan.row_TK)
-        exact = [sum(scaled[r].double() for r in row) for row in plan.row_TK.tolist()]
-        assert summed.dtype == dtype
-        assert_forward_close(summed, torch.stack(exact))
+        plan = brute_force_plan(pattern_of_experts("unrouted", T, K, E), E, dead_rows=1, device=device)
+        assert_rows_are_spread(run.spread, plan, 3, torch.float32, device)
+        assert_rows_are_summed(run.summed, plan, 3, torch.float32, device)
+        assert_rows_are_multiplied(run.dotted, plan, 3, torch.float32, device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sum_does_not_depend_on_which_experts_were_chosen(backend):
+    expert_TK, device = pattern_of_experts("random", 19, 6, 16), device_of(backend)
+    y_TKD, sums = torch.randn(19, 6, 40, device=device), []
+    for experts in (expert_TK, (expert_TK * 7 + 3) % 16):
+        plan = brute_force_plan(experts, 16, device=device)
+        sums.append(rows_of(backend).summed(y_TKD.flatten(0, 1)[plan.slot_R], plan, None))
+    assert torch.equal(*sums)
 
 
 def test_a_token_is_summed_in_the_order_of_its_slots_not_of_its_experts():
-    plan = routing_plan(torch.tensor([[2, 0, 1]], dtype=torch.int32), 3)
+    plan = plain.routing_plan(torch.tensor([[2, 0, 1]], dtype=torch.int32), 3)
     y = torch.tensor([[-1e8], [1.0], [1e8]])  # by row: experts 0, 1, 2; slots 1, 2, 0
-    assert unpermute(y, plan.slot_R, plan.row_TK).item() == (1e8 - 1e8) + 1.0
+    assert plain.unpermute(y, plan.slot_R, plan.row_TK).item() == (1e8 - 1e8) + 1.0
+
+
+def test_values_and_gradients_are_those_of_the_plain_functions():
+    T, K, E, D = 37, 6, 16, 24
+    _, ends_E, row_TK, slot_R = ops.routing_plan(pattern_of_experts("skewed", T, K, E), E)
+    x, y, dx = values(T, D).requires_grad_(), values(T * K, D, seed=1).requires_grad_(), values(T, D, seed=2)
+    rows, expected_rows = ops.permute(x, slot_R, row_TK, ends_E), plain.permute(x, slot_R, row_TK)
+    sums, expected_sums = (
+        ops.unpermute(y, slot_R, row_TK, ends_E, None),
+        plain.unpermute(y, slot_R, row_TK),
+    )
+    assert torch.equal(rows, expected_rows)
+    assert_forward_close(sums, expected_sums)
+    dy = values(T * K, D, seed=3)
+    assert_gradient_close(*(torch.autograd.grad(r, x, dy)[0] for r in (rows, expected_rows)))
+    assert torch.equal(*(torch.autograd.grad(s, y, dx)[0] for s in (sums, expected_sums)))
 
 
 def test_the_gradients_match_finite_differences():
-    plan = routing_plan(choose("skewed", 7, 3, 5), 5)
+    few = brute_force_plan(pattern_of_experts("unrouted", 5, 3, 4), 4, dead_rows=2)
+    x, y = values(5, 2).double().requires_grad_(), values(few.live, 2).double().requires_grad_()
+    weight = values(5, 3, seed=4).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: spread(x, few, None)[: few.live], x)
+    assert torch.autograd.gradcheck(lambda y: summed(with_dead_rows(y, few), few, None), y)
+    assert torch.autograd.gradcheck(lambda y, w: summed(with_dead_rows(y, few), few, w), (y, weight))
+    assert torch.autograd.gradgradcheck(lambda x: spread(x, few, None)[: few.live] ** 2, x)
+    plan = plain.routing_plan(choose("skewed", 7, 3, 5), 5)
     x, y = torch.randn(7, 2).double().requires_grad_(), torch.randn(21, 2).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: permute(x, plan.slot_R, plan.row_TK), x)
-    assert torch.autograd.gradcheck(lambda y: unpermute(y, plan.slot_R, plan.row_TK), y)
-    assert torch.autograd.gradgradcheck(lambda x: permute(x, plan.slot_R, plan.row_TK) ** 2, x)
+    assert torch.autograd.gradcheck(lambda x: plain.permute(x, plan.slot_R, plan.row_TK), x)
+    assert torch.autograd.gradcheck(lambda y: plain.unpermute(y, plan.slot_R, plan.row_TK), y)
 
 
-def test_unpermute_undoes_permute_up_to_the_number_of_slots():
-    plan = routing_plan(choose("random", 11, 4, 9), 9)
-    x = torch.randint(-50, 50, (11, 6)).float()  # integers: sums are exact
-    back = unpermute(permute(x, plan.slot_R, plan.row_TK), plan.slot_R, plan.row_TK)
-    assert torch.equal(back, 4 * x)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradients_match_fp64_formulas(dtype, unrouted):
+    plan, (T, K), D = unrouted, unrouted.row_TK.shape, 40
+    y_RD = with_dead_rows(values(plan.live, D, dtype=dtype), plan).requires_grad_()
+    weight_TK = values(T, K, seed=1).requires_grad_()
+    x_TD, dx_TD = values(T, D, dtype=dtype).requires_grad_(), values(T, D, dtype=dtype, seed=2)
+    dy_RD = values(plan.live, D, dtype=dtype, seed=3)
+    dy, dweight = torch.autograd.grad(summed(y_RD, plan, weight_TK), (y_RD, weight_TK), dx_TD)
+    exact = [t.detach().double().requires_grad_() for t in (y_RD[: plan.live], weight_TK)]
+    token_L, slot_L = plan.slot_R[: plan.live].long() // K, plan.slot_R[: plan.live].long()
+    zeros = torch.zeros(T, D, dtype=torch.float64)
+    expected = zeros.index_add(0, token_L, exact[0] * exact[1].flatten()[slot_L, None])
+    wanted_dy, wanted_dweight = torch.autograd.grad(expected, exact, dx_TD.double())
+    assert_gradient_close(dy[: plan.live], wanted_dy)
+    assert_gradient_close(dweight, wanted_dweight)
+    (dx,) = torch.autograd.grad(spread(x_TD, plan, None), x_TD, with_dead_rows(dy_RD, plan))
+    assert_gradient_close(dx, zeros.index_add(0, token_L, dy_RD.double()))
+    assert (dy.dtype, dweight.dtype, dx.dtype) == (dtype, torch.float32, dtype)
 
 
-def test_the_order_of_the_tokens_does_not_change_a_bit_of_their_sums():
-    T, K, E, D = 29, 6, 16, 5
-    expert_TK, order = choose("random", T, K, E), torch.randperm(T)
-    value_TKD = torch.randn(T, K, D)
-    sums = []
-    for experts, values in ((expert_TK, value_TKD), (expert_TK[order], value_TKD[order])):
-        plan = routing_plan(experts, E)
-        sums.append(unpermute(values.flatten(0, 1)[plan.slot_R], plan.slot_R, plan.row_TK))
-    assert torch.equal(sums[0][order], sums[1])
+@pytest.mark.parametrize(("rows_want", "weights_want"), list(itertools.product((True, False), repeat=2)))
+def test_only_the_gradients_that_are_wanted_are_computed(rows_want, weights_want, unrouted):
+    y_RD = with_dead_rows(values(unrouted.live, 3), unrouted).requires_grad_(rows_want)
+    weight_TK = values(*unrouted.row_TK.shape, dtype=torch.bfloat16).requires_grad_(weights_want)
+    with SeenOps() as seen:
+        x_TD = summed(y_RD, unrouted, weight_TK)
+        if x_TD.requires_grad:
+            x_TD.sum().backward()
+    wanted = ["unpermute_dgrad"] * rows_want + ["unpermute_weight_grad"] * weights_want
+    assert seen.names == [f"graphmoe::{name}" for name in ("unpermute", *wanted)]
+    if weights_want:
+        assert weight_TK.grad.dtype == torch.bfloat16 and bool(weight_TK.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("function", ["permute", "unpermute"])
+def test_without_weights_no_rows_are_kept_for_the_backward(unrouted):
+    saved = []
+    y_RD = with_dead_rows(values(unrouted.live, 7), unrouted).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+        summed(y_RD, unrouted, None)
+    assert tuple(y_RD.shape) not in saved and tuple(unrouted.row_TK.shape) in saved
+
+
+@pytest.mark.parametrize("function", [plain.permute, plain.unpermute])
 def test_gradients_are_bitwise_repeatable_on_several_threads(function):
     """Plain indexing fails here: its CPU gradient adds the K rows of a token with atomics."""
     T, K, E, D = 512, 8, 16, 128
-    plan = routing_plan(choose("random", T, K, E), E)
-    generator = torch.Generator().manual_seed(0)
-    run = {"permute": permute, "unpermute": unpermute}[function]
-    x = torch.randn(T if run is permute else T * K, D, generator=generator, requires_grad=True)
-    y = run(x, plan.slot_R, plan.row_TK)
-    dy = torch.randn(y.shape, generator=generator)
+    plan = plain.routing_plan(choose("random", T, K, E), E)
+    x = values(T if function is plain.permute else T * K, D).requires_grad_()
+    y = function(x, plan.slot_R, plan.row_TK)
+    dy = values(*y.shape, seed=1)
     torch.set_num_threads(4)
     first, *others = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(12))
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_fake_tensors_have_the_shape_and_strides_of_real_ones(dtype, unrouted):
+    plan = unrouted
+    T, K = plan.row_TK.shape
+
+    def results(expert_TK, slot_R, row_TK, ends_E, x_TD, y_RD, weight_TK):
+        where = (slot_R, row_TK, ends_E)
+        rows, sums = ops.permute(x_TD, *where), ops.unpermute(y_RD, *where, weight_TK)
+        dy, dweight = torch.autograd.grad(sums, (y_RD, weight_TK), x_TD.detach())
+        (dx,) = torch.autograd.grad(rows, x_TD, y_RD)
+        return [rows, sums, dy, dweight, dx, *ops.routing_plan(expert_TK, 16)]
+
+    expert_TK = experts_of("some slots are not routed here")[0]
+    x_TD, y_RD = values(T, 7, dtype=dtype), with_dead_rows(values(plan.live, 7, dtype=dtype), plan)
+    inputs = (expert_TK, plan.slot_R, plan.row_TK, plan.ends_E, x_TD, y_RD, values(T, K))
+    inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+    with FakeTensorMode() as mode:
+        fakes = results(*[mode.from_tensor(t) for t in inputs])
+    for fake, real in zip(fakes, results(*inputs), strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_torch_accepts_the_ops(dtype):
+    expert_TK = pattern_of_experts("random", 5, 3, 4)
+    _, ends_E, row_TK, slot_R = ops.routing_plan(expert_TK, 4)
+    x_TD, y_RD, weight_TK = values(5, 2, dtype=dtype), values(15, 2, dtype=dtype), values(5, 3)
+    where = (slot_R, row_TK, ends_E)
+    opcheck(ops.routing_plan.default, (expert_TK, 4))
+    opcheck(ops.unpermute_weight_grad.default, (x_TD, y_RD, row_TK))
+    for weight in (None, weight_TK):
+        opcheck(ops.unpermute_dgrad.default, (x_TD, *where, weight))
+    opcheck(ops.unpermute.default, (y_RD.requires_grad_(), *where, weight_TK.requires_grad_()))
+    opcheck(ops.permute.default, (x_TD.requires_grad_(), *where))
+
+
+def test_the_ops_run_on_a_cpu_that_has_no_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from graphmoe.ops import permute, swiglu
+ops = torch.ops.graphmoe
+_, ends, row, slot = ops.routing_plan(torch.tensor([[1, 0]], dtype=torch.int32), 2)
+where, x = (slot, row, ends), torch.ones(1, 4, requires_grad=True)
+rows = ops.swiglu(ops.permute(x, *where), torch.ones(2), ends)
+ops.unpermute(rows, *where, torch.ones(1, 2, requires_grad=True)).sum().backward()
+import graphmoe.ops.grouped_mlp
+w = torch.ones(2, 8, 4), torch.ones(2, 4, 4)
+ops.grouped_mlp(torch.ones(1, 4), *w, torch.ones(1, 2), *where, "triton")
+assert not any(name.endswith("_kernels") for name in sys.modules if name.startswith("graphmoe"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_kernels_pass_in_the_interpreter():
+    assert_passed_in_the_interpreter(__file__)
+
+
+def ahead_of_time_cases():
+    return [*row_launches(), *plan_launches()]
+
+
+def row_launches():
+    """Rows of bf16 for 6, 16 and 64 slots, and weights (rows of one column)."""
+    from graphmoe.ops import permute_kernels as kernels
+
+    common = {"row_TK": "*i32:16", "tokens": "i32"}
+    wide = {"x_TD": "*bf16:16", "y_RD": "*bf16:16", "columns": "i32:16", **common}
+    single = {"x_TD": "*fp32:16", "y_RD": "*fp32:16", **common}
+    weighted = wide | {"weight_TK": "*fp32:16"}
+    tile = {"TOKENS": 1, "COLUMNS": kernels.TILE}
+    column = {"TOKENS": kernels.MAX_TOKENS, "COLUMNS": 1, "columns": 1}
+    shapes = {
+        "6": (wide, {"K": 6, "weight_TK": None, **tile}),
+        "16 weighted": (weighted, {"K": 16, **tile}),
+        "64 weighted": (weighted, {"K": 64, **tile}),
+        "64 of narrow rows": (weighted, {"K": 64, "TOKENS": kernels.MAX_TOKENS, "COLUMNS": 8}),
+        "weights": (single, {"K": 1, "weight_TK": None, **column}),
+    }
+    launches = [
+        (f"{name} {label}", kernel, signature, constexprs)
+        for name, kernel in (("spread", kernels._spread_kernel), ("sum", kernels._sum_kernel))
+        for label, (signature, constexprs) in shapes.items()
+    ]
+    dot = {"dx_TD": "*bf16:16", "y_RD": "*bf16:16", "dot_TK": "*fp32:16", "columns": "i32:16", **common}
+    for slots, padded, width in ((6, 8, 512), (64, 64, 64)):
+        tile = {"K": slots, "SLOTS": padded, "TOKENS": 1, "COLUMNS": width}
+        launches.append((f"dot {slots}", kernels._dot_kernel, dot, tile))
+    names = ("name", "kernel", "signature", "constexprs")
+    return [dict(zip(names, launch, strict=True), threads=kernels.THREADS) for launch in launches]
+
+
+def plan_launches():
+    """64 experts and 512."""
+    from graphmoe.ops import routing_plan_kernels as kernels
+
+    numbers, pointer = {"slots": "i32", "num_experts": "i32:16"}, "*i32:16"
+    counts = {"counts_CB": pointer, "counts_E": pointer, "chunks": "i32", "num_experts": "i32:16"}
+    tile = {"ROWS": kernels.SCAN_CHUNKS, "COLUMNS": kernels.SCAN_BUCKETS}
+    launches = [("offset", kernels._offset_kernel, counts, tile)]
+    for buckets in (128, 1024):
+        sizes = {"BLOCK": kernels.BLOCK, "BUCKETS": buckets}
+        counted = {"expert_N": pointer, "counts_CB": pointer, **numbers}
+        ranked = dict.fromkeys(kernels._rank_kernel.arg_names[:6], pointer) | numbers
+        launches.append((f"count {buckets}", kernels._count_kernel, counted, sizes))
+        launches.append((f"rank {buckets}", kernels._rank_kernel, ranked, sizes | {"STEP": kernels.STEP}))
+    names = ("name", "kernel", "signature", "constexprs")
+    return [dict(zip(names, launch, strict=True), threads=kernels.THREADS) for launch in launches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_compile_ahead_of_time(target):
+    facts = compiled("tests.ops.test_permute", target)
+    assert_sound(facts)
+    assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}
+    # 16 bytes at a time, and each row once; 64 slots in rounds of 16.
+    for slots, case in ((6, "6"), (16, "16 weighted"), (16, "64 weighted")):
+        spreading, summing = facts[f"spread {case}"], facts[f"sum {case}"]
+        assert (spreading.wide_loads, spreading.wide_stores) == (1, slots)
+        assert (summing.wide_loads, summing.wide_stores) == (slots, 1)
+    assert facts["dot 6"].wide_loads >= 2

@@ -1,4 +1,4 @@
-"""The SwiGLU op: values and gradients against fp64, dead rows, fakes, and its kernels."""
+"""SwiGLU of routed rows: values and gradients against fp64, dead rows, fakes, and its kernels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from graphmoe.config.schema import ModelConfig
 from graphmoe.model.moe import Experts
 from graphmoe.ops import swiglu as _registers_the_ops  # noqa: F401
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
-from tests.ops.interpreted import assert_passed, names_of
+from tests.ops.interpreted import BACKENDS, assert_passed_in_the_interpreter, device_of
 from tests.ops.row_cases import NAN, assert_swiglu_matches_fp64, swiglu_in_fp64, values
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 ops = torch.ops.graphmoe
 DTYPES = (torch.float32, torch.bfloat16)
-INTERPRETED = "tests/ops/interpreted_swiglu.py"
 ENDS_E = torch.tensor([2, 2, 7], dtype=torch.int32)
 LIVE, ROWS = 7, 10
+
+
+def swiglu(backend):
+    """Forward and backward of a backend."""
+    if backend != "interpreted":
+        return ops.swiglu, ops.swiglu_backward
+    from graphmoe.ops import swiglu_kernels
+
+    return swiglu_kernels.forward, swiglu_kernels.backward
 
 
 def with_dead_rows(x):
@@ -28,14 +36,29 @@ def with_dead_rows(x):
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 13, 64])
-def test_values_and_gradients_match_fp64(width, dtype, weighted):
-    assert_swiglu_matches_fp64(ops.swiglu, ops.swiglu_backward, 21, 30, width, dtype, weighted=weighted)
+@pytest.mark.parametrize("width", [1, 13, 64, 600])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_and_gradients_match_fp64(backend, width, dtype, weighted):
+    for live, rows in [(21, 30), (777, 1000)] if backend == "cuda" else [(21, 30)]:
+        assert_swiglu_matches_fp64(*swiglu(backend), live, rows, width, dtype, device_of(backend), weighted)
 
 
-@pytest.mark.parametrize(("live", "rows"), [(0, 9), (9, 9), (1, 40), (0, 0)])
-def test_dead_rows_do_not_reach_live_ones(live, rows):
-    assert_swiglu_matches_fp64(ops.swiglu, ops.swiglu_backward, live, rows, 20, torch.float32)
+@pytest.mark.parametrize(("live", "rows"), [(0, 9), (150, 150), (1, 140), (0, 0)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dead_rows_do_not_reach_live_ones_and_kernels_leave_them_alone(backend, live, rows):
+    for dead in (NAN,) if backend == "plain" else (NAN, 1.0):
+        run, device = swiglu(backend), device_of(backend)
+        assert_swiglu_matches_fp64(*run, live, rows, 20, torch.float32, device, dead=dead)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_gates_keep_values_and_gradients_finite(backend):
+    forward, backward = swiglu(backend)
+    h = torch.tensor([[-200.0, 200.0, 1.0, 2.0]], device=device_of(backend))
+    ends = torch.tensor([1], dtype=torch.int32, device=h.device)
+    assert forward(h, None, ends).tolist() == [[0.0, 400.0]]
+    dh, _ = backward(torch.ones(1, 2, device=h.device), h, None, ends)
+    assert dh.tolist() == [[0.0, 2.0, 0.0, 200.0]]
 
 
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1)], ids=["R", "R1"])
@@ -43,25 +66,22 @@ def test_autograd_gives_the_gradients_in_the_shapes_of_the_inputs(shape):
     h = with_dead_rows(values(LIVE, 12)).requires_grad_()
     weight = with_dead_rows(values(LIVE, seed=1)).view(shape).requires_grad_()
     da = with_dead_rows(values(LIVE, 6, seed=2))
-    a = ops.swiglu(h, weight, ENDS_E)
-    dh, dweight = torch.autograd.grad(a, (h, weight), da)
+    dh, dweight = torch.autograd.grad(ops.swiglu(h, weight, ENDS_E), (h, weight), da)
     assert dweight.shape == weight.shape
     exact = [t.detach()[:LIVE].double().requires_grad_() for t in (h, weight)]
-    expected = swiglu_in_fp64(*exact)
-    assert_forward_close(a[:LIVE], expected)
-    for actual, wanted in zip(
-        (dh, dweight), torch.autograd.grad(expected, exact, da[:LIVE].double()), strict=True
-    ):
+    expected = torch.autograd.grad(swiglu_in_fp64(*exact), exact, da[:LIVE].double())
+    for actual, wanted in zip((dh, dweight), expected, strict=True):
         assert_gradient_close(actual[:LIVE], wanted)
 
 
 def test_the_gradients_match_finite_differences():
     h, weight = values(LIVE, 6).double().requires_grad_(), values(LIVE, 1).double().requires_grad_()
-    run = ops.swiglu
-    assert torch.autograd.gradcheck(
-        lambda h, w: run(with_dead_rows(h), with_dead_rows(w), ENDS_E)[:LIVE], (h, weight)
-    )
-    assert torch.autograd.gradcheck(lambda h: run(with_dead_rows(h), None, ENDS_E)[:LIVE], h)
+
+    def run(h, weight=None):
+        weight = None if weight is None else with_dead_rows(weight)
+        return ops.swiglu(with_dead_rows(h), weight, ENDS_E)[:LIVE]
+
+    assert torch.autograd.gradcheck(run, (h, weight)) and torch.autograd.gradcheck(run, h)
 
 
 def test_it_is_the_activation_of_the_model():
@@ -74,44 +94,44 @@ def test_it_is_the_activation_of_the_model():
     assert_forward_close(ops.swiglu(h, weight, ends), expected)
 
 
-def test_large_gates_keep_values_and_gradients_finite():
-    h = torch.tensor([[-200.0, 200.0, 1.0, 2.0]], requires_grad=True)
-    a = ops.swiglu(h, None, torch.tensor([1], dtype=torch.int32))
-    assert torch.equal(a, torch.tensor([[0.0, 400.0]]))
-    assert torch.equal(torch.autograd.grad(a.sum(), h)[0], torch.tensor([[0.0, 2.0, 0.0, 200.0]]))
-
-
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_fake_tensors_have_the_shape_and_strides_of_real_ones(dtype, weighted):
+def test_torch_accepts_the_ops_and_fakes_are_like_real_tensors(dtype, weighted):
     def results(h, weight, ends, da):
         return ops.swiglu(h, weight, ends), *ops.swiglu_backward(da, h, weight, ends)
 
-    weight = values(ROWS, 1) if weighted else None
-    inputs = (values(ROWS, 14, dtype=dtype), weight, ENDS_E, values(ROWS, 7, dtype=dtype))
+    h, weight, da = values(LIVE, 14, dtype=dtype), values(LIVE, 1) if weighted else None, values(LIVE, 7)
+    inputs = (h, weight, ENDS_E, da.to(dtype))
     with FakeTensorMode() as mode:
         fakes = results(*[None if t is None else mode.from_tensor(t) for t in inputs])
     for fake, real in zip(fakes, results(*inputs), strict=True):
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    opcheck(ops.swiglu_backward.default, (inputs[3], *inputs[:3]))
+    opcheck(ops.swiglu.default, (h.requires_grad_(), weight, ENDS_E))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_accepts_the_ops(dtype):
-    h, weight = values(LIVE, 6, dtype=dtype), values(LIVE, 1)
-    opcheck(ops.swiglu_backward.default, (values(LIVE, 3, dtype=dtype), h, weight, ENDS_E))
-    opcheck(ops.swiglu_backward.default, (values(LIVE, 3, dtype=dtype), h, None, ENDS_E))
-    opcheck(ops.swiglu.default, (h.requires_grad_(), weight.requires_grad_(), ENDS_E))
-    opcheck(ops.swiglu.default, (h, None, ENDS_E))
+def test_the_kernels_pass_in_the_interpreter():
+    assert_passed_in_the_interpreter(__file__)
 
 
-@pytest.mark.parametrize("name", names_of(INTERPRETED))
-def test_in_the_interpreter(name):
-    assert_passed(INTERPRETED, name)
+def ahead_of_time_cases():
+    """bf16 rows whose width is a multiple of 16."""
+    from graphmoe.ops import swiglu_kernels as kernels
+
+    numbers = {"ends_E": "*i32:16", "experts": "i32:16", "rows": "i32", "width": "i32:16"}
+    rows = {"h_RH": "*bf16:16", "weight_R": "*fp32:16", **numbers}
+    tile = {"ROWS": kernels.TILE // kernels.WIDTH, "COLUMNS": kernels.WIDTH}
+    common = {"constexprs": tile, "threads": kernels.THREADS}
+    gradients = {"da_RF": "*bf16:16", "dh_RH": "*bf16:16", "dweight_R": "*fp32:16"}
+    return [
+        {"kernel": kernels._forward_kernel, "signature": rows | {"a_RF": "*bf16:16"}, **common},
+        {"kernel": kernels._backward_kernel, "signature": rows | gradients, **common},
+    ]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_ahead_of_time(target):
-    facts = compiled("tests.ops.compiled_swiglu", target)
+    facts = compiled("tests.ops.test_swiglu", target)
     assert_sound(facts)
     assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}
     forward, backward = facts["_forward_kernel"], facts["_backward_kernel"]

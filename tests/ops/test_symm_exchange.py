@@ -1,4 +1,4 @@
-"""What exchanges queue on which stream, with stand-ins for streams, and the addresses that they hand on."""
+"""Exchanges on streams, with stand-ins for these, and the addresses that exchanges hand on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from graphmoe.ops.symm import peers
 from graphmoe.ops.symm.exchange import _aligned, _beside
 from graphmoe.ops.symm.launches import WIDEST
+from graphmoe.ops.symm.peers import before_products, beside_products_on
 from tests.stand_in_streams import Gpu, use_streams
 
 
@@ -29,10 +31,10 @@ class Block:
 
 def exchange(gpu, ranks, streams, fails=()):
     """Copies from all other ranks, and a kernel beside them."""
-    peers = SimpleNamespace(streams=[torch.cuda.Stream() for _ in range(streams)])
+    others = SimpleNamespace(streams=[torch.cuda.Stream() for _ in range(streams)])
     copies = [(Block(gpu, str(rank), rank in fails), "block") for rank in range(1, ranks)]
     gpu.queue("barrier")
-    with _beside(peers, copies):
+    with _beside(others, copies):
         gpu.queue("kernel")
 
 
@@ -67,8 +69,8 @@ def test_the_current_stream_waits_for_what_was_begun_when_an_error_leaves(monkey
 
 def test_an_error_beside_the_copies_leaves_none_behind(monkeypatch):
     gpu = use_streams(monkeypatch)
-    peers = SimpleNamespace(streams=[torch.cuda.Stream()])
-    with pytest.raises(KeyError), _beside(peers, [(Block(gpu, "1"), "block")]):
+    others = SimpleNamespace(streams=[torch.cuda.Stream()])
+    with pytest.raises(KeyError), _beside(others, [(Block(gpu, "1"), "block")]):
         raise KeyError
     gpu.queue("later")
     assert gpu.behind["later"] == {"block to 1"}
@@ -91,3 +93,56 @@ def test_rows_are_read_from_an_address_that_suits_the_widest_load(dtype, columns
         assert aligned.data_ptr() % WIDEST == 0 and aligned.is_contiguous() and aligned.equal(part)
     assert _aligned(x) is x
     assert (x[1:].data_ptr() % WIDEST == 0) == (columns == 64)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return use_streams(monkeypatch)
+
+
+def pack_and_copy(gpu):
+    """Queue an exchange that moves rows by copies."""
+    gpu.queue("reserve")
+    with before_products():
+        gpu.queue("pack")
+    gpu.queue("copy")
+
+
+def test_packing_is_queued_on_the_products_stream_between_what_was_before_and_the_copies(gpu):
+    products, transfers = gpu.current, torch.cuda.Stream()
+    gpu.queue("earlier products")
+    with gpu.stream(transfers):
+        gpu.queue("earlier transfer")
+        with beside_products_on(products):
+            pack_and_copy(gpu)
+    gpu.queue("products")
+    assert gpu.on == {
+        "earlier products": "first", "earlier transfer": "second", "reserve": "second", "pack": "first",
+        "copy": "second", "products": "first",
+    }  # fmt: skip
+    assert gpu.behind["pack"] == {"earlier products", "earlier transfer", "reserve"}
+    assert gpu.behind["copy"] == {*gpu.behind["pack"], "pack"}
+    assert "pack" in gpu.behind["products"] and "copy" not in gpu.behind["products"]
+    assert gpu.current is products
+
+
+def test_without_products_beside_it_an_exchange_packs_where_it_runs(gpu):
+    with gpu.stream(torch.cuda.Stream()):
+        pack_and_copy(gpu)
+    assert {*gpu.on.values()} == {"second"} and gpu.behind["copy"] == {"reserve", "pack"}
+
+
+def test_an_error_leaves_no_stream_behind(gpu):
+    products = gpu.current
+    transfers = gpu.stream(torch.cuda.Stream())
+    with pytest.raises(KeyError), transfers, beside_products_on(products), before_products():
+        raise KeyError
+    assert peers._products is None and gpu.current is products
+
+
+def test_products_inside_products_give_way_to_those_around_them(gpu):
+    outer, inner = gpu.current, torch.cuda.Stream()
+    with beside_products_on(outer):
+        with beside_products_on(inner):
+            assert peers._products is inner
+        assert peers._products is outer

@@ -5,32 +5,28 @@ H = 2 * F (gate, then up).
 
 ``torch.ops.graphmoe.grouped_mlp`` takes the place of permute, two grouped products, the activation and
 unpermute in a traced graph. `reference` holds the plain form, around products of torch or of a vendor
-(`turbo`, `te`); `triton_backend` the fused kernels; `choice` measures which backend to take.
+(`vendor`); `triton_backend` the fused kernels; `choice` measures which backend to take.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphmoe.config.packages import is_installed
-from graphmoe.ops import permute, swiglu  # noqa: F401  # registers the ops that the plain form calls
-from graphmoe.ops.grouped_mlp import reference
+from graphmoe.ops.gradients import Gradient, have_begun, report_added
+from graphmoe.ops.grouped_mlp import triton_backend, vendor
+from graphmoe.ops.grouped_mlp.reference import TORCH, Backend, Plan
 
-KEY = "moe.experts"
-BACKENDS = {
-    "torch": f"{__name__}.reference",
-    "triton": f"{__name__}.triton_backend",
-    "turbo": f"{__name__}.turbo",
-    "te": f"{__name__}.te",
+BACKENDS: dict[str, Backend] = {
+    "torch": TORCH,
+    "triton": triton_backend,
+    "turbo": vendor.TURBO,
+    "te": vendor.TE,
 }
-"""Values of `KEY` but auto, and the module of each: that of triton has all of `DIRECTIONS` and ``hidden``,
-the others have ``products``, around which `reference` has them."""
+"""Values of the key moe.experts but auto; each imports its package where it is called."""
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 
@@ -40,6 +36,12 @@ def backend_of(backend: str, direction: str) -> str:
     names = names * 3 if len(names) == 1 else names
     assert len(names) == 3 and all(name in BACKENDS for name in names), backend
     return names[DIRECTIONS.index(direction)]
+
+
+def _kernels(backend: str, direction: str, x: Tensor) -> Backend:
+    """The backend that runs a direction of tensors like x: on a CPU triton means torch."""
+    name = backend_of(backend, direction)
+    return TORCH if name == "triton" and not x.is_cuda else BACKENDS[name]
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp", mutates_args=())
@@ -62,7 +64,8 @@ def _forward(
     torch where `graphmoe.ops.grouped_mm` has none. Kept for the backward: the inputs and h.
     Raises ConfigError where the package of a backend is missing.
     """
-    return _run(backend, "forward", x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    plan = Plan(slot_R, row_TK, ends_E)
+    return _kernels(backend, "forward", x_TD).forward(x_TD, w_gate_up, w_down, weight_TK, plan)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_dgrad", mutates_args=())
@@ -78,7 +81,8 @@ def _dgrad(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dweight_TK, and for the weight gradients dh_RH and the weighted activation a_RF."""
-    return _run(backend, "dgrad", dy_TD, h_RH, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    plan = Plan(slot_R, row_TK, ends_E)
+    return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, w_gate_up, w_down, weight_TK, plan)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_wgrad", mutates_args=())
@@ -93,7 +97,8 @@ def _wgrad(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows."""
-    return _run(backend, "wgrad", dy_TD, x_TD, dh_RH, a_RF, slot_R, row_TK, ends_E)
+    plan = Plan(slot_R, row_TK, ends_E)
+    return _kernels(backend, "wgrad", dy_TD).wgrad(dy_TD, x_TD, dh_RH, a_RF, plan)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_wgrad_into", mutates_args=("of_gate_up", "of_down"))
@@ -114,43 +119,19 @@ def _wgrad_into(
 
     triton does so from its fp32 sums; the others round to the dtype of x first.
     """
-    arguments, totals = (dy_TD, x_TD, dh_RH, a_RF, slot_R, row_TK, ends_E), (of_gate_up, of_down)
-    name = backend_of(backend, "wgrad")
-    if name == "triton" and dy_TD.is_cuda:
-        importlib.import_module(BACKENDS[name]).wgrad(*arguments, totals, add=add)
-        return
-    into = _into(dy_TD.device.type)
-    for total, gradient in zip(totals, _run(backend, "wgrad", *arguments), strict=True):
-        into(total, gradient, add=add)
-
-
-@functools.cache
-def _into(device_type: str) -> Callable[..., None]:
-    if device_type == "cuda" and is_installed("triton"):
-        return importlib.import_module(f"{__name__}.triton_steps").into
-    return reference.into
+    kernels, plan = _kernels(backend, "wgrad", dy_TD), Plan(slot_R, row_TK, ends_E)
+    kernels.wgrad_into(dy_TD, x_TD, dh_RH, a_RF, plan, (of_gate_up, of_down), add)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_hidden", mutates_args=())
 def _hidden(
     x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, backend: str
 ) -> Tensor:
-    """h [R, H] of ``grouped_mlp``, bitwise and without the rest: for a backward that computes it again.
+    """h [R, H] of ``grouped_mlp``, bitwise and without the rest: for a backward that recomputes it.
 
-    It has no gradient.
+    The operation has no gradient.
     """
-    return _run(backend, "hidden", x_TD, w_gate_up, slot_R, row_TK, ends_E)
-
-
-def _run(backend: str, direction: str, x: Tensor, *rest: Tensor) -> Any:
-    """Call one of `DIRECTIONS`, or "hidden" of the forward's backend, of the backend that is named for it."""
-    name = backend_of(backend, "forward" if direction == "hidden" else direction)
-    if name == "triton" and not x.is_cuda:
-        name = "torch"
-    module = importlib.import_module(BACKENDS[name])
-    if name == "triton":
-        return getattr(module, direction)(x, *rest)
-    return getattr(reference, direction)(module.products(x.dtype), x, *rest)
+    return _kernels(backend, "forward", x_TD).hidden(x_TD, w_gate_up, Plan(slot_R, row_TK, ends_E))
 
 
 @_forward.register_fake
@@ -201,3 +182,34 @@ def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor 
 
 
 _forward.register_autograd(_backward, setup_context=_save)
+
+
+def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
+    """``graphmoe::grouped_mlp``, whose backward adds the gradients of its two weights to ``totals``.
+
+    ``totals`` are those of ``w_gate_up`` and ``w_down``; autograd gets none for them. For a backward that no
+    graph holds: compiled units add by their graphs (`runtime.compile.code`).
+    """
+    return _Accumulating.apply(totals, backend, *arguments)
+
+
+class _Accumulating(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
+        y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend)
+        ctx.save_for_backward(*arguments, h_RH)
+        ctx.totals, ctx.backend = totals, backend
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, w_gate_up, w_down, weight_TK, *plan, h_RH = ctx.saved_tensors
+        dy_TD = dy_TD.contiguous()
+        dx_TD, dweight_TK, dh_RH, a_RF = torch.ops.graphmoe.grouped_mlp_dgrad(
+            dy_TD, h_RH, w_gate_up, w_down, weight_TK, *plan, ctx.backend
+        )
+        totals = [gradient.total for gradient in ctx.totals]
+        add = have_begun(ctx.totals)
+        torch.ops.graphmoe.grouped_mlp_wgrad_into(dy_TD, x_TD, dh_RH, a_RF, *plan, *totals, ctx.backend, add)
+        report_added(ctx.totals)
+        return None, None, dx_TD, None, None, dweight_TK, None, None, None

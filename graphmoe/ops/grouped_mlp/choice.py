@@ -1,4 +1,4 @@
-"""Which backend runs the forward, the row gradients and the weight gradients of the grouped MLP.
+"""Choice of the backends of the forward, the row gradients and the weight gradients of the grouped MLP.
 
 ``moe.experts=auto`` times the capable backends once for each shape and device, each direction by itself, on a
 natural routing, and remembers the answer: another choice would change sums, and a resumed run must be bitwise
@@ -22,20 +22,20 @@ import torch
 
 from graphmoe.config.packages import VENDORS, is_installed, require_package
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, KEY
+from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS
+from graphmoe.ops.grouped_mlp.reference import KEY
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
-from graphmoe.ops.vendors import HALF_DTYPES
 
 log = logging.getLogger(__name__)
 NAME = "grouped_mlp"
-"""What the answers are called where they are remembered."""
+"""Name under which answers are remembered."""
 REPEATS = 20
 """Timed calls of each backend."""
 
 
 @dataclass(frozen=True)
 class MlpShape:
-    """What the speed of the grouped MLP depends on."""
+    """Sizes on which the speed of the grouped MLP depends."""
 
     T: int
     """Tokens."""
@@ -83,7 +83,7 @@ def choose_backends(
     for the host. Launches kernels and waits for them where it measures, so never call it inside a capture.
     Raises ConfigError naming the key, the value and what would work.
     """
-    reasons = {name: _reason_against(name, shape, device, sync_free, installed) for name in BACKENDS}
+    reasons = _reasons(shape, device, sync_free, installed)
     if requested != "auto":
         return _checked(requested, reasons, installed)
     names = [name for name, reason in reasons.items() if reason is None and _has_package(name, installed)]
@@ -105,33 +105,14 @@ def choose_backends(
     return (holds if _is_answer(holds) else found)["choice"]
 
 
-def _reason_against(
-    backend: str, shape: MlpShape, device: torch.device, sync_free: bool, installed: Callable[[str], bool]
-) -> str | None:
-    """Why the device or the dtype rules a backend out, or None. Packages are another question."""
-    on_gpu, is_rocm = device.type == "cuda", torch.version.hip is not None
-    if backend == "torch":
-        waits = on_gpu and sync_free and not has_grouped_kernel(shape.dtype, device)
-        return f"waits for the host in {shape.dtype} on this device" if waits else None
-    if not on_gpu:
-        return f"needs a GPU and the device is {device.type}"
-    if backend == "triton":
-        if not installed("triton"):
-            return "needs the package triton, which is not installed"
-        fits = shape.dtype in (*HALF_DTYPES, torch.float32)
-        return None if fits else f"has no kernels for {shape.dtype}"
-    if shape.dtype not in HALF_DTYPES:
-        return f"has bf16 and fp16 kernels only and the activations are {shape.dtype}"
-    if (backend == "turbo") != is_rocm:
-        return "is Primus-Turbo, which needs a ROCm build of torch" if backend == "turbo" else "needs CUDA"
-    return None
-
-
-def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ATen multiplies in one kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
-    if dtype != torch.bfloat16 or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+def _reasons(
+    shape: MlpShape, device: torch.device, sync_free: bool, installed: Callable[[str], bool]
+) -> dict[str, str | None]:
+    """Reasons of device and dtype against each backend, or None. Packages are another question."""
+    return {
+        name: backend.reason_against(shape.dtype, device, sync_free, installed)
+        for name, backend in BACKENDS.items()
+    }
 
 
 def _has_package(backend: str, installed: Callable[[str], bool]) -> bool:
@@ -239,7 +220,7 @@ def random_inputs(
 
 
 def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str, Any]:
-    """Everything that may change the answer."""
+    """Facts that may change the answer."""
     return {
         "shape": str(shape),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -268,7 +249,7 @@ def _triton_version() -> str | None:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of the kernels and their configs, and of the row operations around them."""
+    """Hash of the kernels and their configs, and of the row operations around them."""
     folder = Path(__file__).parent
     files = [*folder.glob("*.py"), *folder.parent.glob("*.py")]
     digest = hashlib.sha256()

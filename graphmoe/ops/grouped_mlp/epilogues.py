@@ -1,4 +1,4 @@
-"""What `rows_kernel` makes of a finished tile: a plain store, SwiGLU, or the gradient of SwiGLU.
+"""Epilogues of `rows_kernel` on a finished tile: a plain store, SwiGLU, or the gradient of SwiGLU.
 
 Suffixes: M rows of the tile, N columns of a row of the result (F, the expert width, for SwiGLU). Pointers are
 those of the tile's first row. Rows that are not ``live`` and columns from N on are neither read nor written.

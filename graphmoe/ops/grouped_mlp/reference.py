@@ -10,12 +10,26 @@ kernels of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from graphmoe.config.packages import is_installed
+from graphmoe.ops import grouped_mm, permute, swiglu  # noqa: F401  # registers the ops
+
+KEY = "moe.experts"
+Installed = Callable[[str], bool]
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Plan(NamedTuple):
+    """Routed rows, as `graphmoe.ops.permute` plans them: a row of -1 is a slot without a row here."""
+
+    slot_R: Tensor
+    row_TK: Tensor
+    ends_E: Tensor
+    """End row of each expert; rows from the last one on are dead."""
 
 
 class Products(NamedTuple):
@@ -29,97 +43,142 @@ class Products(NamedTuple):
     """dy_RN, x_RC -> dw_ENC: the sum of ``outer(dy[r], x[r])`` over the rows of an expert, or zeros."""
 
 
-def products(dtype: torch.dtype) -> Products:
-    """Torch's own, in any dtype."""
-    from graphmoe.ops import grouped_mm  # noqa: F401  # registers the ops
+class Backend(Protocol):
+    """Kernels of the grouped MLP: an object, or a module, with a line in the table ``BACKENDS``."""
 
+    def reason_against(
+        self, dtype: torch.dtype, device: torch.device, sync_free: bool, installed: Installed
+    ) -> str | None:
+        """Return why the device or the dtype rules the backend out, or None."""
+        ...
+
+    def forward(
+        self, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """y_TD and h_RH."""
+        ...
+
+    def hidden(self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
+        """h_RH alone."""
+        ...
+
+    def dgrad(
+        self, dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dx_TD, dweight_TK, dh_RH, a_RF."""
+        ...
+
+    def wgrad(
+        self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """dw_gate_up and dw_down."""
+        ...
+
+    def wgrad_into(
+        self,
+        dy_TD: Tensor,
+        x_TD: Tensor,
+        dh_RH: Tensor,
+        a_RF: Tensor,
+        plan: Plan,
+        totals: tuple[Tensor, Tensor],
+        add: bool,
+    ) -> None:
+        """Store both in ``totals``, or add them."""
+        ...
+
+
+class Stepwise:
+    """A backend around the `Products` of a dtype."""
+
+    def __init__(
+        self,
+        products: Callable[[torch.dtype], Products],
+        reason_against: Callable[[torch.dtype, torch.device, bool, Installed], str | None],
+    ) -> None:
+        self._products, self.reason_against = products, reason_against
+
+    def forward(
+        self, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
+        ops = torch.ops.graphmoe
+        h_RH = self.hidden(x_TD, w_gate_up, plan)
+        a_RF = ops.swiglu(h_RH, _row_weights(weight_TK, plan.slot_R), plan.ends_E)
+        y_RD = self._products(x_TD.dtype).rows(a_RF, w_down, plan.ends_E)
+        return ops.unpermute(y_RD, *plan, None), h_RH
+
+    def hidden(self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
+        """h_RH alone."""
+        x_RD = torch.ops.graphmoe.permute(x_TD, *plan)
+        return self._products(x_TD.dtype).rows(x_RD, w_gate_up, plan.ends_E)
+
+    def dgrad(
+        self, dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dx_TD, dweight_TK, dh_RH, a_RF. The down product itself is not needed: dweight is <W.T dy, a>."""
+        ops, products, ends_E = torch.ops.graphmoe, self._products(dy_TD.dtype), plan.ends_E
+        weight_R = _row_weights(weight_TK, plan.slot_R)
+        da_RF = products.rows_grad(ops.permute(dy_TD, *plan), w_down, ends_E)
+        dh_RH, dweight_R = ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
+        a_RF = ops.swiglu(h_RH, weight_R, ends_E)
+        dx_RD = products.rows_grad(dh_RH, w_gate_up, ends_E)
+        return ops.unpermute(dx_RD, *plan, None), _slot_values(dweight_R, plan.row_TK), dh_RH, a_RF
+
+    def wgrad(
+        self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """dw_gate_up and dw_down."""
+        ops, products = torch.ops.graphmoe, self._products(dy_TD.dtype)
+        dw_gate_up = products.weight_grad(dh_RH, ops.permute(x_TD, *plan), plan.ends_E)
+        return dw_gate_up, products.weight_grad(ops.permute(dy_TD, *plan), a_RF, plan.ends_E)
+
+    def wgrad_into(
+        self,
+        dy_TD: Tensor,
+        x_TD: Tensor,
+        dh_RH: Tensor,
+        a_RF: Tensor,
+        plan: Plan,
+        totals: tuple[Tensor, Tensor],
+        add: bool,
+    ) -> None:
+        """Store both in ``totals``, or add them, rounded to the dtype of x first."""
+        for total, gradient in zip(totals, self.wgrad(dy_TD, x_TD, dh_RH, a_RF, plan), strict=True):
+            if total.is_cuda and is_installed("triton"):
+                from graphmoe.ops.grouped_mlp.triton_steps import into
+
+                into(total, gradient, add=add)
+            elif add:
+                total.add_(gradient)
+            else:
+                total.copy_(gradient)
+
+
+def _torch_products(dtype: torch.dtype) -> Products:
+    """Torch's own, in any dtype."""
     ops = torch.ops.graphmoe
     return Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
 
 
-def forward(
-    products: Products,
-    x_TD: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
-    ops = torch.ops.graphmoe
-    h_RH = hidden(products, x_TD, w_gate_up, slot_R, row_TK, ends_E)
-    a_RF = ops.swiglu(h_RH, _of_rows(weight_TK, slot_R), ends_E)
-    y_RD = products.rows(a_RF, w_down, ends_E)
-    return ops.unpermute(y_RD, slot_R, row_TK, ends_E, None), h_RH
+def _reason_against_torch(
+    dtype: torch.dtype, device: torch.device, sync_free: bool, installed: Installed
+) -> str | None:
+    waits = device.type == "cuda" and sync_free and not grouped_mm.has_grouped_kernel(dtype, device)
+    return f"waits for the host in {dtype} on this device" if waits else None
 
 
-def hidden(
-    products: Products, x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor
-) -> Tensor:
-    """h_RH alone."""
-    x_RD = torch.ops.graphmoe.permute(x_TD, slot_R, row_TK, ends_E)
-    return products.rows(x_RD, w_gate_up, ends_E)
+TORCH = Stepwise(_torch_products, _reason_against_torch)
 
 
-def dgrad(
-    products: Products,
-    dy_TD: Tensor,
-    h_RH: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dweight_TK, dh_RH, a_RF. The down product itself is not needed: dweight is <W.T dy, a>."""
-    ops = torch.ops.graphmoe
-    weight_R = _of_rows(weight_TK, slot_R)
-    dy_RD = ops.permute(dy_TD, slot_R, row_TK, ends_E)
-    da_RF = products.rows_grad(dy_RD, w_down, ends_E)
-    dh_RH, dweight_R = ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
-    a_RF = ops.swiglu(h_RH, weight_R, ends_E)
-    dx_RD = products.rows_grad(dh_RH, w_gate_up, ends_E)
-    dx_TD = ops.unpermute(dx_RD, slot_R, row_TK, ends_E, None)
-    return dx_TD, _of_slots(dweight_R, row_TK), dh_RH, a_RF
-
-
-def wgrad(
-    products: Products,
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    dh_RH: Tensor,
-    a_RF: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """dw_gate_up and dw_down."""
-    ops = torch.ops.graphmoe
-    x_RD = ops.permute(x_TD, slot_R, row_TK, ends_E)
-    dw_gate_up = products.weight_grad(dh_RH, x_RD, ends_E)
-    dy_RD = ops.permute(dy_TD, slot_R, row_TK, ends_E)
-    return dw_gate_up, products.weight_grad(dy_RD, a_RF, ends_E)
-
-
-def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
-    """Store a gradient of any dtype in ``total``, or add it."""
-    if add:
-        total.add_(gradient)
-    else:
-        total.copy_(gradient)
-
-
-def _of_rows(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
+def _row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
     """The routing weight of each row; that of some other slot in dead rows, which may name any slot."""
     if weight_TK.numel() == 0:
         return weight_TK.new_empty(slot_R.shape)
     return weight_TK.reshape(-1)[slot_R.long().clamp(0, weight_TK.numel() - 1)]
 
 
-def _of_slots(value_R: Tensor, row_TK: Tensor) -> Tensor:
+def _slot_values(value_R: Tensor, row_TK: Tensor) -> Tensor:
     """The value of the row of each slot; 0 where it has none."""
     if len(value_R) == 0:
         return value_R.new_zeros(row_TK.shape)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.tuning import Config, default, kind_of, units_of
 from graphmoe.ops.threads import num_warps
 
@@ -37,24 +38,21 @@ def row_tiles(ends_E: Tensor, num_rows: int) -> Tiles:
     return table
 
 
-def up(
-    x_TD: Tensor, w_gate_up: Tensor, weight_TK: Tensor, slot_R: Tensor, ends_E: Tensor, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
+def up(x_TD: Tensor, w_gate_up: Tensor, weight_TK: Tensor, plan: Plan, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """h_RH and the weighted activation a_RF."""
     _, H, D = w_gate_up.shape
-    h_RH, a_RF = x_TD.new_empty(len(slot_R), H), x_TD.new_empty(len(slot_R), H // 2)
-    routed: dict[str, Any] = {"weight": weight_TK, "slot": slot_R}
-    _rows("up", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, a=a_RF, **routed)
+    h_RH, a_RF = (x_TD.new_empty(len(plan.slot_R), width) for width in (H, H // 2))
+    routed: dict[str, Any] = {"weight": weight_TK, "slot": plan.slot_R}
+    _rows("up", tiles, plan.ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, a=a_RF, **routed)
     return h_RH, a_RF
 
 
-def hidden_rows(
-    x_TD: Tensor, w_gate_up: Tensor, slots: int, slot_R: Tensor, ends_E: Tensor, tiles: Tiles
-) -> Tensor:
+def hidden_rows(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, tiles: Tiles) -> Tensor:
     """h_RH as `up` makes it, by its config and with its sums."""
     _, H, D = w_gate_up.shape
+    slot_R, slots = plan.slot_R, plan.row_TK.shape[1]
     h_RH = x_TD.new_empty(len(slot_R), H)
-    _rows("hidden", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, slot=slot_R, slots=slots)
+    _rows("hidden", tiles, plan.ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, slot=slot_R, slots=slots)
     return h_RH
 
 
@@ -67,22 +65,16 @@ def down(a_RF: Tensor, w_down: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
 
 
 def down_dgrad(
-    dy_TD: Tensor,
-    h_RH: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    ends_E: Tensor,
-    tiles: Tiles,
+    dy_TD: Tensor, h_RH: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan, tiles: Tiles
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh_RH, a_RF, and the gradient of the routing weights in parts [column tiles, R], fp32."""
     E, D, F = w_down.shape
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
-    parts = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
+    parts = -(-F // _config("down_dgrad", dy_TD, len(plan.slot_R), E).block_n)
     partial = torch.empty(parts, len(h_RH), dtype=torch.float32, device=h_RH.device)
     results: dict[str, Any] = {"out": dh_RH, "h": h_RH.contiguous(), "a": a_RF, "partial": partial}
-    routed: dict[str, Any] = {"weight": weight_TK, "slot": slot_R}
-    _rows("down_dgrad", tiles, ends_E, dy_TD, w_down, (D, F), **results, **routed)
+    routed: dict[str, Any] = {"weight": weight_TK, "slot": plan.slot_R}
+    _rows("down_dgrad", tiles, plan.ends_E, dy_TD, w_down, (D, F), **results, **routed)
     return dh_RH, a_RF, partial
 
 
@@ -114,9 +106,7 @@ def weight_grad(
     step: str,
     left: Tensor,
     right: Tensor,
-    slot_R: Tensor,
-    ends_E: Tensor,
-    slots: int,
+    plan: Plan,
     total: Tensor | None = None,
     *,
     add: bool = False,
@@ -127,7 +117,8 @@ def weight_grad(
     """
     from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
 
-    E, M, N = len(ends_E), left.shape[1], right.shape[1]
+    (slot_R, row_TK, ends_E), M, N = plan, left.shape[1], right.shape[1]
+    E = len(ends_E)
     config = _config(step if total is None else f"{step}_into", left, len(slot_R), E)
     result = left.new_empty(E, M, N) if total is None else total
     assert result.is_contiguous() and result.shape == (E, M, N)
@@ -137,7 +128,7 @@ def weight_grad(
         left, right = left.contiguous(), right.contiguous()
         rows = right if step == "down_wgrad" else left
         arguments = (left, right, result, slot_R.contiguous(), ends_E)
-        constants = weight_grad_constants(step, config, (E, M, N), slots)
+        constants = weight_grad_constants(step, config, (E, M, N), row_TK.shape[1])
         launch = functools.partial(
             weight_grad_kernel[(programs,)],
             *arguments,
@@ -170,7 +161,7 @@ def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
 def weight_grad_constants(
     step: str, config: Config, sizes: tuple[int, int, int], slots: int
 ) -> dict[str, Any]:
-    """What a step and its config fix of `weight_grad_kernel`; ``sizes`` are E, M and N."""
+    """Constants of `weight_grad_kernel` for a step and its config; ``sizes`` are E, M and N."""
     E, M, N = sizes
     return {
         "E": E,
@@ -263,7 +254,7 @@ def _rows(
 
 
 def rows_constants(step: str, config: Config, sizes: tuple[int, int], load_w: bool) -> dict[str, Any]:
-    """What a step and its config fix of `rows_kernel`."""
+    """Constants of `rows_kernel` for a step and its config."""
     (C, N), contract_last = sizes, not step.endswith("dgrad")
     return {
         "C": C,
@@ -316,7 +307,7 @@ def _programs(config: Config, tiles: int, device: torch.device) -> int:
 
 
 def _describable(x: Tensor) -> bool:
-    """Whether TMA can load it: rows and address are multiples of 16 bytes."""
+    """Return whether TMA can load the tensor: rows and address are multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
 
 

@@ -18,13 +18,13 @@ STEPS = ("up", "down", "down_dgrad", "up_dgrad", "up_wgrad", "down_wgrad")
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is launched. A tile of the result is block_m x block_n, a step contracts block_k."""
+    """Launch of a kernel. A tile of the result is block_m x block_n, a step contracts block_k."""
 
     block_m: int
     block_n: int
     block_k: int
     threads: int
-    """Of a program."""
+    """Threads of a program."""
     stages: int
     """Tiles that are loaded ahead, and one more."""
     group: int = 8
@@ -36,7 +36,7 @@ class Config:
     flatten: bool = False
     """Load the next tile during the epilogue. Weight gradients always do."""
     descriptors: str = "none"
-    """What tensor descriptors (TMA) load: none, weights, or both, which means rows too where contiguous. A
+    """Tensors that descriptors (TMA) load: none, weights, or both, which means rows too where contiguous. A
     weight gradient loads its contiguous rows by one with either."""
     per_unit: int = 1
     """Programs for each multiprocessor or compute unit; 0 launches one for each tile that there may be."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
+from graphmoe.ops.dispatch import register_exchange
 from graphmoe.ops.symm import collective
 from graphmoe.ops.symm.peers import CollectivePeers, MemoryPeers, Region, Sizes, peers_of, reserve, use_peers
 
@@ -139,58 +140,17 @@ def _(
     )
 
 
-@_dispatch_grad.register_fake
-def _(
-    dreceived_ND: Tensor, dweight_NK: Tensor, send_ends_P: Tensor, send_row_TW: Tensor,
-    arrivals_PP: Tensor, block: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tokens = send_row_TW.shape[0]
-    return (
-        dreceived_ND.new_empty(tokens, dreceived_ND.shape[1]),
-        dweight_NK.new_empty(tokens, dweight_NK.shape[1]),
-    )
-
-
-@_combine.register_fake
-def _(
-    sum_ND: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor,
-    send_slot_R: Tensor, arrivals_PP: Tensor, block: int,
-) -> Tensor:  # fmt: skip
-    return sum_ND.new_empty(send_row_TW.shape[0], sum_ND.shape[1])
-
-
 @_combine_grad.register_fake
-def _(
-    dy_TD: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor,
-    send_slot_R: Tensor, arrivals_PP: Tensor, rows: int, block: int,
-) -> Tensor:  # fmt: skip
-    return dy_TD.new_empty(rows, dy_TD.shape[1])
+def _(dy_TD: Tensor, *rest: Any) -> Tensor:
+    return dy_TD.new_empty(rest[-2], dy_TD.shape[1])
 
 
-def _keep_way_back(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *_, arrivals_PP = output
-    _, _, _, _, send_ends_P, send_row_TW, _, _, _, _, ctx.block = inputs
-    ctx.save_for_backward(send_ends_P, send_row_TW, arrivals_PP)
-
-
-def _dispatch_backward(
-    ctx: Any, dreceived_ND: Tensor, dweight_NK: Tensor, *_: Tensor
-) -> tuple[Tensor | None, ...]:
-    # One operation for both, so that every rank sends them in the same order.
-    gradients = torch.ops.graphmoe.symm_dispatch_grad(dreceived_ND, dweight_NK, *ctx.saved_tensors, ctx.block)
-    return *gradients, *[None] * 9
-
-
-def _keep_way_there(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    sum_ND, *way, ctx.block = inputs
-    ctx.rows = sum_ND.shape[0]
-    ctx.save_for_backward(*way)
-
-
-def _combine_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    dsum_ND = torch.ops.graphmoe.symm_combine_grad(dy_TD, *ctx.saved_tensors, ctx.rows, ctx.block)
-    return dsum_ND, *[None] * 6
-
-
-_dispatch.register_autograd(_dispatch_backward, setup_context=_keep_way_back)
-_combine.register_autograd(_combine_backward, setup_context=_keep_way_there)
+register_exchange(
+    _dispatch,
+    _dispatch_grad,
+    _combine,
+    _combine_grad,
+    way_back=lambda inputs, output: (inputs[4], inputs[5], output[-1], inputs[-1]),
+    way_there=lambda inputs: (*inputs[1:-1], inputs[0].shape[0], inputs[-1]),
+    token_tensor=lambda way: way[1] if len(way) == 4 else way[2],
+)

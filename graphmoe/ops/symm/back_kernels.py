@@ -1,4 +1,4 @@
-"""What ranks made of received rows, back to the tokens: each puts its rows, and sums those of its tokens.
+"""Sums of received rows, back to the tokens: each rank puts its rows, and sums those of its tokens.
 
 Rows of its own tokens it reads where they are.
 

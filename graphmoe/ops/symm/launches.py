@@ -20,11 +20,11 @@ from graphmoe.ops.threads import num_warps
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel that moves rows is cut into programs; ``programs`` walk through all tiles."""
+    """Programs of a kernel that moves rows; ``programs`` walk through all tiles."""
 
     tile_bytes: int
     width_bytes: int
-    """Of a row, at most."""
+    """Bytes of a row in a tile, at most."""
     threads: int
     programs: int
 

@@ -45,7 +45,7 @@ class Sizes:
 
     tokens: int
     row_bytes: int
-    """Of a token: D elements."""
+    """Bytes of a token: D elements."""
     slots: int
     places: int
     rows: int
@@ -163,7 +163,7 @@ def peers_of(size: int) -> Peers:
 
 
 _products: torch.cuda.Stream | None = None
-"""Of this process and not of a thread: autograd runs gradients in a thread of its own."""
+"""Stream of this process, not of a thread: autograd runs gradients in a thread of its own."""
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""Grouped products of Primus-Turbo (ROCm) and Transformer Engine (CUDA) for the steps of `reference`.
+
+Suffixes: E experts, R routed rows, N and C the output and contracted width of a product.
+
+Primus-Turbo takes int64 counts and offsets on the device (the ends after a leading zero); nothing waits for
+the host. Rows beyond the last offset are not read, and zero in its results. Written against the source of
+commit a6a16cdc, and not run with the package yet.
+
+``GroupedLinear`` of Transformer Engine is a module with one parameter ``weight{i}`` per expert and no bias.
+Ours is built once per shape on the meta device and called with views of our weights. It takes counts on the
+device where cuBLASLt has the grouped product (13.3, and 13.4 on Hopper, in bf16 and fp16); elsewhere it would
+wait for the host, and the backend refuses. Its kernels have no public entry of their own, so gradients pay
+more than they must: that of rows is a forward with transposed copies of the weights, and that of weights runs
+a forward first. Written against the source of commit d0067d0d, and not run with the package yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.config.packages import require_package
+from graphmoe.config.schema import ConfigError
+from graphmoe.ops.grouped_mlp.reference import KEY, Installed, Products, Stepwise
+from graphmoe.ops.vendors import HALF_DTYPES, require_half
+
+
+def _turbo_products(dtype: torch.dtype) -> Products:
+    """Raise ConfigError where the package, or a kernel for the dtype, is missing."""
+    require_half(KEY, "turbo", dtype)
+    require_package(KEY, "turbo")
+    return Products(_turbo_rows, _turbo_rows_grad, _turbo_weight_grad)
+
+
+def _turbo_rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
+    return _grouped_gemm(x_RC, w_ENC, *_offsets(ends_E), trans_b=True)
+
+
+def _turbo_rows_grad(dy_RN: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
+    return _grouped_gemm(dy_RN, w_ENC, *_offsets(ends_E), trans_b=False)
+
+
+def _turbo_weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
+    """The operation behind the package's own backward; its public function would multiply forward first."""
+    from primus_turbo.pytorch.core.backend import BackendType  # type: ignore[import-not-found]
+    from primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl import (  # type: ignore[import-not-found]
+        grouped_gemm_variable_k_impl,
+    )
+
+    lens_E, offsets = _offsets(ends_E)
+    return grouped_gemm_variable_k_impl(
+        x_RC.contiguous(),
+        dy_RN.contiguous(),
+        lens_E,
+        offsets,
+        trans_a=True,
+        trans_b=False,
+        trans_c=True,  # [E, N, C] rather than [E, C, N]
+        num_cu=None,
+        default_backend=BackendType.TRITON.value,
+    )
+
+
+def _grouped_gemm(a: Tensor, b: Tensor, lens_E: Tensor, offsets: Tensor, *, trans_b: bool) -> Tensor:
+    from primus_turbo.pytorch.ops import grouped_gemm  # type: ignore[import-not-found]
+
+    return grouped_gemm(
+        a.contiguous(), b.contiguous(), group_lens=lens_E, group_offs=offsets, trans_b=trans_b
+    )
+
+
+def _offsets(ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts [E] and offsets [E + 1] of experts, int64."""
+    offsets = torch.nn.functional.pad(ends_E.long(), (1, 0))
+    return torch.diff(offsets), offsets
+
+
+def _te_products(dtype: torch.dtype) -> Products:
+    """Raise ConfigError where the package, or a kernel for the dtype or the GPU, is missing."""
+    require_half(KEY, "te", dtype)
+    require_package(KEY, "te")
+    from transformer_engine.pytorch.module.grouped_linear import (  # type: ignore[import-not-found]
+        is_module_grouped_tensor_path_supported,
+    )
+
+    if not is_module_grouped_tensor_path_supported(None, dtype):
+        raise ConfigError(
+            f"{KEY}=te needs the grouped products of cuBLASLt (13.3, on Hopper 13.4), which this GPU or "
+            f"build of Transformer Engine lacks for {dtype}; use {KEY}=auto"
+        )
+    return Products(_te_rows, _te_rows_grad, _te_weight_grad)
+
+
+def _te_rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
+    with torch.no_grad():
+        return _call(x_RC.contiguous(), list(w_ENC.contiguous()), ends_E)
+
+
+def _te_rows_grad(dy_RN: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
+    return _te_rows(dy_RN, w_ENC.mT, ends_E)
+
+
+def _te_weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
+    E, N, C = len(ends_E), dy_RN.shape[1], x_RC.shape[1]
+    with torch.enable_grad():
+        weights = [w.requires_grad_() for w in x_RC.new_zeros(1, N, C).expand(E, N, C).detach()]
+        y_RN = _call(x_RC.contiguous(), weights, ends_E)
+        return torch.stack(torch.autograd.grad(y_RN, weights, dy_RN.contiguous()))
+
+
+def _call(x_RC: Tensor, weights: list[Tensor], ends_E: Tensor) -> Tensor:
+    N, C = weights[0].shape
+    module = te_module(len(weights), C, N, x_RC.dtype)
+    named = {f"weight{expert}": weight for expert, weight in enumerate(weights)}
+    counts_E = torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1, dtype=torch.long))
+    return torch.func.functional_call(module, named, (x_RC, counts_E))
+
+
+@functools.cache
+def te_module(experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> Any:
+    """The ``GroupedLinear`` of a shape, without memory of its own."""
+    from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
+
+    return GroupedLinear(
+        num_gemms=experts,
+        in_features=in_features,
+        out_features=out_features,
+        bias=False,
+        params_dtype=dtype,
+        device="meta",
+        use_grouped_tensor=True,
+    )
+
+
+def _reason_against(
+    missing: str, wants_rocm: bool, dtype: torch.dtype, device: torch.device, *_: bool | Installed
+) -> str | None:
+    if device.type != "cuda":
+        return f"needs a GPU and the device is {device.type}"
+    if dtype not in HALF_DTYPES:
+        return f"has bf16 and fp16 kernels only and the activations are {dtype}"
+    return None if wants_rocm == (torch.version.hip is not None) else missing
+
+
+TURBO = Stepwise(
+    _turbo_products,
+    functools.partial(_reason_against, "is Primus-Turbo, which needs a ROCm build of torch", True),
+)
+TE = Stepwise(_te_products, functools.partial(_reason_against, "needs CUDA", False))

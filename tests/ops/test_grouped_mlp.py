@@ -13,6 +13,8 @@ from graphmoe.config.schema import ModelConfig
 from graphmoe.model.moe import Experts
 from graphmoe.ops import grouped_mlp as module
 from graphmoe.ops.grouped_mlp import backend_of
+from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
+from graphmoe.ops.grouped_mlp.reference import Products, Stepwise
 from tests.ops.interpreted import BACKENDS, KERNELS, assert_passed_in_the_interpreter, device_of
 from tests.ops.mlp_cases import (
     CASES,
@@ -116,6 +118,16 @@ def test_a_backend_is_one_name_or_one_for_each_direction():
         with pytest.raises(AssertionError):
             backend_of(wrong, "forward")
     assert set(module.BACKENDS) == {"torch", "triton", "turbo", "te"}
+
+
+def test_a_backend_from_outside_the_package_is_one_line_in_the_table(monkeypatch):
+    products = Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
+    toy = Stepwise(lambda dtype: products, lambda *_: None)
+    monkeypatch.setitem(module.BACKENDS, "toy", toy)
+    p = make_problem("skewed, dead rows", torch.float32)
+    assert_directions_match(ops_of("torch,toy,toy"), p)
+    shape = MlpShape(T=8, D=4, F=4, E=2, K=1)
+    assert choose_backends("toy", shape, torch.device("cpu"), None) == "toy,toy,toy"
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product((True, False), repeat=4)), ids=str)

@@ -122,11 +122,11 @@ def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | No
         before = peers.barriers, peers.last
         with memory:
             *received, arrivals = exchange.dispatch(
-                peers, h, weight, expert, *plan, rows, case.experts, case.etp, block
+                peers, h, weight, expert, plan, rows, case.experts, case.etp, block
             )
             way = (plan.send_ends_P, plan.send_row_TW, arrivals, block)
             y = exchange.combine(peers, made[rank], *way)
-            dsum = exchange.combine_grad(peers, dy, *plan, rows, block)
+            dsum = exchange.combine_grad(peers, dy, plan, rows, block)
             gradients = exchange.dispatch_grad(peers, drows[rank], dweights[rank], *way)
         memory.assert_guards_are_whole()
         assert peers.barriers - before[0] == 4, "one barrier for each exchange"

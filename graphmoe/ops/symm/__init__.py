@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
-from graphmoe.ops.dispatch import register_exchange
+from graphmoe.ops.dispatch import SendPlan, register_exchange
 from graphmoe.ops.symm import collective
 from graphmoe.ops.symm.peers import CollectivePeers, MemoryPeers, Region, Sizes, peers_of, reserve, use_peers
 
@@ -53,14 +53,13 @@ def _dispatch(
     parts of the same experts. The plan is a `graphmoe.ops.dispatch.SendPlan`.
     """
     assert block * len(send_counts_P) <= rows, (block, rows)
-    peers, places = peers_of(len(send_counts_P)), send_row_TW.shape[1]
-    x = h_TD, weight_TK, expert_TK
+    peers, x = peers_of(len(send_counts_P)), (h_TD, weight_TK, expert_TK)
+    plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     if isinstance(peers, CollectivePeers):
-        return collective.dispatch(peers, *x, send_counts_P, places, send_slot_R, rows, experts, etp, block)
+        return collective.dispatch(peers, *x, plan, rows, experts, etp, block)
     from graphmoe.ops.symm import exchange
 
-    plan = send_counts_P, send_ends_P, send_row_TW, send_slot_R
-    return exchange.dispatch(cast(MemoryPeers, peers), *x, *plan, rows, experts, etp, block)
+    return exchange.dispatch(cast(MemoryPeers, peers), *x, plan, rows, experts, etp, block)
 
 
 @torch.library.custom_op("graphmoe::symm_dispatch_grad", mutates_args=())
@@ -116,13 +115,12 @@ def _combine_grad(
 ) -> Tensor:
     """dsum_ND: the token of each live row."""
     peers = peers_of(len(arrivals_PP))
+    plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     if isinstance(peers, CollectivePeers):
-        places = send_row_TW.shape[1]
-        return collective.combine_grad(peers, dy_TD, places, send_slot_R, arrivals_PP, rows, block)
+        return collective.combine_grad(peers, dy_TD, plan, arrivals_PP, rows, block)
     from graphmoe.ops.symm import exchange
 
-    plan = send_counts_P, send_ends_P, send_row_TW, send_slot_R
-    return exchange.combine_grad(cast(MemoryPeers, peers), dy_TD, *plan, rows, block)
+    return exchange.combine_grad(cast(MemoryPeers, peers), dy_TD, plan, rows, block)
 
 
 @_dispatch.register_fake

@@ -1,6 +1,6 @@
 """The operations of `graphmoe.ops.symm` by collectives of torch.distributed, with sizes that the host knows.
 
-What the kernels must equal. Suffixes as in the package, S rows sent, A rows that arrived (in the order of
+The kernels must equal them. Suffixes as in the package, S rows sent, A rows that arrived (in the order of
 sources, and of tokens within a source).
 """
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.ops.collectives import all_gather_into
+from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm.peers import CollectivePeers
 
 
@@ -19,22 +20,21 @@ def dispatch(
     h_TD: Tensor,
     weight_TK: Tensor,
     expert_TK: Tensor,
-    counts_P: Tensor,
-    places: int,
-    slot_R: Tensor,
+    plan: SendPlan,
     rows: int,
     experts: int,
     etp: int,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``graphmoe::symm_dispatch``."""
+    counts_P = plan.send_counts_P
     arrivals_PP = counts_P.new_empty(peers.size, peers.size)
     if peers.group is None:
         arrivals_PP.copy_(counts_P)
     else:
         all_gather_into(arrivals_PP.view(-1), counts_P.contiguous(), group=peers.group)
     there = _there(peers, arrivals_PP)
-    token_S = slot_R[: sum(there[0])].long() // places
+    token_S = _sent_tokens(plan, there[0])
     at_A = positions(arrivals_PP, peers.rank, block)
     first = peers.rank // etp * experts
     number_SK = _transfer(peers, expert_TK[token_S], *there) - first
@@ -49,25 +49,18 @@ def dispatch(
 
 
 def combine_grad(
-    peers: CollectivePeers,
-    dy_TD: Tensor,
-    places: int,
-    slot_R: Tensor,
-    arrivals_PP: Tensor,
-    rows: int,
-    block: int,
+    peers: CollectivePeers, dy_TD: Tensor, plan: SendPlan, arrivals_PP: Tensor, rows: int, block: int
 ) -> Tensor:
     """As ``graphmoe::symm_combine_grad``."""
     there = _there(peers, arrivals_PP)
-    token_S = slot_R[: sum(there[0])].long() // places
-    dy_AD = _transfer(peers, dy_TD[token_S], *there)
+    dy_AD = _transfer(peers, dy_TD[_sent_tokens(plan, there[0])], *there)
     return _placed(dy_AD, positions(arrivals_PP, peers.rank, block), rows, float("nan"))
 
 
 def sum_back(
     peers: CollectivePeers, y_ND: Tensor, ends_P: Tensor, row_TW: Tensor, arrivals_PP: Tensor, block: int
 ) -> Tensor:
-    """The sum over its places of what the ranks made of each token."""
+    """The sum over each token's places of the ranks' rows."""
     sent, arrived = _there(peers, arrivals_PP)
     at_A = positions(arrivals_PP, peers.rank, block)
     fits_A = at_A < len(y_ND)
@@ -96,6 +89,11 @@ def _there(peers: CollectivePeers, arrivals_PP: Tensor) -> tuple[list[int], list
     """Rows for and of each rank. Waits for the device."""
     both = torch.stack([arrivals_PP[peers.rank], arrivals_PP[:, peers.rank]]).tolist()
     return both[0], both[1]
+
+
+def _sent_tokens(plan: SendPlan, sent: list[int]) -> Tensor:
+    """The token of each row that is sent."""
+    return plan.send_slot_R[: sum(sent)].long() // plan.send_row_TW.shape[1]
 
 
 def _transfer(peers: CollectivePeers, x: Tensor, sent: list[int], arrived: list[int]) -> Tensor:

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products
 
@@ -35,10 +36,7 @@ def dispatch(
     h_TD: Tensor,
     weight_TK: Tensor,
     expert_TK: Tensor,
-    counts_P: Tensor,
-    ends_P: Tensor,
-    row_TW: Tensor,
-    slot_R: Tensor,
+    plan: SendPlan,
     rows: int,
     experts: int,
     etp: int,
@@ -46,23 +44,13 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``graphmoe::symm_dispatch``."""
     assert weight_TK.dtype == torch.float32, weight_TK.dtype
-    plan = counts_P, ends_P, row_TW, slot_R
     slots = weight_TK.contiguous(), expert_TK.contiguous()
     return _bring(peers, h_TD, plan, slots, rows, block, experts, etp)
 
 
-def combine_grad(
-    peers: MemoryPeers,
-    dy_TD: Tensor,
-    counts_P: Tensor,
-    ends_P: Tensor,
-    row_TW: Tensor,
-    slot_R: Tensor,
-    rows: int,
-    block: int,
-) -> Tensor:
+def combine_grad(peers: MemoryPeers, dy_TD: Tensor, plan: SendPlan, rows: int, block: int) -> Tensor:
     """As ``graphmoe::symm_combine_grad``."""
-    return _bring(peers, dy_TD, (counts_P, ends_P, row_TW, slot_R), (None, None), rows, block)[0]
+    return _bring(peers, dy_TD, plan, (None, None), rows, block)[0]
 
 
 def combine(peers: MemoryPeers, sum_ND: Tensor, *way: Tensor | int) -> Tensor:
@@ -83,7 +71,7 @@ def dispatch_grad(
 def _bring(
     peers: MemoryPeers,
     x_TD: Tensor,
-    plan: tuple[Tensor, ...],
+    plan: SendPlan,
     of_slots: tuple[Tensor | None, Tensor | None],
     rows: int,
     block: int,
@@ -92,7 +80,7 @@ def _bring(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows, weights, expert numbers and arrivals."""
     x_TD = _checked(x_TD)
-    (tokens, columns), places = x_TD.shape, plan[2].shape[1]
+    (tokens, columns), places = x_TD.shape, plan.send_row_TW.shape[1]
     slots = 0 if of_slots[0] is None else of_slots[0].shape[1]
     row_bytes = columns * x_TD.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import back_kernels, out_kernels
 from graphmoe.ops.symm.peers import MemoryPeers, Region
 from graphmoe.ops.threads import num_warps
@@ -57,13 +58,13 @@ AT_ONCE = 16
 def put_records(
     peers: MemoryPeers,
     region: Region,
-    plan: tuple[Tensor, ...],
+    plan: SendPlan,
     weight_TK: Tensor | None,
     expert_TK: Tensor | None,
     experts: int,
     etp: int,
 ) -> None:
-    """Write what peers must know of the rows sent to them, and how many they are."""
+    """Write the records of the rows for each peer, and their number."""
     counts_P, ends_P, row_TW, slot_R = plan
     slots = 0 if weight_TK is None else weight_TK.shape[1]
     num_rows, lanes = len(slot_R), triton.next_power_of_2(1 + 2 * slots)
@@ -98,7 +99,7 @@ def pack(
     peers: MemoryPeers,
     region: Region,
     x_TD: Tensor,
-    plan: tuple[Tensor, ...],
+    plan: SendPlan,
     received_ND: Tensor,
     block: int,
 ) -> None:

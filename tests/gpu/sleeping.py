@@ -1,20 +1,22 @@
-"""Two proofs that a call does not wait for the device: torch sees no sync, and the host is back in time."""
+"""Capture of a call, and two proofs that it does not wait for the device: no sync, a host back in time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 SLEEP_MS, HOST_MS = 200.0, 20.0
-"""How long the device sleeps, and how long the host may take to queue its work behind that."""
+"""Sleep of the device, and the time in which the host must queue its work behind that."""
 
 
 @contextmanager
 def syncs_are_errors() -> Iterator[None]:
-    """Torch raises where it waits for the device inside."""
+    """Let torch raise where it waits for the device inside."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -39,6 +41,19 @@ def assert_host_is_back_while_the_device_sleeps(call: Callable[[], object]) -> N
         assert not awake.query(), "the host waited until the device woke up"
     torch.cuda.synchronize()
     assert min(host_ms) < HOST_MS, host_ms
+
+
+def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Warm a call up on another stream and capture it: the graph, and the tensors that a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return graph, results
 
 
 def _cycles_per_ms() -> float:

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
+from tests.gpu.sleeping import capture, syncs_are_errors
 from tests.ops import attention_cases as cases
 from tests.ops.attention_cases import assert_matches_reference, forward_and_gradients, reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -120,11 +121,8 @@ def test_deterministic_runs_are_bitwise_equal_and_leave_cudnn_out(shape, dtype, 
 def test_forward_and_backward_do_not_wait_for_the_device(shape):
     *qkv, grad = make_inputs(shape)
     forward_and_gradients(runner(AttentionBackend.sdpa), qkv, grad)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         forward_and_gradients(runner(AttentionBackend.sdpa), qkv, grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_cuda
@@ -141,14 +139,7 @@ def test_compiled_without_graph_breaks_runs_the_same_kernel(shape):
 def test_a_captured_forward_and_backward_replays_on_new_inputs(shape):
     *qkv, grad = make_inputs(shape)
     run = runner(AttentionBackend.sdpa)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        forward_and_gradients(run, qkv, grad)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = forward_and_gradients(run, qkv, grad)
+    graph, captured = capture(lambda: forward_and_gradients(run, qkv, grad))
     with torch.no_grad():
         for x in qkv:
             x.mul_(0.5)

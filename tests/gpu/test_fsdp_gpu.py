@@ -13,6 +13,7 @@ from torch import Tensor
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import quiet_trainer
+from tests.gpu.sleeping import syncs_are_errors
 from tests.gpu.tiny import GPU, UNREAD
 from tests.runs import config
 from tests.tolerances import assert_forward_close
@@ -76,12 +77,9 @@ class Unread:
         trainer, rows, _ = quiet_trainer(config(*words, enabled), folder, ranks)
         for _ in range(3):
             trainer._train_step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with syncs_are_errors():
             for _ in range(3):
                 trainer._train_step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         return float(rows[-1][0])
 
 

@@ -8,7 +8,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from graphmoe.runtime.cache.store import CompileCache
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
 from tests.ops.mlp_cases import (
     assert_directions_match,
     assert_results_match,
@@ -123,11 +123,8 @@ def test_forward_and_backward_do_not_wait_for_the_device(backend):
     p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
     leaves = leaves_of(p)
     step(p, leaves, backend)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         step(p, leaves, backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_host_is_back_while_the_device_sleeps(lambda: step(p, leaves, backend))
 
 
@@ -141,14 +138,7 @@ def test_a_captured_step_replays_on_another_routing(backend):
         _, ends_E, row_TK, slot_R = ops.routing_plan(p.expert_TK, E)
         return step(p._replace(plan=(slot_R, row_TK, ends_E)), leaves, backend)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        whole()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = whole()
+    graph, captured = capture(whole)
     for pattern in ("one expert", "half of the experts", "random"):
         other = make_problem((pattern, *ROUTED[1:]), torch.bfloat16, CUDA)
         p.expert_TK.copy_(other.expert_TK)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphmoe.ops import linear_cross_entropy as module
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
 from tests.ops.loss_cases import (
     Case,
     assert_close,
@@ -111,12 +111,9 @@ def test_the_host_does_not_wait(monkeypatch):
     monkeypatch.setattr(module, "LOGITS_BYTES", 512 * case.V * 2)
     inputs = leaves(case)
     mean_loss_and_gradients(*inputs, case.settings())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         call = lambda: mean_loss_and_gradients(*inputs, case.settings())  # noqa: E731
         assert_host_is_back_while_the_device_sleeps(call)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -124,13 +121,7 @@ def test_a_captured_loss_replays_on_new_inputs(dtype, monkeypatch):
     case = Case(1000, 10007, 256, seq_len=500, shift=1, z=1e-3)
     monkeypatch.setattr(module, "LOGITS_BYTES", 384 * case.V * dtype.itemsize)
     h, w, labels = inputs = leaves(case, dtype)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        mean_loss_and_gradients(*inputs, case.settings())
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = mean_loss_and_gradients(*inputs, case.settings())
+    graph, captured = capture(lambda: mean_loss_and_gradients(*inputs, case.settings()))
     for seed, ignored in ((5, "some"), (6, "all"), (7, "none")):
         new = Case(1000, 10007, 256, ignored=ignored, seed=seed)
         with torch.no_grad():

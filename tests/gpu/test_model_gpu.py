@@ -13,7 +13,7 @@ from graphmoe.model.build import build_model
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.ops.router import select_experts
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
 from tests.ops.grouped_mm_cases import CASES, assert_matches_the_loop, make_inputs
 from tests.ops.router_cases import coarse_choices
 from tests.ops.row_cases import choose
@@ -74,11 +74,8 @@ def warm():
 @pytest.mark.parametrize("config", [dataclasses.replace(CONFIG, mtp_depth=1), ODD], ids=["mtp", "odd"])
 def test_loss_and_backward_never_sync_the_device(warm, config, force_balance):
     model, batch = warm(config, MoEConfig(force_balance=force_balance))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         forward_and_backward(model, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
 
 

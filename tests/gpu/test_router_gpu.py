@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
 from tests.ops.router_cases import (
     SIGMOID,
     Case,
@@ -100,11 +100,8 @@ def test_the_host_does_not_wait():
     case = REAL["DeepSeek-V3"]
     inputs = (case, *real_inputs(case), incoming_of(case))
     results_and_gradient(*inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         assert_host_is_back_while_the_device_sleeps(lambda: results_and_gradient(*inputs))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V3"])
@@ -112,13 +109,7 @@ def test_a_captured_router_replays_on_new_logits(name):
     case = REAL[name]
     (logits, bias), incoming = real_inputs(case), incoming_of(case)
     args = (case, logits, bias, incoming)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        results_and_gradient(*args)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = results_and_gradient(*args)
+    graph, captured = capture(lambda: results_and_gradient(*args))
     for seed in (5, 6):
         logits.copy_(real_inputs(case, seed)[0])
         for target, source in zip(incoming, incoming_of(case, seed + 10), strict=True):

@@ -10,7 +10,7 @@ import torch
 
 from graphmoe.ops import permute as _registers_the_ops  # noqa: F401
 from graphmoe.ops import swiglu as _registers_swiglu  # noqa: F401
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps
+from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 ops = torch.ops.graphmoe
@@ -94,24 +94,14 @@ def test_runs_are_bitwise_equal():
 def test_forward_and_backward_do_not_wait_for_the_device(dtype):
     inputs = block_inputs(dtype=dtype)
     values_and_gradients(*inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         values_and_gradients(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_host_is_back_while_the_device_sleeps(lambda: values_and_gradients(*inputs))
 
 
 def test_a_captured_block_replays_on_new_routing():
     expert_TK, x_TD, weight_TK, E = block_inputs()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        values_and_gradients(expert_TK, x_TD, weight_TK, E)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = values_and_gradients(expert_TK, x_TD, weight_TK, E)
+    graph, captured = capture(lambda: values_and_gradients(expert_TK, x_TD, weight_TK, E))
     T, K = expert_TK.shape
     routings = {
         "few are routed here": random_experts(T, K, E, seed=1, unrouted=0.9),

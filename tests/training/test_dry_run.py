@@ -282,7 +282,7 @@ REFUSED = {
     "launch.fake_world=6 parallel.pp=4": "does not divide the 6 ranks",
     "parallel.pp=8": "the model has 4 parts",
     "parallel.pp=2 pipeline.microbatches=3 train.global_batch_size=64": "use pipeline.microbatches=8",
-    "parallel.pp=2 pipeline.microbatches=0": "pipeline.microbatches=0 must be greater than 0$",
+    "parallel.pp=2 pipeline.microbatches=0 train.global_batch_size=16": "run:\n  .* greater than 0$",
     "launch.nproc=2": "leave those two out",
     "launch.write_only=true": "leave one of them out",
     "parallel.dp_shard=fsdp2": "counts what parallel.dp_shard=zero1 keeps",

@@ -75,7 +75,7 @@ class Segment:
     layer: int | None = None
     """The layer that it is a piece of, multi-token-prediction layers last; None for what is in no layer."""
     dynamic: bool = False
-    """Whether sizes of its tensors differ from call to call: then it is part of no graph."""
+    """True where sizes of its tensors differ from call to call: then it is part of no graph."""
     fused: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None
     """A dynamic segment's ``run`` as the pass fuse_experts would leave it, which sees graphs only. Its first
     arguments are the backend of the experts' kernels, and a ``Gradient`` for each parameter of its module,
@@ -93,7 +93,7 @@ def part(name: str) -> AbstractContextManager[None]:
 
 
 class Executor(Protocol):
-    """What runs segments on named tensors: ``run_segments``, or its compiled counterpart."""
+    """Signature of what runs segments on named tensors: ``run_segments``, or its compiled counterpart."""
 
     def __call__(
         self, segments: Sequence[Segment], tensors: dict[str, torch.Tensor], keep: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How the graph of a compile unit is rewritten: the table of passes, in the order in which they run."""
+"""The table of passes, which rewrite the graph of a compile unit, in the order in which they run."""
 
 from __future__ import annotations
 

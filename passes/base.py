@@ -1,4 +1,4 @@
-"""What a pass is: a plain function over a graph, described by one record in the table of passes."""
+"""A pass: a plain function over a graph, described by one record in the table of passes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ graph, or the backward alone."""
 
 
 class MadeBy(NamedTuple):
-    """What made an input of a unit in the unit that hands it on; a placeholder's ``meta["made_by"]``."""
+    """The operation that made an input of a unit, in the unit that hands it on; a placeholder's
+    ``meta["made_by"]``."""
 
     target: str
     """The operation, such as graphmoe::routing_plan."""
     call: str
     """Tells the calls of one operation apart."""
     part: int
-    """Which of the results."""
+    """Position among the results."""
 
     def at(self, position: int) -> MadeBy:
         """The same of a unit at a place of its own: units alike share their graphs, not their calls."""
@@ -30,7 +31,7 @@ class MadeBy(NamedTuple):
 
 
 class Rewrites(NamedTuple):
-    """What one pass did to one graph."""
+    """Changes that one pass made to one graph."""
 
     matches: int
     """Places that were rewritten."""
@@ -54,7 +55,8 @@ class PassSpec:
     """
     stage: Stage
     numerics: Literal["bitwise", "allclose"]
-    """Whether results keep their bits, or sums are taken in another order or rounded at another place."""
+    """Promise that results keep their bits, or that sums are taken in another order or rounded at another
+    place."""
     segments: tuple[str, ...] = ()
     """Segments that have the pattern: a unit with all of them is expected to match."""
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class PassSpec:
     """Passes whose operations it joins."""
 
     def expects(self, segments: tuple[str, ...]) -> bool:
-        """Whether a graph of these segments should match."""
+        """Return whether a graph of these segments should match."""
         return bool(self.segments) and set(self.segments) <= set(segments)
 
     def fingerprint(self) -> bytes:

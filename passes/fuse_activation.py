@@ -109,7 +109,7 @@ def _product(silu: Node, sizes: tuple[int, ...]) -> _Product:
 
 
 def _factors(node: Node, sizes: tuple[int, ...]) -> list[Node]:
-    """What a factor of that shape is a product of: up * weight may be made before silu(gate) joins it."""
+    """List the factors of a factor of that shape: up * weight may be made before silu(gate) joins it."""
     product = origin(node, casts=True)
     if is_op(product, aten.mul) and shape(product) == sizes and only_user(product) is not None:
         return [each for one, _ in operand_pairs(product) for each in _factors(one, sizes)] or [node]

@@ -76,7 +76,7 @@ def _replace(graph: fx.Graph, choice: Choice, choosing: Sequence[Choice]) -> str
 
 
 def _other_reader(choice: Choice, roots: Sequence[Node]) -> Node | None:
-    """What still reads a result between logits and ``roots`` when those are replaced."""
+    """Name the nodes that still read a result between logits and ``roots`` when those are replaced."""
     if choice.score is not None:
         return escape(choice.scores, roots)
     results = list(choice.ranking.users) if choice.ranking else []

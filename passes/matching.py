@@ -29,7 +29,7 @@ CONSTANT_LIMIT = 1 << 26
 
 
 def is_op(node: Any, *packets: Any) -> bool:
-    """Whether this is a call of one of the operations, in any overload: ``is_op(n, aten.mul)``."""
+    """Return whether this is a call of one of the operations, in any overload: ``is_op(n, aten.mul)``."""
     target = getattr(node, "target", None)
     return (
         isinstance(node, Node)
@@ -76,18 +76,18 @@ def dtype(node: Any) -> torch.dtype | None:
 
 
 def is_float(node: Any) -> bool:
-    """Whether the elements are floating point numbers."""
+    """Return whether the elements are floating point numbers."""
     kind = dtype(node)
     return kind is not None and kind.is_floating_point
 
 
 def name_of(node: Node) -> str:
-    """How a reason names a node."""
+    """Name a node as reasons do."""
     return f"{node.name} ({node.target})" if node.op == "call_function" else node.name
 
 
 def part(node: Any, of: Any) -> int | None:
-    """Which result of a call of the operation ``of`` this is, if it is one."""
+    """Return the position among the results of a call of ``of``; None for anything else."""
     if is_op(node, operator.getitem) and is_op(node.args[0], *(of if isinstance(of, tuple) else (of,))):
         return int(node.args[1])
     return None
@@ -97,7 +97,7 @@ def part(node: Any, of: Any) -> int | None:
 
 
 def is_cast(node: Any, *, lossless: bool = False) -> bool:
-    """Whether a node only changes the dtype; ``lossless``: and no value (integers count as equal)."""
+    """Return whether a node only changes the dtype; ``lossless``: and no value (integers count as equal)."""
     before = node.args[0].meta.get("val") if is_op(node, aten._to_copy) else None
     if not isinstance(before, Tensor) or before.device != value(node).device:
         return False
@@ -137,7 +137,7 @@ def escape(node: Node, roots: Iterable[Node]) -> Node | None:
 
 
 def depends_on(node: Node, ancestor: Node, *, integers: bool = False) -> bool:
-    """Whether a value is computed from another one; ``integers``: and not by way of floating point."""
+    """Return whether a value is computed from another one; ``integers``: and not by way of floating point."""
     seen, todo = set[Node](), [node]
     while todo:
         current = todo.pop()
@@ -175,7 +175,7 @@ class Op:
 
 
 def match(pattern: Any, node: Any, found: dict[str, Node] | None = None) -> dict[str, Node] | None:
-    """What the names of a pattern stand for, if a node matches it."""
+    """Return the nodes that the names of a pattern stand for, if a node matches it."""
     found = dict(found or {})
     node = origin(node)
     if isinstance(pattern, Var):
@@ -207,12 +207,12 @@ def axes(node: Node) -> tuple[int, ...]:
 
 
 def over_last(node: Node) -> bool:
-    """Whether a sum, mean or softmax goes over the last axis alone."""
+    """Return whether a sum, mean or softmax goes over the last axis alone."""
     return axes(node) == (len(shape(operand(node))) - 1,)
 
 
 def is_descending(sort: Node) -> bool:
-    """Whether a sort goes from the largest to the smallest."""
+    """Return whether a sort goes from the largest to the smallest."""
     return bool(argument(sort, 2, "descending", False))
 
 

@@ -1,4 +1,4 @@
-"""What is put in place of a pattern: new nodes with the metadata of a traced one."""
+"""New nodes in place of a pattern, with the metadata of a traced one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate, map_arg
 from graphmoe.passes.matching import SAME_ELEMENTS, aten, dtype, is_op, operand, shape, value
 
 SIDE_META = ("custom", "stack_trace", "nn_module_stack")
-"""What a new node takes over from the node it stands for: the segment above all."""
+"""Metadata that a new node takes over from the node it stands for: the segment above all."""
 
 
 def put(before: Node, target: Any, *arguments: Any, like: Node | None = None, **named: Any) -> Node:

@@ -1,4 +1,4 @@
-"""How a router's experts are chosen and weighted, read from the graph.
+"""The choice and the weights of a router's experts, read from the graph.
 
 Suffixes: T tokens, E experts, K slots of a token, G expert groups.
 """
@@ -41,12 +41,13 @@ LARGEST_EPS = 1e-12
 
 @dataclass(frozen=True)
 class Choice:
-    """Where a router's experts come from."""
+    """The source of a router's experts."""
 
     expert: Node
     """Ids [T, K] of any integer type."""
     scores: Node
-    """What was chosen by, before bias and groups: softmax or sigmoid of the logits, or the logits."""
+    """Scores that the choice is by, before bias and groups: softmax or sigmoid of the logits, or the
+    logits."""
     ranking: Node | None = None
     """The sort or topk; None where the ids do not depend on the logits."""
     values: Node | None = None
@@ -72,7 +73,7 @@ class Choice:
         return self.scores if self.score is None else operand(self.scores)
 
     def is_best_of(self, other: Choice) -> bool:
-        """Whether these are as many experts as another choice has, by the same scores and nothing else."""
+        """Return whether these are as many experts as another choice has, by its scores alone."""
         plain = self.ranking is not None and self.bias is None and self.groups == (1, 1, 1)
         return plain and self.scores is other.scores and shape(self.expert) == shape(other.expert)
 
@@ -82,7 +83,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Weights:
-    """How the chosen scores become weights."""
+    """The way from chosen scores to weights."""
 
     node: Node
     renormalise: bool = False
@@ -112,7 +113,7 @@ def choices(graph: fx.Graph) -> Iterator[Choice | str]:
 
 
 def _routes(ids: Node) -> bool:
-    """Whether ids that are given are those of experts, not labels: constant, or the beginning of a plan."""
+    """Return whether given ids are those of experts, not labels: constant, or the beginning of a plan."""
     plans = calls(ids.graph, torch.ops.graphmoe.routing_plan)
     planned = any(origin(operand(plan)) is origin(ids) for plan in plans)
     return planned or constant(ids) is not None or bool(counts_of(origin(ids)))
@@ -254,7 +255,7 @@ def _renormalised(weights: Weights) -> Weights:
 
 
 def _is_sum(node: Any, of: Node) -> bool:
-    """Whether this is the sum over k, [T, 1], give or take a tiny term."""
+    """Return whether this is the sum over k, [T, 1], give or take a tiny term."""
     if is_op(node, aten.add, aten.clamp_min, aten.clamp) and len(node.args) > 1:
         eps = operand(node, 1)
         return isinstance(eps, float) and 0 <= eps <= LARGEST_EPS and _is_sum(operand(node), of)

@@ -97,7 +97,7 @@ def _counted_sequences(node: Node, choice: Choice) -> int | None:
 
 
 def _is_share(node: Any, choice: Choice) -> bool:
-    """Whether a node holds the scores of each token divided by their sum; softmax scores are that."""
+    """Return whether a node holds the scores of each token divided by their sum; softmax scores are that."""
     found = match(SHARE, node)
     if found is not None:
         return found["scores"] is choice.scores and shape(origin(node))[-1] == choice.num_experts

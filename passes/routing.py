@@ -1,4 +1,4 @@
-"""What the integers of a routing mean: counts of expert ids, their order, its inverse, rows and tokens.
+"""Meanings of the integers of a routing: counts of expert ids, their order, its inverse, rows and tokens.
 
 Suffixes: T tokens, K slots of a token, E experts, R rows (T * K).
 """
@@ -103,7 +103,7 @@ def _counted(node: Node) -> Node | None:
 
 
 def adds_ones(node: Node) -> bool:
-    """Whether a scatter_add adds nothing but ones to nothing but zeros."""
+    """Return whether a scatter_add adds nothing but ones to nothing but zeros."""
     zeros, ones = constant(operand(node)), constant(operand(node, 3))
     return zeros is not None and ones is not None and not zeros.any() and bool((ones == 1).all())
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did to the graph of one unit."""
+    """Changes that one pass made to the graph of one unit."""
 
     name: str
     unit: str

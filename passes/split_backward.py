@@ -113,7 +113,7 @@ def _with_pieces(nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _summed_by_inputs(weights: Iterable[fx.Node | None], in_inputs: set[fx.Node]) -> set[fx.Node]:
-    """What makes the gradients that are sums over what I computes, with only pointwise operations between."""
+    """Nodes that make gradients that are sums over what I computes, with pointwise steps between."""
     found: set[fx.Node] = set()
     for root in weights:
         path = _ancestors([root], lambda node: node not in in_inputs or _is_cheap(node))
@@ -152,7 +152,7 @@ def _is_materialised(node: fx.Node) -> bool:
 
 
 def _handed(graph: fx.Graph, in_weights: set[fx.Node], in_inputs: set[fx.Node]) -> list[fx.Node]:
-    """What I computes and W reads without computing it again, in graph order."""
+    """Nodes that I computes and W reads instead of computing them again, in graph order."""
     return [
         node
         for node in graph.nodes

@@ -143,7 +143,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def backend_of(device: torch.device) -> str:
-    """What ``init_process_group`` takes for tensors on a device."""
+    """Return what ``init_process_group`` takes for tensors on a device."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 

@@ -1,4 +1,4 @@
-"""What is captured, and how it is reported."""
+"""The state that all captures of a run share, and their report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass
 class CaptureReport:
-    """What was captured; ``write`` makes capture_report.json of it."""
+    """Report of what was captured; ``write`` makes capture_report.json of it."""
 
     scope: str
     on: str
@@ -56,7 +56,7 @@ class CaptureReport:
     not_captured: dict[str, str] = field(default_factory=dict)
     """Segments that the scope names, and why they are not captured."""
     pool_bytes: int = 0
-    """What the device's allocator took for the graphs' memory."""
+    """Bytes that the device's allocator took for the graphs' memory."""
 
     @property
     def graphs(self) -> int:
@@ -86,11 +86,11 @@ class CaptureReport:
 
 
 TensorSlot = tuple[Mapping[str, Any], str]
-"""What holds a tensor, and under which key."""
+"""The dictionary that holds a tensor, and its key there."""
 
 
 class Capture:
-    """What everything that is captured in a run shares."""
+    """State that all captures of a run share."""
 
     def __init__(self, scope: str, device: torch.device, warmup_steps: int) -> None:
         self.maker, self.warmup_steps = GraphMaker(device), warmup_steps
@@ -98,7 +98,8 @@ class Capture:
         self.steps = 0
         """Training steps that have begun."""
         self.program: int | None = 0
-        """What steps run now, where there are several with graphs of their own; None replays nothing."""
+        """The program that steps run now, where there are several with graphs of their own; None replays
+        nothing."""
         self._begun: dict[int | None, int] = {}
         """Steps of each program."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -116,17 +117,17 @@ class Capture:
 
     @property
     def ready(self) -> bool:
-        """Whether graphs replay now."""
+        """Return whether graphs replay now."""
         return self.program is not None and self._begun.get(self.program, 0) > self.warmup_steps
 
     @property
     def is_first_replay(self) -> bool:
-        """Whether this is the step that the graphs of a program were made in."""
+        """Return whether this is the step that the graphs of a program were made in."""
         return self.ready and self._begun[self.program] == self.warmup_steps + 1
 
     @property
     def has_captured(self) -> bool:
-        """Whether any program got that far."""
+        """Return whether any program got that far."""
         return self._addresses is not None
 
     @contextmanager

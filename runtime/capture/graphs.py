@@ -69,11 +69,11 @@ class GraphMaker:
             torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
-        """What the device's allocator took for the pools."""
+        """Bytes that the device's allocator took for the pools."""
         return sum(segment["total_size"] for segment in self._segments())
 
     def pool_unused_bytes(self) -> int:
-        """What of that nothing holds: the next graph may take it, and nobody else."""
+        """Bytes of those that nothing holds: the next graph may take them, and nobody else."""
         return sum(segment["total_size"] - segment["allocated_size"] for segment in self._segments())
 
     def _segments(self) -> list[Any]:
@@ -110,7 +110,7 @@ class DeviceGraph:
 
 
 class HostGraph:
-    """What stands for a graph on a CPU: calls ``run``, which may read nothing but tensors that stay.
+    """Stand-in for a graph on a CPU: calls ``run``, which may read nothing but tensors that stay.
 
     ``given`` are tensors that the caller passes anew each time; they are overwritten, with NaN or a
     number far out of range, so that a function which still reads one of them is found out.

@@ -25,22 +25,22 @@ class Pool:
     def __init__(self, maker: GraphMaker, key: Hashable, addresses: set[int]) -> None:
         self.maker, self.key = maker, key
         self.addresses = addresses
-        """Of results: they stay where they are."""
+        """Addresses of results, which stay where they are."""
         self.has_gap = False
-        """Whether a backward of this micro-batch ran without a graph. A graph that were made behind it would
-        be older than the one that takes its place next time."""
+        """True where a backward of this micro-batch ran without a graph. A graph that were made behind it
+        would be older than the one that takes its place next time."""
         self.num_left = 0
         """Backwards of this micro-batch whose W is still to run from a graph."""
         self.num_made = 0
         self._newest = -1
-        """Of the graphs with results that have replayed for this micro-batch."""
+        """Number of the newest graph with results that has replayed for this micro-batch."""
 
     def begin(self) -> None:
         """The results of the last micro-batch are not read any more."""
         self._newest, self.has_gap, self.num_left = -1, False, 0
 
     def is_behind(self, replay: Replay) -> bool:
-        """Whether a graph is too old to replay now."""
+        """Return whether a graph is too old to replay now."""
         return replay.number <= self._newest
 
     def find(self, replays: Sequence[R], given: Sequence[Tensor] = ()) -> R | None:
@@ -78,7 +78,7 @@ class Replay:
         self._is_new = True
 
     def moved(self, given: Sequence[Tensor]) -> int | None:
-        """Which of the tensors that must stay lies elsewhere; None if all are in place."""
+        """Return the index of a tensor that must stay and lies elsewhere; None if all are in place."""
         checked = zip(self._stays, self.static, given, strict=True)
         moved = (
             i

@@ -86,7 +86,7 @@ class CapturedStep:
         self._static: list[Tensor] = []
         self._span = Span(FULL_ITERATION, (), places=1)
         self._graphs: dict[int | None, Graph] = {}
-        """Of each program of the capture."""
+        """The graph of each program of the capture."""
         self._arrivals = _Arrivals(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
@@ -135,7 +135,7 @@ class _Arrivals:
         self._arrived, self._taken = torch.cuda.Event(), torch.cuda.Event()
 
     def bring(self, given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Where the tokens will be once ``wait`` has been queued. No device sync."""
+        """Start to copy tokens to tensors that hold them once ``wait`` has been queued. No device sync."""
         if not self._staging:
             self._staging = [torch.empty_like(tensor) for tensor in like]
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

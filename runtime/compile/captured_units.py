@@ -28,12 +28,12 @@ from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode, differen
 
 
 class UnitCapture:
-    """Which segments are captured, and what their graphs share."""
+    """Names of the captured segments, and state that their graphs share."""
 
     def __init__(self, names: frozenset[str], capture: Capture) -> None:
         self.names, self.capture = names, capture
         self.lane_name: Hashable = None
-        """Where units run now; None where nobody said."""
+        """The lane that units run on now; None where nobody said."""
         self._num_begun = 0
         """Micro-batches that have been given a lane."""
         self._pools: dict[Hashable, list[Pool]] = {}
@@ -44,7 +44,7 @@ class UnitCapture:
 
     @property
     def micro_batch(self) -> Hashable:
-        """What tells this use of the lane from earlier ones."""
+        """A value that tells this use of the lane from earlier ones."""
         return ("step", self.capture.steps) if self.lane_name is None else self._num_begun
 
     @contextmanager
@@ -72,7 +72,7 @@ class UnitCapture:
     def unit(
         self, code: UnitCode, segments: tuple[str, ...], name: str, reads: tuple[str, ...]
     ) -> UnitCode | CapturedUnit:
-        """What runs the unit at one more place."""
+        """Return the code that runs the unit at one more place."""
         if not code.graphs.num_outputs:
             self.capture.report.not_captured |= dict.fromkeys(segments, "it only hands on what it reads")
             return code
@@ -151,7 +151,8 @@ class _UnitOnLane:
         """The micro-batch that may still read the results."""
         self._code, self._shared, self._span, self._reads, self._pool = code, shared, span, reads, pool
         self._held: Sequence[Tensor] = ()
-        """What it read last without a gradient. While it is held, its memory is given to nobody else."""
+        """Tensors that it read last without a gradient. While they are held, their memory is given to nobody
+        else."""
         self._forward: Replay | None = None
         self._backward: dict[bool, list[Replay]] = {False: [], True: []}
         """I then W, by whether W adds to gradients that are there already."""
@@ -299,7 +300,7 @@ class _Inputs(Replay):
     """I, and the graphs of W that read what it hands over where it lies."""
 
     read_by_weights: Sequence[Tensor] = ()
-    """What W reads beside results of I."""
+    """Tensors that W reads beside results of I."""
 
     @functools.cached_property
     def weights(self) -> dict[bool, list[Replay]]:

@@ -46,7 +46,7 @@ class UnitCode:
         self._weights: dict[bool, Compiled] = {}
         """W that stores, and W that adds to gradients that are there already, compiled at first use."""
         self.weights_run: set[bool] = set()
-        """Which of the two have run where W accumulates."""
+        """Keys of the two that have run where W accumulates."""
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
                 self._inputs = compiler(graphs.backward.inputs)
@@ -55,7 +55,7 @@ class UnitCode:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether I computes anything."""
+        """Return whether I computes anything."""
         return self._inputs is not None
 
     def compile_rest(self) -> None:
@@ -92,7 +92,7 @@ class UnitCode:
     def outputs_and_kept(
         self, tensors: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """What ``forward`` returns, from what it was given and what ``run_forward`` returned."""
+        """Split results as ``forward`` does, from what it was given and what ``run_forward`` returned."""
         count = self.graphs.num_outputs
         return tuple(results[:count]), [*(tensors[i] for i in self.graphs.kept_inputs), *results[count:]]
 

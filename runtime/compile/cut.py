@@ -23,7 +23,7 @@ from graphmoe.runtime.torch_compat import is_recomputed, mark_kept, mark_recompu
 aten = torch.ops.aten
 
 MOVES = RECOMPUTED | {aten.clone.default, aten.constant_pad_nd.default, operator.getitem}
-"""What only lays a value out, pads or casts it: behind a part it is computed again too."""
+"""Operations that only lay a value out, pads or casts it: behind a part it is computed again too."""
 BORDER = "border"
 """The key of a border's metadata."""
 
@@ -89,7 +89,7 @@ def _mark(graph: fx.Graph, wanted: UnitRecompute) -> None:
 
 
 def said_of(node: fx.Node, key: str) -> str:
-    """What ``torch.fx.traceback.annotate`` said about a node, or about the one whose gradient it makes."""
+    """Return the annotation of a node, or of the one whose gradient it makes."""
     return node.meta.get("custom", {}).get(key, "")
 
 
@@ -185,7 +185,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node shows the memory of another one."""
+    """Return whether a node shows the memory of another one."""
     # a piece of a split is one, a piece of what an operation with several results made is not
     target = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
     return target in VIEWS or getattr(target, "is_view", False)

@@ -43,7 +43,7 @@ class UnitReport:
     twice where they are added to others, of an earlier micro-batch or another use of a weight."""
     seconds: float = 0.0
     cache: dict[str, int] = field(default_factory=dict)
-    """What torch's compile caches did."""
+    """Counts of torch's compile caches."""
     passes: list[PassReport] = field(default_factory=list)
     shared_by: int = 1
     """Places in the model that run this code."""
@@ -87,7 +87,7 @@ class UnitTurns(Protocol):
 
     @property
     def runs(self) -> bool:
-        """Whether a forward is under way whose units take turns."""
+        """Return whether a forward is under way whose units take turns."""
 
     def run_unit(
         self,
@@ -104,7 +104,7 @@ class _PlacedUnit:
 
     bound: BoundUnit
     gradients: list[Gradient]
-    """Where each parameter's gradient goes; empty where autograd gets it."""
+    """The gradient of each parameter; empty where autograd gets it."""
     codes: dict[tuple[Any, ...], UnitCode | CapturedUnit] = field(default_factory=dict)
     """By the shapes of what it reads, and whether gradients are wanted."""
 
@@ -125,20 +125,20 @@ class CompiledSegments:
         unit_turns: UnitTurns | None = None,
     ) -> None:
         self.turns: CompileTurns | None = None
-        """Of the ranks that share a folder of compiled code."""
+        """Turns of the ranks that share a folder of compiled code."""
         self.measured: dict[str, int] = {}
         """Bytes that graphs keep for their backward, by fingerprint, also of earlier runs."""
         self._runner = runner
         """Makes the passes for training (True) or inference (False)."""
         self._gradient_of = gradient_of
-        """Where a parameter's gradient goes; None leaves gradients to autograd."""
+        """Finds the gradient of a parameter; None leaves gradients to autograd."""
         self._capture = capture
-        """Which segments replay from graphs in training; None for none."""
+        """Segments that replay from graphs in training; None for none."""
         self._recompute = recompute or Recompute()
         self._unit_turns = unit_turns
-        """What runs the units of two micro-batches in turns; None where each runs for itself."""
+        """Runs the units of two micro-batches in turns; None where each runs for itself."""
         self._pending: PendingWeightGrads | None = None
-        """Where backwards leave their W; None where they run it."""
+        """The list in which backwards leave their W; None where they run it."""
         self._run_dynamic = executor_outside_graphs(self._recompute)
         self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
         """The units of a list of segments; those that are dynamic run as they are."""
@@ -189,7 +189,7 @@ class CompiledSegments:
 
     @property
     def captures(self) -> bool:
-        """Whether units are captured."""
+        """Return whether units are captured."""
         return self._capture is not None
 
     def lane(self, name: Hashable) -> AbstractContextManager[None]:
@@ -363,7 +363,7 @@ def _identity(segment: Segment) -> tuple[Any, ...]:
 
 
 def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:
-    """Which tensors differ from those of an earlier call."""
+    """Name the tensors that differ from those of an earlier call."""
     lines = []
     for name, (shape, dtype, requires_grad), tensor in zip(unit.reads, shapes, read, strict=True):
         if (shape, dtype, requires_grad) != (tensor.shape, tensor.dtype, tensor.requires_grad):

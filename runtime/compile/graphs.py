@@ -42,7 +42,7 @@ class UnitGraphs:
     """Inputs -> outputs, then the intermediate results that the backward keeps."""
     num_outputs: int
     differentiable: tuple[bool, ...]
-    """Which outputs require a gradient."""
+    """Flags of the outputs that require a gradient."""
     gradient_strides: tuple[tuple[int, ...], ...] = ()
     """Strides in which the backward reads the gradients of the differentiable outputs."""
     kept_inputs: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class UnitGraphs:
     """The unit's, for ranges of profiles."""
     reports: list[PassReport] = field(default_factory=list)
     kept_bytes: int = 0
-    """What the forward keeps for the backward beside inputs."""
+    """Bytes that the forward keeps for the backward beside inputs."""
     recomputed: int = 0
     """Operations that the backward computes again because the configuration says so."""
 
@@ -131,14 +131,14 @@ def unit_graphs(
 
 
 def _fingerprint(module: fx.GraphModule, fakes: Sequence[Tensor], recompute: UnitRecompute) -> str:
-    """Of what decides which results a graph keeps: its operations, its inputs, and what is computed again."""
+    """Hash what decides the results that a graph keeps: operations, inputs, and the recompute."""
     inputs = [(tuple(f.shape), f.stride(), str(f.dtype), f.requires_grad) for f in fakes]
     again = [*map(sorted, recompute.regions), sorted(recompute.parts)]
     return hashlib.sha256(f"{module.graph}\n{inputs}\n{again}".encode()).hexdigest()[:24]
 
 
 def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> tuple[MadeBy | None, ...]:
-    """What made each output of a unit, which may pass it on."""
+    """Name the operation that made each output of a unit, which may pass it on."""
     results, behind = _outputs(forward), dict[fx.Node, fx.Node]()
     if views is not None:
         inputs = forward.graph.find_nodes(op="placeholder")
@@ -149,7 +149,7 @@ def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> t
 
 
 def _maker(result: fx.Node, behind: Mapping[fx.Node, fx.Node], unit: str) -> MadeBy | None:
-    """What made all elements of a result, in their order; integers may have been wider on the way."""
+    """Name the operation that made a result, element by element; integers may have been wider."""
     node = result
     while True:
         if node in behind:

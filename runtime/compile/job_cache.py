@@ -20,12 +20,12 @@ from graphmoe.runtime.torch_compat import set_key_tag, use_torchs_ptxas
 log = logging.getLogger(__name__)
 
 TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
-"""Where torch keeps compiled code; who sets it gets torch's own caches there."""
+"""Variable for torch's folder of compiled code; who sets it gets torch's own caches there."""
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """What the first rank of a node tells the others."""
+    """Message of the first rank of a node to the others."""
 
     path: str
     why: str
@@ -34,7 +34,7 @@ class _Opened:
 
 
 class JobCache:
-    """What a job takes from the compile cache and leaves there.
+    """A job's share of the compile cache: code that it takes from there and leaves there.
 
     The ranks of a node share one work folder, which the first of them opens, keeps and removes, so what one
     of them compiles the others find.
@@ -53,7 +53,7 @@ class JobCache:
         self.measured: dict[str, int] = {}
         """Bytes that graphs keep for their backward, by fingerprint."""
         self.turns: CompileTurns | None = None
-        """Of the ranks of a node; None where there is one."""
+        """Turns of the ranks of a node; None where there is one."""
         if is_users(TORCHS_OWN):
             self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
             return
@@ -89,7 +89,7 @@ class JobCache:
             self._ranks.barrier()
 
     def lines(self, reports: Sequence[UnitReport]) -> list[str]:
-        """What was found in the cache, and why the rest was not."""
+        """Say how much was found in the cache, and why the rest was not."""
         graphs, found = sum(r.graphs for r in reports), sum(r.from_cache for r in reports)
         missed: dict[str, int] = {}
         for report in reports:

@@ -1,4 +1,4 @@
-"""What the backward computes again instead of keeping it: what a run asks for, and how an eager run does it.
+"""Recompute: values that the backward computes again instead of keeping them, and the eager way to do it.
 
 Compiled units do it by their graphs, `graphmoe.runtime.compile.cut`.
 """
@@ -23,7 +23,7 @@ from graphmoe.segments import LAYER_SEGMENTS, Executor, Segment, run_segments
 
 @dataclass(frozen=True)
 class UnitRecompute:
-    """What is computed again in one compile unit. Equal for units that are treated alike."""
+    """Recompute in one compile unit. Equal for units that are treated alike."""
 
     regions: tuple[frozenset[str], ...] = ()
     """Runs of neighbouring segments, each computed again from what enters it."""
@@ -39,17 +39,17 @@ NOTHING = UnitRecompute()
 
 @dataclass(frozen=True)
 class Recompute:
-    """What a run asks for. Without arguments: nothing."""
+    """Recompute that a run asks for; none without arguments."""
 
     all: bool = False
     segments: frozenset[str] = frozenset()
     parts: frozenset[str] = frozenset()
     layers: frozenset[int] = frozenset()
-    """Where ``segments`` and ``parts`` apply; whole layers where there are none of these."""
+    """Layers to which ``segments`` and ``parts`` apply; whole layers where there are none of these."""
 
     @classmethod
     def of(cls, config: RecomputeConfig) -> Recompute:
-        """What a checked configuration says."""
+        """Take it from a checked configuration."""
         names = (config.segments, config.ops, config.layer_ids)
         return cls(config.all, *(frozenset(given) for given in names))  # type: ignore[arg-type]
 
@@ -63,14 +63,14 @@ class Recompute:
         return f"{named} of {f'layers {layers}' if layers else 'every layer'}"
 
     def covers(self, segment: Segment) -> bool:
-        """Whether the segment is computed again as a whole; what came from other ranks is kept."""
+        """Return whether the segment is computed again as a whole; what came from other ranks is kept."""
         if segment.name not in LAYER_SEGMENTS or segment.stream == "comm" or not self._reaches(segment):
             return False
         named = self.segments or self.parts
         return self.all or segment.name in self.segments or bool(self.layers and not named)
 
     def of_unit(self, segments: Sequence[Segment]) -> UnitRecompute:
-        """What is computed again in neighbouring segments of a layer."""
+        """Return the recompute in neighbouring segments of a layer."""
         covered = [run for again, run in self.runs(segments) if again]
         regions = tuple(frozenset(segment.name for segment in run) for run in covered)
         return UnitRecompute(regions, self.parts if any(map(self._reaches, segments)) else frozenset())
@@ -121,7 +121,7 @@ class RecomputedSegments:
 
 
 def executor_outside_graphs(recompute: Recompute) -> Executor:
-    """What runs segments that are part of no graph, and so have no parts to choose from."""
+    """Return the executor of segments that are part of no graph, and so have no parts to choose from."""
     whole = replace(recompute, parts=frozenset())
     if recompute.parts and not recompute.segments:
         return run_segments  # the layers say where the parts are

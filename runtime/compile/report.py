@@ -1,4 +1,4 @@
-"""What compilation did: one table for people, one JSON document for tools."""
+"""The report of a compilation: one table for people, one JSON document for tools."""
 
 from __future__ import annotations
 

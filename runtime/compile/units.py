@@ -32,9 +32,9 @@ class Unit:
     writes: tuple[str, ...]
     """Tensors that are needed after it."""
     captured: bool = False
-    """Whether its segments are in the scope of a capture."""
+    """True where its segments are in the scope of a capture."""
     dynamic: bool = False
-    """Whether its sizes differ from call to call: it runs as it is."""
+    """True where its sizes differ from call to call: it runs as it is."""
 
     @property
     def name(self) -> str:
@@ -161,7 +161,7 @@ def owner_of(run: Callable[..., Any]) -> nn.Module | None:
 
 
 def _function_of(run: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What tells two segments apart beside their modules."""
+    """Return what tells two segments apart beside their modules."""
     return None if isinstance(run, nn.Module) else getattr(run, "__func__", run)
 
 
@@ -189,7 +189,7 @@ def _call(
 
 
 def _description(module: nn.Module | None) -> tuple[Any, ...]:
-    """What a module computes with, apart from its tensors; an attribute not understood makes it unique."""
+    """Describe a module apart from its tensors; an attribute not understood makes it unique."""
     if module is None:
         return ()
     skipped = set(nn.Module().__dict__) - {"training"}  # tensors, submodules and hooks

@@ -48,7 +48,7 @@ def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
 
 
 def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """What the operations of a run's dispatcher need beside process groups. A collective of all ranks."""
+    """Open what a run's dispatcher needs beside process groups. A collective of all ranks."""
     choice = plan.dispatcher
     use_peers(make_peers(mesh, device) if choice is DispatcherChoice.symm else None)
     if not plan.reads_peers:

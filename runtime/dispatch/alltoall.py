@@ -34,7 +34,7 @@ class AllToAll:
         self._group = mesh.group("ep_etp")
         self._etp = mesh.layout.etp
         self._experts = num_experts // mesh.layout.ep
-        """Of each rank."""
+        """Experts of each rank."""
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor

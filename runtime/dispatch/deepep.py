@@ -29,7 +29,7 @@ from graphmoe.plan.experts import Load
 CHANNELS = 10
 """A transfer runs on two programs for each, one of which sends: the 20 that DeepEP takes by default."""
 HANDLE = ("rank_prefix", "channel_prefix", "received_prefix", "source", "in_rank", "send_head")
-"""What a dispatch leaves behind for the way back, in the order of DeepEP's own handle."""
+"""Tensors that a dispatch leaves behind for the way back, in the order of DeepEP's own handle."""
 
 _in_use: Any = None
 
@@ -69,7 +69,7 @@ class DeepEP:
 
     capacity: Load
     num_experts: int
-    """Of each rank."""
+    """Experts of each rank."""
 
     @classmethod
     def of(cls, ranks: int, tokens: int, num_experts: int, slots: int) -> DeepEP:

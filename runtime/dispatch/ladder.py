@@ -1,4 +1,4 @@
-"""How much room is made for what arrives at a rank: more after a step that found too little, less later.
+"""Room for what arrives at a rank: more after a step that found too little, less later.
 
 Rungs are programs that make the same of a step and differ in room. The last has no limit: so no token is
 ever dropped.
@@ -40,11 +40,11 @@ class Rung:
 
     @property
     def has_limit(self) -> bool:
-        """Whether there is a room to plan; only then graphs can hold it."""
+        """Return whether there is a room to plan; only then graphs can hold it."""
         return self.dispatcher.capacity is not None
 
     def takes(self, load: Load) -> bool:
-        """Whether there is room for a load."""
+        """Return whether there is room for a load."""
         room = self.dispatcher.capacity
         return room is None or (load.rows <= room.rows and load.slots <= room.slots)
 
@@ -69,7 +69,7 @@ def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
 
 
 class ReceiveLadder:
-    """Which rung steps run on. All ranks call it alike, with loads of all ranks."""
+    """Choose the rung that steps run on. All ranks call it alike, with loads of all ranks."""
 
     def __init__(
         self, rungs: Sequence[Rung], use: Callable[[Rung], None], has_memory: Callable[[int], bool]
@@ -87,7 +87,7 @@ class ReceiveLadder:
 
     @property
     def rung(self) -> Rung:
-        """Where the next step runs."""
+        """The rung of the next step."""
         return self._rungs[self._at]
 
     def climb(self, step: int, load: Load, too_small: Rung) -> bool:
@@ -139,7 +139,7 @@ class ReceiveLadder:
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:
-        """What runs inside has room for everything."""
+        """Give what runs inside room for everything."""
         self._use(self._rungs[-1])
         try:
             yield

@@ -24,8 +24,9 @@ from graphmoe.plan.experts import Load
 from graphmoe.runtime.torch_compat import all_to_all_by_splits, nvshmem_empty
 
 MIN_BYTES = 8 << 20
-"""Of a region. From 4 MiB on torch moves the rows of one exchange by 64 programs (16 between nodes), and each
-takes an equal part of a rank's rows, which must come out even: the size of a row sees to that."""
+"""Bytes of a region at least. From 4 MiB on torch moves the rows of one exchange by 64 programs (16 between
+nodes), and each takes an equal part of a rank's rows, which must come out even: the size of a row sees to
+that."""
 
 
 class PeerRows:
@@ -86,7 +87,7 @@ def _bytes(column: Tensor) -> int:
 
 
 def _row_of(sizes: Sequence[int], ranks: int) -> tuple[list[slice], int]:
-    """Where columns of these bytes lie in a row, and the bytes of a row: 16, or more, for each program."""
+    """Lay columns of these bytes out in a row, which has 16 bytes, or more, for each program."""
     places, end = [], 0
     for size in sizes:
         places.append(slice(end, end + size))
@@ -111,7 +112,7 @@ def use_rows(rows: PeerRows | None) -> None:
 
 
 def has_rows(group: dist.ProcessGroup, num_bytes: int) -> bool:
-    """Whether what is used serves exchanges of this size in a group."""
+    """Return whether what is used serves exchanges of this size in a group."""
     return bool(_in_use) and _in_use[-1].group is group and len(_in_use[-1]._sent) >= num_bytes
 
 
@@ -125,7 +126,7 @@ class Nvshmem:
 
     capacity: Load
     num_experts: int
-    """Of each rank."""
+    """Experts of each rank."""
     etp: int
 
     def dispatch(
@@ -155,7 +156,7 @@ class _Way(NamedTuple):
         return cls(sent_PP[rank], sent_PP[:, rank], fits)
 
     def copy(self, column: Tensor) -> Tensor:
-        """What came, in memory of its own; 0 where nothing was sent."""
+        """Copy what came to memory of its own; 0 where nothing was sent."""
         return torch.where(self.fits, column, torch.zeros((), dtype=column.dtype, device=column.device))
 
 

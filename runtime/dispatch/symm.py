@@ -36,7 +36,7 @@ class Symm:
     chunk: ClassVar[None] = None
     capacity: Load
     num_experts: int
-    """Of each rank."""
+    """Experts of each rank."""
     etp: int
     block: int = 0
     """Rows for each pair of ranks that copy engines move; what is beyond is pulled by a kernel."""
@@ -82,7 +82,7 @@ class SymmetricPeers:
         self._buffers: list[Tensor] = []
         self._meet: Callable[[], None] = lambda: None
         self._captured = False
-        """Whether a graph holds addresses of the region."""
+        """True where a graph holds addresses of the region."""
         self._of_graphs: list[tuple[list[Tensor], Callable[[], None], Tensor]] = []
         """Earlier regions of which a graph holds addresses."""
 

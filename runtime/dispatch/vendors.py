@@ -47,7 +47,7 @@ def open_buffer(choice: DispatcherChoice, mesh: Mesh, hidden_size: int) -> None:
 def open_rows(
     model: ModelConfig, mesh: Mesh, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """What nvshmem needs for so many received rows, unless there is as much already.
+    """Open what nvshmem needs for so many received rows, unless there is as much already.
 
     A collective of all ranks, outside of a capture.
     """

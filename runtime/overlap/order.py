@@ -21,7 +21,7 @@ class OrderedUnit:
     needs: frozenset[int] = frozenset()
     """Numbers, in the same list, of the units whose results it reads."""
     transfers: bool = False
-    """Whether its work is a transfer between ranks, beside which others may run."""
+    """True where its work is a transfer between ranks, beside which others may run."""
 
 
 def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:

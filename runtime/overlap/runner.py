@@ -40,21 +40,21 @@ class Overlap:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._transfers = TransferStream(device)
         self._tape: Tape | None = None
-        """Of the forward that runs, or has run."""
+        """The tape of the forward that runs, or has run."""
         self._before: Backward | None = None
         """The backward of the micro-batch before."""
         self._beside: Backward | None = None
-        """What runs in turns with the forward that is under way, or alone."""
+        """The backward that runs in turns with the forward under way, or alone."""
         self._queue: deque[tuple[Direction, int]] = deque()
-        """What is still to come of a forward and the backward beside it."""
+        """The queue of what is still to come of a forward and the backward beside it."""
 
     @property
     def runs(self) -> bool:
-        """Whether a forward is under way whose units are to come here."""
+        """Return whether a forward is under way whose units are to come here."""
         return self._tape is not None
 
     def forward(self, run: Callable[[], Result]) -> Result:
-        """What ``run`` returns; the backward of the micro-batch before runs in between, all of it."""
+        """Return what ``run`` returns; the backward of the micro-batch before runs in between, all of it."""
         before, self._before = self._before, None
         result, self._tape = self.record(run, before, before.tape.units if before else ())
         return result
@@ -68,7 +68,7 @@ class Overlap:
     def record(
         self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
     ) -> tuple[Result, Tape]:
-        """What ``run`` returns, a forward, and its tape; ``beside`` runs in between, all of it.
+        """Return what ``run`` returns, a forward, and its tape; ``beside`` runs in between, all of it.
 
         ``like`` are the units of an earlier forward through the same units, for their turns.
         """
@@ -172,7 +172,7 @@ class TransferStream:
         self._under_way: dict[Hashable, tuple[torch.cuda.Event, Any]] = {}
 
     def run(self, key: Hashable, call: Callable[[], Result], reads: Any) -> Result:
-        """What ``call`` returns, to be read after ``wait`` for the key; ``reads`` is held till then."""
+        """Return what ``call`` returns, to be read after ``wait`` for the key; holds ``reads`` till then."""
         if self._stream is None:
             return call()
         products = torch.cuda.current_stream()

@@ -26,14 +26,14 @@ class _Done:
     reads: list[tuple[int, int]] = field(default_factory=list)
     """(number of the unit, position among its results) of each input that wants a gradient."""
     inputs: list[GradientEdge] = field(default_factory=list)
-    """Where the gradients of ``reads`` come out, on the stream of the unit."""
+    """Edges at which the gradients of ``reads`` come out, on the stream of the unit."""
     outputs: dict[int, GradientEdge] = field(default_factory=dict)
-    """Where gradients of the results go in, by position."""
+    """Edges at which gradients of the results go in, by position."""
     weights: PendingWeightGrads = field(default_factory=list)
 
 
 class Tape:
-    """What the backward of one micro-batch needs, unit by unit.
+    """Record of a forward that its micro-batch's backward needs, unit by unit.
 
     ``run`` is called for each unit of the forward. Then ``start`` takes the gradients of what was made of the
     units' results, and ``back`` runs one unit's backward. What comes from elsewhere and wants a gradient is
@@ -48,16 +48,16 @@ class Tape:
         """OrderedUnit and position of each result, by the node that stands for it in autograd's graph."""
         self._edges: dict[tuple[int, int], GradientEdge] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
-        """Those that have come for each result; they are added when all of them can be read."""
+        """Gradients that have come for each result; they are added when all of them can be read."""
         self._received: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        """Of what `receive` was given."""
+        """Shapes, dtypes and devices of what `receive` was given."""
 
     @property
     def units(self) -> list[OrderedUnit]:
         return [done.unit for done in self._done]
 
     def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What stands for tensors from elsewhere, to be read by units; called once, before any of them."""
+        """Return what stands for tensors from elsewhere, for units to read; called before any of them."""
         assert not self._done
         given = tuple(self._source_of(tensor.detach()) for tensor in tensors)
         for i, tensor in enumerate(given):
@@ -67,7 +67,7 @@ class Tape:
         return given
 
     def gradients_of_received(self) -> tuple[Tensor, ...]:
-        """When the backward of all units is over; zeros for what nothing with a gradient was made of."""
+        """Return them, zeros where there are none, when the backward of all units is over."""
         gradients = []
         for i, (shape, dtype, device) in enumerate(self._received):
             given = self._gradients.pop((RECEIVED, i), None) or [
@@ -119,7 +119,7 @@ class Tape:
         return {self._key(tensor)[0] for tensor in read if tensor.requires_grad} - {RECEIVED}
 
     def what_back_reads(self, number: int) -> Any:
-        """What must stay as it is while the backward of a unit runs."""
+        """Return what must stay as it is while the backward of a unit runs."""
         done = self._done[number]
         return done, [self._gradients.get((number, i), []) for i in done.outputs]
 

@@ -15,7 +15,7 @@ from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
 
 
 class Spec(NamedTuple):
-    """What a tensor of a message looks like; both sides know it, so no shapes are sent."""
+    """Shape and dtype of a tensor of a message; both sides know it, so no shapes are sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,8 +60,8 @@ class Channels:
         self._device = device
         self.has_nccl = "cuda:nccl" in dist.get_backend_config()
         self.by_host = False
-        """Whether messages go through the memory of the hosts, as they always do without NCCL. Set it between
-        steps, alike on all ranks.
+        """True where messages go through the memory of the hosts, as they always do without NCCL. Set it
+        between steps, alike on all ranks.
 
         Then no stream ever waits for another rank of the pipeline. So a rank may compile, measure kernels and
         capture, all of which wait for the device, while others wait for its code.
@@ -102,7 +102,7 @@ class Channels:
 
     @property
     def _place(self) -> torch.device:
-        """Where messages are sent from and received."""
+        """The device that messages are sent from and received on."""
         return torch.device("cpu") if self.by_host or not self.has_nccl else self._device
 
     def _open(self, ranks: Sequence[int]) -> None:

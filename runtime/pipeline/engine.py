@@ -125,7 +125,7 @@ class Pipeline:
             self._deliver(action, stage.backward(action.micro_batch, inputs, weights=action.kind == "B"))
 
     def _inputs(self, action: Action) -> Tensors:
-        """What the neighbouring stage has made for an action."""
+        """Return what the neighbouring stage has made for an action."""
         of_others = [n for n in needs(action, self._table.placement.num_stages) if n.stage != action.stage]
         if not of_others:
             return ()
@@ -148,7 +148,7 @@ class Pipeline:
             self._handed[content] = results
 
     def _specs(self, message: Message) -> Specs:
-        """What a message to this rank has."""
+        """Return the specs of a message to this rank."""
         kind, stage, _ = message.content
         return self._stages[stage + 1].received if kind == "F" else self._stages[stage - 1].sent
 

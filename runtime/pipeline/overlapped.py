@@ -48,7 +48,7 @@ class OverlappedStage(AutogradStage):
         self._overlap = overlap
         self._taped: dict[int, _Taped] = {}
         self._units: Sequence[OrderedUnit] = ()
-        """Of the last forward."""
+        """Units of the last forward."""
 
     @property
     def kept(self) -> set[int]:

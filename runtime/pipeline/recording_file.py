@@ -1,4 +1,4 @@
-"""What a run records of its pipeline, ``pipeline.json`` in its folder, as timelines by step.
+"""A run's recording of its pipeline, ``pipeline.json`` in its folder, as timelines by step.
 
 ```
 {"schedule": "1f1b", "rank_of": [0, 1], "num_micro_batches": 4,
@@ -121,7 +121,7 @@ def timeline_of(
 
 
 def table_of(schedule: str, placement: Placement, num_micro_batches: int, spans: Iterable[Span]) -> Table:
-    """What each rank computed, in order; the spans of a rank are in the order of time."""
+    """Return what each rank computed, in order; the spans of a rank are in the order of time."""
     ranks: list[list[Step]] = [[] for _ in range(placement.num_ranks)]
     for span in spans:
         if span.track == "compute":

@@ -18,7 +18,7 @@ Tensors = tuple[Tensor, ...]
 Deferring = Callable[[PendingWeightGrads], AbstractContextManager[object]]
 """A context: what runs inside it leaves the W of its backward in the list."""
 Run = Callable[[int, Tensors], tuple[Tensors, Tensor | None]]
-"""Of a micro-batch and what was received for it: what goes to the next stage, and a scalar to add to the
+"""Maps a micro-batch and what was received for it to what goes to the next stage, and a scalar to add to the
 loss, if there is one."""
 
 
@@ -27,14 +27,14 @@ class Stage(Protocol):
 
     @property
     def received(self) -> Specs:
-        """What each message from the stage before has, of which gradients go back; () of the first stage."""
+        """Specs of each message from the stage before, of which gradients go back; () of the first stage."""
 
     @property
     def sent(self) -> Specs:
-        """What each message to the next stage has, of which gradients come back; () of the last stage."""
+        """Specs of each message to the next stage, of which gradients come back; () of the last stage."""
 
     def forward(self, micro_batch: int, received: Tensors) -> Tensors:
-        """What goes to the next stage. Without gradients (torch.no_grad) nothing is kept."""
+        """Compute what goes to the next stage. Without gradients (torch.no_grad) nothing is kept."""
 
     def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
         """The gradients of what was received, from those of what was sent. Without ``weights`` W is left."""
@@ -57,7 +57,7 @@ class BackwardOf(NamedTuple):
 
 @dataclass
 class Roots:
-    """Where the backward of what a `Run` has returned begins."""
+    """Roots from which the backward of what a `Run` has returned begins."""
 
     sent: list[GradientEdge | None]
     """Places in the graph, not the tensors: these are free when they have been sent. None: no gradient."""
@@ -69,7 +69,7 @@ class Roots:
         return cls(edges, loss if loss is not None and loss.requires_grad else None)
 
     def paired(self, gradients: Tensors) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
-        """What autograd starts from, and the gradient of each, from those of all that was sent."""
+        """Pair what autograd starts from with the gradient of each, from those of all that was sent."""
         pairs = zip(self.sent, gradients, strict=True)
         roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [(e, g) for e, g in pairs if e is not None]
         if self.loss is not None:

@@ -60,7 +60,7 @@ __all__ = [
 
 _KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
 set_grad_enabled = torch._C._set_grad_enabled
-"""What ``torch.no_grad`` and its like call, as a TorchFunctionMode sees it."""
+"""The function that ``torch.no_grad`` and its like call, as a TorchFunctionMode sees it."""
 
 
 def import_compilers() -> None:
@@ -159,12 +159,12 @@ def remove_marks(graph: fx.Graph) -> None:
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether `mark_recomputed` marked the node, or the one that it is a copy of."""
+    """Return whether `mark_recomputed` marked the node, or the one that it is a copy of."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def draws_random_numbers(target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether a call of an operation draws from a random generator: not an attention without dropout."""
+    """Return whether an operation's call draws random numbers: not an attention without dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     names = [argument.name for argument in target._schema.arguments]
@@ -301,7 +301,7 @@ def process_group_in(argument: Any) -> torch.distributed.ProcessGroup | None:
 
 
 def has_nvshmem() -> bool:
-    """Whether this torch was built with NVSHMEM and its library is here.
+    """Return whether this torch was built with NVSHMEM and its library is here.
 
     (torch/distributed/_symmetric_memory/__init__.py.)
     """
@@ -360,13 +360,13 @@ def symmetric_memory(
 
 
 def storage_of(tensor: Tensor) -> tuple[int, torch.UntypedStorage]:
-    """What tells the memory of a tensor from all other memory that is there, and that memory."""
+    """Return what tells the memory of a tensor from all other memory that is there, and that memory."""
     storage = tensor.untyped_storage()
     return storage._cdata, storage
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread. (torch/csrc/autograd/python_engine.cpp.)"""
+    """Return whether autograd runs a backward in this thread. (torch/csrc/autograd/python_engine.cpp.)"""
     return torch._C._current_graph_task_id() != -1
 
 

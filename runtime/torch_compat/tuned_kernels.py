@@ -1,4 +1,4 @@
-"""How Inductor tunes the Triton kernels that it generates, checked with torch 2.11 to 2.13."""
+"""Tuning of the Triton kernels that Inductor generates, checked with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 

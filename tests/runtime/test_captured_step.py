@@ -209,6 +209,7 @@ def test_a_warm_up_of_no_steps_is_refused():
         config("graph.warmup_steps=0")
 
 
+@pytest.mark.slow
 def test_the_command_says_that_a_cpu_has_no_graphs(tmp_path):
     run = command(tmp_path, *TINY, CAPTURED, "hydra.run.dir=run", "train.steps=5")
     assert run.wait() == 0, run.err.read_text()

@@ -78,6 +78,7 @@ def test_sums_are_bitwise_those_of_whole_backwards_and_w_runs_in_the_order_of_i(
     assert_same(stage.totals(), wanted)
 
 
+@pytest.mark.slow
 def test_forwards_and_backwards_of_several_micro_batches_alternate_while_w_waits():
     wanted, _ = plain(3)
     stage = Stage()
@@ -111,6 +112,7 @@ def test_only_forwards_inside_leave_their_w():
     assert later and len(stage.added) == before
 
 
+@pytest.mark.slow
 def test_an_overlap_under_way_has_a_list_of_its_own():
     wanted, _ = plain(1)
     stage = Stage(overlap := Overlap(torch.device("cpu")))

@@ -172,14 +172,18 @@ def assert_bitwise(
     return captured
 
 
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (ONE_F_ONE_B, ZERO_BUBBLE, W_AT_THE_END)]
+
+
+@pytest.mark.parametrize("schedule", [*SLOW, MIXED])
 @pytest.mark.parametrize("names", SCOPES, ids="-".join)
-@pytest.mark.parametrize("schedule", [ONE_F_ONE_B, ZERO_BUBBLE, W_AT_THE_END, MIXED])
 def test_every_schedule_gives_the_bits_of_the_compiled_units(names, schedule):
     assert_bitwise(names, [schedule] * 4)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("names", SCOPES, ids="-".join)
+@pytest.mark.slow
 def test_schedules_may_change_and_a_w_that_adds_may_run_first_when_all_else_is_captured(names, reverse):
     """The step that warms up has one micro-batch, so nothing has been added to."""
     schedules = [

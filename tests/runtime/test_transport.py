@@ -102,6 +102,7 @@ def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monke
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_report_of_a_dry_run_is_the_same_with_and_without_gpus(monkeypatch):
     found = []
     for available in (False, True):

@@ -1,4 +1,4 @@
-"""What the compile cache holds, whether it is whole, and what may go.
+"""Entries of the compile cache: list them, verify them, prune the oldest.
 
 python -m graphmoe.cache
 python -m graphmoe.cache action=verify
@@ -49,7 +49,7 @@ class Action(enum.Enum):
 
 @dataclass
 class CacheArgs:
-    """What the tool is asked."""
+    """Arguments of the tool."""
 
     action: Action = Action.list
     """list the entries, verify every file (exit status 1 if one was damaged), or prune."""
@@ -147,7 +147,7 @@ def list_text(cache: CompileCache, held: list[Held]) -> Group:
 
 
 def verify_document(found: Verified) -> dict[str, Any]:
-    """What was checked and what was damaged."""
+    """Counts of checked and names of damaged files."""
     return {"files": found.num_files, "damaged": found.damaged, "lacking": found.lacking}
 
 
@@ -163,7 +163,7 @@ def verify_text(found: Verified) -> str:
 
 
 def prune_document(gone: Pruned) -> dict[str, Any]:
-    """What was removed."""
+    """Sizes and names of removed entries."""
     return {
         "bytes_before": gone.bytes_before,
         "bytes_after": gone.bytes_after,

@@ -83,7 +83,7 @@ DTYPES = {
 
 @dataclass
 class ConvertArgs:
-    """What the tool is asked."""
+    """Arguments of the tool."""
 
     from_: Path
     """Hugging Face folder, graphmoe weights folder, run folder, or one checkpoint of a run."""
@@ -118,7 +118,7 @@ class Source:
     """The tokenizer.json that goes along with the files beside it; it may be missing."""
     step: int | None = None
     end_token: str | None = None
-    """What ends a document in a run's data, to be declared in the tokenizer's files."""
+    """Token that ends a document in a run's data, to be declared in the tokenizer's files."""
 
 
 def convert(args: ConvertArgs) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from graphmoe.data.tokenizer import end_of_document, load_tokenizer, num_ids, to
 
 @dataclass
 class PrepareArgs:
-    """What the tool is asked."""
+    """Arguments of the tool."""
 
     input: list[str]
     """Files or globs of .txt, .jsonl or .parquet, separated by commas."""

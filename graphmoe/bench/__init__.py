@@ -1,1 +1,1 @@
-"""What `graphmoe.bench` measures, and how it takes time and memory."""
+"""Suites of `graphmoe.bench`, and their measures of time and memory."""

@@ -40,7 +40,7 @@ class CalibrateShapes:
     """All sizes of a suite."""
 
     rows: tuple[int, ...]
-    """Of dense products."""
+    """Rows of dense products."""
     weights: tuple[tuple[int, int], ...]
     """Sides of dense weights."""
     experts: tuple[MlpShape, ...]

@@ -37,7 +37,7 @@ SMALL_KERNELS = 200
 KERNELS_OF_SEGMENT = 8
 """Small kernels in the forward of a segment, which take that time whatever they compute; assumed."""
 EXCHANGED_BYTES = {"cuda": 256 * 2**20, "cpu": 2**16}
-"""That each rank sends and receives, its own part included."""
+"""Bytes that each rank sends and receives, its own part included."""
 LAUNCHED = (
     "model=tiny", "data=synthetic", "graph.scope=none", "train.steps=100", "train.log_interval=100",
     "train.global_batch_size=1", "train.micro_batch_size=1", "data.seq_len=64", "optim.lr=1e-6", *UNREAD,
@@ -61,9 +61,9 @@ class CalibrateRow:
     """FLOPs or bytes, or 0 where the rate is a time."""
     median_ms: float | None = None
     share: float | None = None
-    """Of the card's peak, of this call alone."""
+    """Share of the card's peak, for this call alone."""
     value_us: float | None = None
-    """Of a rate that is a time."""
+    """Value of a rate that is a time."""
     error: str | None = None
 
 
@@ -241,7 +241,7 @@ def rates_of_rows(rows: Sequence[CalibrateRow]) -> dict[str, Any]:
 
 
 def _mean(rows: Sequence[CalibrateRow]) -> float:
-    """Of calls of one size, weighted by their time."""
+    """Mean share of calls of one size, weighted by their time."""
     total_ms = sum(row.median_ms or 0 for row in rows)
     return _rounded(sum((row.share or 0) * (row.median_ms or 0) for row in rows) / total_ms)
 

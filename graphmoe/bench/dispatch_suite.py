@@ -111,7 +111,7 @@ class DispatchRow:
     out_bytes: int = 0
     """Bytes that leave a GPU for others, of the rank with most; without rows of padding."""
     floor_ms: float = 0.0
-    """Of the bytes that leave or enter a GPU, of the rank with most, at `LINK_BYTES_PER_S`."""
+    """Time of the bytes that leave or enter a GPU, of the rank with most, at `LINK_BYTES_PER_S`."""
     samples_ms: list[float] = field(default_factory=list)
     p10_ms: float | None = None
     median_ms: float | None = None
@@ -186,9 +186,9 @@ class DispatchSuite:
         self._baselines: dict[tuple[str, str], DispatchRow] = {}
         self._products: dict[MlpShape, dict[str, Call]] = {}
         self.backends = ""
-        """Of the experts' products: forward, dgrad, wgrad."""
+        """Backends of the experts' products: forward, dgrad, wgrad."""
         self._is_open = False
-        """Whether there is a package's buffer, for rows of the one shape."""
+        """True once there is a package's buffer, for rows of the one shape."""
         use_peers(make_peers(ranks.mesh, ranks.device))
 
     def close(self) -> None:

@@ -17,10 +17,10 @@ from graphmoe.bench.rank_group import RankGroup
 from graphmoe.ops.symm.peers import beside_products_on
 
 ROUNDS = {"cuda": 8, "cpu": 1}
-"""Of a sample, by device: ranks that come late at the first do not at the others."""
+"""Rounds of a sample, by device: ranks that come late at the first do not at the others."""
 WARM_UP_SAMPLES = 2
 PRIORITY = -1
-"""Of the stream of exchanges, before products; NCCL has streams of its own, of the usual one."""
+"""Priority of the stream of exchanges, before products; NCCL has streams of its own, of the usual one."""
 Call = Callable[[], object]
 Turn = tuple[Call | None, Call | None]
 """An exchange, and products beside it."""
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Streams:
-    """Where exchanges run and where products do; both are the host on a CPU."""
+    """Streams of exchanges and of products; both are the host on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"

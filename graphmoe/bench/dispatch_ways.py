@@ -26,14 +26,14 @@ ALL_FOUR = "all four"
 ROOM = 1.5
 """Rows of the received tensors over those that arrive on average, as `moe.receive_budget` has it."""
 LINK_BYTES_PER_S = 325e9
-"""Of a GPU to all others of its node by NVLink, in one direction, as measured on H200s."""
+"""Rate of a GPU to all others of its node by NVLink, in one direction, as measured on H200s."""
 EXCHANGES = ("dispatch", "combine", "combine_grad", "dispatch_grad")
 """In the order of a training step. The first and last carry slot weights, the first expert numbers too."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one rank sends."""
+    """Tokens that one rank sends."""
 
     h_TD: Tensor
     weight_TK: Tensor
@@ -48,9 +48,9 @@ class Way:
     calls: Mapping[str, Callable[[], object]]
     """By name of the exchange. Collectives of all ranks, on the stream that the way was made on."""
     results: Mapping[str, Tensor]
-    """What must be the same, bit for bit, by every way."""
+    """Results that every way must give, bit for bit."""
     captures: bool
-    """Whether the exchanges can be part of a graph."""
+    """True if the exchanges can be part of a graph."""
 
 
 def by_alltoall(tokens: Tokens, mesh: Mesh, num_experts: int) -> Way:
@@ -124,7 +124,7 @@ def by_buffer(tokens: Tokens, ranks: int, experts: int) -> Way:
 
 
 def of_experts_here(weight_NK: Tensor, number_NK: Tensor) -> Tensor:
-    """Of slots of experts elsewhere, whose weight a way may send or not, 0."""
+    """Set weights of slots of experts elsewhere, which a way may send or not, to 0."""
     return weight_NK.masked_fill(number_NK < 0, 0)
 
 

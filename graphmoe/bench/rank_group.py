@@ -25,7 +25,7 @@ PATIENCE = timedelta(minutes=3)
 
 
 class RanksFailed(Exception):
-    """What went wrong on which ranks; raised on all of them."""
+    """Errors by rank; raised on all ranks."""
 
 
 class RankGroup:
@@ -39,7 +39,7 @@ class RankGroup:
         self._signal = torch.zeros(1, device=device)
 
     def together(self, action: Callable[[], T]) -> T:
-        """What the action returned here, once all ranks have done it. Collective. *Raises* RanksFailed.
+        """Return the action's result here, once all ranks have done it. Collective. *Raises* RanksFailed.
 
         That is raised on every rank. An error is printed with its rank at once. Where the others wait for
         that rank in a collective of the action, and so do not come here within `PATIENCE`, the process

@@ -41,14 +41,14 @@ class TrainingRow:
     overrides: list[str]
     ranks: int = 1
     tokens: int = 0
-    """Of all ranks in a step."""
+    """Tokens of all ranks in a step."""
     floor_ms: float | None = None
-    """Of the model's FLOPs, evenly shared by the ranks, at the rate in `cases`."""
+    """Time of the model's FLOPs, evenly shared by the ranks, at the rate in `cases`."""
     p10_ms: float | None = None
     median_ms: float | None = None
     p90_ms: float | None = None
     tokens_per_s: float | None = None
-    """Of one rank."""
+    """Rate of one rank."""
     tflops: float | None = None
     time_over_floor: float | None = None
     error: str | None = None
@@ -132,7 +132,7 @@ class LadderRow(TrainingRow):
     """In use on that rank's GPU, graphs and other ranks' buffers included."""
     first_step_s: float | None = None
     loss: float | None = None
-    """Of the last step: the same for all rungs with the same micro-batches, but for rounding."""
+    """Loss of the last step: the same for all rungs with the same micro-batches, but for rounding."""
     gain: float | None = None
     """Its rate over that of the last rung before it that ran."""
 
@@ -158,7 +158,7 @@ class ProjectionRow:
     overrides: list[str]
     ranks: int
     projected_gib: float | None = None
-    """Of the worst rank, without what torch's allocator does not hold."""
+    """Memory of the worst rank in torch's allocator."""
     measured_gib: float | None = None
     """Most that tensors took at a time, of the worst rank (torch.cuda.max_memory_allocated)."""
     memory_error: float | None = None

@@ -213,7 +213,7 @@ LADDER_KEYS = {
 LADDER_WARM_UP = 5
 """Steps before the timed ones, after those of graph.warmup_steps and the step that is captured."""
 MICRO_BATCHES = 4
-"""Of a rank in a step, if train.global_batch_size is not among the overrides."""
+"""Micro-batches of a rank in a step, if train.global_batch_size is not among the overrides."""
 
 
 def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured:

@@ -18,7 +18,7 @@ PROG = "graphmoe.report"
 
 @dataclass
 class ReportArgs:
-    """What the tool is asked."""
+    """Arguments of the tool."""
 
     run: Path | None = None
     """Folder of a run; it may have ended by an error, or go on still."""

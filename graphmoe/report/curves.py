@@ -11,7 +11,7 @@ from graphmoe.run.metrics_file import Row
 from graphmoe.web_page.page import COLOURS, Chart
 
 MAX_POINTS = 1500
-"""Of a curve. Of a longer one the smallest and the largest of neighbours are drawn."""
+"""Points of a curve. Of a longer one the smallest and the largest of neighbours are drawn."""
 
 
 class Curve(NamedTuple):
@@ -23,7 +23,7 @@ class Curve(NamedTuple):
 
 
 def curve(name: str, rows: Sequence[Row], value: str | Callable[[Row], float | None]) -> Curve:
-    """Of a key of the rows, or of what is made of each; rows without it are left out."""
+    """The curve of a key of the rows, or of a function of each; rows without it are left out."""
     of = value if callable(value) else lambda row: row.get(value)
     pairs = [(row["step"], of(row)) for row in rows]
     known = [(step, found) for step, found in pairs if found is not None and math.isfinite(found)]
@@ -117,7 +117,7 @@ def speed_charts(run: RunData) -> list[Chart]:
 
 
 def _extra_losses(run: RunData) -> Chart | None:
-    """What is added to the loss, where any of it is not 0."""
+    """Terms that are added to the loss, where any of them is not 0."""
     names = {"balance_loss": "load balance", "z_loss": "router z", "mtp_loss": "multi-token prediction"}
     curves = [curve(name, run.steps, key) for key, name in names.items()]
     added = [each for each in curves if any(each.values)]

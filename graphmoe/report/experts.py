@@ -1,4 +1,4 @@
-"""How experts are used: their loads over time, the fullest ones, and the entropy of the routers."""
+"""Use of experts: their loads over time, the fullest ones, and the entropy of the routers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_FRAMES, MAX_CELLS = 40, 200_000
 
 
 def expert_charts(run: RunData) -> list[Chart]:
-    """Those that the run has data for."""
+    """Charts that the run has data for."""
     charts = [loads_chart(run.expert_loads), fullest_chart(run), entropy_chart(run)]
     return [chart for chart in charts if chart is not None]
 

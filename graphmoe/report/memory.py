@@ -72,7 +72,7 @@ def memory_remarks(run: RunData) -> str:
 
 
 def _kinds_in(places: Sequence[Mapping[str, float]], kinds: Mapping[str, str]) -> dict[str, str]:
-    """Those of which a place has any, with their names."""
+    """Kinds of which a place has any, with their names."""
     return {kind: name for kind, name in kinds.items() if any(place.get(kind) for place in places)}
 
 

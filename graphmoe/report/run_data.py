@@ -1,4 +1,4 @@
-"""What a run's folder has for its report; most of it may be missing after a crash."""
+"""Files of a run's folder for its report; most of them may be missing after a crash."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """What is known of a run. Documents that are not there are empty."""
+    """Facts of a run. Documents that are not there are empty."""
 
     folder: Path
     config: dict[str, Any]
     environment: dict[str, Any]
     steps: list[Row]
-    """Of training, as in metrics.jsonl."""
+    """Steps of training, as in metrics.jsonl."""
     validations: list[Row]
     expert_loads: list[Row]
     projection: dict[str, Any]
@@ -53,7 +53,7 @@ class RunData:
     summary: dict[str, Any]
     """summary.json, or what metrics say of a run that did not come so far, or that went on after it."""
     unreadable: list[str]
-    """What is wrong with files that are there and say nothing."""
+    """Errors of files that are there and cannot be read."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class RunData:
 
     @property
     def device_word(self) -> str:
-        """What a rank has of its own."""
+        """The device that a rank has of its own."""
         return "process" if self.of("run.device") == "cpu" else "GPU"
 
     @property
@@ -70,7 +70,7 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """How the run ended, as far as its folder says."""
+        """The end of the run, as far as its folder says."""
         done, asked = self.summary.get("steps") or 0, self.of("train.steps")
         if self.summary.get("finished"):
             return f"finished, {done:,} steps"
@@ -89,7 +89,7 @@ class RunData:
         return dict(_flat(self.config))
 
     def layout(self) -> str:
-        """How the ranks are laid out, the axes that have more than one."""
+        """The layout of the ranks: axes that have more than one."""
         axes = {axis: int(self.of(f"parallel.{axis}") or 1) for axis in ("tp", "cp", "pp", "ep", "etp")}
         dp = self.num_ranks // (axes["tp"] * axes["cp"] * axes["pp"])
         shown = [f"{axis} {size}" for axis, size in {"dp": dp, **axes}.items() if size > 1]
@@ -150,9 +150,9 @@ def _whole(read: Callable[[Path, type[dict[str, Any]]], dict[str, Any]]) -> Call
 
 
 def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a run. A run that went on leaves the summary of where it had stopped before.
+    """The newest facts of a run. A run that went on leaves the summary of where it had stopped before.
 
-    What only that knows stays, but for how the run ended.
+    Facts that only the old summary has stay, but for the end of the run.
     """
     if of_metrics["steps"] <= (summary.get("steps") or 0):
         return of_metrics | summary

@@ -1,4 +1,4 @@
-"""What took the time of a step, and what compile, passes, caches and graphs did."""
+"""Time of a step by segment, and the work of compile, passes, caches and graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphmoe.run.files import PIPELINE_FILE
 from graphmoe.web_page.page import COLOURS, Chart, grid, paragraph, side_by_side, table
 
 MAX_TRACE_BYTES = 16 * 2**20
-"""Of a compressed trace that is read when a run ends; larger ones take too long there."""
+"""Size of a compressed trace that is read when a run ends; larger ones take too long there."""
 SEGMENTS_HINT = "No time by segment: `profile.steps=[10,12]` records a trace of steps, which has it."
 PIPELINE_HINT = "No picture of the pipeline: `profile.pipeline=true` records one."
 
@@ -109,7 +109,7 @@ def compile_section(run: RunData) -> str:
 
 
 def capture_section(run: RunData) -> str:
-    """What was captured into graphs, and what was not."""
+    """Units that were captured into graphs, and others with the reason."""
     report = run.captured
     if not report:
         scope = run.of("graph.scope")

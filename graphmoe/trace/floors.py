@@ -35,7 +35,7 @@ class Device:
     """Peaks of a device; None for an unknown one."""
 
     flops_per_us: float | None
-    """Of 16-bit numbers."""
+    """FLOPs of 16-bit numbers."""
     bytes_per_us: float | None
 
     @classmethod

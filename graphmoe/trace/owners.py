@@ -44,7 +44,7 @@ class Place:
 
     owner: Owner = NOBODY
     sequence: int | None = None
-    """Of the forward operation whose gradient this computes, where no range of ours is nearer."""
+    """Number of the forward operation whose gradient this computes, where no range of ours is nearer."""
     operation: HostEvent | None = None
     """The innermost operation."""
 
@@ -90,7 +90,7 @@ def owners_of(trace: Trace) -> Owners:
 
 
 def step_of(steps: Sequence[HostEvent], time: float) -> int | None:
-    """Which of the steps, in their order, a time of the host is in."""
+    """The step, in their order, that a time of the host is in."""
     number = bisect.bisect_right([step.start for step in steps], time) - 1
     return number if number >= 0 and time <= steps[number].end else None
 

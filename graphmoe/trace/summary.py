@@ -36,7 +36,7 @@ class SegmentTime:
     segment: str
     part: str
     calls: float
-    """Of its range."""
+    """Calls of its range."""
     ms: float
     """Time in which any kernel of it runs; on a CPU time of the host in its range."""
     communication_ms: float | None
@@ -63,7 +63,7 @@ class Summary:
     hidden_ms: float | None = None
     """The rest of it."""
     launch_ms: float | None = None
-    """Of the host, in calls that launch kernels or graphs."""
+    """Time of the host in calls that launch kernels or graphs."""
     launches: float | None = None
     streams: dict[str, float] = field(default_factory=dict)
     """Time in which each stream is busy."""

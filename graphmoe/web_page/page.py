@@ -13,7 +13,7 @@ from typing import Any
 from graphmoe.runtime.host.files import replace_text
 
 COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4fb3c9", "#d65f5f")
-"""Of curves: seen on white and on black."""
+"""Colours of curves, seen on white and on black."""
 
 
 @dataclass(frozen=True)

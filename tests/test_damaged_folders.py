@@ -24,12 +24,12 @@ from graphmoe.runtime.pipeline import recording_file
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.trace import __main__ as trace
 from graphmoe.training import run as training
+from tests.command.test_cache_tool import keep
 from tests.damage import MOST_S, TooLong, damage, fresh_copy, limited
 from tests.kineto import FACTS, two_steps
 from tests.pipeline_timelines import two_ranks
 from tests.runs import config
 from tests.runtime.cache.cache_contents import empty_cache
-from tests.test_cache_tool import keep
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, convert
 from graphmoe.model.build import build_model
 from graphmoe.run.weights import load_weights
+from tests.command.test_convert import CONFIG, assert_same_weights, random_model
 from tests.runs import assert_same_state, final_state, numbers, train_in, trainer_in
-from tests.test_convert import CONFIG, assert_same_weights, random_model
 
 TIED, APART = "model.tie_embeddings=true", "model.tie_embeddings=false"
 SIX = ("train.steps=6", "checkpoint.interval=3", "optim.schedule=constant")

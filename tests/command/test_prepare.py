@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import open_data
 from graphmoe.data.cache import sha256_of
@@ -20,7 +21,7 @@ from graphmoe.data.tokenizer import train_bpe
 from graphmoe.prepare import PrepareArgs, main, prepare
 from tests.data.texts import sentences, write_jsonl
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -77,13 +78,15 @@ def test_existing_files_are_kept_unless_asked(folder):
     main([*ARGS, "overwrite=true"])
 
 
-def test_a_bad_line_is_one_line_on_stderr_and_leaves_no_files(folder):
+def test_a_bad_line_is_one_line_on_stderr_and_leaves_no_files(folder, capsys):
     with open(folder / "b.jsonl", "a") as file:
         file.write('{"content": "half')
-    done = tool(*ARGS, cwd=folder)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and "b.jsonl:26: not JSON" in done.stderr
-    assert "(skip_bad=true counts" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        run_tool(main, ARGS)
+    streams = capsys.readouterr()
+    assert ended.value.code == 2 and streams.out == ""
+    assert streams.err.startswith("error: ") and "b.jsonl:26: not JSON" in streams.err
+    assert "(skip_bad=true counts" in streams.err
     assert list((folder / "out").iterdir()) == []
 
 
@@ -111,12 +114,6 @@ def test_skipped_records_are_counted_by_kind(folder, capsys):
         file.write('{"content": "half')
     main([*ARGS, "skip_bad=true", "format=json"])
     assert json.loads(capsys.readouterr().out)["skipped"] == {"bad JSON line": 1}
-
-
-def test_the_text_form_states_documents_tokens_and_rate(folder, capsys):
-    main([*ARGS, "workers=1"])
-    out = capsys.readouterr().out
-    assert "50 documents" in out and "2 files" in out and "tokens/s" in out
 
 
 def test_wrong_arguments_are_errors_in_the_tools_own_words(folder):

@@ -19,7 +19,7 @@ from graphmoe.config.schema import AttentionBackend, ExpertsBackend
 from graphmoe.plan.experts import FACTS
 from tests.runtime.host.machine import Machine
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

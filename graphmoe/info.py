@@ -45,7 +45,7 @@ def show(cfg: RunConfig) -> None:
 
 
 def smallest_layout(cfg: RunConfig) -> Layout:
-    """The layout of all workers, or of ``launch.fake_world``.
+    """Return the layout of all workers, or of ``launch.fake_world``.
 
     Where nodes are to be counted at start, of as few nodes as it fits.
     """
@@ -71,7 +71,7 @@ def describe(
     dp_shard: DpShard = DpShard.zero1,
     plan: PipelinePlan | None = None,
 ) -> dict[str, Any]:
-    """All figures as plain values: parameters by component, FLOPs of one token, bytes of training state.
+    """Return all figures as plain values: parameters by component, FLOPs of a token, bytes of state.
 
     The bytes are those of one rank alone, and of each rank of the layout; with a plan, of the rank along pp
     that holds most, and of every one.
@@ -104,7 +104,7 @@ def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
 
 
 def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
-    """What does not depend on ranks."""
+    """Return the figures that do not depend on ranks."""
     counts, flops = count_parameters(model), flops_per_token(model, seq_len)
     return {
         "model": model.name,
@@ -125,7 +125,7 @@ def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
 
 
 def render(document: dict[str, Any]) -> Group:
-    """The figures as three tables for a terminal."""
+    """Return the figures as three tables for a terminal."""
     layers = f"{document['num_layers']} layers, {document['num_dense_layers']} of them dense"
     seq_len, num_ranks = document["seq_len"], document["num_ranks"]
     ranks = f", of a run of {num_ranks} ranks" if num_ranks > 1 else ""
@@ -196,7 +196,7 @@ def _memory_table(document: dict[str, Any]) -> Table:
 
 
 def _table(first: str, *numbers: str) -> Table:
-    """An empty table whose columns after the first are right-aligned."""
+    """Return an empty table whose columns after the first are right-aligned."""
     table = Table(first)
     for name in numbers:
         table.add_column(name, justify="right")
@@ -204,7 +204,7 @@ def _table(first: str, *numbers: str) -> Table:
 
 
 def _words(name: str) -> str:
-    """The key of a document as it is shown."""
+    """Return the label for a key of a document."""
     return name.replace("_", " ")
 
 

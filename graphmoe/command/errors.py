@@ -1,4 +1,4 @@
-"""Words configuration errors: the key, where it stands, and the nearest valid one."""
+"""Texts of configuration errors: the key, its place, and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphmoe.config.schema import RunConfig
 
 
 def explain(error: BaseException, argv: Sequence[str]) -> str:
-    """One message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
+    """Return one message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
     # A folder of the user's own may add options to a group: Hydra knows those, this module does not.
     own_folder = any(word.startswith(("--config-dir", "-cd")) for word in argv)
     unknown = [text for override in _overrides(argv) for text in _unknown(override, own_folder)]
@@ -54,7 +54,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
 
 
 def known_keys() -> list[str]:
-    """Every key of the schema, dotted."""
+    """Return every key of the schema, dotted."""
     hints = typing.get_type_hints(RunConfig)
     keys: list[str] = []
     for section, kind in hints.items():
@@ -77,11 +77,11 @@ USUAL_NAMES = {
     "seq_length": "data.seq_len",
     "sequence_length": "data.seq_len",
 }
-"""What other trainers call a key, where no spelling leads to ours."""
+"""Names that other trainers give a key, where no spelling leads to ours."""
 
 
 def nearest_key(key: str) -> str:
-    """The valid key that is meant most likely: by its last word, a usual name, or its spelling."""
+    """Return the valid key that is meant most likely: by its last word, a usual name, or its spelling."""
     last = key.split(".")[-1]
     same_word = [k for k in known_keys() if k.endswith(f".{last}")]
     if last in USUAL_NAMES or len(same_word) == 1:
@@ -98,7 +98,7 @@ def nearest_key(key: str) -> str:
 
 
 def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
-    """Says what is wrong with the key, group or option of one override, if anything is."""
+    """Yield the error in the key, group or option of one override, if there is any."""
     key = str(override.key_or_group)
     line = override.input_line or ""
     groups = _groups()
@@ -128,7 +128,7 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
 
 
 def _overrides(argv: Sequence[str]) -> list[Override]:
-    """The words of the command line that Hydra can read as overrides."""
+    """Return the arguments that Hydra can read as overrides."""
     parser = OverridesParser.create()
     found: list[Override] = []
     for word in argv:
@@ -142,7 +142,7 @@ def _overrides(argv: Sequence[str]) -> list[Override]:
 
 
 def _unreadable(argv: Sequence[str]) -> str | None:
-    """The first word whose value Hydra's grammar cannot read, with the quotes that it wants."""
+    """Return an error for the first override that Hydra's grammar cannot read, with the quotes it wants."""
     parser = OverridesParser.create()
     for word in argv:
         key, equals, value = word.partition("=")
@@ -168,7 +168,7 @@ def _groups() -> list[str]:
 
 
 def _options(group: str) -> list[str]:
-    """The options of a group; those in a folder of its own, as experiment=sweep/graph_scope, with that."""
+    """Return the options of a group, with the folder within it, as in experiment=sweep/graph_scope."""
     folder = _conf_folder() / group
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 

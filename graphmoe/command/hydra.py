@@ -1,4 +1,4 @@
-"""Starts a tool whose whole configuration is composed by Hydra, and words its errors.
+"""Start of a tool whose whole configuration is composed by Hydra, with its errors.
 
 Nothing here imports torch before the configuration is composed: a misspelt key is answered at once.
 """
@@ -120,12 +120,12 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
 
 
 def _sweep_dir(resume: str | None, new: str) -> str:
-    """The folder of a sweep: the one to go on with, or a new one."""
+    """Return the folder of a sweep: the one to go on with, or a new one."""
     return str(Path(resume).expanduser()) if resume else new
 
 
 def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None) -> RunConfig:
-    """The typed, checked and resolved configuration.
+    """Return the typed, checked and resolved configuration.
 
     The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
     """
@@ -138,7 +138,7 @@ def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complet
 
 
 def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
-    """The configuration in a YAML file such as a run's ``resolved.yaml``, typed, checked and resolved.
+    """Return the configuration in a YAML file such as a run's ``resolved.yaml``, typed, checked and resolved.
 
     *Raises* ConfigError for a file that is not there, is no YAML, or has keys or values that are wrong.
     """

@@ -1,4 +1,4 @@
-"""What the small command-line tools share: ``key=value`` arguments, output and errors.
+"""Shared parts of the small command-line tools: ``key=value`` arguments, output and errors.
 
 The tools that read a run's whole configuration are Hydra applications (``graphmoe.command.hydra``).
 """
@@ -61,7 +61,7 @@ def print_error(error: object) -> None:
 
 
 def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:
-    """Fill the dataclass from ``key=value`` words; values are taken verbatim.
+    """Fill the dataclass from ``key=value`` arguments; values are taken verbatim.
 
     Lists are split at commas, ``none`` clears an optional value; a field that is a dataclass itself has keys
     with a dot. ``--help`` prints the keys and ends the process. *Raises* ConfigError naming each unknown,
@@ -93,7 +93,7 @@ def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:
 
 
 def usage(cls: type, prog: str) -> str:
-    """One line for each key of the tool, with its default."""
+    """Return a line for each key of the tool, with its default."""
     lines = [f"usage: python -m {prog} key=value ..."]
     for key in _keys(cls):
         default = key.default
@@ -115,7 +115,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
-    """What keeps ``key=path`` from being a file to write, whose name ends as that of the ``example`` does."""
+    """Yield the reasons why ``key=path`` is no file to write whose name ends as the ``example`` does."""
     if path is None:
         return
     suffix = Path(example).suffix
@@ -151,7 +151,7 @@ class _Key:
     """One key of a tool, and the field that it fills."""
 
     word: str
-    """How it is spelled on the command line."""
+    """Spelling on the command line."""
     path: tuple[str, ...]
     """Names of fields, from the tool's dataclass inwards."""
     hint: Any
@@ -161,7 +161,7 @@ class _Key:
 
 
 def _keys(cls: type, outer: tuple[str, ...] = (), base: Any = dataclasses.MISSING) -> Iterator[_Key]:
-    """The keys in the order of the fields; those of a dataclass within have its field's name before a dot.
+    """Yield the keys in the order of the fields; keys of a dataclass inside have its field's name first.
 
     Defaults are those of ``base``, an instance, if there is one.
     """
@@ -192,7 +192,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _default(f: dataclasses.Field[Any], base: Any) -> Any:
-    """What a field is where nothing is given, in ``base`` if that is an instance; else ``MISSING``."""
+    """Return a field's value where nothing is given, of ``base`` if that is an instance; else ``MISSING``."""
     if base is not dataclasses.MISSING:
         return getattr(base, f.name)
     return f.default_factory() if callable(f.default_factory) else f.default
@@ -204,7 +204,7 @@ def _filled(
     outer: tuple[str, ...] = (),
     base: Any = dataclasses.MISSING,
 ) -> Args:
-    """The dataclass, and those within, with the values given by path; others are those of ``base``."""
+    """Return the dataclass, with dataclasses inside, of the values given by path, else those of ``base``."""
     hints = typing.get_type_hints(cls)
     given: dict[str, Any] = {}
     for f in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def _filled(
 
 
 def _convert(text: str, hint: Any) -> Any:
-    """The value that ``text`` spells for a field of type ``hint``."""
+    """Return the value that ``text`` spells for a field of type ``hint``."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         if text.lower() in ("none", "null"):

@@ -1,4 +1,4 @@
-"""What the keys of the schema choose among; each member is spelled as on the command line."""
+"""Choices of the keys of the schema; each member is spelled as on the command line."""
 
 from __future__ import annotations
 

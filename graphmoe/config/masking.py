@@ -1,4 +1,4 @@
-"""Values that stay in the process: those of host.env, and what ${oc.env:NAME} reads from the environment.
+"""Values that stay in the process: values of host.env, and what ${oc.env:NAME} reads from the environment.
 
 Run folders, reports and logs are made to be shared. There host.env keeps its names, and an interpolation
 stands as it was written, to be resolved again where the file is read.
@@ -31,7 +31,7 @@ _written: dict[str, tuple[Any, Any]] = {}
 
 
 def note_interpolations(cfg: DictConfig) -> None:
-    """Keep how the values of a configuration are written that come from the environment, for `masked`.
+    """Note how values of a configuration from the environment are written, for `to_plain`.
 
     *Raises* OmegaConfBaseException where one does not resolve.
     """
@@ -51,8 +51,11 @@ def note_interpolations(cfg: DictConfig) -> None:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def masked(plain: dict[str, Any]) -> dict[str, Any]:
-    """The plain configuration as files may have it; changes and returns it."""
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as plain values that files may have, enums by name: ``resolved.yaml``."""
+    found = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(found, dict)
+    plain = {str(key): value for key, value in found.items()}
     environment = plain["host"]["env"]
     for name in environment:
         environment[name] = MASK
@@ -64,14 +67,14 @@ def masked(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def prints() -> dict[str, str]:
-    """A salted hash of each value from the environment, by key: which tells runs apart without it."""
+    """Return a salted hash of each value from the environment, by key: which tells runs apart without it."""
     salt = os.urandom(8).hex()
     values = {key: value for key, (_, value) in _written.items() if not key.startswith("host.env.")}
     return {key: f"{salt}:{_hash(salt, value)}" for key, value in values.items()}
 
 
 def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]) -> dict[str, Any]:
-    """Another run's configuration in the words of ours, which is `masked`, where values are the same.
+    """Return another run's configuration as `to_plain` writes ours, where values are the same.
 
     ``prints`` are theirs. Changes and returns ``theirs``.
     """
@@ -93,13 +96,13 @@ def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]
     return theirs
 
 
-def masked_words(words: Sequence[str]) -> list[str]:
-    """Words of a command line without values of host.env, in whatever form they are given."""
+def masked_overrides(words: Sequence[str]) -> list[str]:
+    """Return overrides without values of host.env, in whatever form they are given."""
     return [re.sub(rf"^{_GIVEN}.*", rf"\1={MASK}", word, flags=re.DOTALL) for word in words]
 
 
 def masked_line(text: str) -> str:
-    """A line of log that lists words of a command line, without values of host.env."""
+    """Return a line of log that lists overrides, without values of host.env."""
     sections = "|".join([field.name for field in dataclasses.fields(RunConfig)])
     quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
     end = rf" [+~]*(?:{sections}|hydra)[.=/@]|$"
@@ -107,7 +110,7 @@ def masked_line(text: str) -> str:
 
 
 def _place(plain: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """The section that has a dotted key."""
+    """Return the section that has a dotted key."""
     place: Any = plain
     *path, name = key.split(".")
     for part in path:
@@ -137,7 +140,7 @@ def _note(node: DictConfig, prefix: str, used: list[str]) -> None:
 
 
 def _items(node: DictConfig, name: Any, resolve: bool) -> Any:
-    """A value, or how it is written, without calls of resolvers that only this process has."""
+    """Return a value, or its text, without calls of resolvers that only this process has."""
     raw = OmegaConf.to_container(OmegaConf.masked_copy(node, [name]), resolve=False)[name]  # type: ignore[index]
     if not resolve:
         return [_kept(item) for item in raw] if isinstance(raw, list) else _kept(raw)
@@ -149,10 +152,3 @@ def _kept(raw: Any) -> Any:
     if not isinstance(raw, str):
         return raw
     return _OTHER_CALL.sub(lambda call: str(OmegaConf.create({"value": call[0]}).value), raw)
-
-
-def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as plain values, enums by name and `masked`, as in ``resolved.yaml``."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return masked({str(key): value for key, value in plain.items()})

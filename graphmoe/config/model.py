@@ -27,7 +27,7 @@ class ModelConfig:
     hidden_size: Size = 256
     """Width of the residual stream, > 0."""
     tie_embeddings: bool = False
-    """Whether the head's weight is the embedding's: one parameter, whose gradient is the sum of both uses."""
+    """Use the embedding's weight in the head: one parameter, whose gradient is the sum of both uses."""
     num_layers: Annotated[int, POSITIVE, MANY_LAYERS] = 4
     """Transformer layers, dense ones included, multi-token-prediction layers not, > 0."""
     num_dense_layers: CountOrZero = 1

@@ -11,7 +11,7 @@ from graphmoe.config.ranges import MANY_RANKS, POSITIVE, Count, RankCount
 
 @dataclass
 class ParallelConfig:
-    """How the ranks are laid out, docs/parallel.md. Ranks = dp * cp * tp * pp; experts fold the same ranks as
+    """Layout of the ranks, docs/parallel.md. Ranks = dp * cp * tp * pp; experts fold the same ranks as
     edp * ep * etp * pp."""
 
     dp: RankCount | None = None
@@ -21,7 +21,7 @@ class ParallelConfig:
     cp: RankCount = 1
     """Ranks that share each sequence, > 0."""
     cp_method: ContextMethod = ContextMethod.auto
-    """How attention sees what other ranks of cp have: alltoall (heads for positions), ring (keys and values
+    """Attention over the ranks of cp: alltoall (heads for positions), ring (keys and values
     go round), or auto: alltoall where the heads of a rank of tp divide by cp, else ring."""
     pp: RankCount = 1
     """Ranks of a pipeline, > 0, which share the layers; pipeline.schedule says how."""
@@ -30,13 +30,13 @@ class ParallelConfig:
     etp: RankCount = 1
     """Ranks that share each expert's matrices, > 0."""
     dp_shard: DpShard = DpShard.zero1
-    """What ranks with the same weights share out: zero1 main weights and moments, fsdp2 weights and gradients
-    too, which takes more exchange and no graph.scope."""
+    """State shared out by ranks with the same weights: zero1 main weights and moments, fsdp2 weights and
+    gradients too, which takes more exchange and no graph.scope."""
 
 
 @dataclass
 class MoEConfig:
-    """How MoE layers are executed (the model section says what they compute)."""
+    """Execution of MoE layers; the model section says what they compute."""
 
     force_balance: bool = False
     """Route round robin, ignoring the router's choice. For benchmarks only."""
@@ -44,19 +44,19 @@ class MoEConfig:
     """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
     the fastest, and takes torch on a CPU."""
     dispatcher: DispatcherChoice = DispatcherChoice.auto
-    """How tokens reach the ranks of their experts: local (each rank holds all of them), alltoall
+    """Exchange of tokens with the ranks of their experts: local (each rank holds all of them), alltoall
     (torch.distributed), symm (kernels that read the memory of other GPUs of the node), nvshmem (torch on
     NVSHMEM), deepep (the package DeepEP), turbo (its port in Primus-Turbo), or auto: local where
     parallel.ep * parallel.etp is 1, else alltoall."""
     transport: Transport = Transport.auto
-    """Who moves the rows of symm: pull (kernels), copy_engine (copies of blocks of a fixed size beside the
+    """Mover of the rows of symm: pull (kernels), copy_engine (copies of blocks of a fixed size beside the
     kernels, which pull what a block has no place for), or auto: copy_engine with pipeline.ep_overlap=true on
     GPUs of NVIDIA, else pull."""
     receive_budget: Any = 1.5
     """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
     > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md."""
     sync_free_stage: Any = "auto"
-    """How far a MoE layer never waits for the host: 0 nothing is promised; 1 router and routing plan; 2
+    """Parts of a MoE layer that never wait for the host: 0 nothing is promised; 1 router and routing plan; 2
     dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest
     that graph.scope needs, docs/capture.md."""
 
@@ -66,40 +66,40 @@ class GraphConfig:
     """Capture into CUDA and HIP graphs, docs/capture.md."""
 
     scope: Any = "none"
-    """What replays from graphs: none, partial, moe, layer or full_iteration, or a list of segments."""
+    """Segments replayed from graphs: none, partial, moe, layer or full_iteration, or a list of segments."""
     warmup_steps: Count = 3
     """Steps that run uncaptured first, while kernels are compiled and measured, > 0."""
 
 
 @dataclass
 class RecomputeConfig:
-    """What the backward computes again instead of keeping it, docs/recompute.md."""
+    """Parts that the backward recomputes instead of keeping them, docs/recompute.md."""
 
     all: bool = False
     """Keep only what enters each layer."""
     segments: list[str] = field(default_factory=list)
-    """Segments of the layers that are computed again, from what enters them."""
+    """Segments of the layers that are recomputed from their inputs."""
     ops: list[str] = field(default_factory=list)
     """Parts of segments whose results are not kept, in compiled runs: layernorm, core_attn, mla_up_proj,
     moe_act, mlp, shared_experts."""
     layer_ids: list[int] = field(default_factory=list)
-    """Layers, counted from 0, multi-token-prediction layers last. Alone they are computed again as a whole;
+    """Layers, counted from 0, multi-token-prediction layers last. Alone they are recomputed as a whole;
     beside segments or ops they say where those apply, and none is everywhere."""
 
 
 @dataclass
 class PipelineConfig:
-    """How micro-batches follow each other, over the ranks of ``parallel.pp`` too, docs/pipeline.md."""
+    """Order of micro-batches, over the ranks of ``parallel.pp`` too, docs/pipeline.md."""
 
     schedule: str = "1f1b"
-    """Which micro-batch each stage works on next, where parallel.pp > 1: gpipe, 1f1b, interleaved, zb1p, zbv,
+    """Order of the micro-batches of stages, where parallel.pp > 1: gpipe, 1f1b, interleaved, zb1p, zbv,
     v_half or v_min."""
     virtual_stages: Annotated[int, POSITIVE, MANY_RANKS] | None = None
     """Stages on each rank; null: as few as the schedule takes."""
     microbatches: Annotated[int, POSITIVE, MANY_RANKS] | None = None
     """Micro-batches of a step on each rank; null: what train.global_batch_size and micro_batch_size give."""
     layout: str | None = None
-    """What each stage has, such as "Et|(tt|)*6L"; null: what gives the busiest rank least to do."""
+    """Layers of each stage, such as "Et|(tt|)*6L"; null: the least work for the busiest rank."""
     costs: list[str] = field(default_factory=list)
     """Milliseconds of a micro-batch, forward and backward together, by which layers are shared out where no
     layout is given, such as [dense:3.1,moe:6.7,loss:9.3]; []: modelled times."""
@@ -110,7 +110,7 @@ class PipelineConfig:
 
 @dataclass
 class ProfileConfig:
-    """What a run records of its time, docs/profiling.md."""
+    """Records of a run's time, docs/profiling.md."""
 
     steps: list[int] = field(default_factory=list)
     """First and last step, counted from 1, that torch's profiler records, kernels and memory, or one number

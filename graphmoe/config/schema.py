@@ -62,7 +62,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class DataConfig:
-    """Where tokens come from and how they are packed."""
+    """Source of tokens, and their packing."""
 
     source: DataSource = DataSource.stdlib
     """stdlib (Python's own library), files, hf (streaming), memmap (.bin/.idx), synthetic."""
@@ -199,7 +199,7 @@ class PassesConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When state is saved, what is kept, where it is resumed from."""
+    """Saving, keeping and resuming of state."""
 
     enabled: bool = True
     """Save checkpoints; without them a run that ends early starts again from the beginning."""
@@ -221,14 +221,14 @@ class CheckpointConfig:
 
 @dataclass
 class HostConfig:
-    """What is tuned on the host."""
+    """Settings of the host."""
 
     manual_gc: bool = True
     """Collect garbage at fixed steps instead of whenever Python pleases."""
     gc_interval: Count = 100
     """Steps between collections with manual_gc, > 0."""
     numa: NumaBinding = NumaBinding.auto
-    """Where a worker's threads run: auto (the NUMA node of its GPU) or none (anywhere)."""
+    """CPUs of a worker's threads: auto (the NUMA node of its GPU) or none (anywhere)."""
     threads: Count | None = None
     """Threads of operations on the CPU, > 0; default: torch's own, or on several workers a share of cores."""
     kernarg_pool_mb: Count | None = 12
@@ -243,7 +243,7 @@ class HostConfig:
 
 @dataclass
 class LogConfig:
-    """What is written beside metrics.jsonl."""
+    """Output beside metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
@@ -305,7 +305,7 @@ class SweepConfig:
     """Jobs of a sweep, docs/sweeps.md."""
 
     resume: Annotated[str, PATH] | None = None
-    """Folder of an interrupted sweep to go on with; all other words as in the command that began it."""
+    """Folder of an interrupted sweep to go on with; all other overrides as in the command that began it."""
 
 
 @dataclass
@@ -332,7 +332,7 @@ class RunConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     log: LogConfig = field(default_factory=LogConfig)
     format: OutputFormat = OutputFormat.text
-    """What a tool prints on stdout: text, or one JSON document and nothing else."""
+    """Form of a tool's output on stdout: text, or one JSON document and nothing else."""
 
 
 def cache_root(configured: str | None = None) -> Path:
@@ -353,7 +353,7 @@ def cache_root(configured: str | None = None) -> Path:
 
 
 def is_path(text: str) -> bool:
-    """Tell whether a file system can have a file of this name."""
+    """Return True where a file system can have a file of this name."""
     try:
         parts = os.fsencode(text).split(b"/")
     except UnicodeEncodeError:
@@ -362,5 +362,5 @@ def is_path(text: str) -> bool:
 
 
 def compiled_folder(configured: str | None = None) -> Path:
-    """The compile cache: ``configured``, else ``compiled`` in the common folder."""
+    """Return the compile cache's folder: ``configured``, else ``compiled`` in the common folder."""
     return cache_root(configured) if configured else cache_root() / "compiled"

@@ -85,7 +85,7 @@ def read_yaml(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> 
 
 
 def is_file_name(name: str) -> bool:
-    """Whether the name is that of a file in its folder, and leads to no other place."""
+    """Return True for the name of a file in its folder, which leads to no other place."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 

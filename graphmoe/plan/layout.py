@@ -1,4 +1,4 @@
-"""How the ranks of a job are laid out along the parallel dimensions.
+"""Layout of the ranks of a job along the parallel dimensions.
 
 The same ranks are folded twice (parallel folding, arXiv 2504.14960, section 3): for attention and all that
 is dense as PP x DP x CP x TP, for routed experts as PP x EDP x EP x ETP. Neighbours along the last dimension
@@ -38,7 +38,7 @@ _SPANS: dict[Axis, tuple[tuple[Axis, ...], tuple[Axis, ...]]] = {
 }
 AXES: tuple[Axis, ...] = (*_SPANS, "embed")
 SUMMED_OVER: tuple[Axis, ...] = ("dp", "dp_cp", "dp_pp", "edp", "stage", "embed", "world")
-"""Those along which gradients, new weights and what a step says of itself travel."""
+"""Axes along which gradients, new weights and the scalars of a step travel."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Layout:
-        """The layout of so many ranks; what is left over is data parallel.
+        """Return the layout of so many ranks; what is left over is data parallel.
 
         *Raises* ConfigError, with the arithmetic, where the dimensions do not multiply out.
         """
@@ -123,7 +123,7 @@ class Layout:
         return tuple(place * self.size("stage") + rank for place in self.embed_on for rank in of_place)
 
     def _offsets(self, axis: Axis, *, inside: bool) -> list[int]:
-        """From the first rank of a group to each of its ranks, or from rank 0 to the first of each group."""
+        """Return offsets of a group's ranks from its first, or of the first ranks of groups from rank 0."""
         folding, spanned = _SPANS[axis]
         sizes = [getattr(self, name) for name in folding]
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -131,7 +131,7 @@ class Layout:
         return _offsets([sizes[i] for i in chosen], [strides[i] for i in chosen])
 
     def _embed_groups(self) -> list[tuple[int, ...]]:
-        """For each place along tp the ranks that hold the embedding, and others by what they hold alike."""
+        """Return for each place along tp the ranks with the embedding, and groups of the others."""
         holders: dict[int, tuple[int, ...]] = {}
         others = []
         for group in self.groups("dp_cp"):
@@ -159,7 +159,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Which part of a parameter a rank holds, and which ranks hold the same part."""
+    """Part of a parameter that a rank holds, and the ranks with the same part."""
 
     cuts: tuple[Cut, ...] = ()
     summed_over: Axis = "stage"
@@ -174,14 +174,14 @@ REPLICATED = ParameterLayout()
 
 
 def layout_of(parameter: object) -> ParameterLayout:
-    """What the model's constructor has said about a parameter; replicated if it said nothing."""
+    """Return the layout that the model's constructor gave a parameter, else replicated."""
     found = getattr(parameter, "parallel", REPLICATED)
     assert isinstance(found, ParameterLayout)
     return found
 
 
 def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> Tensor:
-    """The part of a whole parameter that a rank holds; a copy where anything is cut."""
+    """Return the part of a whole parameter that a rank holds; a copy where anything is cut."""
     for cut in parallel.cuts:
         count, index = layout.size(cut.axis), layout.index(cut.axis, rank)
         pieces = whole.chunk(cut.pieces, dim=cut.dim)

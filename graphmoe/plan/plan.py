@@ -40,7 +40,7 @@ class Plan:
     layout: Layout
     """Places of the ranks along the parallel dimensions, with those that hold the embedding."""
     pipeline: PipelinePlan | None
-    """How ranks along pp share the layers; None where each has all of them."""
+    """Pipeline of the layers over ranks along pp; None where each has all of them."""
     dispatcher: DispatcherChoice
     """Never auto."""
     transport: Transport | None

@@ -5,7 +5,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from graphmoe.command.hydra import load_config, schema, to_config
-from graphmoe.config.masking import masked_line, masked_words, to_plain
+from graphmoe.config.masking import masked_line, masked_overrides, to_plain
 from graphmoe.run.folder import claim
 from tests.runs import TINY, command
 
@@ -57,13 +57,18 @@ def test_a_run_is_continued_with_the_same_value_of_the_environment_and_no_other(
 
 def test_words_of_a_command_lose_the_values_of_host_env():
     words = ["+host.env.TOKEN=hunter2", "host.env={A:b\nc}", "++host.env.X=a,b", "optim.lr=1"]
-    assert masked_words(words) == ["+host.env.TOKEN=***", "host.env=***", "++host.env.X=***", "optim.lr=1"]
-    assert masked_words(["++host={env:{A:b}}", "host={ threads: 1, env: {A: b}}"]) == [
+    assert masked_overrides(words) == [
+        "+host.env.TOKEN=***",
+        "host.env=***",
+        "++host.env.X=***",
+        "optim.lr=1",
+    ]
+    assert masked_overrides(["++host={env:{A:b}}", "host={ threads: 1, env: {A: b}}"]) == [
         "++host=***",
         "host=***",
     ]
     others = ["host=amd", "host.threads=4", "host={threads:4}", "data.paths=[host.env.A=b]"]
-    assert masked_words(others) == others
+    assert masked_overrides(others) == others
 
 
 @pytest.mark.parametrize(

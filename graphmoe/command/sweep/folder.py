@@ -1,4 +1,4 @@
-"""What a sweep leaves on disk: a job.json for each job, and sweep.json above them.
+"""Files of a sweep: a job.json for each job, and sweep.json above them.
 
 ``<sweep>/sweep.json`` has the command and, once the sweep has ended, all of its jobs. The ``job.json`` in a
 job's folder is what is known of that job. Both are replaced atomically.
@@ -30,7 +30,7 @@ FREE_KEYS = ("format", "sweep.resume", "launch.gpus_per_job")
 
 
 class JobStatus(enum.StrEnum):
-    """How far a job of a sweep is."""
+    """State of a job of a sweep."""
 
     waiting = "not started"
     running = "running"  # if its process is gone, it was killed
@@ -50,9 +50,9 @@ class Job:
     """Its folder, None before it began."""
     status: JobStatus = JobStatus.waiting
     run_folder: str = "."
-    """Where its run writes, as seen from ``path``."""
+    """Folder of its run, as seen from ``path``."""
     value: float | None = None
-    """What the sweep compares: the final validation loss, or without validation the final loss."""
+    """Number that the sweep compares: the final validation loss, or without validation the final loss."""
     error: str | None = None
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
@@ -85,7 +85,7 @@ class Job:
 
 
 def read_job(path: Path) -> Job | None:
-    """The job that a folder belongs to, or None."""
+    """Return the job that a folder belongs to, or None."""
     record = read_object(path / JOB_FILE, JobRecord)
     if record is None:
         return None
@@ -97,19 +97,19 @@ def read_job(path: Path) -> Job | None:
 
 
 def jobs_of(sweep: Path) -> list[Job]:
-    """All jobs that have begun, by number."""
+    """Return all jobs that have begun, by number."""
     found = [job for file in sweep.rglob(JOB_FILE) if (job := read_job(file.parent))]
     return sorted(found, key=lambda job: job.number)
 
 
-def fixed_words(overrides: Sequence[str]) -> set[str]:
-    """The overrides that make a job what it is."""
+def identity_of(overrides: Sequence[str]) -> set[str]:
+    """Return the overrides by which a job is the same when the sweep goes on."""
     return {word for word in overrides if word.partition("=")[0].lstrip("+") not in FREE_KEYS}
 
 
-def varying_words(jobs: Sequence[Job]) -> dict[int, list[str]]:
-    """For each job's number the overrides that make it what it is and that not all jobs have."""
-    words = {job.number: fixed_words(job.overrides) for job in jobs}
+def varying_overrides(jobs: Sequence[Job]) -> dict[int, list[str]]:
+    """Return for each job's number those overrides of its identity that not all jobs have."""
+    words = {job.number: identity_of(job.overrides) for job in jobs}
     common = set.intersection(*words.values()) if words else set()
     return {job.number: [w for w in job.overrides if w in words[job.number] - common] for job in jobs}
 
@@ -126,7 +126,7 @@ def ranked(jobs: Sequence[Job]) -> list[Job]:
 
 
 def read_object(path: Path, kind: type[Any]) -> dict[str, Any] | None:
-    """The object of a ``TypedDict`` in a JSON file; None without the file, and with a warning for another."""
+    """Return the object of a ``TypedDict`` in a JSON file, else None, with a warning about another file."""
     try:
         return read_json(path, kind) if path.exists() else None
     except FileError as error:

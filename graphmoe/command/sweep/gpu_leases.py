@@ -49,7 +49,7 @@ def lease_gpus(count: int) -> Iterator[dict[str, str]]:
 
 
 def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES or its like names them."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES or its like names them."""
     for name in reversed(_variables()):
         if name in environment:
             named = [word.strip() for word in environment[name].split(",")]
@@ -58,7 +58,7 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def lease_folder(environment: Mapping[str, str]) -> Path:
-    """Where the locks are: one folder for each user, and within it for each Slurm job.
+    """Return the folder of the locks: one for each user, and within it for each Slurm job.
 
     Slurm may number the GPUs of each of its jobs from 0.
     """
@@ -67,12 +67,12 @@ def lease_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _variables() -> list[str]:
-    """What hides GPUs from a process; the last one that is set counts."""
+    """Return the variables that hide GPUs from a process; the last one that is set counts."""
     return ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if torch.version.hip else [])]
 
 
 def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock]:
-    """Locks on ``count`` GPUs, as soon as so many are free."""
+    """Return locks on ``count`` GPUs, as soon as so many are free."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} is not this user's, and GPUs are leased there; remove it, or set TMPDIR")
@@ -88,7 +88,7 @@ def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, Fil
 
 
 def _try_to_take(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock] | None:
-    """All locks or none. Only one process tries at a time, so that two do not take halves."""
+    """Return all locks or None. Only one process tries at a time, so that two do not take halves."""
     gate = FileLock.acquire(folder / _GATE, wait=True)
     assert gate is not None
     try:

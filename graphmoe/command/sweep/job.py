@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.sweep.folder import Job, JobStatus, read_job
 from graphmoe.command.sweep.process import STOP_FILE, RunningSweep, SweepError
-from graphmoe.config.masking import MASK, masked_line, masked_words
+from graphmoe.config.masking import MASK, masked_line, masked_overrides
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.summary import value_of
 from graphmoe.runtime.host.signals import end_with_parent
@@ -49,7 +49,7 @@ _run_folder: str | None = None
 
 
 class SweepReport(Callback):
-    """Tells this module where Hydra begins a run or a sweep of ``graphmoe.train``, and of no other tool."""
+    """Callback of Hydra at the start of a run or a sweep of ``graphmoe.train``, and of no other tool."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool
@@ -95,7 +95,7 @@ def end_sweep() -> int:
 
 
 def in_sweep() -> bool:
-    """Whether Hydra runs a job of a sweep in this process now."""
+    """Return True where Hydra runs a job of a sweep in this process now."""
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
@@ -109,19 +109,19 @@ def check_single(resume: str | None) -> None:
 
 
 def has_unfinished_jobs() -> bool:
-    """Whether a sweep was begun here and some of its jobs did not finish."""
+    """Return True where a sweep was begun here and some of its jobs did not finish."""
     return _begun is not None and any(job.status is not JobStatus.finished for job in _begun.jobs())
 
 
 def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...]) -> float | None:
-    """The value of a job of a sweep, None for one that failed; job.json says what became of it.
+    """Run a job of a sweep and return its value, None for one that failed; job.json says what became of it.
 
     An error is kept for the end of the sweep; it is logged now, with a traceback if it is not one of
     ``known``. A job that an earlier start of the sweep finished is not run again. *Raises*
     KeyboardInterrupt to end the sweep after a signal, SweepError where the folder has another job.
     """
     hydra = HydraConfig.get()
-    words = masked_words(OmegaConf.to_container(hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
+    words = masked_overrides(OmegaConf.to_container(hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
     record = Job(hydra.job.num, words, Path(hydra.runtime.output_dir))
     _mask_file(Path(hydra.sweep.dir) / "multirun.yaml")
     earlier = _earlier(record)
@@ -166,7 +166,7 @@ def _mask_file(path: Path) -> None:
         return
     config = OmegaConf.load(path)
     environment, words = OmegaConf.select(config, "host.env"), config.hydra.overrides.task
-    shown = masked_words(OmegaConf.to_container(words, resolve=False))  # type: ignore[arg-type]
+    shown = masked_overrides(OmegaConf.to_container(words, resolve=False))  # type: ignore[arg-type]
     if shown == words and all(value == MASK for value in (environment or {}).values()):
         return
     config.hydra.overrides.task, config.hydra.job.override_dirname = shown, ",".join(shown)
@@ -224,12 +224,12 @@ def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
 
 
 def _launcher() -> str | None:
-    """The launcher's name, if it starts jobs side by side on this machine."""
+    """Return the launcher's name, if it starts jobs side by side on this machine."""
     return _SIDE_BY_SIDE.get(HydraConfig.get().launcher._target_.rpartition(".")[2])
 
 
 def _earlier(record: Job) -> Job | None:
-    """What the folder knows of the job from an earlier start of the sweep. *Raises* SweepError."""
+    """Return the job as an earlier start of the sweep left it in the folder. *Raises* SweepError."""
     assert record.path is not None
     earlier = read_job(record.path)
     if earlier is not None:
@@ -238,7 +238,7 @@ def _earlier(record: Job) -> Job | None:
 
 
 def _is_finished(job: Job) -> bool:
-    """Whether the job's run has come to its end, even if its process died before it could say so here."""
+    """Return True where the job's run is at its end, even if its process died before it could say so."""
     summary = job.summary
     if job.status is not JobStatus.finished and summary is not None and summary.get("finished") is True:
         job.value = value_of(summary)

@@ -19,7 +19,7 @@ from graphmoe.web_page.page import paragraph, table
 from graphmoe.web_page.page import write_page as write_whole
 
 Words = Mapping[int, Sequence[str]]
-"""For each job's number the overrides that set it apart."""
+"""Overrides that set a job apart, by its number."""
 
 _NUMBERS: dict[str, tuple[str, str]] = {
     "val loss": ("final_val_loss", ".4f"),
@@ -32,7 +32,7 @@ _NUMBERS: dict[str, tuple[str, str]] = {
 
 
 def sweep_table(jobs: Sequence[Job], words: Words) -> Group:
-    """The jobs in the order given, then the errors of those that failed, a line for each."""
+    """Return the jobs in the order given, then the errors of those that failed, a line for each."""
     headings, rows = _cells(jobs, words, list(_NUMBERS)[:4])
     short = [name.rpartition(".")[2] for name in headings]  # lr for optim.lr, where no other key ends so
     headings = [s if short.count(s) == 1 else name for s, name in zip(short, headings, strict=True)]
@@ -54,7 +54,7 @@ def write_page(path: Path, command: str, jobs: Sequence[Job], words: Words) -> N
 
 
 def job_curves(job: Job, words: Sequence[str]) -> RunCurves | None:
-    """The curves of a job's run, None where it has no folder of a run yet."""
+    """Return the curves of a job's run, None where it has no folder of a run yet."""
     if job.folder is None:
         return None
     try:

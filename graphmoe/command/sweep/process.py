@@ -26,15 +26,15 @@ from graphmoe.command.sweep.folder import (
     SWEEP_FILE,
     Job,
     JobStatus,
-    fixed_words,
+    identity_of,
     jobs_of,
     ranked,
     read_object,
-    varying_words,
+    varying_overrides,
 )
 from graphmoe.command.sweep.page import sweep_table, write_page
 from graphmoe.config.arguments import emit
-from graphmoe.config.masking import masked_words
+from graphmoe.config.masking import masked_overrides
 from graphmoe.config.schema import OutputFormat
 from graphmoe.run.files import display_path, write_json
 from graphmoe.run.records import SweepRecord
@@ -52,7 +52,7 @@ class SweepError(BaseException):
     @classmethod
     def unless_same(cls, earlier: Job, now: Sequence[str]) -> None:
         """Raise it where a job's words are not those that the sweep's folder has for its number."""
-        was, is_now = fixed_words(earlier.overrides), fixed_words(now)
+        was, is_now = identity_of(earlier.overrides), identity_of(now)
         old, new = (" ".join(sorted(words)) or "no such word" for words in (was - is_now, is_now - was))
         if was != is_now:
             raise cls(
@@ -97,7 +97,7 @@ class RunningSweep:
         return sweep
 
     def jobs(self) -> list[Job]:
-        """All jobs by number, those that have not begun too where they are known ahead."""
+        """Return all jobs by number, those that have not begun too where they are known ahead."""
         begun = {job.number: job for job in jobs_of(self.folder)}
         waiting = {n: Job(n, words) for n, words in enumerate(self.planned) if n not in begun}
         return [job for _, job in sorted({**begun, **waiting}.items())]
@@ -119,7 +119,7 @@ class RunningSweep:
         return 0 if all(job.status in (JobStatus.finished, JobStatus.written) for job in jobs) else 1
 
     def _report(self, jobs: list[Job]) -> None:
-        words = varying_words(jobs)
+        words = varying_overrides(jobs)
         command = _command(resume=self.folder)
         documents = [_document(job, words[job.number]) for job in jobs]
         begun = read_object(self.folder / SWEEP_FILE, SweepRecord) or {}
@@ -189,7 +189,7 @@ def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[s
 
 
 def _planned_jobs(config: DictConfig) -> list[list[str]]:
-    """The overrides of each job of a grid, none for a sweeper that chooses as it goes."""
+    """Return the overrides of each job of a grid, none for a sweeper that chooses as it goes."""
     if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
         return []
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -197,14 +197,14 @@ def _planned_jobs(config: DictConfig) -> list[list[str]]:
     try:
         words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
         overrides = parser.parse_overrides([*params, *words])
-        return [masked_words(job) for job in BasicSweeper.split_arguments(overrides, None)[0]]
+        return [masked_overrides(job) for job in BasicSweeper.split_arguments(overrides, None)[0]]
     except HydraException:  # the sweeper will say it
         return []
 
 
 def _command(resume: Path | None = None) -> str:
-    """This command line, or the one that goes on with its sweep."""
-    words = [word for word in masked_words(sys.argv[1:]) if not word.startswith("sweep.resume=")]
+    """Return this command line, or the one that goes on with its sweep."""
+    words = [word for word in masked_overrides(sys.argv[1:]) if not word.startswith("sweep.resume=")]
     words += [f"sweep.resume={_word(resume)}"] if resume else []
     return shlex.join(["python", "-m", "graphmoe.train", *words])
 
@@ -214,13 +214,13 @@ def _in_brackets(words: Sequence[str]) -> str:
 
 
 def _word(folder: Path) -> str:
-    """The folder as Hydra's grammar wants it on the command line."""
+    """Return the folder as Hydra's grammar wants it on the command line."""
     text = display_path(folder)
     return text if re.fullmatch(r"[\w/.@-]+", text) else "'" + text.replace("'", "\\'") + "'"
 
 
 def _document(job: Job, words: Sequence[str]) -> dict[str, Any]:
-    """A job as sweep.json has it: its summary and what the sweep knows."""
+    """Return a job as sweep.json has it: its summary and the sweep's own facts."""
     return {
         "job": job.number,
         "status": job.status.value,

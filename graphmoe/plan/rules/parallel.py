@@ -22,7 +22,7 @@ from graphmoe.segments import FULL_ITERATION
 
 MOST_MICRO_BATCHES = 2**16
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
-"""Those that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
+"""Backends that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
 
 
 def batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:

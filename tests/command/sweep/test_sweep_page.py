@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_words
+from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_overrides
 from graphmoe.command.sweep.page import job_curves, sweep_table, write_page
 from graphmoe.report.comparison import curves_figure
 from graphmoe.report.curves import MAX_POINTS
@@ -51,7 +51,7 @@ def jobs(tmp_path):
         Job(4, ["train.steps=3", "optim.lr=5"]),
         job(tmp_path, 5, JobStatus.finished, None, "optim.lr=6"),
     ]
-    return ranked(made), varying_words(made)
+    return ranked(made), varying_overrides(made)
 
 
 def text_of(table) -> str:
@@ -77,7 +77,7 @@ def test_the_table_says_of_a_failed_job_the_line_that_matters(jobs):
 
 def test_two_keys_of_one_last_name_are_written_out(tmp_path):
     made = [job(tmp_path, n, JobStatus.finished, 1.0, f"train.seed={n}", f"data.seed={n}") for n in (0, 1)]
-    header = text_of(sweep_table(made, varying_words(made))).splitlines()[1].split()
+    header = text_of(sweep_table(made, varying_overrides(made))).splitlines()[1].split()
     assert header[:3] == ["job", "train.seed", "data.seed"]
 
 

@@ -131,16 +131,3 @@ def test_the_command_prints_one_json_document_and_makes_no_folder(tmp_path):
     assert document["seq_len"] == 4096
     assert document["parameters"]["total"]["body"] == 669_172_039_680
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_follows_overrides_of_shape_and_sequence(tmp_path):
-    run = info("model=deepseek_v2_lite", "model.num_layers=4", "data.seq_len=1024", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert "deepseek_v2_lite, 4 layers, 1 of them dense" in run.stdout
-    assert "data.seq_len=1024" in run.stdout
-
-
-def test_the_command_reports_an_unknown_key_without_a_traceback(tmp_path):
-    run = info("model.num_layer=4", cwd=tmp_path)
-    assert run.returncode != 0 and run.stdout == ""
-    assert "num_layers" in run.stderr and "Traceback" not in run.stderr

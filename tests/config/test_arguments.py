@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.table import Table
 
 from graphmoe.config.arguments import (
     emit,
@@ -132,16 +131,6 @@ def test_what_is_not_given_of_a_dataclass_within_is_what_its_own_factory_makes(w
     assert parse_args(BrushArgs, words, prog="graphmoe.tool") == BrushArgs(expected)
 
 
-def test_usage_shows_what_the_factory_makes():
-    rows = [" ".join(line.split()) for line in usage(BrushArgs, "graphmoe.tool").splitlines()[1:]]
-    assert rows == [
-        "brush.width=8 In mm.",
-        "brush.colours=red,blue In turn, by comma.",
-        "brush.paint.layers=5 Coats.",
-        "brush.paint.from=a Where it is bought.",
-    ]
-
-
 @pytest.mark.parametrize(
     "word, message",
     [
@@ -235,13 +224,6 @@ def test_json_is_one_document_and_a_string_is_printed_as_it_is(capsys):
     assert capsys.readouterr().out == text + "\n"
 
 
-def test_a_table_is_drawn(capsys):
-    table = Table("name", "size")
-    table.add_row("a", "1")
-    emit({}, table, OutputFormat.text)
-    assert "name" in capsys.readouterr().out
-
-
 def fail_with(error: Exception):
     def main(argv: list[str]) -> None:
         raise error
@@ -281,19 +263,6 @@ def test_an_error_cannot_move_the_cursor_and_a_line_of_it_can_be_read(capsys):
     err = capsys.readouterr().err
     assert err.startswith("error: two\nlines \\x1b[2J\\t\\ud800 é\nerror: aaa")
     assert err.endswith("aaab\n") and "...(5001 characters)..." in err and len(err) < 2000
-
-
-def test_an_unknown_error_keeps_its_traceback():
-    with pytest.raises(KeyError):
-        run_tool(fail_with(KeyError("bug")), [])
-
-
-def test_a_tool_reads_the_words_of_the_command_line(monkeypatch):
-    seen: list[list[str]] = []
-    monkeypatch.setattr("sys.argv", ["prog", "a=1"])
-    run_tool(seen.append)
-    run_tool(seen.append, ["b=2"])
-    assert seen == [["a=1"], ["b=2"]]
 
 
 @pytest.mark.parametrize(

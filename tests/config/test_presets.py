@@ -116,12 +116,6 @@ def test_a_preset_states_its_name_and_only_what_differs_from_the_defaults(name):
     assert {key for key in stated if model[key] == defaults[key]} == set()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_opens_by_saying_what_it_is(name):
-    lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
-    assert lines[0].startswith("# ") and lines[1].startswith("# ")
-
-
 @pytest.mark.parametrize("name", BILLIONS)
 def test_counts_agree_with_the_table_to_all_its_digits(name):
     counts = count_parameters(load_preset(name))

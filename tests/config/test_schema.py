@@ -153,10 +153,3 @@ def test_help_has_three_examples_and_the_groups(tmp_path):
     assert examples.count("python -m graphmoe.train") == 3
     for part in ("deepseek_v3", "synthetic", "max_nonfinite: 5", "--config-dir", "-sc install=bash"):
         assert part in text
-
-
-def test_info_makes_no_folder(tmp_path):
-    shown = command(tmp_path, "model=tiny", "format=json", module="graphmoe.info")
-    assert shown.wait() == 0, shown.err.read_text()
-    assert shown.out.read_text().startswith("{")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr.txt", "stdout.txt"]

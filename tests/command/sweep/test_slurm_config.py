@@ -60,7 +60,7 @@ def test_a_file_of_a_users_own_builds_on_it_as_the_comments_show(tmp_path, name)
     assert found["setup"][0].startswith("export SRUN_CPUS_PER_TASK=") and found["cpus_per_task"] > 64
 
 
-@pytest.mark.parametrize("words", [("--help",), ("--cfg", "job"), ("--info", "searchpath")])
+@pytest.mark.parametrize("words", [("--help",)])
 def test_without_the_plugin_everything_else_works(tmp_path, words):
     shown = command(tmp_path, *words, module="tests.command.sweep.hidden_submitit")
     assert shown.wait() == 0 and shown.err.read_text() == ""

@@ -20,7 +20,7 @@ from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan.plan import plan_of
 from graphmoe.report import __main__ as report
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.runtime.pipeline import recording_file
+from graphmoe.runtime.pipeline.recorder import write_timelines
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.trace import __main__ as trace
 from graphmoe.training import run as training
@@ -61,7 +61,7 @@ def run(tmp_path_factory, text_words) -> Path:
     (folder / "resolved.yaml").write_text(yaml.safe_dump(to_plain(asked)))
     training.run_worker(plan_of(asked, 1), folder, Ranks())
     two_steps().write(folder / "profile" / "rank0.trace.json.gz", FACTS)
-    recording_file.write(folder / "pipeline.json", {4: two_ranks()})
+    write_timelines(folder / "pipeline.json", {4: two_ranks()})
     documents = {"compile_report": COMPILED, "capture_report": CAPTURED, "projection": {"places": [PLACE]}}
     for name, document in documents.items():
         (folder / f"{name}.json").write_text(json.dumps(document))

@@ -20,7 +20,7 @@ from graphmoe.plan.costs.part_times import modelled_parts
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.runtime.pipeline.recording_file import FILE_NAME, write
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
 from tests.pipeline_timelines import two_ranks
 from tests.runs import ROOT
 
@@ -235,7 +235,7 @@ def run(tmp_path) -> Path:
     for step, factor in ((10, 1.0), (20, 2.0), (30, 3.0), (40, 1.0), (50, 1.0)):
         costs = Costs((2e3 * factor, 3e3 * factor), (2e3, 3e3), (1e3, 1.5e3), activation_bytes=(2**30, 2**30))
         timelines[step] = simulate(table, costs)
-    write(tmp_path / FILE_NAME, timelines)
+    write_timelines(tmp_path / FILE_NAME, timelines)
     return tmp_path
 
 
@@ -290,7 +290,9 @@ def test_median_times_of_pairs_are_what_they_save():
 
 def test_a_step_that_is_not_whole_is_shown_as_an_error(tmp_path):
     timeline = two_ranks()
-    write(tmp_path / FILE_NAME, {1: timeline.__class__(**{**vars(timeline), "spans": timeline.spans[2:]})})
+    write_timelines(
+        tmp_path / FILE_NAME, {1: timeline.__class__(**{**vars(timeline), "spans": timeline.spans[2:]})}
+    )
     assert f"step 1 of {tmp_path / FILE_NAME} is no whole step: mixed: rank 0 at 0I0" in error_of(
         f"run={tmp_path}"
     )

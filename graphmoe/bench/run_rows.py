@@ -22,8 +22,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules.check import resolve
 from graphmoe.project.document import MEMORY_ERROR
-from graphmoe.project.memory import PlaceMemory, exact_memory
-from graphmoe.project.projected_memory import allocated_bytes
+from graphmoe.project.memory import PlaceMemory, allocated_bytes, exact_memory
 from graphmoe.project.step_time import StepTime, step_time
 
 UPDATE_BYTES = 34
@@ -211,7 +210,9 @@ def projected(
     on_nvidia, plan = card.is_nvidia, pipeline_of(config, layout)
     places = exact_memory(config, layout, on_nvidia=on_nvidia, plan=plan)
     speeds = Speeds(card, rates_of(card, rates))
-    return places, step_time(config, Sizes.of(config, layout, on_nvidia=on_nvidia), places, speeds, plan)
+    return places, step_time(
+        config, Sizes.from_config(config, layout, on_nvidia=on_nvidia), places, speeds, plan
+    )
 
 
 def take_gains(rows: Sequence[LadderRow]) -> None:

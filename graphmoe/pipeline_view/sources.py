@@ -12,10 +12,10 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view.bars import Panel
 from graphmoe.plan.costs.part_times import PartCost
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
-from graphmoe.plan.pipeline.dependencies import TableError
+from graphmoe.plan.pipeline.check import TableError
 from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.timeline import Timeline
-from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read, table_of
+from graphmoe.plan.pipeline.timeline import Timeline, table_of
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 
 MS_PER_US = 1e-3
 
@@ -40,7 +40,7 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
     *Raises* ConfigError where the run recorded nothing, not this step, or what no ranks could do.
     """
     path = run / FILE_NAME
-    timelines = read(path)
+    timelines = read_timelines(path)
     if not timelines:
         raise ConfigError(f"{path} has no steps; let the run go on for some with profile.pipeline=true")
     if step is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from graphmoe.config.schema import AttentionKind, ConfigError, DispatcherChoice, RecomputeConfig, RunConfig
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.costs.activations import made_again
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.layout import AXES
+from graphmoe.plan.layout import AXES, Axis, Layout
 from graphmoe.plan.stages import StagePieces
-from graphmoe.project.state import ranks_of
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 COMMUNICATOR_BYTES = 128 * 2**20
@@ -166,3 +166,9 @@ def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
 
 def _num_moe(sizes: Sizes, stages: Sequence[StagePieces]) -> int:
     return sum(i >= sizes.model.num_dense_layers for i in _layers(sizes, stages))
+
+
+@functools.lru_cache(maxsize=4096)
+def ranks_of(layout: Layout, axis: Axis) -> object:
+    """Equal for axes whose ranks share a process group: that of rank 0, which all others are like."""
+    return None if layout.size(axis) == 1 else layout.first_group(axis)

@@ -1,4 +1,4 @@
-"""What a search tries: layouts of a number of ranks, schedules, and what is computed again."""
+"""Candidates of a search: layouts of a number of ranks, schedules, and kinds of recompute."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.rules.check import violations
 from graphmoe.plan.rules.experts import one_node_rules
 from graphmoe.plan.rules.parallel import context_method, rank_batch_rules
-from graphmoe.project.arguments import ProjectArgs
+from graphmoe.project.arguments import GLOBAL_BATCH, ProjectArgs
 
 MOST_CP = 8
 VIRTUAL_STAGES = (2, 3, 4, 6)
 """Of schedules that take any number."""
-TRIED_SCHEDULES = ("1f1b", "interleaved", "zb1p", "zbv", "v_half", "v_min")
-"""gpipe keeps more than 1f1b and is no faster."""
 
 
-class Again(NamedTuple):
-    """What a backward computes again, and the words for it."""
+class Recompute(NamedTuple):
+    """A kind of recompute, and the words for it."""
 
     words: str
     config: RecomputeConfig
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A layout that a search tries, and the configuration of a run that has it."""
+class Candidate:
+    """A run that a search tries."""
 
     words: str
-    """What to type, without schedule and recompute."""
+    """What to type for all that the search chooses."""
     config: RunConfig
     layout: Layout
+    kind: int = 0
+    """Number of its kind of recompute."""
 
 
 class Candidates:
-    """All that a search tries. Keys in ``fixed`` stay as they are in the configuration."""
+    """Candidates of a search. Keys in ``fixed`` stay as they are in the configuration."""
 
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
         self.config, self.num_ranks, self.nodes, self.fixed = config, args.num_ranks, args.nodes, fixed
+        self.kinds = self._kinds()
+        batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
+        self._batch = "" if GLOBAL_BATCH in fixed else batch
         self._violated: dict[Layout, list[str]] = {}
 
-    def shapes(self) -> Iterator[tuple[Shape, list[str]]]:
-        """Each layout whose dimensions multiply out to the ranks, with the rules of a run that it violates.
+    def layouts(self) -> Iterator[tuple[Candidate, list[str]]]:
+        """Yield each layout whose dimensions multiply out to the ranks, and the rules that it violates.
 
         *Raises* ConfigError where no layout does.
         """
@@ -70,22 +73,38 @@ class Candidates:
                 continue
             count += 1
             config = self._config(parallel)
-            yield Shape(self._words(parallel), config, layout), self._problems(config, layout)
+            yield Candidate(self._words(parallel), config, layout), self._problems(config, layout)
         if not count:
             raise ConfigError(
                 f"no layout has these keys on {self.num_ranks} ranks: {without_advice(problem)}"
             )
 
-    def schedules(self, pp: int) -> list[tuple[str, int | None]]:
-        """Schedules with virtual stages on each rank; (``1f1b``, None) where there is no pipeline."""
+    def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield a layout with each schedule, as it is where there is no pipeline."""
+        for name, virtual_stages in self._schedules(candidate.layout.pp):
+            words = self._schedule_words(candidate.layout.pp, name, virtual_stages)
+            pipeline = replace(candidate.config.pipeline, schedule=name, virtual_stages=virtual_stages)
+            config = replace(candidate.config, pipeline=pipeline)
+            yield replace(candidate, words=_joined(candidate.words, words), config=config)
+
+    def recomputing(self, candidate: Candidate, kind: int) -> Candidate:
+        """Return a candidate with a kind of recompute, whose words are complete."""
+        recompute = self.kinds[kind]
+        config = replace(candidate.config, recompute=recompute.config)
+        return replace(
+            candidate, words=_joined(candidate.words, recompute.words, self._batch), config=config, kind=kind
+        )
+
+    def _schedules(self, pp: int) -> list[tuple[str, int | None]]:
+        """Return schedules with virtual stages; the configured one where there is no pipeline."""
         pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
         if pp == 1:
             return [(pipeline.schedule, pipeline.virtual_stages)]
-        names: tuple[str, ...] = (
-            (pipeline.schedule,) if "pipeline.schedule" in self.fixed else TRIED_SCHEDULES
-        )
+        names = [name for name, facts in SCHEDULES.items() if facts.is_searched]
+        if "pipeline.schedule" in self.fixed:
+            names = [pipeline.schedule]
         if pipeline.ep_overlap and "pipeline.schedule" not in self.fixed:
-            names = tuple(name for name in names if SCHEDULES[name].build_overlapped)
+            names = [name for name in names if SCHEDULES[name].build_overlapped]
         found: list[tuple[str, int | None]] = []
         for name in names:
             fewest, limit = SCHEDULES[name].virtual_stages
@@ -96,8 +115,8 @@ class Candidates:
                 found += [(name, count) for count in tried if count <= most]
         return found
 
-    def schedule_words(self, pp: int, name: str, virtual_stages: int | None) -> str:
-        """What to type for a schedule."""
+    def _schedule_words(self, pp: int, name: str, virtual_stages: int | None) -> str:
+        """Return what to type for a schedule."""
         words = []
         if pp > 1 and "pipeline.schedule" not in self.fixed:
             words.append(f"pipeline.schedule={name}")
@@ -109,24 +128,24 @@ class Candidates:
                 words.append("pipeline.virtual_stages=null")
         return " ".join(words)
 
-    def again(self) -> list[Again]:
-        """Kinds of recompute, the configured one alone where the command line has one."""
+    def _kinds(self) -> list[Recompute]:
+        """Return the kinds of recompute, the configured one alone where the command line has one."""
         model = self.config.model
         if any(key.partition(".")[0] == "recompute" for key in self.fixed):
-            return [Again("", self.config.recompute)]
+            return [Recompute("", self.config.recompute)]
         mlps = ["mlp"] if model.num_dense_layers else []
         if has_experts(model):
             mlps += ["shared_experts"] * bool(model.shared_ffn_size) + ["moe_experts"]
         kinds = [
-            Again("recompute=none", RecomputeConfig()),
-            Again("recompute.ops=[layernorm]", RecomputeConfig(ops=["layernorm"])),
-            Again("recompute.segments=[attn]", RecomputeConfig(segments=["attn"])),
-            Again(f"recompute.segments=[{','.join(mlps)}]", RecomputeConfig(segments=mlps)),
-            Again("recompute=all", RecomputeConfig(all=True)),
+            Recompute("recompute=none", RecomputeConfig()),
+            Recompute("recompute.ops=[layernorm]", RecomputeConfig(ops=["layernorm"])),
+            Recompute("recompute.segments=[attn]", RecomputeConfig(segments=["attn"])),
+            Recompute(f"recompute.segments=[{','.join(mlps)}]", RecomputeConfig(segments=mlps)),
+            Recompute("recompute=all", RecomputeConfig(all=True)),
         ]
         if self.config.recompute == RecomputeConfig():
             return kinds
-        return [Again(_recompute_words(kind.config), kind.config) for kind in kinds]
+        return [Recompute(_recompute_words(kind.config), kind.config) for kind in kinds]
 
     def _dimensions(self) -> Iterator[ParallelConfig]:
         config, model, ranks = self.config.parallel, self.config.model, self.num_ranks
@@ -150,7 +169,7 @@ class Candidates:
         return [getattr(self.config.parallel, name)] if is_fixed else options
 
     def _methods(self, parallel: ParallelConfig) -> list[ContextMethod]:
-        """Both where heads can be shared, the ring where they cannot."""
+        """Return both methods where heads can be shared, the ring where they cannot."""
         if "parallel.cp_method" in self.fixed:
             return [parallel.cp_method]
         auto = context_method(replace(parallel, cp_method=ContextMethod.auto), self.config.model)
@@ -165,7 +184,7 @@ class Candidates:
         return replace(self.config, parallel=parallel, moe=moe)
 
     def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
-        """Rules of a run, but for those of schedules and of what is computed again."""
+        """Return violated rules of a run, but for those of schedules and recompute."""
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
         if like not in self._violated:
             self._violated[like] = violations(replace(config, recompute=RecomputeConfig()))
@@ -176,7 +195,7 @@ class Candidates:
         ]
 
     def _words(self, parallel: ParallelConfig) -> str:
-        """What to type for what is not fixed."""
+        """Return what to type for the dimensions that are not fixed."""
         values = {name: getattr(parallel, name) for name in ("pp", "ep", "tp", "cp")}
         if parallel.etp > 1 or self.config.parallel.etp > 1:
             values["etp"] = parallel.etp
@@ -190,17 +209,21 @@ class Candidates:
 
 
 def _recompute_words(recompute: RecomputeConfig) -> str:
-    """All keys, for a configuration whose files set some of them."""
+    """Return all keys, for a configuration whose files set some of them."""
     lists = {key: ",".join(getattr(recompute, key)) for key in ("segments", "ops", "layer_ids")}
     words = [f"recompute.{key}=[{names}]" for key, names in lists.items()]
     return " ".join([f"recompute.all={str(recompute.all).lower()}", *words])
 
 
 def without_advice(problem: str) -> str:
-    """What is wrong, without what a single run would change: a search tries that, or it is fixed."""
+    """Return the problem, without what a single run would change: a search tries that, or it is fixed."""
     return problem.partition("; ")[0]
 
 
 def len_of_parts(model: ModelConfig) -> int:
     """Parts of a model that stages may have: embedding, layers and loss."""
     return model.num_layers + model.mtp_depth + 2
+
+
+def _joined(*words: str) -> str:
+    return " ".join(filter(None, words))

@@ -62,7 +62,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         virtual_stages = len(plan.stages) // layout.pp if plan else 1
         bubble = published_bubble(layout.pp, num_micro_batches(config, layout), virtual_stages)
     of_places = published or [place.kinds_gb() for place in places]
-    sizes, speeds = Sizes.of(config, layout, on_nvidia=on_nvidia), Speeds(args.card, rates)
+    sizes, speeds = Sizes.from_config(config, layout, on_nvidia=on_nvidia), Speeds(args.card, rates)
     time = step_time(config, sizes, places, speeds, plan, bubble)
     return {
         **_setting(config, args, layout, plan),

@@ -1,23 +1,35 @@
-"""What each rank of a run needs, in bytes by kind, and where its activations are."""
+"""Bytes that each rank of a run needs, by kind, and where its activations are."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from graphmoe.config.schema import ConfigError, DpShard, RunConfig
-from graphmoe.model.sizes import rank_weights
+from graphmoe.model.sizes import Weight, rank_weights
+from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import Bytes, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan, pipeline_of
+from graphmoe.plan.plan import Plan
 from graphmoe.plan.stages import all_pieces
-from graphmoe.project.buffers import buffer_bytes
-from graphmoe.project.state import state_of
+from graphmoe.project.buffers import buffer_bytes, ranks_of
+from graphmoe.run.files import PROJECTION_FILE, write_json
+
+log = logging.getLogger(__name__)
 
 MEMORY_KINDS = ("params", "grads", "main_params", "moments", "activations", "buffers", "total")
+OUTSIDE_ALLOCATOR = ("communication", "dispatch")
+"""Buffers that torch's allocator does not hold: those of communicators, and memory that ranks share."""
+FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -49,13 +61,13 @@ def exact_memory(
 ) -> list[PlaceMemory]:
     """What each place along pp needs of a resolved configuration. *Raises* ConfigError for what is not known.
 
-    ``on_nvidia`` as in `Sizes.of`. ``plan`` takes the place of the run's own.
+    ``on_nvidia`` as in `Sizes.from_config`. ``plan`` takes the place of the run's own.
     """
     refuse_unknown(config)
     plan = plan or pipeline_of(config, layout)
     if plan is not None:
         layout = replace(layout, embed_on=plan.embed_on)
-    sizes, model = Sizes.of(config, layout, on_nvidia=on_nvidia), config.model
+    sizes, model = Sizes.from_config(config, layout, on_nvidia=on_nvidia), config.model
     pieces = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
     stages = [stage_activations(sizes, config.recompute, own) for own in pieces]
     of_stage = [sum(kept.total() for kept in parts.values()) for parts in stages]
@@ -72,7 +84,7 @@ def exact_memory(
         places.append(
             PlaceMemory(
                 place,
-                state_of(weights, layout, sizes.element_bytes, config.optim.bucket_mb),
+                state_bytes(weights, layout, sizes.element_bytes, config.optim.bucket_mb),
                 activations[place],
                 sum(by_part.values(), Counter()),
                 by_part,
@@ -93,3 +105,71 @@ def refuse_unknown(config: RunConfig) -> None:
         problems.append("passes.enabled and passes.disabled change what is kept; leave them out")
     if problems:
         raise ConfigError("not projected: " + "; ".join(problems))
+
+
+def state_bytes(
+    weights: Sequence[Weight], layout: Layout, element_bytes: int, bucket_mb: float
+) -> dict[str, int]:
+    """Return bytes by kind as flat buffers hold them: whole weights and gradients, and shards of all."""
+    families: dict[Any, list[Weight]] = {}
+    for weight in weights:
+        families.setdefault(ranks_of(layout, weight.summed_over), []).append(weight)
+    found = dict.fromkeys(MEMORY_KINDS[:4], 0)
+    for members in families.values():
+        ranks = layout.size(members[0].summed_over)
+        size = BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size
+        shard = size // ranks
+        is_rounded = element_bytes != FP32
+        found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
+        found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
+        found["main_params"] += FP32 * shard if is_rounded else 0
+        found["moments"] += 2 * FP32 * shard
+    return found
+
+
+def write_projected_memory(folder: Path, plan: Plan) -> None:
+    """Write the file; no error of a projection ends a run."""
+    try:
+        write_json(folder / PROJECTION_FILE, projected_memory(plan))
+    except Exception as error:
+        log.warning("no projected memory in the report: %s: %s", type(error).__name__, error)
+
+
+def projected_memory(plan: Plan) -> dict[str, Any]:
+    """GiB by kind for each place along pp, ``places``, or ``why_not``.
+
+    ``buffers`` are those of torch's allocator, the others kinds of their own; ``total`` is of all kinds.
+    """
+    try:
+        run, on_nvidia = with_its_transport(plan), torch.version.hip is None
+        places = exact_memory(run, plan.layout, on_nvidia=on_nvidia, plan=plan.pipeline)
+    except ConfigError as error:
+        return {"why_not": str(error)}
+    return {"places": [_gib_by_kind(place) for place in places]}
+
+
+def with_its_transport(plan: Plan) -> RunConfig:
+    """The configuration with the transport that the run chooses on its own devices, in the place of auto."""
+    config, transport = plan.config, plan.transport
+    return config if transport is None else replace(config, moe=replace(config.moe, transport=transport))
+
+
+def allocated_bytes(place: PlaceMemory) -> float:
+    """What torch's allocator holds of a place's memory, as torch.cuda.max_memory_allocated counts it."""
+    return place.total - sum(_outside(place).values())
+
+
+def _gib_by_kind(place: PlaceMemory) -> dict[str, float]:
+    outside = _outside(place)
+    sizes = {
+        **place.state,
+        "activations": place.activations,
+        "buffers": sum(place.buffers.values()) - sum(outside.values()),
+        **outside,
+        "total": place.total,
+    }
+    return {kind: size / 2**30 for kind, size in sizes.items()}
+
+
+def _outside(place: PlaceMemory) -> dict[str, float]:
+    return {kind: place.buffers[kind] for kind in OUTSIDE_ALLOCATOR}

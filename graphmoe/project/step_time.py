@@ -10,7 +10,7 @@ from graphmoe.config.schema import DispatcherChoice, RunConfig
 from graphmoe.model.flops import flops_per_token
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, layer_times
+from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, times_of_layers
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Axis
@@ -117,8 +117,9 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
     if pieces.embed:
         found.append(embed_time(sizes, speeds))
     of_mtp = [model.num_layers + k for k in pieces.mtp]
-    for index in (*pieces.layers, *of_mtp):
-        found += layer_times(sizes, speeds, config.recompute, index, host_counts=counts, hidden=hidden)
+    indices = (*pieces.layers, *of_mtp)
+    for times in times_of_layers(sizes, speeds, config.recompute, indices, host_counts=counts, hidden=hidden):
+        found += times
     found += [join_time(sizes, speeds)] * len(of_mtp)
     if pieces.loss:
         found.append(head_time(sizes, speeds, model.mtp_depth + 1))

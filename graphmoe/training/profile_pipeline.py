@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.timeline import Span, Timeline
+from graphmoe.plan.pipeline.timeline import Span, Timeline, timeline_of
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import memory_gib
 from graphmoe.runtime.host.files import dispensable
-from graphmoe.runtime.pipeline.recorder import Recorder
-from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read, timeline_of, write
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines
 from graphmoe.runtime.ranks import PATIENCE, Mesh
 from graphmoe.training.pipelined import Pipelined
 from graphmoe.training.step_rows import StepClock
@@ -93,7 +92,7 @@ class PipelineProfile:
         for step in [*self._timelines][:-KEPT_STEPS]:
             del self._timelines[step]
         with dispensable(self._folder / FILE_NAME):
-            write(self._folder / FILE_NAME, self._timelines)
+            write_timelines(self._folder / FILE_NAME, self._timelines)
 
     def _timeline(self, parts: Sequence[_Part]) -> Timeline:
         table = self._table
@@ -107,7 +106,7 @@ class PipelineProfile:
         if not (path := self._folder / FILE_NAME).exists():
             return {}
         try:
-            found = read(path)
+            found = read_timelines(path)
         except ConfigError as error:
             log.warning("%s, and is written anew", error)
             return {}

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from graphmoe.plan.pipeline.actions import Action, Step, Table, Together, parts
-from graphmoe.plan.pipeline.check import check
-from graphmoe.plan.pipeline.dependencies import needs, result
+from graphmoe.plan.pipeline.check import check, needs, result
 from graphmoe.plan.pipeline.schedules import forward_only
 from graphmoe.plan.pipeline.timeline import Track
 from graphmoe.plan.pipeline.transfers import Message, Transfers, transfers_of

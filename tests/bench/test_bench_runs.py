@@ -36,7 +36,7 @@ from graphmoe.bench.step_times import (
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.flops import flops_per_token
 from graphmoe.plan.costs.hardware import H200
-from graphmoe.project.projected_memory import allocated_bytes
+from graphmoe.project.memory import allocated_bytes
 from tests.runs import ROOT
 
 EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"

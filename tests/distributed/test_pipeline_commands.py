@@ -13,7 +13,7 @@ import torch
 from graphmoe import generate
 from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.run.weights import read_run
-from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 from graphmoe.trace import __main__ as trace
 from tests.faults import IN_STAGE
 from tests.faults import WORDS as FAULTY
@@ -36,7 +36,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, text_words: tuple[str, ..
 
 
 def test_the_steps_that_are_logged_are_recorded_whole(recorded):
-    timelines = read(recorded / FILE_NAME)
+    timelines = read_timelines(recorded / FILE_NAME)
     assert [*timelines] == [3, 6, 8]
     overtakes = []
     for timeline in timelines.values():
@@ -93,7 +93,7 @@ def failed(folder: Path, fault: str) -> str:
     assert run.wait() == 1 and time.monotonic() - began < 60
     _, weights, step = read_run(folder / "run", None)
     assert step == 4 and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
-    assert [*read(folder / "run" / FILE_NAME)] == [3]
+    assert [*read_timelines(folder / "run" / FILE_NAME)] == [3]
     return run.err.read_text().partition("error: ")[2]
 
 

@@ -9,7 +9,7 @@ from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.schedules import forward_only, make_table
 from graphmoe.plan.pipeline.simulate import Costs
-from graphmoe.runtime.pipeline.recording_file import timeline_of
+from graphmoe.plan.pipeline.timeline import timeline_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy_pipeline import Case, Recorded, in_one_process
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.step_rows import SCALARS
 from graphmoe.training.trainer import Trainer
@@ -135,7 +135,7 @@ def test_ranks_hold_the_same_embedding_where_both_have_it(ranks, name):
 
 
 def test_recorded_steps_have_the_spans_and_the_peak_of_each_gpu(ranks, folder):
-    timelines = read(folder / "recorded" / FILE_NAME)
+    timelines = read_timelines(folder / "recorded" / FILE_NAME)
     assert [*timelines] == [3, 6]
     for timeline in timelines.values():
         assert len([span for span in timeline.spans if span.track == "compute"]) == 2 * 3 * 8

@@ -90,7 +90,7 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     dry.dry_run(run)
     found = Counter(EndOfForward.left)
     found[""] = max(found[""] - rotary_bytes(run) - OF_THE_STEP, 0)
-    sizes = Sizes.of(run, Layout.of(run.parallel, run.launch.fake_world), on_nvidia=False)
+    sizes = Sizes.from_config(run, Layout.of(run.parallel, run.launch.fake_world), on_nvidia=False)
     kept = stage_activations(sizes, run.recompute, all_pieces(run.model.num_layers, run.model.mtp_depth))
     projected = sum(kept.values(), Counter())
     if run.parallel.ep > 1 and run.moe.dispatcher.value == "alltoall":
@@ -102,7 +102,7 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
 
 def test_stages_keep_together_what_the_whole_model_keeps_and_what_they_receive():
     run = config(*MODEL, "model.mtp_depth=1")
-    sizes = Sizes.of(run, Layout(), on_nvidia=False)
+    sizes = Sizes.from_config(run, Layout(), on_nvidia=False)
     whole = stage_activations(sizes, run.recompute, all_pieces(2, 1))
     stages = [stage_activations(sizes, run.recompute, pieces) for pieces in pieces_of("Et|t|m|L", 2, 1, 4)]
     together = sum((kept for stage in stages for kept in stage.values()), Counter())

@@ -51,7 +51,7 @@ def run_of(model: str, **parallel: object) -> RunConfig:
 
 
 def sizes_of(run: RunConfig, ranks: int) -> Sizes:
-    return Sizes.of(run, Layout.of(run.parallel, ranks), on_nvidia=True)
+    return Sizes.from_config(run, Layout.of(run.parallel, ranks), on_nvidia=True)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}])

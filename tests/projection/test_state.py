@@ -9,7 +9,7 @@ from graphmoe.optim.flat_buffers import families_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.stages import all_pieces
-from graphmoe.project.state import state_of
+from graphmoe.project.memory import state_bytes
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
@@ -38,7 +38,7 @@ def test_state_is_what_a_dry_run_counts(words):
     element_bytes = 2 if run.precision.compute.value == "bf16" else 4
     found = dry_run(run)["memory"]["state_bytes"]
     names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
-    projected = state_of(weights, layout, element_bytes, run.optim.bucket_mb)
+    projected = state_bytes(weights, layout, element_bytes, run.optim.bucket_mb)
     if element_bytes == 4:  # the shard of the weights is the main weights
         assert projected["main_params"] == 0
     assert {names[kind]: size for kind, size in projected.items() if size} == {
@@ -64,7 +64,7 @@ def test_state_of_each_place_of_a_pipeline_is_that_of_its_flat_buffers(schedule,
                 rank=mesh.rank, dispatcher=make_dispatcher(plan, mesh), stages=stages,
             )  # fmt: skip
             families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4)
-        found = state_of(rank_weights(run.model, layout, stages), layout, 2, run.optim.bucket_mb)
+        found = state_bytes(rank_weights(run.model, layout, stages), layout, 2, run.optim.bucket_mb)
         assert found["moments"] == sum(8 * len(family.main) for family in families)
         assert found["grads"] == sum(
             4 * len(family.grad) + (4 * len(family.main) if family.group is not None else 0)

@@ -25,7 +25,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.check import resolve
 from graphmoe.project.arguments import Assumptions, ProjectArgs, completed
 from graphmoe.project.document import project
-from graphmoe.project.projected_memory import allocated_bytes
+from graphmoe.project.memory import allocated_bytes
 from graphmoe.project.tables import render
 from tests.projection.test_activations import MODEL
 from tests.runs import config

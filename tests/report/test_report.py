@@ -14,11 +14,10 @@ import yaml
 
 import graphmoe.runtime.capture.capture
 import graphmoe.runtime.compile.report
-import graphmoe.runtime.pipeline.recording_file
+import graphmoe.runtime.pipeline.recorder
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
-from graphmoe.project.memory import exact_memory
-from graphmoe.project.projected_memory import allocated_bytes, projected_memory
+from graphmoe.project.memory import allocated_bytes, exact_memory, projected_memory
 from graphmoe.report import __main__ as report
 from graphmoe.report.comparison import config_differences, names_of, numbers
 from graphmoe.report.curves import MAX_POINTS, Curve, curve, curves_chart, thinned
@@ -64,7 +63,7 @@ def outside_scripts(page: Path) -> str:
 def test_files_have_the_names_that_their_writers_give_them():
     assert files.COMPILE_FILE == graphmoe.runtime.compile.report.REPORT_FILE
     assert files.CAPTURE_FILE == graphmoe.runtime.capture.capture.REPORT_FILE
-    assert files.PIPELINE_FILE == graphmoe.runtime.pipeline.recording_file.FILE_NAME
+    assert files.PIPELINE_FILE == graphmoe.runtime.pipeline.recorder.FILE_NAME
 
 
 def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):
@@ -186,7 +185,7 @@ def test_what_the_allocator_does_not_hold_is_apart_from_what_its_peak_is_compare
     document = projected_memory(plan)
     (place,) = exact_memory(compiled, plan.layout, on_nvidia=True)
     (kinds,) = document["places"]
-    assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.project.projected_memory.OUTSIDE_ALLOCATOR
+    assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.project.memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}
     assert sum(size for kind, size in kinds.items() if kind != "total") == pytest.approx(kinds["total"])
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))

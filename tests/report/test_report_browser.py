@@ -15,7 +15,7 @@ from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.report import __main__ as report
 from graphmoe.run.files import METRICS_FILE
-from graphmoe.runtime.pipeline.recording_file import FILE_NAME, write
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
 from tests.report.browser import find_chromium, page_in_chromium
 from tests.runs import COMPILED, TINY, command
 
@@ -61,7 +61,7 @@ def runs(tmp_path_factory) -> list[Path]:
     ):
         assert started.process.exitcode == 0, started.err.read_text()
     assert (base / "full" / "report.html").is_file() and (base / "plain" / "report.html").is_file()
-    write(base / "full" / FILE_NAME, {4: timeline()})
+    write_timelines(base / "full" / FILE_NAME, {4: timeline()})
     report.main([f"run={base / 'full'}"])
     return [base / "full", base / "plain"]
 

@@ -16,7 +16,7 @@ from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import resolve
-from graphmoe.project.projected_memory import projected_memory, with_its_transport
+from graphmoe.project.memory import projected_memory, with_its_transport
 from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher, planned_dispatcher
 from graphmoe.training.dry_run import dry_run
 from tests.runs import config
@@ -56,7 +56,7 @@ def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monke
     run = config(*words)
     dispatcher = planned_dispatcher(plan_of(run, 2))
     assert (dispatcher.block > 0) == copies
-    sizes = Sizes.of(with_its_transport(plan_of(run, 2)), LAYOUT, on_nvidia=hip is None)
+    sizes = Sizes.from_config(with_its_transport(plan_of(run, 2)), LAYOUT, on_nvidia=hip is None)
     assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import default_rates
-from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, layer_times
+from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, times_of_layers
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
@@ -57,16 +55,8 @@ def modelled_parts(
     sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
     depths = model.mtp_depth
 
-    @functools.cache
-    def layer(is_dense: bool, is_named: bool) -> list[SegmentTime]:
-        like = RecomputeConfig() if recompute.layer_ids and not is_named else replace(recompute, layer_ids=[])
-        index = 0 if is_dense else model.num_dense_layers
-        return layer_times(sizes, speeds, like, index, host_counts=joint_experts, hidden=0.0)
-
-    layers = [
-        layer(index < model.num_dense_layers, index in recompute.layer_ids)
-        for index in range(model.num_layers + depths)
-    ]
+    indices = range(model.num_layers + depths)
+    layers = times_of_layers(sizes, speeds, recompute, indices, host_counts=joint_experts, hidden=0.0)
     return [
         _part("E", [embed_time(sizes, speeds)]),
         *(_part("t", times) for times in layers[: model.num_layers]),
@@ -86,7 +76,7 @@ def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple
     run.data.seq_len, run.train.micro_batch_size = seq_len, 1
     run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, DispatcherChoice.local
     layout = Layout(ep=expert_ranks)
-    return Sizes.of(run, layout, on_nvidia=True), Speeds(H200, default_rates(H200), adding=1.0)
+    return Sizes.from_config(run, layout, on_nvidia=True), Speeds(H200, default_rates(H200), adding=1.0)
 
 
 def _part(letter: str, times: Sequence[SegmentTime]) -> PartCost:

@@ -59,6 +59,26 @@ def layer_times(
     return [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
 
 
+def times_of_layers(
+    sizes: Sizes,
+    speeds: Speeds,
+    recompute: RecomputeConfig,
+    indices: Iterable[int],
+    *,
+    host_counts: bool,
+    hidden: float,
+) -> list[list[SegmentTime]]:
+    """Return `layer_times` of several layers; those that are alike share one list."""
+    found: dict[tuple[bool, bool], list[SegmentTime]] = {}
+    times = []
+    for index in indices:
+        like = index < sizes.model.num_dense_layers, index in recompute.layer_ids
+        if like not in found:
+            found[like] = layer_times(sizes, speeds, recompute, index, host_counts=host_counts, hidden=hidden)
+        times.append(found[like])
+    return times
+
+
 def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
     """Final norm, head and loss, once for each depth.
 

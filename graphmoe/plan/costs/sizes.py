@@ -38,7 +38,7 @@ class Sizes:
     """Rows for each pair of ranks that copy engines move."""
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
+    def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
         """Of a resolved configuration.
 
         ``on_nvidia``: on a card of NVIDIA, whose attention takes heads of two sizes, and whose copies take

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together, parts
-from graphmoe.plan.pipeline.check import peak_activations, peaks
-from graphmoe.plan.pipeline.dependencies import in_order, needs, result
+from graphmoe.plan.pipeline.check import in_order, needs, peak_activations, peaks, result
 from graphmoe.plan.pipeline.timeline import Span, Timeline
 
 

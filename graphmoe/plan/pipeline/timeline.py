@@ -1,11 +1,13 @@
-"""When each rank of a pipeline did, or would do, what: the result of a simulation or of a recorded run."""
+"""Timelines of a pipeline: the results of a simulation or of a recorded run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from graphmoe.plan.pipeline.actions import Placement, Step
+from graphmoe.plan.pipeline.actions import Placement, Step, Table
+from graphmoe.plan.pipeline.check import peak_activations
 
 Track = Literal["compute", "comm"]
 
@@ -39,3 +41,43 @@ class Timeline:
     """By rank: the most that was kept at once, in activations of a rank's whole stage for one micro-batch."""
     peak_bytes: tuple[float, ...] | None = None
     """By rank, where it was measured or the cost of an activation is known."""
+
+
+def timeline_of(
+    schedule: str,
+    placement: Placement,
+    num_micro_batches: int,
+    spans: Iterable[Span],
+    peak_bytes: Iterable[float] | None = None,
+) -> Timeline:
+    """A timeline of what was measured; times are counted from the first start.
+
+    The spans of one rank and track must not overlap. They may come in any order.
+    """
+    measured = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
+    if not measured:
+        raise ValueError("a step has no spans")
+    begin, end = min(span.start for span in measured), max(span.end for span in measured)
+    moved = tuple(Span(s.rank, s.track, s.step, s.start - begin, s.end - begin) for s in measured)
+    busy = sum(span.end - span.start for span in moved if span.track == "compute")
+    makespan = end - begin
+    table = table_of(schedule, placement, num_micro_batches, moved)
+    return Timeline(
+        schedule,
+        placement,
+        num_micro_batches,
+        moved,
+        makespan,
+        1 - busy / (makespan * placement.num_ranks) if makespan else 0.0,
+        tuple(peak_activations(table)),
+        None if peak_bytes is None else tuple(float(most) for most in peak_bytes),
+    )
+
+
+def table_of(schedule: str, placement: Placement, num_micro_batches: int, spans: Iterable[Span]) -> Table:
+    """What each rank computed, in order; the spans of a rank are in the order of time."""
+    ranks: list[list[Step]] = [[] for _ in range(placement.num_ranks)]
+    for span in spans:
+        if span.track == "compute":
+            ranks[span.rank].append(span.step)
+    return Table(schedule, placement, num_micro_batches, tuple(map(tuple, ranks)))

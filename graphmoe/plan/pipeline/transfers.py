@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphmoe.plan.pipeline.actions import Action, Step, Table, parts
-from graphmoe.plan.pipeline.check import FORWARD_ONLY
-from graphmoe.plan.pipeline.dependencies import needs, result
+from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs, result
 
 HELD = 2
 """How many messages of a channel a rank holds while it evaluates, where no answers come back."""

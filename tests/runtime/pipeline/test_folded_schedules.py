@@ -8,8 +8,7 @@ import random
 import pytest
 
 from graphmoe.plan.pipeline.actions import Action, Placement
-from graphmoe.plan.pipeline.check import check, peak_activations
-from graphmoe.plan.pipeline.dependencies import needs
+from graphmoe.plan.pipeline.check import check, needs, peak_activations
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.schedules.v_shaped import _best_block
 from graphmoe.plan.pipeline.simulate import Costs, simulate

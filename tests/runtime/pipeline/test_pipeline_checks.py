@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from graphmoe.plan.pipeline.actions import Action, Placement, Table, Together
-from graphmoe.plan.pipeline.check import check, peak_activations, peaks
-from graphmoe.plan.pipeline.dependencies import TableError
+from graphmoe.plan.pipeline.check import TableError, check, peak_activations, peaks
 from graphmoe.plan.pipeline.schedules import forward_only, make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 

@@ -8,8 +8,8 @@ import torch
 
 from graphmoe.plan.pipeline.actions import Action
 from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.runtime.pipeline.recorder import Recorder
-from graphmoe.runtime.pipeline.recording_file import read, timeline_of, write
+from graphmoe.plan.pipeline.timeline import timeline_of
+from graphmoe.runtime.pipeline.recorder import Recorder, read_timelines, write_timelines
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
 CPU = torch.device("cpu")
@@ -58,5 +58,5 @@ def test_a_recording_can_be_written_and_read(tmp_path):
     step(recorder)
     table = make_table("1f1b", 1, 1)
     timeline = timeline_of(table.schedule, table.placement, 1, recorder.spans(0))
-    write(tmp_path / "pipeline.json", {4: timeline})
-    assert read(tmp_path / "pipeline.json")[4].spans == timeline.spans
+    write_timelines(tmp_path / "pipeline.json", {4: timeline})
+    assert read_timelines(tmp_path / "pipeline.json")[4].spans == timeline.spans

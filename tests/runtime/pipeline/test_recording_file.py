@@ -1,4 +1,4 @@
-"""What a run records of its pipeline: written, read, and refused where it is something else."""
+"""What a run records of its pipeline: written, read_timelines, and refused where it is something else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.timeline import Span, Timeline
-from graphmoe.runtime.pipeline.recording_file import FILE_NAME, read, table_of, timeline_of, write
+from graphmoe.plan.pipeline.timeline import Span, Timeline, table_of, timeline_of
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines, write_timelines
 from tests.pipeline_timelines import folded_in_turns
 
 
@@ -33,8 +33,8 @@ def simulated(name: str, num_ranks: int = 3, *, overlap: bool = False) -> Timeli
 )
 def test_what_is_written_is_read_again(timelines, tmp_path):
     path = tmp_path / FILE_NAME
-    write(path, timelines)
-    found = read(path)
+    write_timelines(path, timelines)
+    found = read_timelines(path)
     assert list(found) == list(timelines) and not path.with_suffix(".tmp").exists()
     for step, timeline in timelines.items():
         assert found[step].makespan == timeline.makespan and found[step].bubble == pytest.approx(
@@ -48,15 +48,15 @@ def test_what_is_written_is_read_again(timelines, tmp_path):
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "zbv", "interleaved"])
 def test_peaks_and_table_are_those_of_the_schedule(name, tmp_path):
     timeline = simulated(name)
-    write(tmp_path / FILE_NAME, {1: timeline})
-    found = read(tmp_path / FILE_NAME)[1]
+    write_timelines(tmp_path / FILE_NAME, {1: timeline})
+    found = read_timelines(tmp_path / FILE_NAME)[1]
     assert found.peak_activations == timeline.peak_activations
     table = table_of(name, found.placement, found.num_micro_batches, found.spans)
     assert table == make_table(name, 3, 5)
 
 
 def test_the_file_has_the_words_of_its_description(tmp_path):
-    write(tmp_path / FILE_NAME, {5: folded_in_turns()})
+    write_timelines(tmp_path / FILE_NAME, {5: folded_in_turns()})
     document = json.loads((tmp_path / FILE_NAME).read_text())
     assert document["schedule"] == "folded" and document["rank_of"] == [0, 1, 1, 0]
     assert document["num_micro_batches"] == 2
@@ -81,7 +81,7 @@ def test_times_count_from_the_first_start_and_spans_are_put_in_order():
 
 def test_a_file_that_is_not_there_names_the_key_that_makes_it(tmp_path):
     with pytest.raises(ConfigError, match="there is no .*pipeline.json; a run with profile.pipeline=true"):
-        read(tmp_path / FILE_NAME)
+        read_timelines(tmp_path / FILE_NAME)
 
 
 GOOD = {
@@ -120,4 +120,4 @@ def test_another_file_is_refused_with_what_is_wrong(document, problem, tmp_path)
     path = tmp_path / FILE_NAME
     path.write_text(document if isinstance(document, str) else json.dumps(document))
     with pytest.raises(ConfigError, match=f"pipeline.json{problem}"):
-        read(path)
+        read_timelines(path)

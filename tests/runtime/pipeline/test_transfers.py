@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from graphmoe.plan.pipeline.actions import Action, Placement, parts
-from graphmoe.plan.pipeline.dependencies import needs, result
+from graphmoe.plan.pipeline.check import needs, result
 from graphmoe.plan.pipeline.schedules import forward_only, make_table
 from graphmoe.plan.pipeline.transfers import HELD, channels_of, transfers_of
 

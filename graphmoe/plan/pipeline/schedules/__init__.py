@@ -1,4 +1,7 @@
-"""Schedules by name: what each needs, and how its table is made."""
+"""Table of schedules by name: facts of each, and the function that makes its table.
+
+A new schedule is a file here and a line of `SCHEDULES`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ from functools import partial
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Placement, Table
-from graphmoe.plan.pipeline.schedules.alternating import interleaved, one_forward_one_backward
-from graphmoe.plan.pipeline.schedules.forward_first import forward_only, gpipe
+from graphmoe.plan.pipeline.schedules.one_f_one_b import (
+    forward_only,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+)
 from graphmoe.plan.pipeline.schedules.v_shaped import v_half, v_min, zbv
 from graphmoe.plan.pipeline.schedules.zero_bubble import zb1p
 from graphmoe.plan.pipeline.simulate import Costs
 
 Build = Callable[..., Table]
-"""Of the number of ranks, of micro-batches, and of virtual stages of each rank, on a V of ``costs`` too."""
+"""Function of the numbers of ranks, micro-batches and virtual stages of a rank; on a V of ``costs`` too."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +34,17 @@ class Schedule:
     virtual_stages: tuple[int, int | None] = (1, 1)
     """The fewest and the most on each rank; None: any number."""
     splits_backward: bool = False
-    """Whether tables have I and W in the place of B."""
+    """True where tables have I and W in the place of B."""
     is_folded: bool = False
-    """Whether stages lie on a V, on which tables follow the costs of stages; others go round the ranks."""
+    """True where stages lie on a V, on which tables follow the costs of stages; others go round the ranks."""
     build_overlapped: Build | None = None
-    """Makes the table whose forwards and backwards run together, where there is one."""
+    """Maker of the table whose forwards and backwards run together, where there is one."""
+    is_searched: bool = True
+    """False for a schedule that another one beats in time and memory, so that no search tries it."""
 
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe, "all forwards, then all backwards"),
+    "gpipe": Schedule(gpipe, "all forwards, then all backwards", is_searched=False),
     "1f1b": Schedule(
         one_forward_one_backward,
         "a forward and a backward in turns",
@@ -87,7 +96,7 @@ def make_table(
     overlap: bool = False,
     costs: Costs | None = None,
 ) -> Table:
-    """The table of a schedule; with None for the fewest virtual stages that it takes.
+    """Return the table of a schedule; None stands for the fewest virtual stages that it takes.
 
     On a V it follows ``costs``, by default F, I and W that take equally long; other tables do not.
     With ``overlap`` a forward and a backward that a rank has to do in steady state become one `Together`, of
@@ -106,7 +115,7 @@ def make_table(
 
 
 def placement_of(name: str, num_ranks: int, virtual_stages: int | None = None) -> Placement:
-    """Where a schedule has its stages, as its tables say."""
+    """Return the ranks of a schedule's stages."""
     schedule = SCHEDULES[name]
     if schedule.is_folded:
         return Placement.folded(num_ranks)
@@ -121,7 +130,7 @@ def schedule_rules(
     *,
     overlap: bool = False,
 ) -> Iterator[str]:
-    """What keeps a schedule from running with these numbers, and which ones would work."""
+    """Yield the rules that these numbers violate, and numbers that would work."""
     if num_ranks < 1:
         yield f"parallel.pp={num_ranks} is no number of ranks; use 1 or more"
     if num_micro_batches < 1:

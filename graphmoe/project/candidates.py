@@ -100,7 +100,7 @@ class Candidates:
         pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
         if pp == 1:
             return [(pipeline.schedule, pipeline.virtual_stages)]
-        names = [name for name, facts in SCHEDULES.items() if facts.is_searched]
+        names = [name for name, facts in SCHEDULES.items() if not facts.keeps_all]
         if "pipeline.schedule" in self.fixed:
             names = [pipeline.schedule]
         if pipeline.ep_overlap and "pipeline.schedule" not in self.fixed:

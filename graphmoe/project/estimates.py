@@ -90,7 +90,8 @@ class Estimates:
         follows: tuple[DispatcherChoice, int, int] = (DispatcherChoice.local, 1, 0)
         if name in SCHEDULES and SCHEDULES[name].is_folded:  # the table follows times of stages
             follows = config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind
-        short = min(count, FILLING * pp + count % pp)
+        is_long = name in SCHEDULES and SCHEDULES[name].keeps_all
+        short = count if is_long else min(count, FILLING * pp + count % pp)
         return self._pipeline(pp, name, config.pipeline.virtual_stages, short, *follows)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:

@@ -122,7 +122,7 @@ def _times_answered(
 
 def _times_replaced(table: Table, rank: int, sent: list[Message]) -> dict[Message, int]:
     """When the rank sends the `HELD`-th message after it. In tables that evaluate nobody waits in a circle
-    for that (tests/runtime/pipeline/test_transfers.py); a rank that is so far ahead gains nothing by more."""
+    for that (tests/plan/pipeline/test_transfers.py); a rank that is so far ahead gains nothing by more."""
     made = _times_made(table, rank)
     return {message: made[later.content] for message, later in zip(sent, sent[HELD:], strict=False)}
 

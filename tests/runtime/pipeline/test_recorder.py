@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 
+import pytest
 import torch
 
-from graphmoe.plan.pipeline.actions import Action
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.plan.pipeline.timeline import timeline_of
-from graphmoe.runtime.pipeline.recorder import Recorder, read_timelines, write_timelines
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.timeline import Span, Timeline, table_of, timeline_of
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines
+from tests.pipeline_timelines import folded_in_turns
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
 CPU = torch.device("cpu")
@@ -60,3 +65,111 @@ def test_a_recording_can_be_written_and_read(tmp_path):
     timeline = timeline_of(table.schedule, table.placement, 1, recorder.spans(0))
     write_timelines(tmp_path / "pipeline.json", {4: timeline})
     assert read_timelines(tmp_path / "pipeline.json")[4].spans == timeline.spans
+
+
+def simulated(name: str, num_ranks: int = 3, *, overlap: bool = False) -> Timeline:
+    table = make_table(name, num_ranks, 5, overlap=overlap)
+    costs = Costs.of_rank(table.placement, 3.0, 2.0, 1.5, comm=0.5, hidden=0.25, activation_bytes=7.0)
+    return simulate(table, costs)
+
+
+@pytest.mark.parametrize(
+    "timelines",
+    [
+        {12: simulated("1f1b")},
+        {3: simulated("zbv"), 7: simulated("zbv")},
+        {1: simulated("interleaved", overlap=True)},
+        {0: folded_in_turns()},
+    ],
+    ids=["1f1b", "zbv", "turns", "folded"],
+)
+def test_what_is_written_is_read_again(timelines, tmp_path):
+    path = tmp_path / FILE_NAME
+    write_timelines(path, timelines)
+    found = read_timelines(path)
+    assert list(found) == list(timelines) and not path.with_suffix(".tmp").exists()
+    for step, timeline in timelines.items():
+        assert found[step].makespan == timeline.makespan and found[step].bubble == pytest.approx(
+            timeline.bubble
+        )
+        assert set(found[step].spans) == set(timeline.spans)
+        assert found[step].peak_bytes == timeline.peak_bytes
+        assert (found[step].schedule, found[step].placement) == (timeline.schedule, timeline.placement)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p", "zbv", "interleaved"])
+def test_peaks_and_table_are_those_of_the_schedule(name, tmp_path):
+    timeline = simulated(name)
+    write_timelines(tmp_path / FILE_NAME, {1: timeline})
+    found = read_timelines(tmp_path / FILE_NAME)[1]
+    assert found.peak_activations == timeline.peak_activations
+    table = table_of(name, found.placement, found.num_micro_batches, found.spans)
+    assert table == make_table(name, 3, 5)
+
+
+def test_the_file_has_the_words_of_its_description(tmp_path):
+    write_timelines(tmp_path / FILE_NAME, {5: folded_in_turns()})
+    document = json.loads((tmp_path / FILE_NAME).read_text())
+    assert document["schedule"] == "folded" and document["rank_of"] == [0, 1, 1, 0]
+    assert document["num_micro_batches"] == 2
+    (step,) = document["steps"]
+    assert step["step"] == 5 and step["peak_bytes"] == [2**30, 2**31]
+    assert step["spans"][:2] == [[0, "compute", "0F0", 0, 1], [0, "compute", "0F1+3B0", 5, 8]]
+
+
+def test_times_count_from_the_first_start_and_spans_are_put_in_order():
+    late = Span(1, "compute", Action("F", 1, 0), 104.0, 106.0)
+    early = Span(0, "compute", Action("F", 0, 0), 100.0, 103.0)
+    pair = Span(0, "compute", Together(Action("F", 0, 1), Action("B", 0, 0)), 106.0, 110.0)
+    timeline = timeline_of("1f1b", Placement.loop(2), 2, [late, pair, early])
+    assert [(span.rank, span.start, span.end) for span in timeline.spans] == [
+        (0, 0, 3),
+        (0, 6, 10),
+        (1, 4, 6),
+    ]
+    assert timeline.makespan == 10 and timeline.bubble == pytest.approx(1 - 9 / 20)
+    assert timeline.peak_bytes is None
+
+
+def test_a_file_that_is_not_there_names_the_key_that_makes_it(tmp_path):
+    with pytest.raises(ConfigError, match="there is no .*pipeline.json; a run with profile.pipeline=true"):
+        read_timelines(tmp_path / FILE_NAME)
+
+
+GOOD = {
+    "schedule": "1f1b",
+    "rank_of": [0],
+    "num_micro_batches": 1,
+    "steps": [{"step": 1, "spans": [[0, "compute", "0F0", 0.0, 1.0]]}],
+}
+
+
+def with_span(*span: object) -> dict:
+    return {**GOOD, "steps": [{"step": 1, "spans": [list(span)]}]}
+
+
+OTHER = " is no recording of a pipeline: "
+
+
+@pytest.mark.parametrize(
+    "document, problem",
+    [
+        ("{", " is no JSON: Expecting property name"),
+        ([], ": expected object, found array"),
+        ({}, ": object missing required field schedule"),
+        ({**GOOD, "rank_of": []}, f"{OTHER}a span of rank 0 of a pipeline of 0 ranks"),
+        ({**GOOD, "steps": [{"step": 1, "spans": []}]}, f"{OTHER}.*a step has no spans"),
+        ({**GOOD, "steps": [{"spans": []}]}, r": steps.0.: object missing required field step"),
+        (with_span(0, "compute", "0F0", 0.0), r": steps.0.\.spans.0.: expected array of length 5, found 4"),
+        (with_span(0, "gpu", "0F0", 0.0, 1.0), f"{OTHER}.*'gpu' is no track, which are compute, comm"),
+        (with_span(0, "compute", "F0", 0.0, 1.0), f"{OTHER}.*'F0' is no action such as 3F0"),
+        (with_span(0, "compute", "0F0+0B1+0W1", 0.0, 1.0), f"{OTHER}.*'0B1.0W1' is no action"),
+        (with_span(3, "compute", "0F0", 0.0, 1.0), f"{OTHER}.*rank 3 of a pipeline of 1 ranks"),
+        (with_span(0, "compute", "4F0", 0.0, 1.0), f"{OTHER}.*'4F0' is of stage 4 of 1 stages"),
+    ],
+)
+def test_another_file_is_refused_with_what_is_wrong(document, problem, tmp_path):
+    path = tmp_path / FILE_NAME
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    with pytest.raises(ConfigError, match=f"pipeline.json{problem}"):
+        read_timelines(path)

@@ -39,12 +39,12 @@ class Schedule:
     """True where stages lie on a V, on which tables follow the costs of stages; others go round the ranks."""
     build_overlapped: Build | None = None
     """Maker of the table whose forwards and backwards run together, where there is one."""
-    is_searched: bool = True
-    """False for a schedule that another one beats in time and memory, so that no search tries it."""
+    keeps_all: bool = False
+    """True where ranks keep the activations of all micro-batches; a search tries no such schedule."""
 
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe, "all forwards, then all backwards", is_searched=False),
+    "gpipe": Schedule(gpipe, "all forwards, then all backwards", keeps_all=True),
     "1f1b": Schedule(
         one_forward_one_backward,
         "a forward and a backward in turns",

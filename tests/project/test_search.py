@@ -1,7 +1,6 @@
 """A search finds what brute force finds, and says of each other candidate why it does not run."""
 
 import io
-import itertools
 import re
 import shlex
 from dataclasses import replace
@@ -14,17 +13,15 @@ from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import in_flight
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
-from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.walk import Walk
+from graphmoe.plan.pipeline.simulate import Costs
 from graphmoe.plan.rules.check import check, resolve
 from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys
-from graphmoe.project.candidates import TRIED_SCHEDULES, Candidates
+from graphmoe.project.candidates import Candidates
 from graphmoe.project.document import MEMORY_ERROR, project
-from graphmoe.project.estimates import FASTER, FASTER_ON_A_V
 from graphmoe.project.page import write_search
 from graphmoe.project.search import search
 from graphmoe.project.search_table import render_search
-from tests.projection.test_activations import MODEL
+from tests.plan.costs.test_activations import MODEL
 from tests.runs import config
 
 OPEN = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=32", "model.num_layers=6")
@@ -72,7 +69,7 @@ def test_the_best_are_those_of_brute_force(small_card):
     assert best["best"] == everything["best"][:5]
     for line in best["others_that_fit"]:
         same = next(other for other in everything["best"] if other["words"] == line["words"])
-        assert same["tokens_per_s_per_gpu"] <= line["at_most_tokens_per_s_per_gpu"]
+        assert same["tokens_per_s_per_gpu"] == pytest.approx(line["about_tokens_per_s_per_gpu"], rel=0.15)
         assert same["memory_gb"]["total"] == pytest.approx(line["total_gb"])
 
 
@@ -119,7 +116,7 @@ def test_where_nothing_leaves_a_margin_the_fastest_is_recommended_with_a_warning
 def test_a_layout_near_the_limit_is_listed_again_with_what_leaves_a_margin(monkeypatch):
     fixed = ("parallel.tp=1", "parallel.cp=1", "parallel.ep=1", "parallel.pp=4", "pipeline.schedule=1f1b")
     fixed += ("train.micro_batch_size=16", "train.global_batch_size=256")
-    kinds = Candidates(configured(*fixed), ProjectArgs("h200"), frozenset()).again()
+    kinds = Candidates(configured(*fixed), ProjectArgs("h200"), frozenset()).kinds
     totals = {kind.words: total_gb(kind.words, *fixed) for kind in kinds}
     found = on_card(1.01 * totals["recompute=none"], monkeypatch, *fixed)
     listed = {line["recompute"]: line["fits_with_margin"] for line in found["best"]}
@@ -223,13 +220,16 @@ def test_no_layout_of_a_number_of_ranks_is_an_error_with_its_arithmetic(small_ca
 def test_experts_are_cut_only_where_there_are_too_few_to_share():
     args = ProjectArgs("h200", search=True)
     run = resolve(completed(configured("model.num_experts=2"), args))
-    sizes = {(s.layout.tp, s.layout.ep, s.layout.etp) for s, _ in Candidates(run, args, frozenset()).shapes()}
+    sizes = {
+        (s.layout.tp, s.layout.ep, s.layout.etp) for s, _ in Candidates(run, args, frozenset()).layouts()
+    }
     assert (2, 1, 2) not in sizes and (2, 2, 2) in sizes
 
 
 TABLES = [
     (name, virtual, overlap)
-    for name in TRIED_SCHEDULES
+    for name, facts in SCHEDULES.items()
+    if not facts.keeps_all
     for virtual in ((2, 3) if name == "interleaved" else (SCHEDULES[name].virtual_stages[0],))
     for overlap in (False, True)
     if not overlap or SCHEDULES[name].build_overlapped
@@ -247,46 +247,10 @@ def test_two_micro_batches_for_each_rank_fill_a_pipeline(name, virtual_stages, o
         assert [*map(set, in_flight(short))] == [*map(set, in_flight(long))]
 
 
-@pytest.mark.parametrize(("name", "virtual_stages", "overlap"), TABLES)
-def test_a_walk_takes_as_long_as_the_simulation(name, virtual_stages, overlap):
-    table = make_table(name, 4, 9, virtual_stages, overlap=overlap)
-    stages = range(table.placement.num_stages)
-    walk = Walk(table)
-    for comm, hidden in itertools.product((0.0, 0.3), (0.0, 0.2)):
-        costs = Costs(
-            tuple(1 + 0.1 * (s % 3) for s in stages),
-            tuple(1.2 + 0.05 * s for s in stages),
-            tuple(0.6 for _ in stages),
-            comm,
-            hidden,
-        )
-        assert walk.makespan(costs) == simulate(table, costs).makespan
-
-
-@pytest.mark.parametrize(("name", "virtual_stages", "overlap"), TABLES)
-def test_micro_batches_that_a_table_has_not_are_no_faster_than_its_last(name, virtual_stages, overlap):
-    for num_ranks, comm in itertools.product((2, 4, 5), (0.0, 0.1, 0.4)):
-        tables = [
-            make_table(name, num_ranks, each * num_ranks, virtual_stages, overlap=overlap)
-            for each in (2, 3, 7)
-        ]
-        stages = range(tables[0].placement.num_stages)
-        costs = Costs(
-            tuple(1 + 0.07 * (s % 3) for s in stages),
-            tuple(1.3 + 0.04 * (s % 4) for s in stages),
-            tuple(0.5 for _ in stages),
-            comm,
-        )
-        short, longer, long = (Walk(table).makespan(costs) for table in tables)
-        assert short + 5 * (longer - short) <= long * (1 + FASTER)
-
-
 @pytest.mark.parametrize("ratio", [(1, 1, 0.5), (1, 2.2, 0.3), (1, 1.3, 2.1), (1, 1.6, 0.9)])
 @pytest.mark.parametrize("name", [name for name, line in SCHEDULES.items() if line.is_folded])
 def test_short_tables_that_follow_costs_stand_for_long_ones(name, ratio):
     for num_ranks in (3, 4, 6):
         costs = Costs.of_rank(Placement.folded(num_ranks), *ratio, comm=0.02)
-        tables = [make_table(name, num_ranks, each * num_ranks, costs=costs) for each in (2, 3, 7)]
-        assert [*map(set, in_flight(tables[0]))] == [*map(set, in_flight(tables[2]))]
-        short, longer, long = (Walk(table).makespan(costs) for table in tables)
-        assert short + 5 * (longer - short) <= long * (1 + FASTER_ON_A_V)
+        tables = [make_table(name, num_ranks, each * num_ranks, costs=costs) for each in (2, 7)]
+        assert [*map(set, in_flight(tables[0]))] == [*map(set, in_flight(tables[1]))]

@@ -27,7 +27,7 @@ from graphmoe.project.arguments import Assumptions, ProjectArgs, completed
 from graphmoe.project.document import project
 from graphmoe.project.memory import allocated_bytes
 from graphmoe.project.tables import render
-from tests.projection.test_activations import MODEL
+from tests.plan.costs.test_activations import MODEL
 from tests.runs import config
 
 RAW = Path(__file__).parents[2] / "docs/benchmarks/projection_h200"

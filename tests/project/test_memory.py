@@ -10,7 +10,7 @@ from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.project.memory import MEMORY_KINDS, exact_memory
 from graphmoe.training.dry_run import dry_run
-from tests.projection.test_activations import MODEL
+from tests.plan.costs.test_activations import MODEL
 from tests.runs import config
 
 LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")

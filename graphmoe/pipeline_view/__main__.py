@@ -17,9 +17,8 @@ from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.pipeline_view.arguments import ViewArgs, check
-from graphmoe.pipeline_view.bars import Panel
+from graphmoe.pipeline_view.bars import Panel, timeline_document, timeline_table
 from graphmoe.pipeline_view.chart import draw_chart
-from graphmoe.pipeline_view.numbers import timeline_document, timeline_table
 from graphmoe.pipeline_view.page import write_page
 from graphmoe.pipeline_view.plans import DEFAULT_COST, Plan, layout_document, layout_table, make_plan
 from graphmoe.pipeline_view.sources import recorded_panels

@@ -70,8 +70,7 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
     from graphmoe.project.document import project  # imports torch
     from graphmoe.project.page import write_projection, write_search
     from graphmoe.project.search import search
-    from graphmoe.project.search_table import render_search
-    from graphmoe.project.tables import render
+    from graphmoe.project.tables import render, render_search
 
     if args.search:
         with _shown_progress() as report:

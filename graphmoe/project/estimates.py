@@ -10,6 +10,7 @@ from typing import NamedTuple
 from graphmoe.config.schema import DispatcherChoice, ModelConfig, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.activations import stage_activations
+from graphmoe.plan.costs.segment_times import SegmentTime
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
@@ -57,7 +58,7 @@ class ShortPipeline:
 class _Stage(NamedTuple):
     """Needs of a stage for one micro-batch."""
 
-    seconds: float
+    time: SegmentTime
     host_s: float
     activations: float
 
@@ -117,7 +118,7 @@ class Estimates:
 
     def model_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one micro-batch through the whole model."""
-        return self._stage(self._like(candidate), candidate.kind, self._all).seconds
+        return self._stage(self._like(candidate), candidate.kind, self._all).time.total
 
     def seconds(self, candidate: Candidate, pipeline: ShortPipeline) -> float:
         """Return about the seconds of a step: the place with most to compute, and waits of ranks alike."""
@@ -127,7 +128,7 @@ class Estimates:
         of_places = [
             [self._stage(like, kind, pieces) for pieces in place.stages] for place in pipeline.places
         ]
-        busiest = max(sum(stage.seconds for stage in stages) for stages in of_places)
+        busiest = max(sum(stage.time.total for stage in stages) for stages in of_places)
         makespan = count * busiest
         if layout.pp > 1:
             each, further = self._waits(candidate)
@@ -141,10 +142,9 @@ class Estimates:
 
     def _waits(self, candidate: Candidate) -> tuple[float, float]:
         """Return times of a rank's stages that each micro-batch and each further rank adds to a makespan."""
-        config, sizes = self._sizes[self._like(candidate)]
-        config = replace(config, recompute=self.kinds[candidate.kind].config)
-        time = total_time(stage_times(config, sizes, self.speeds, self._all))
-        message = message_seconds(replace(sizes, layout=candidate.layout), self.speeds)
+        like = self._like(candidate)
+        time = self._stage(like, candidate.kind, self._all).time
+        message = message_seconds(replace(self._sizes[like][1], layout=candidate.layout), self.speeds)
         shares = [round(20 * share / time.total) / 20 for share in (time.forward, time.inputs, time.weights)]
         # rounded, so that a few pipelines stand for all
         delay = float(f"{message * candidate.layout.pp / time.total:.1g}")
@@ -193,7 +193,7 @@ class Estimates:
         times = stage_times(config, sizes, self.speeds, pieces)
         kept = stage_activations(sizes, config.recompute, pieces)
         return _Stage(
-            total_time(times).total,
+            total_time(times),
             host_seconds(config, times, self.speeds),
             float(sum(part.total() for part in kept.values())),
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from graphmoe.project.document import NEAR, margin_words
 from graphmoe.project.memory import MEMORY_KINDS
-from graphmoe.project.search_table import listed, recommendation
+from graphmoe.project.tables import listed, recommendation
 from graphmoe.web_page.page import COLOURS, Chart, grid, paragraph, table, tiles, write_page
 
 KINDS = MEMORY_KINDS[:-1]

@@ -20,7 +20,7 @@ from graphmoe.project.candidates import Candidates
 from graphmoe.project.document import MEMORY_ERROR, project
 from graphmoe.project.page import write_search
 from graphmoe.project.search import search
-from graphmoe.project.search_table import render_search
+from graphmoe.project.tables import render_search
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config
 

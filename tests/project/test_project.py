@@ -1,7 +1,6 @@
 """The command line of projections: the numbers of its document, its tables, and its errors."""
 
 import json
-from typing import NamedTuple
 
 import pytest
 
@@ -15,37 +14,29 @@ CHART = ("model=moe_1t", "hardware=mi300x", "nodes=96", "train.micro_batch_size=
 SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
 
 
-class Result(NamedTuple):
-    status: int
-    out: str
-    err: str
+@pytest.fixture
+def document(project):
+    def document(*words: str):
+        result = project(*words, "format=json")
+        assert result.status == 0, result.err
+        return json.loads(result.out)
 
-
-def project(*words: str, folder) -> Result:
-    """The finished command line."""
-    finished = command(folder, *words, module="graphmoe.project", environment={"COLUMNS": "160"})
-    return Result(finished.wait(), finished.out.read_text(), finished.err.read_text())
-
-
-def document(*words: str, folder):
-    result = project(*words, "format=json", folder=folder)
-    assert result.status == 0, result.err
-    return json.loads(result.out)
+    return document
 
 
 @pytest.mark.parametrize(
     ("words", "total", "fits"),
     [(("parallel.ep=8",), 195.0, False), (("parallel.ep=8", "parallel.cp=2"), 118.3, True)],
 )
-def test_the_published_chart_is_one_command(words, total, fits, tmp_path):
-    found = document(*CHART, "parallel.pp=24", *words, "assumptions=published", folder=tmp_path)
+def test_the_published_chart_is_one_command(words, total, fits, document):
+    found = document(*CHART, "parallel.pp=24", *words, "assumptions=published")
     assert (found["memory_gb"]["total"], found["fits"]) == (total, fits)
     assert found["memory_gb_per_rank"] == [found["memory_gb"]] * 768
 
 
-def test_every_rank_is_listed_and_the_worst_is_one_of_them(tmp_path):
+def test_every_rank_is_listed_and_the_worst_is_one_of_them(document):
     words = ("parallel.pp=2", "model.num_layers=6", "pipeline.schedule=zbv")
-    found = document(*SMALL, *words, folder=tmp_path)
+    found = document(*SMALL, *words)
     ranks = found["memory_gb_per_rank"]
     assert len(ranks) == 8 and tuple(ranks[0]) == MEMORY_KINDS
     assert found["memory_gb"] == ranks[found["worst_rank"]]
@@ -56,23 +47,23 @@ def test_every_rank_is_listed_and_the_worst_is_one_of_them(tmp_path):
     assert sum(found["buffers_gb"].values()) == pytest.approx(found["memory_gb"]["buffers"])
 
 
-def test_tables_end_in_a_verdict(tmp_path):
-    result = project(*SMALL, "parallel.pp=2", "parallel.ep=2", folder=tmp_path)
+def test_tables_end_in_a_verdict(project):
+    result = project(*SMALL, "parallel.pp=2", "parallel.ep=2")
     assert result.status == 0 and "fits: rank" in result.out.splitlines()[-1], result.err
-    result = project(*CHART, "parallel.pp=24", "parallel.ep=8", folder=tmp_path)
+    result = project(*CHART, "parallel.pp=24", "parallel.ep=8")
     words = " ".join(result.out.split())
     assert "DOES NOT FIT: rank 0 needs" in words and "most are activations" in words
 
 
-def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path):
+def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, project, document):
     words = (*CHART, "parallel.pp=16", "parallel.ep=4", "parallel.cp=2", "parallel.cp_method=ring")
     words += ("pipeline.schedule=interleaved", "pipeline.virtual_stages=6", "recompute.ops=[layernorm]")
     page = tmp_path / "near.html"
-    found = document(*words, f"page={page}", folder=tmp_path)
+    found = document(*words, f"page={page}")
     assert found["fits"] and not found["fits_with_margin"]
     assert found["left_gb"] == pytest.approx(192 - found["memory_gb"]["total"]) and found["left_gb"] < 9.6
     said = f"{found['left_gb']:,.1f} GB more. Near the limit: less than 9.6 GB are left, 5% of the card"
-    assert said in " ".join(project(*words, folder=tmp_path).out.split())
+    assert said in " ".join(project(*words).out.split())
     text = page.read_text()
     assert "GB left, near the limit" in text and all(reason in text for reason in found["not_counted"][1:])
 
@@ -122,23 +113,23 @@ def test_advice_is_what_there_is_to_change():
         (("hardware=h100", "search=true", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_to_type(words, message, tmp_path):
-    result = project(*words, folder=tmp_path)
+def test_what_is_wrong_is_named_with_what_to_type(words, message, project):
+    result = project(*words)
     assert result.status == 2 and message in result.err, result.err
     assert "Traceback" not in result.err
 
 
-def test_a_search_lists_layouts_and_draws_them(tmp_path):
+def test_a_search_lists_layouts_and_draws_them(tmp_path, project, document):
     page = tmp_path / "search.html"
     words = (*SMALL, "search=true", "top=3", "parallel.tp=1", "train.global_batch_size=16")
-    result = project(*words, f"page={page}", folder=tmp_path)
+    result = project(*words, f"page={page}")
     assert (result.status, result.err) == (0, f"wrote {page}\n")  # progress is for terminals
     assert "tokens/s/GPU" in result.out
     text = page.read_text()
     assert (
         "plotly" in text and "card, 141 GB" in text and "tokens/s/GPU" in text and "src=" not in text[:2000]
     )
-    found = document(*words, folder=tmp_path)
+    found = document(*words)
     assert found["global_batch_size"] == 16  # typed, though it is a run's default
     assert len(found["best"]) == 3
     for line in found["best"]:
@@ -147,17 +138,17 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path):
     assert len(command) > 160 and result.out.splitlines()[-1] == command and command in text
 
 
-def test_a_page_of_a_search_that_finds_nothing_says_so(tmp_path):
+def test_a_page_of_a_search_that_finds_nothing_says_so(tmp_path, project):
     page = tmp_path / "search.html"
     words = ("model=moe_1t", "hardware=h100", "nodes=1", "train.micro_batch_size=1", "search=true")
-    result = project(*words, f"page={page}", folder=tmp_path)
+    result = project(*words, f"page={page}")
     assert result.status == 0, result.err
     assert "Nothing fits 8 cards of 80 GB." in page.read_text()
 
 
-def test_a_page_has_the_kinds_of_memory_and_the_segments(tmp_path):
+def test_a_page_has_the_kinds_of_memory_and_the_segments(tmp_path, project):
     page = tmp_path / "one.html"
-    result = project(*SMALL, "parallel.pp=2", "model.num_layers=6", f"page={page}", folder=tmp_path)
+    result = project(*SMALL, "parallel.pp=2", "model.num_layers=6", f"page={page}")
     assert result.status == 0, result.err
     text = page.read_text()
     for words in (*MEMORY_KINDS[:-1], "moe_experts", "0..3", "4..7", "card, 141 GB"):
@@ -168,7 +159,8 @@ def test_no_key_of_a_run_is_taken_for_a_misspelt_one_of_the_tool():
     check_words([f"{key}=x" for key in (*known_keys(), *(p.name for p in (ROOT / "conf").iterdir()))])
 
 
-def test_help_names_the_keys_of_the_tool_and_of_a_run(tmp_path):
-    result = project("--help", folder=tmp_path)
-    assert result.status == 0
-    assert "hardware=" in result.out and "micro_batch_size" in result.out
+def test_help_of_the_command_names_the_keys_of_the_tool_and_of_a_run(tmp_path):
+    finished = command(tmp_path, "--help", module="graphmoe.project")
+    assert finished.wait() == 0, finished.err.read_text()
+    shown = finished.out.read_text()
+    assert "hardware=" in shown and "micro_batch_size" in shown

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from graphmoe.project.__main__ import EXAMPLES
-from tests.runs import ROOT, command
+from tests.runs import ROOT
 from tests.test_docs import rows_below
 
 PAGE = ROOT / "docs" / "projection.md"
@@ -20,14 +20,19 @@ COMMANDS = [
 ]
 
 
-def projected(words: str, folder):
-    """The document of a command of the tool."""
-    finished = command(folder, *shlex.split(words), "format=json", module="graphmoe.project")
-    assert finished.wait() == 0, finished.err.read_text()
-    return json.loads(finished.out.read_text())
+@pytest.fixture
+def projected(project):
+    """Make the document of a command of the tool."""
+
+    def projected(words: str):
+        result = project(*shlex.split(words), "format=json")
+        assert result.status == 0, result.err
+        return json.loads(result.out)
+
+    return projected
 
 
-def test_commands_of_the_documentation_project_what_fits(tmp_path):
+def test_commands_of_the_documentation_project_what_fits(tmp_path, projected):
     """Searches are left to their own tests, files of rates to those who measured them."""
     shown = [*COMMANDS, *(example.partition("graphmoe.project ")[2] for example in EXAMPLES)]
     singles = {
@@ -36,7 +41,7 @@ def test_commands_of_the_documentation_project_what_fits(tmp_path):
     assert len(singles) >= 5
     for words in sorted(singles):
         expected = "pipeline.virtual_stages" not in words  # the one that is said not to fit
-        assert projected(words, tmp_path)["fits"] == expected, words
+        assert projected(words)["fits"] == expected, words
     assert (tmp_path / "moe_1t.html").is_file()
 
 
@@ -48,10 +53,10 @@ def sizes_of(layout: str) -> str:
 
 
 @pytest.mark.parametrize("row", rows_below(PAGE, "| sequences of 4096"), ids=lambda row: row[0])
-def test_what_runs_of_this_project_take_is_beside_each_row_of_the_chart(row, tmp_path):
+def test_what_runs_of_this_project_take_is_beside_each_row_of_the_chart(row, projected):
     words = f"{CHART} hardware=mi300x pipeline.schedule=interleaved {sizes_of(row[0])}"
     words += f" pipeline.virtual_stages={4 if 'PP24' in row[0] else 2}"
-    exact = projected(words, tmp_path)["memory_gb"]["total"]
+    exact = projected(words)["memory_gb"]["total"]
     assert f"{exact:.1f}" == row[-1]
 
 
@@ -63,14 +68,14 @@ def layouts():
 
 
 @pytest.mark.parametrize("row", layouts(), ids=lambda row: " ".join(row[:2]))
-def test_a_row_of_the_table_of_a_search_is_projected(row, tmp_path):
+def test_a_row_of_the_table_of_a_search_is_projected(row, projected):
     card, layout, schedule, memory, bubble, rate = row
     name, _, virtual_stages = schedule.replace("`", "").partition(", ")
     words = f"{CHART} hardware={card.lower()} {sizes_of(layout)} train.global_batch_size=3072"
     words += f" pipeline.schedule={name} pipeline.virtual_stages={virtual_stages or 'null'}"
     words += " parallel.cp_method=ring" * ("ring" in layout)
     words += " recompute.ops=[layernorm]" * ("norms again" in layout)
-    found = projected(words, tmp_path)
+    found = projected(words)
     near = "" if found["fits_with_margin"] else ", near the limit"
     assert f"{found['memory_gb']['total']:.1f}{near}" == memory
     assert (f"{found['bubble']:.0%}", f"{found['tokens_per_s_per_gpu']:,.0f}") == (bubble, rate)

@@ -160,7 +160,7 @@ def test_no_key_of_a_run_is_taken_for_a_misspelt_one_of_the_tool():
 
 
 def test_help_of_the_command_names_the_keys_of_the_tool_and_of_a_run(tmp_path):
-    finished = command(tmp_path, "--help", module="graphmoe.project")
+    finished = command(tmp_path, "--help", module="graphmoe.project.__main__")
     assert finished.wait() == 0, finished.err.read_text()
     shown = finished.out.read_text()
     assert "hardware=" in shown and "micro_batch_size" in shown

@@ -32,6 +32,7 @@ def projected(project):
     return projected
 
 
+@pytest.mark.slow
 def test_commands_of_the_documentation_project_what_fits(tmp_path, projected):
     """Searches are left to their own tests, files of rates to those who measured them."""
     shown = [*COMMANDS, *(example.partition("graphmoe.project ")[2] for example in EXAMPLES)]
@@ -67,6 +68,7 @@ def layouts():
     return [(card, *row[1:]) for card, row in zip(cards, rows, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", layouts(), ids=lambda row: " ".join(row[:2]))
 def test_a_row_of_the_table_of_a_search_is_projected(row, projected):
     card, layout, schedule, memory, bubble, rate = row

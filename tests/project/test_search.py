@@ -81,6 +81,7 @@ def on_card(memory_gb: float, monkeypatch, *words: str, top: int = 10_000):
     return searched(ProjectArgs("h200", search=True, top=top), *words)
 
 
+@pytest.mark.slow
 def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_listed(
     small_card, monkeypatch, tmp_path
 ):
@@ -102,6 +103,7 @@ def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_li
     assert found["recommended"]["command"] in page and "<td>0.0, near the limit</td>" in page
 
 
+@pytest.mark.slow
 def test_where_nothing_leaves_a_margin_the_fastest_is_recommended_with_a_warning(small_card, monkeypatch):
     everything = on_card(SMALL["memory_gb"], monkeypatch, *NARROW)
     least = min(line["memory_gb"]["total"] for line in everything["best"])
@@ -129,6 +131,7 @@ def total_gb(words: str, *fixed: str) -> float:
     return projected(" ".join((words, *fixed)), ProjectArgs("h200"))["memory_gb"]["total"]
 
 
+@pytest.mark.slow
 def test_a_search_reports_how_far_it_is(small_card):
     said = []
     config = resolve(completed(configured(*NARROW), small_card, fixed_keys(NARROW)))
@@ -156,6 +159,7 @@ OF_A_FILE = (
 )
 
 
+@pytest.mark.slow
 def test_what_a_file_sets_and_a_search_replaces_is_typed_back(small_card):
     """Words that nobody typed are a file's: candidates have other values, which their words must say."""
     run = resolve(completed(configured(*OF_A_FILE), small_card, fixed_keys(NARROW)))
@@ -167,6 +171,7 @@ def test_what_a_file_sets_and_a_search_replaces_is_typed_back(small_card):
             assert document[key] == line[key], (line["words"], key)
 
 
+@pytest.mark.slow
 def test_what_is_listed_is_what_the_tool_says_of_it(small_card):
     found = searched(small_card, "model.num_experts=8")
     for line in found["best"]:
@@ -182,6 +187,7 @@ def test_what_no_projection_counts_is_refused_before_anything_is_tried(small_car
             searched(small_card, word)
 
 
+@pytest.mark.slow
 def test_candidates_that_are_too_large_say_by_how_much_and_what_is_largest(small_card):
     found = searched(small_card, "parallel.cp=1")
     large = [line for line in found["rejected"] if line["reason"].startswith("most are ")]
@@ -200,6 +206,7 @@ def test_rules_of_a_run_are_the_reasons_of_what_they_forbid(small_card):
     assert not any("use " in reason for reason in reasons)  # a search tries other layouts itself
 
 
+@pytest.mark.slow
 def test_keys_of_the_command_line_stay(small_card):
     words = ("parallel.ep=2", "pipeline.schedule=zbv", "recompute.all=true")
     found = searched(small_card, *words)

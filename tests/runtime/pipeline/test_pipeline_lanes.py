@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.runtime.pipeline.test_transfers import TABLES
 
 from graphmoe.plan.pipeline.actions import parts
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.runtime.pipeline.engine import lanes_of
+from tests.plan.pipeline.test_transfers import TABLES
 
 
 def of_ranks():

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from graphmoe import conf
+import graphmoe.conf
 from graphmoe.config.packages import PLUGINS
 from graphmoe.config.schema import RunConfig
 
@@ -160,7 +160,7 @@ def _unreadable(argv: Sequence[str]) -> str | None:
 
 
 def _conf_folder() -> Path:
-    return Path(conf.__path__[0])
+    return Path(graphmoe.conf.__path__[0])
 
 
 def _groups() -> list[str]:

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from graphmoe.ops.grouped_mlp.triton_steps import (
-    INTO_BLOCK,
     TABLE_BLOCK,
-    into,
     row_tiles,
     rows_constants,
     weight_grad_constants,
     weight_sums,
 )
 from graphmoe.ops.grouped_mlp.tuning import STEPS, Config, default, with_height
+from graphmoe.ops.grouped_mlp.weight_grad_kernel import INTO_BLOCK, into
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
 from tests.ops.interpreted import KERNELS, assert_passed_in_the_interpreter, device_of
 from tests.ops.mlp_cases import assert_directions_match, make_problem, ops_of, poison

@@ -146,7 +146,7 @@ class Stepwise:
         """Store both in ``totals``, or add them, rounded to the dtype of x first."""
         for total, gradient in zip(totals, self.wgrad(dy_TD, x_TD, dh_RH, a_RF, plan), strict=True):
             if total.is_cuda and is_installed("triton"):
-                from graphmoe.ops.grouped_mlp.triton_steps import into
+                from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
 
                 into(total, gradient, add=add)
             elif add:

@@ -20,8 +20,6 @@ from graphmoe.ops.threads import num_warps
 
 TABLE_BLOCK = 16
 """Entries of the table of row tiles that a program writes."""
-INTO_BLOCK = 4096
-"""Elements of a gradient that a program stores in fp32."""
 Tiles = Callable[[int], Tensor]
 """Height of row tiles -> their table."""
 
@@ -141,21 +139,6 @@ def weight_grad(
         )
         _with_scratch_memory(launch)
     return result
-
-
-def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
-    """Store a gradient of any dtype in fp32, or add it; torch's copies between dtypes take twice as long."""
-    import triton
-
-    from graphmoe.ops.grouped_mlp.weight_grad_kernel import into_kernel
-
-    assert total.is_contiguous() and total.shape == gradient.shape
-    size = total.numel()
-    if size:
-        gradient = gradient.contiguous()
-        into_kernel[(triton.cdiv(size, INTO_BLOCK),)](
-            gradient, total, size, ADD=add, BLOCK=INTO_BLOCK, num_warps=num_warps(256)
-        )
 
 
 def weight_grad_constants(

@@ -15,8 +15,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from graphmoe.ops.grouped_mlp.rows_kernel import in_turns
+from graphmoe.ops.threads import num_warps
+
+INTO_BLOCK = 4096
+"""Elements of a gradient that a program stores in fp32."""
+
+
+def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
+    """Store a gradient of any dtype in fp32, or add it; torch's copies between dtypes take twice as long."""
+    assert total.is_contiguous() and total.shape == gradient.shape
+    size = total.numel()
+    if size:
+        gradient = gradient.contiguous()
+        into_kernel[(triton.cdiv(size, INTO_BLOCK),)](
+            gradient, total, size, ADD=add, BLOCK=INTO_BLOCK, num_warps=num_warps(256)
+        )
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from typing import Any
 
 from graphmoe.checkpoint.hf import deepseek, grouped_query
 from graphmoe.checkpoint.hf.keys import Keys
-from graphmoe.config.schema import AttentionKind, ConfigError, GroupScore, ModelConfig, RopeScaling, RunConfig
-from graphmoe.plan.rules.check import violations
+from graphmoe.config.schema import AttentionKind, ConfigError, GroupScore, ModelConfig, RopeScaling
+from graphmoe.plan.rules.model import model_problems
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
     )
     if keys.problems:
         return config, keys.problems
-    return config, [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
+    return config, model_problems(config)
 
 
 def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
-import re
-import typing
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
-from graphmoe.config.ranges import FP32, PATH, AtMost, Range, SchemaField, fields_of
+from graphmoe.config.ranges import fields_of
 from graphmoe.config.schema import (
     ComputeDtype,
     ConfigError,
@@ -20,7 +16,6 @@ from graphmoe.config.schema import (
     RunConfig,
     cache_root,
     compiled_folder,
-    is_path,
 )
 from graphmoe.plan.experts import dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout
@@ -32,6 +27,7 @@ from graphmoe.plan.rules.experts import (
     stage_rules,
     vendor_dispatch_rules,
 )
+from graphmoe.plan.rules.fields import form_rules, range_rules, type_rules
 from graphmoe.plan.rules.model import model_rules, router_rules
 from graphmoe.plan.rules.parallel import (
     batch_rules,
@@ -60,8 +56,6 @@ from graphmoe.segments import lowest_stage
 DEFAULT_SEQ_LEN = 4096
 LONGEST_NAME = 200
 """Bytes of a run's name: file systems take 255, and numbers and endings are added."""
-LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-LARGEST_BELOW_ONE = 1 - 2**-24
 
 
 def check(config: RunConfig) -> None:
@@ -74,13 +68,13 @@ def check(config: RunConfig) -> None:
 def violations(config: RunConfig) -> list[str]:
     """Return every violated rule of a configuration, each with valid values. Pure."""
     fields = [*fields_of(config)]
-    if unusable := [line for field in fields for line in [*_item_rules(field), *_integer_rules(field)]]:
+    if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable  # with which other rules cannot compute
     config = with_dry_batch(config)
     train, model, parallel = config.train, config.model, config.parallel
     compiles, scope, seq_len = config.compile.enabled, config.graph.scope, seq_len_of(config)
     own = [
-        *(line for field in fields for line in _range_rules(field)),
+        *(line for field in fields for line in range_rules(field)),
         *model_rules(model),
         *router_rules(model),
         *batch_rules(train.global_batch_size, train.micro_batch_size),
@@ -88,7 +82,7 @@ def violations(config: RunConfig) -> list[str]:
     return [
         *own,
         *_name_rules(config.run.name),
-        *(line for field in fields for line in [*_path_rules(field), *_fp32_rules(field)]),
+        *(line for field in fields for line in form_rules(field)),
         *lr_schedule_rules(config.optim, train.steps),
         *data_rules(config.data, model),
         *checkpoint_rules(config.checkpoint),
@@ -149,62 +143,6 @@ def seq_len_of(config: RunConfig) -> int:
     return config.data.seq_len or min(config.model.context_length, DEFAULT_SEQ_LEN)
 
 
-def _item_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse items of another type than their list's, and texts that UTF-8 has not: OmegaConf takes both."""
-    key, values = field.key, field.value
-    if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
-        wanted = {int: "whole numbers", str: "texts"}[field.hint.__args__[0]]
-        yield f"{key}={values} must be a list of {wanted}"
-    texts = [*values, *values.values()] if isinstance(values, dict) else _items(values)
-    if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
-        yield f"{key}={ascii(values)} has half a character; write it in UTF-8"
-
-
-def _integer_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse integers of more than 64 bits, and those above what stands beside the field."""
-    limit = next((mark.limit for mark in field.marks if isinstance(mark, AtMost)), 2**63 - 1)
-    for value in _items(field.value):
-        if not isinstance(value, int):
-            continue
-        digits = str(value)
-        shown = digits if len(digits) < 30 else f"{digits[:10]}...({len(digits)} digits)"
-        if not -(2**63) <= value < 2**63:
-            yield f"{field.key}={shown} needs more than 64 bits; use at most {limit}"
-        elif value > limit:
-            yield f"{field.key}={shown} is too large; use at most {limit}"
-
-
-def _range_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse numbers out of their range; infinity and NaN are out of every range."""
-    for mark in field.marks:
-        if not isinstance(mark, Range) or field.value is None:
-            continue
-        if not math.isfinite(field.value):
-            yield f"{field.key}={field.value} must be finite and {mark.wanted}"
-        elif not mark.holds(field.value):
-            yield f"{field.key}={field.value} must be {mark.wanted}"
-
-
-def _fp32_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse numbers that become 0, infinite or 1 in fp32; other rules speak of those out of range."""
-    key, value = field.key, field.value
-    if FP32 not in field.marks or not math.isfinite(value) or value == 0:
-        return
-    held = ctypes.c_float(value).value
-    if not LEAST_FP32 <= abs(held) <= MOST_FP32:
-        rounded = "too small for" if abs(held) < LEAST_FP32 else "infinite in"
-        yield f"{key}={value} is {rounded} fp32; use a number from {LEAST_FP32:.2g} to {MOST_FP32:.2g}"
-    elif any(isinstance(mark, Range) and mark.holds(value) and not mark.holds(held) for mark in field.marks):
-        yield f"{key}={value} is {held:.0f} in fp32; use at most {LARGEST_BELOW_ONE:.8f}"
-
-
-def _path_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse paths that no file can have."""
-    for path in _items(field.value) if PATH in field.marks else ():
-        if path and not is_path(path):
-            yield f"{field.key}={ascii(path)[1:-1]} can name no file; use at most 255 bytes between slashes"
-
-
 def _name_rules(name: str) -> Iterator[str]:
     """Refuse names that no folder of a run can have."""
     if name in ("", ".", "..") or set("/\\\0") & set(name):
@@ -212,10 +150,6 @@ def _name_rules(name: str) -> Iterator[str]:
     elif not name.isprintable() or len(name.encode()) > LONGEST_NAME:
         shown = ascii(name[:40])
         yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:

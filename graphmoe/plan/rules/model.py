@@ -5,8 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from graphmoe.config.schema import AttentionKind, GroupScore, ModelConfig, RopeScaling, ScoreFunction
+from graphmoe.config.ranges import fields_of
+from graphmoe.config.schema import (
+    AttentionKind,
+    GroupScore,
+    ModelConfig,
+    RopeScaling,
+    RunConfig,
+    ScoreFunction,
+)
 from graphmoe.plan.layout import divisors
+from graphmoe.plan.rules.fields import range_rules, type_rules
+
+
+def model_problems(model: ModelConfig) -> list[str]:
+    """Return the violated rules of a model that no run is known for."""
+    fields = [field for field in fields_of(RunConfig(model=model)) if field.key.startswith("model.")]
+    if unusable := [line for field in fields for line in type_rules(field)]:
+        return unusable
+    ranges = (line for field in fields for line in range_rules(field))
+    return [*ranges, *model_rules(model), *router_rules(model)]
 
 
 def model_rules(model: ModelConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What all tests share: torch's switches, a cache of the session's own, and a small corpus of text."""
+"""Fixtures of all tests: torch's switches, a cache of the session's own, and a small corpus of text."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def _set_switches() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def switches_of_module() -> None:
-    """What a module's own fixtures start from."""
+    """Set torch's switches before the fixtures of a module run."""
     _set_switches()
 
 
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
-    """What every test starts from, whatever the last one or a fixture that trains has set."""
+    """Set torch's switches before every test, whatever the last test or a fixture that trains has set."""
     _set_switches()
     yield
     _set_switches()

@@ -33,7 +33,7 @@ class Emulation:
         self._running: list[int] = []
 
     def run(self, body: Callable[[EmulatedPeers], Any]) -> list[Any]:
-        """What each rank's call returned; the first error, if there was one."""
+        """Return the result of each rank's call; raise the first error, if there was one."""
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 

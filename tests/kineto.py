@@ -16,7 +16,7 @@ PID, MAIN, BACKWARD = 4711, 4711, 4802
 PRODUCT = [[4096, 2048], [2048, 1024]]
 """Shapes of a product that a trace has."""
 FACTS = {"run": "tiny", "rank": 0, "num_ranks": 2, "steps": [10, 11], "graph_scope": "none"}
-"""What a run says of its trace."""
+"""Facts that a run stores beside its trace."""
 
 
 class KinetoTrace:
@@ -46,7 +46,7 @@ class KinetoTrace:
         self._ids = 0
 
     def range(self, name: str, start: float, end: float, thread: int = MAIN) -> None:
-        """What ``record_function`` leaves, on the host and on the device."""
+        """Add the two events of ``record_function``, on the host and on the device."""
         self._host("user_annotation", name, start, end, thread, {})
         self._put("gpu_user_annotation", name, start, end, 0, 7, {"External id": self._ids})
 

@@ -26,7 +26,7 @@ class Stream:
 
 @dataclass
 class Event:
-    """What was queued before it on the stream that recorded it."""
+    """Event with the work that was queued before it on the stream that recorded it."""
 
     gpu: Gpu
     behind: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class Gpu:
     on: dict[str, str] = field(default_factory=dict)
     """Name of the stream of each piece of work."""
     behind: dict[str, frozenset[str]] = field(default_factory=dict)
-    """What is done before each piece of work begins."""
+    """Names of the work that is done before each piece of work begins."""
 
     def queue(self, work: str) -> None:
         """Queue a piece of work on the current stream."""

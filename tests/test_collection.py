@@ -38,7 +38,7 @@ def collected(expression: str, *marked: set[str]) -> tuple[list[int], list[int]]
     ],
 )
 def test_slow_and_exhaustive_tests_run_only_where_an_expression_names_them(expression, left):
-    """What is left is then chosen by the expression itself; on a GPU slow tests run too."""
+    """Count the tests that are left for the expression itself to choose from; on a GPU slow tests run too."""
     kept, left_out = collected(expression, set(), {"slow"}, {"exhaustive"}, {"slow", "exhaustive"})
     assert kept == left and sorted(kept + left_out) == [0, 1, 2, 3]
 

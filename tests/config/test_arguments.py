@@ -31,17 +31,17 @@ class Colour(enum.Enum):
 
 @dataclass
 class Args:
-    """Of a tool."""
+    """Arguments of a tool."""
 
     source: Path
-    """What to read."""
+    """File to read."""
     from_: str = "start"
-    """Where to begin."""
+    """Place to begin at."""
     count: int = 3
-    """How
-    many."""
+    """Number
+    of lines."""
     share: float = 0.5
-    """How much."""
+    """Share to read."""
     fast: bool = False
     """Hurry."""
     colour: Colour = Colour.red
@@ -51,7 +51,7 @@ class Args:
     sizes: list[int] | None = None
     """Sizes, by comma."""
     limit: int | None = 10
-    """At most."""
+    """Limit of what is read."""
 
 
 def parse(*words: str) -> Args:
@@ -74,20 +74,20 @@ def test_defaults_stay_and_empty_values_are_values():
 
 @dataclass
 class Paint:
-    """Of a tool's tool."""
+    """Arguments of a tool's tool."""
 
     layers: int = 2
     """Coats."""
     from_: str | None = None
-    """Where it is bought."""
+    """Shop that sells it."""
 
 
 @dataclass
 class PaintedArgs:
-    """Of another tool."""
+    """Arguments of another tool."""
 
     name: str
-    """Whose."""
+    """Name of the owner."""
     paint: Paint = field(default_factory=Paint)
 
 
@@ -96,27 +96,31 @@ def test_a_dataclass_within_has_keys_with_a_dot():
     assert found == PaintedArgs("a", Paint(3, "b"))
     assert parse_args(PaintedArgs, ["name=a"], prog="graphmoe.tool") == PaintedArgs("a")
     rows = [" ".join(line.split()) for line in usage(PaintedArgs, "graphmoe.tool").splitlines()[1:]]
-    assert rows == ["name=... Whose.", "paint.layers=2 Coats.", "paint.from=... Where it is bought."]
+    assert rows == [
+        "name=... Name of the owner.",
+        "paint.layers=2 Coats.",
+        "paint.from=... Shop that sells it.",
+    ]
 
 
 @dataclass
 class Brush:
-    """Of a tool's tool, too."""
+    """Arguments of a tool's tool, too, which has a tool of its own."""
 
     width: int
-    """In mm."""
+    """Width in mm."""
     colours: list[str] = field(default_factory=list)
-    """In turn, by comma."""
+    """Colours in turn, by comma."""
     paint: Paint = field(default_factory=Paint)
-    """For all of them."""
+    """Paint for all colours."""
 
 
 @dataclass
 class BrushArgs:
-    """Of a tool that has another default for what its tools have."""
+    """Arguments of a tool whose own default takes the place of those of its tools."""
 
     brush: Brush = field(default_factory=lambda: Brush(8, ["red", "blue"], Paint(5, "a")))
-    """What to take."""
+    """Brush to take."""
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_all_wrong_words_are_reported_together():
 
 
 def test_a_missing_value_is_named_with_its_documentation():
-    with pytest.raises(ConfigError, match=r"source=\.\.\. is required \(What to read\.\)"):
+    with pytest.raises(ConfigError, match=r"source=\.\.\. is required \(File to read\.\)"):
         parse("count=3")
 
 
@@ -185,13 +189,17 @@ def test_help_prints_each_key_with_default_and_documentation(capsys):
         shown = capsys.readouterr().out
         assert shown.startswith("usage: python -m graphmoe.tool key=value ...\n")
         rows = [" ".join(line.split()) for line in shown.splitlines()[1:]]
-        assert rows[:3] == ["source=... What to read.", "from=start Where to begin.", "count=3 How many."]
+        assert rows[:3] == [
+            "source=... File to read.",
+            "from=start Place to begin at.",
+            "count=3 Number of lines.",
+        ]
         assert "colour=red red or blue." in rows and len(rows) == 9
 
 
 def test_the_documentation_of_a_field_is_one_line_and_of_that_field_only():
     docs = field_docs(Args)
-    assert docs["count"] == "How many." and list(docs)[0] == "source" and len(docs) == 9
+    assert docs["count"] == "Number of lines." and list(docs)[0] == "source" and len(docs) == 9
 
 
 def test_the_nearest_word_or_all_of_them():

@@ -1,4 +1,4 @@
-"""Where caches lie without a home folder, as for a user id that a container does not know."""
+"""Folders of caches without a home folder, as for a user id that a container does not know."""
 
 import pwd
 

@@ -1,4 +1,4 @@
-"""What files of a run have in place of values of host.env and of the environment."""
+"""Placeholders in files of a run for values of host.env and of the environment."""
 
 import pytest
 import yaml

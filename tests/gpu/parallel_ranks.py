@@ -24,7 +24,7 @@ LAYOUT = Layout(tp=2)
 
 @dataclass
 class Replayed:
-    """What a captured graph leaves behind, and what the same left before, uncaptured."""
+    """Results of a captured graph's replay, and of the same calls before, uncaptured."""
 
     captured: list[Tensor]
     plain: list[Tensor]

@@ -59,7 +59,7 @@ class CapturedTrip(SymmTrip):
         return replayed, {name: wanted[name].cpu() for name in COMPARED if name in wanted}
 
     def results(self, run: Run, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """What a trip makes, and its gradients."""
+        """Results of a trip, and its gradients."""
         return gradients(run, *inputs)
 
 

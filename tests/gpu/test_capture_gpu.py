@@ -40,7 +40,7 @@ CASES = (
 
 
 class Trained(NamedTuple):
-    """What a run left: its metrics, its fp32 weights and the report of its capture."""
+    """Metrics of a run, its fp32 weights and the report of its capture."""
 
     rows: list[dict[str, Any]]
     weights: list[torch.Tensor]

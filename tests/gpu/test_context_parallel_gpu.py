@@ -106,7 +106,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What each case returned on two ranks."""
+    """Results of each case on two ranks."""
     cases = {**RINGS, **STEPS, **CAPTURED}
     return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=500)
 

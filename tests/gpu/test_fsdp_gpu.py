@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What is allocated between two steps of a dense model, and how many parameters it has."""
+    """Bytes allocated between two steps of a dense model, and the number of its parameters."""
 
     dp_shard: str
 
@@ -85,7 +85,7 @@ class Unread:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two ranks found."""
+    """Results of each case on two ranks."""
     cases = {
         f"{shard} {way}": Run((*words, f"parallel.dp_shard={shard}"))
         for way, words in WAYS.items()

@@ -49,11 +49,11 @@ of routers and experts by 0.1, since some tokens go elsewhere; one of eight micr
 
 @dataclass
 class Found:
-    """What a rank knows at the end of a run."""
+    """Findings of a rank at the end of a run."""
 
     outcome: Outcome
     gradients: dict[str, Tensor]
-    """Of the first step, in which all runs have the same weights."""
+    """Gradients of the first step, in which all runs have the same weights."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> dict[str, list[Found]]:
-    """Of two ranks; that they end at all shows that no message waits for ever."""
+    """Findings of two ranks; the end of their runs shows that no message waits for ever."""
     cases = {name: Run(words) for name, words in RUNS.items()}
     return Job(folder, cases, device="cuda").results(seconds=500)
 

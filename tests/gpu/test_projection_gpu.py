@@ -11,7 +11,7 @@ from graphmoe.bench import __main__ as bench
 from graphmoe.plan.costs.hardware import CARDS
 
 NEEDED_BYTES = 70 * 2**30
-"""Of the runs: 61.6 GiB of tensors, the device's context, and what the allocator keeps."""
+"""Memory of the runs: 61.6 GiB of tensors, the device's context, and what the allocator keeps."""
 
 
 def run(*words: str):

@@ -26,7 +26,7 @@ BLOCKS = {"pull": 0, "copies and pull": 100, "copies": 300}
 
 
 def cases(ranks: int) -> dict[str, SymmTrip]:
-    """What is run on a number of ranks."""
+    """Trips that a number of ranks runs, by name."""
     common = {"tokens": 300, "hidden": 2048, "dtype": BF16, "device": "cuda"}
     found: dict[str, SymmTrip] = {}
     for name, layout in LAYOUTS[ranks].items():
@@ -57,7 +57,7 @@ def named(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each case returned, by rank."""
+    """Results of each case, by rank."""
     return Job(tmp_path_factory.mktemp("ranks"), CASES, RANKS, device="cuda").results(seconds=500)
 
 

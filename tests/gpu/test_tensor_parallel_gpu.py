@@ -28,7 +28,7 @@ STEP = Step((*GPU, *WORDS, "model.q_lora_rank=32"), Layout(tp=2), device="cuda")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What each case returned on two ranks."""
+    """Results of each case on two ranks."""
     cases = {**CAPTURED, "step": STEP}
     return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=500)
 

@@ -90,7 +90,7 @@ def assert_left(plain: Traced, reason: str, *passes: Pass) -> None:
 
 
 def operations(traced: Traced) -> Counter[str]:
-    """How often each operation is called, by its short name."""
+    """Number of calls of each operation, by its short name."""
     calls = [node.target for node in traced.graph.graph.nodes if node.op == "call_function"]
     return Counter(getattr(target, "_opname", target.__name__) for target in calls)
 
@@ -177,7 +177,7 @@ def experts_of(routing: str, tokens: int = T, k: int = K, num_experts: int = E, 
 
 
 class Weights(NamedTuple):
-    """What the experts' functions below compute with."""
+    """Weights for the experts' functions below."""
 
     gate_up: Tensor
     down: Tensor

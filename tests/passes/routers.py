@@ -1,4 +1,4 @@
-"""What the tests of fuse_router share."""
+"""Checks that the tests of fuse_router share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSIDE = {
     "log",
     "scatter",
 }
-"""What the operation takes the place of, in every router of the model."""
+"""Operations of a router that the fused one replaces; every router of the model has some of them."""
 
 
 def assert_fused(plain: Traced) -> Traced:

@@ -1,4 +1,4 @@
-"""What the documentation of projections says that commands find, they find."""
+"""Commands in the documentation of projections find what the documentation says."""
 
 import itertools
 import json

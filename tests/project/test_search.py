@@ -38,7 +38,7 @@ def searched(args: ProjectArgs, *words: str):
 
 
 def projected(words: str, args: ProjectArgs):
-    """What the tool says of a candidate that is typed."""
+    """Projection of a candidate whose words are typed."""
     named = {"recompute=none": [], "recompute=all": ["recompute.all=true"]}
     typed = [part for word in words.split() for part in named.get(word, [word])]
     run = completed(configured(*typed), replace(args, search=False))

@@ -42,7 +42,7 @@ class Page:
         self.requests: list[str] = []
         """Addresses, also of the page itself, without data that is in the page."""
         self.errors: list[str] = []
-        """Of the console, and exceptions that nobody caught."""
+        """Errors of the console, and exceptions that nobody caught."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):

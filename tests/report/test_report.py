@@ -1,4 +1,4 @@
-"""What the report of a run gathers from its folder, and what it says of what is not there."""
+"""Report of a run: the contents of its page, and the reasons it gives for what is missing."""
 
 from __future__ import annotations
 

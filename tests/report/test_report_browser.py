@@ -38,7 +38,7 @@ DRAWN = """
   };
 })
 """
-"""Of each chart the points of its traces, and the marks that stand for them in the page."""
+"""Script that lists each chart's points by trace, and counts the marks that stand for them in the page."""
 
 pytestmark = pytest.mark.slow
 if (CHROMIUM := find_chromium()) is None:

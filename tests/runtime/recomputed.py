@@ -1,4 +1,4 @@
-"""What the tests of recompute share: units whose graphs are run as they are, and one layer's gradients."""
+"""Helpers of the tests of recompute: units whose graphs run as they are, and one layer's gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all captures share: counts, addresses that must stay, and what a run goes through at any scope."""
+"""Captures at any scope: counts of nodes, addresses that must stay, and runs with bad steps and signals."""
 
 from __future__ import annotations
 

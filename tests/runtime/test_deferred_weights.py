@@ -125,7 +125,7 @@ def test_an_overlap_under_way_has_a_list_of_its_own():
 
 
 def test_nothing_of_a_micro_batch_is_held_when_its_w_has_run():
-    """Where nobody collects garbage: training does so at fixed steps only."""
+    """Check without collecting garbage, which training does at fixed steps only."""
     stage = Stage()
     stage.loss(0).backward()
     lasting = {tensor.data_ptr() for tensor in (*stage.model.parameters(), *stage.model.buffers())}

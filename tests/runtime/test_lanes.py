@@ -92,7 +92,7 @@ class Stage:
             lambda trains: PassRunner(SPLIT), lambda p: self.gradients[id(p)], self.units if names else None
         )
         self.made: dict[object, list[list[torch.Tensor]]] = {}
-        """Of each pool the results of its graphs, in the order of making."""
+        """Results of each pool's graphs, in the order in which they are made."""
         self.graphs = Counter[object]()
         self._make = self.capture.maker.make
         self.capture.maker.make = self._spoiling
@@ -222,7 +222,7 @@ def test_no_graph_is_made_twice_without_need(schedule, lanes):
 
 
 def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run():
-    """Where nobody collects garbage: training does so at fixed steps only."""
+    """Check without collecting garbage, which training does at fixed steps only."""
     stage, seen = Stage(("attn", "moe_dispatch")), []
     for seed in range(3):
         stage.step(ZERO_BUBBLE, seed)

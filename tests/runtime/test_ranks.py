@@ -1,4 +1,4 @@
-"""What ranks say to each other: sums, objects, and errors of one that all raise."""
+"""Messages between ranks: sums, objects, and errors of one rank that all raise."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def errors(ranks: Ranks, folder: Path) -> list[str]:
 
 
 def agreed(ranks: Ranks, folder: Path) -> list[str | None]:
-    """What each of six calls says, where rank 1 has a signal from the third on and rank 0 from the fourth."""
+    """Answers of up to six calls, where rank 1 has a signal from the third on and rank 0 from the fourth."""
     agreement = StopFlag(ranks)
     names = ["SIGINT" if call >= 3 and ranks.rank else None for call in range(1, 7)]
     if not ranks.rank:
@@ -81,7 +81,7 @@ def agreed(ranks: Ranks, folder: Path) -> list[str | None]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What two ranks found."""
+    """Results of each case on two ranks."""
     cases = {case.__name__: case for case in (summed, objects, errors, agreed)}
     return run_ranks(tmp_path_factory.mktemp("world"), cases)
 

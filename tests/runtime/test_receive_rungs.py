@@ -1,4 +1,4 @@
-"""Which rung follows which, what memory it needs, and that the host never waits for the newest step."""
+"""Rungs: their order, the memory each needs, and a host that never waits for the newest step."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_kept_bytes_grow_with_the_room_by_the_formula(dtype, fused):
 
 
 def _of_one_layer(model, room: Load, dtype: torch.dtype, fused: bool) -> int:
-    """What each more layer adds to the formula."""
+    """Bytes that each further layer adds to the formula."""
     one, two = (
         room_bytes(room, dataclasses.replace(model, num_layers=n), Layout(), dtype.itemsize, fused=fused)
         for n in (1, 2)

@@ -213,7 +213,7 @@ EAGER = [
 @pytest.mark.parametrize("asked", EAGER, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_eager_gradients_are_bitwise_those_of_kept_values(asked, dtype):
-    """Of three layers and one that predicts later tokens, over one and two micro-batches."""
+    """Compare three layers and one that predicts later tokens, over one and two micro-batches."""
     model = model_of("model.num_layers=3").to(dtype)
     for buffer in model.buffers():
         buffer.data = buffer.data.float()

@@ -1,4 +1,4 @@
-"""What a segment may do that a graph of tensors does not show by itself, and what is refused."""
+"""Tracing of segments: effects that a graph of tensors does not show by itself, and refusals."""
 
 from __future__ import annotations
 

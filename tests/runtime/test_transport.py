@@ -1,4 +1,4 @@
-"""Who moves the rows of symm where ``moe.transport=auto``: in runs, and in projections of them."""
+"""Transport that ``moe.transport=auto`` picks for the rows of symm, in runs and in projections of them."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def test_the_report_of_a_dry_run_is_the_same_with_and_without_gpus(monkeypatch):
 
 
 def dry_config(*words: str) -> RunConfig:
-    """Of a dry run of two ranks, on the device that this machine is said to have."""
+    """Configuration of a dry run of two ranks, on the device that this machine is said to have."""
     run = config("launch.fake_world=2", "moe.dispatcher=symm", "parallel.ep=2", *words)
     return resolve(replace(run, run=replace(run.run, device=DeviceChoice.auto)))

@@ -22,7 +22,7 @@ WORDS = ("-m", *(word for word in TINY if not word.startswith("optim.lr=")), "lo
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """What the jobs of the only sweep in a folder left behind, in their order."""
+    """Summaries of the jobs of the only sweep in a folder, in the order of the jobs."""
     (sweep,) = (folder / "multirun/mini").iterdir()
     return [json.loads(path.read_text()) for path in sorted(sweep.glob("*/summary.json"))]
 

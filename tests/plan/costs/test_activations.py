@@ -56,9 +56,9 @@ CASES: dict[str, Sequence[str]] = {
     "ep, every layer again": (TWO, "parallel.ep=2", "recompute.all=true"),
 }
 TOLERANCE = 0.05
-"""Of what a segment keeps; what is left out are scalars and sums over sequences."""
+"""Relative tolerance of a segment's bytes: projections leave out scalars and sums over sequences."""
 TRAVELS = ("", "moe_dispatch", "moe_experts", "moe_combine")
-"""Of a dry run with alltoall, whose segments are part of no graph and have no names there."""
+"""Names counted as one with alltoall, whose segments are part of no graph and have no names in a dry run."""
 OF_THE_STEP = 8_268
 """Bytes of token ids and labels in a dry run."""
 

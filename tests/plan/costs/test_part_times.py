@@ -1,4 +1,4 @@
-"""What the parts of a model are taken to cost a pipeline, and the layouts that follow."""
+"""Times of a model's parts as a pipeline assumes them, and the layouts that follow."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_v_min_keeps_what_its_paper_says_where_3_divides_the_ranks():
 
 
 def random_costs(chance, num_ranks):
-    """Of stages that all differ; some have no weights or take hardly any time."""
+    """Costs of stages that all differ; some have no weights or take hardly any time."""
     of_kinds = [chance.uniform(0.1, 1.0) for _ in range(3)]
     stages = [
         [kind * chance.choice((1.0, chance.uniform(0.7, 1.3), chance.uniform(0.0, 2.0))) for kind in of_kinds]

@@ -61,7 +61,7 @@ def test_more_stages_than_parts_are_refused(num_stages):
 
 
 def costs_of(layout: str, costs: list[float], rank_of: tuple[int, ...]) -> tuple[float, float, float]:
-    """Of the busiest rank, of the largest stage, and the sum of squares of stages."""
+    """Costs of the busiest rank and of the largest stage, and the sum of squares of all stages."""
     stages = sums_of(layout, costs)
     ranks = [sum(s for s, on in zip(stages, rank_of, strict=True) if on == rank) for rank in {*rank_of}]
     return max(ranks), max(stages), sum(s * s for s in stages)

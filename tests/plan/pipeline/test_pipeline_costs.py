@@ -1,4 +1,4 @@
-"""What the parts of a model cost a pipeline, and the layouts that balance its stages."""
+"""Costs of a pipeline's stages, from measured times of parts, segments or units."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ EXAMPLE = "Et|(tt|)*6L"
 
 
 def error_of(text: str, *model: int) -> tuple[str, str, int]:
-    """What the error says in its first line, the string it shows, and the column of its caret."""
+    """Problem that the error names in its first line, the string it shows, and the column of its caret."""
     with pytest.raises(ConfigError) as caught:
         pieces_of(text, *model) if model else parse_layout(text)
     problem, shown, caret = str(caught.value).split("\n")

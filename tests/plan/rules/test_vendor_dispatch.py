@@ -1,4 +1,4 @@
-"""What the dispatchers of vendors cannot carry, and what is said where their packages are not here."""
+"""Limits of the vendors' dispatchers, and errors where their packages are not installed."""
 
 from __future__ import annotations
 

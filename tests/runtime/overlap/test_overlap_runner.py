@@ -1,4 +1,4 @@
-"""What an `Overlap` runs after what: I and W of a backward beside the forward of another micro-batch."""
+"""Order of an `Overlap`: I and W of a backward beside the forward of another micro-batch."""
 
 from __future__ import annotations
 

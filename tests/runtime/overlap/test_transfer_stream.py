@@ -12,7 +12,7 @@ from tests.stand_in_streams import use_streams
 
 
 def exchange(gpu, number):
-    """What one queues that moves rows by copies."""
+    """Queue the work of an exchange that moves rows by copies."""
     gpu.queue(f"reserve {number}")
     with before_products():
         gpu.queue(f"pack {number}")

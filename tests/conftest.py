@@ -96,7 +96,7 @@ def passes_match() -> Iterator[None]:
 
 @pytest.fixture
 def passes_may_miss(passes_match: None) -> Iterator[None]:
-    """Lets a pass that should match change nothing, with the warning that users get."""
+    """Let a pass that should match change nothing, with the warning that users get."""
     logging.getLogger("graphmoe.passes.runner").removeFilter(_refuse_warnings)
     yield
     logging.getLogger("graphmoe.passes.runner").addFilter(_refuse_warnings)
@@ -104,7 +104,7 @@ def passes_may_miss(passes_match: None) -> Iterator[None]:
 
 @pytest.fixture
 def unmeasured() -> Iterator[None]:
-    """Passes do not tell how many bytes each saves: for tests of what does not depend on it."""
+    """Let passes not tell how many bytes each saves, for tests that do not depend on these numbers."""
     from tests.distributed.training import unmeasured
 
     with unmeasured():
@@ -113,7 +113,7 @@ def unmeasured() -> Iterator[None]:
 
 @pytest.fixture
 def as_traced() -> Iterator[None]:
-    """Units run as they were traced: for tests of what is around code that other tests compile.
+    """Run units as they were traced, for tests of the parts around code that other tests compile.
 
     Their runs have ``compile.cache=false``, or a later one would look there for what was never compiled.
     """

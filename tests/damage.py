@@ -21,7 +21,7 @@ VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 2**31, 10**9, 10**400, 1.5, float("nan"), float("inf"), "", "x", "../../x",
     "\x00\x1b[2J", "${oc.env:HOME}", "y" * 5000, [], [[]], [None], {}, {"a": 1}, [1, "2"],
 )  # fmt: skip
-"""Put in place of one that a file has."""
+"""Values that replace one in a file."""
 KINDS = (
     "cut",
     "empty",
@@ -42,12 +42,12 @@ MOST_S = 10
 
 
 class TooLong(BaseException):
-    """Not caught on the way."""
+    """Error that no handler on the way catches."""
 
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Ends what takes more than ``MOST_S``."""
+    """End a block that takes more than ``MOST_S``."""
 
     def end(number: int, frame: object) -> None:
         raise TooLong

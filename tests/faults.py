@@ -29,7 +29,7 @@ SIGNAL_AT = {number: f"FAULT_{number.name}_AT" for number in (signal.SIGKILL, si
 IN_STAGE = {name: f"FAULT_{name}_IN_STAGE_AT" for name in ("RAISE", "SIGKILL")}
 """The same for what happens inside the step: in a stage of a pipeline, in its second micro-batch."""
 HOLD = "FAULT_HOLD"
-"""Set: a thread is always inside an operation of torch, as one of gloo may be that lets go of a tensor."""
+"""Switch that keeps a thread inside an operation of torch, as gloo's may be when it frees a tensor."""
 
 _whole_step = Trainer._train_step
 _whole_stage = Pipelined._run

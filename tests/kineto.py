@@ -1,4 +1,4 @@
-"""Writes Chrome traces as Kineto does on a GPU: the same categories, arguments and links between events.
+"""Chrome traces as Kineto writes them on a GPU: the same categories, arguments and links between events.
 
 Times are microseconds. Kineto's numbers are far from zero, so all of them are moved by `ORIGIN`.
 """

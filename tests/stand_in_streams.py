@@ -15,7 +15,7 @@ import torch
 
 @dataclass(eq=False)
 class Stream:
-    """Runs its work in order; ``behind`` is all work that is done when the next begins."""
+    """Stream that runs its work in order; ``behind`` is all work that is done when the next begins."""
 
     name: str
     behind: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class Gpu:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """As torch.cuda.stream."""
+        """Make a stream the current one, as torch.cuda.stream does."""
         before, self.current = self.current, stream
         try:
             yield

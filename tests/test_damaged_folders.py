@@ -107,7 +107,7 @@ def failure(call: Callable[[], object], capsys, caplog) -> str | None:
 
 
 def failures(name: str, source: Path, to: Path, call, capsys, caplog) -> list[str]:
-    """All that goes wrong over a seeded list of damages."""
+    """Failures over a seeded list of damages."""
     caplog.set_level(logging.INFO)
     found = []
     for number in range(CASES):

@@ -70,7 +70,7 @@ def _renamed(line: re.Match[str]) -> str:
 
 @pytest.fixture
 def begin(moved, tmp_path) -> Callable[..., subprocess.Popen[str]]:
-    """Starts a command of the copy in an empty folder."""
+    """Start a command of the copy in an empty folder."""
 
     def begin(*words: str, **environment: str) -> subprocess.Popen[str]:
         variables = {**os.environ, "PYTHONPATH": str(moved), "OMP_NUM_THREADS": "1", **environment}

@@ -105,7 +105,7 @@ def test_hosts_variables_are_set_between_the_check_and_the_search_for_gpus(tmp_p
 
 
 class FourRanks:
-    """As much of Ranks as the number of workers needs."""
+    """Part of Ranks that the number of workers needs."""
 
     size, local_size = 4, 2
 

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
 
 CASES = 400
 PARTS = 8
-"""Tests that they are dealt out to."""
+"""Number of tests that share the cases."""
 MOST_S = 10
-"""Until a command has answered."""
+"""Seconds until a command has answered."""
 COMPILE_S = 60
-"""Until a run that was begun has made its first step, for a value that asked for compiled code."""
+"""Seconds until a run has made its first step, for a value that asks for compiled code."""
 NUMBERS = (
     "-1", "0", "1", "3", "1.5", "1000000000", "2147483648", "9223372036854775807", "9223372036854775808",
     "1" * 400, "-" + "1" * 400, "nan", "inf", "-inf", "1e400", "1e300", "1e-46", "1e-400", "1_000", "0x10",

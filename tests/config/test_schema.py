@@ -33,7 +33,7 @@ NEEDED = {  # what an option cannot choose for the user
 
 @pytest.fixture(scope="module")
 def composed():
-    """Composes words as the command line does."""
+    """Compose words as the command line does."""
     ConfigStore.instance().store(name="schema", node=RunConfig)
     with initialize_config_module("graphmoe.conf", version_base="1.3"):
         yield lambda *words: to_config(compose("config", list(words)))

@@ -70,7 +70,7 @@ def outcome(opened: Opened, folder: Path, state: dict[str, Any] | None) -> npt.N
 
 
 def failures(opened: Opened, source: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> list[str]:
-    """All that goes wrong over a seeded list of damages.
+    """Failures over a seeded list of damages.
 
     A start takes what it finds where nobody knows what there should be; a resume knows.
     """

@@ -60,7 +60,7 @@ def fake_package(library: str, path: str, extra: bool = False) -> types.SimpleNa
 
 
 class FakeBuffer:
-    """Moves rows between the ranks of a group of gloo."""
+    """Buffer that moves rows between the ranks of a group of gloo."""
 
     num_sms: int
     signatures: dict[str, Any]

@@ -47,7 +47,7 @@ class FakeExchange:
 
 @contextmanager
 def fake_exchange() -> Iterator[FakeExchange]:
-    """In place of torch's in the dispatcher."""
+    """Put a fake in place of torch's exchange in the dispatcher."""
     fake = FakeExchange()
     with (
         mock.patch.object(nvshmem, "nvshmem_empty", fake.empty),

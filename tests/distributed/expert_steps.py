@@ -144,7 +144,7 @@ class Step:
 
 
 class CountedAllToAll(AllToAll):
-    """Counts how often it is asked to dispatch."""
+    """Dispatcher that counts its dispatches."""
 
     dispatched = 0
 

@@ -100,7 +100,7 @@ def check(trainer: Trainer) -> None:
 
 
 def check_that_units_take_turns(trainer: Trainer) -> None:
-    """In each pair of stages with experts a forward and a backward have two turns at least.
+    """Check that in each pair of stages with experts a forward and a backward have two turns at least.
 
     Where one of the two has none, nothing of it travels, and it has one turn.
     """

@@ -36,10 +36,10 @@ class Outcome:
     """Findings of a rank after its micro-batches."""
 
     outputs: dict[int, LossOutput]
-    """By number of the micro-batch."""
+    """Outputs by number of the micro-batch."""
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    """Summed over the rank's micro-batches."""
+    """Gradients, summed over the rank's micro-batches."""
     parallel: dict[str, ParameterLayout]
     graphs: list[str] = field(default_factory=list)
     """The code of all compiled graphs."""
@@ -195,7 +195,7 @@ def _count(model: Transformer, output: LossOutput) -> None:
 
 
 def _eagerly(run: RunConfig) -> RecomputedSegments:
-    """Without what only compiled graphs choose."""
+    """Recompute without the parts that only compiled graphs choose."""
     return RecomputedSegments(replace(Recompute.of(run.recompute), parts=frozenset()))
 
 

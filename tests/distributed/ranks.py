@@ -26,7 +26,7 @@ import torch.distributed as dist
 from graphmoe.runtime.ranks import Ranks, backend_of
 
 Case = Callable[[Ranks, Path], Any]
-"""Runs on every rank, with one folder for all of them; what it returns can be pickled."""
+"""Function that runs on every rank, with one folder for all ranks; its result can be pickled."""
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",

@@ -35,7 +35,7 @@ PLACES = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Skew:
-    """In these micro-batches all tokens choose the first experts, whatever the weights.
+    """Micro-batches in which all tokens choose the first experts, whatever the weights.
 
     A micro-batch is known by its tokens, so it is skewed again where it runs again.
     """
@@ -128,7 +128,7 @@ class SignalIn:
 
 @dataclass(frozen=True)
 class Sharded:
-    """As ``Training`` with fsdp2: the outcome has what this rank owns."""
+    """Case like ``Training`` with fsdp2, whose outcome has the part that this rank owns."""
 
     words: tuple[str, ...] = ()
     change: Callable[[Trainer], None] | None = None
@@ -163,7 +163,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Both:
-    """Runs both, one after the other."""
+    """Case that runs both, one after the other."""
 
     changes: tuple[Callable[[Trainer], None], ...]
     words: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ class Exchanged:
     wanted: dict[str, Tensor]
     actual: dict[str, Tensor]
     number_NK: Tensor
-    """As symm gives it, with its dead rows."""
+    """Numbers of the received rows as symm gives them, with its dead rows."""
     arrivals_PP: Tensor
     live_A: Tensor
     """Positions of the rows that arrived."""

@@ -48,7 +48,7 @@ def cases_of(num_ranks):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def runs(request, tmp_path_factory):
-    """By name: a case, and by rank what it found, its log and what was recorded."""
+    """Cases by name, each with its findings, its log and its recording by rank."""
     cases = cases_of(request.param)
     results = run_ranks(tmp_path_factory.mktemp("ranks"), cases, request.param)
     return {name: (case, results[name]) for name, case in cases.items()}

@@ -62,7 +62,7 @@ SPLIT = {
     name: Both((at((3, 1)),), words=words, of_ladder=(NoMemory(), SmallChunks(0.3)))
     for name, words in (("fp32", ()), ("bf16", (BF16,)))
 }
-"""An expert has more rows than the rung without limit works on at a time."""
+"""Cases whose experts have more rows than the rung without limit works on at a time."""
 OF_FOUR_RANKS = ("parallel.ep=4", "train.global_batch_size=32", "model.num_experts=16", "model.top_k=4")
 OF_FOUR = {
     "two rungs in a row": Both((at((3, 1), (4, 1)),), budget=1.6, layout=OF_FOUR_RANKS),
@@ -85,7 +85,7 @@ UNCOMPILED_RUNG = {
         runs=AS_TRACED,
     ),
 }  # fmt: skip
-"""There other units are compiled, whose code may round otherwise."""
+"""Cases in which other units are compiled, whose code may round otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_the_rung_without_limit_gives_what_other_compiled_units_give_but_for_rou
 
 
 def assert_close(found: Found) -> None:
-    """Six steps or more with Adam amplify a difference in the last bit of a gradient near zero."""
+    """Compare loosely: six steps of Adam amplify a difference in the last bit of a gradient near zero."""
     for key in ("loss", "grad_norm"):
         ladder, worst = ([row[key] for row in run.written] for run in (found.ladder, found.worst))
         assert ladder == pytest.approx(worst, rel=1e-3)

@@ -45,7 +45,7 @@ TWO = {"dp2": Layout(dp=2), "tp2 ep2": Layout(tp=2, ep=2)}
 
 
 def unfit_state(ranks: Ranks, folder: Path) -> str:
-    """Loads into parameters of other shapes, dtypes and names; the error."""
+    """Load into parameters of other shapes, dtypes and names; return the error."""
     state = state_of_rank(LAYOUTS["dp2 tp2"], ranks.rank, 0)
     layout = LAYOUTS["dp2 tp2"]
     main, part = state["optimizer"]["main"], torch.zeros(3, 6)
@@ -62,7 +62,7 @@ def unfit_state(ranks: Ranks, folder: Path) -> str:
 
 
 def part_of_the_state(ranks: Ranks, folder: Path) -> list[Any]:
-    """Loads one parameter into bf16, each rank what it holds of it."""
+    """Load one parameter into bf16, each rank its own part."""
     part = torch.zeros(8, 5).bfloat16()
     shard = FlatShard.from_part(part, PARAMETERS["gate_up.weight"][1], LAYOUTS["dp2 tp2"], ranks.rank)
     state = {"optimizer": {"main": {"gate_up.weight": shard}}}
@@ -71,7 +71,7 @@ def part_of_the_state(ranks: Ranks, folder: Path) -> list[Any]:
 
 
 def elements_that_nobody_holds(ranks: Ranks, folder: Path) -> str:
-    """Saves a parameter of which rank 2 has lost its last element, and one that two ranks hold apart."""
+    """Save a parameter whose last element rank 2 has lost, and one that two ranks hold apart."""
     layout, store = LAYOUTS["dp4"], CheckpointStore(folder, CheckpointConfig())
     store.save(1, {"w": torch.ones(1)}, wait=True)
     count = 1 if ranks.rank == 2 else 2
@@ -84,7 +84,7 @@ def elements_that_nobody_holds(ranks: Ranks, folder: Path) -> str:
 
 
 def a_rank_that_owns_nothing(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Saves a tensor in two halves, and loads it where another rank holds none of it."""
+    """Save a tensor in two halves, and load the tensor where another rank holds none of it."""
 
     def shards(first: int, value: float) -> dict[str, FlatShard]:
         if ranks.rank not in (first, first + 1):
@@ -100,7 +100,7 @@ def a_rank_that_owns_nothing(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def damaged(ranks: Ranks, folder: Path) -> tuple[int | None, list[str]]:
-    """Loads in another layout after a byte of what rank 2 wrote last has changed."""
+    """Load in another layout after a byte of the last file of rank 2 has changed."""
     save(LAYOUTS["dp2 tp2"], (1, 2), False, ranks, folder)
     path = folder / "step_00000002" / "__2_0.distcp"
     content = path.read_bytes()
@@ -113,7 +113,7 @@ def damaged(ranks: Ranks, folder: Path) -> tuple[int | None, list[str]]:
 
 
 def never_published(ranks: Ranks, folder: Path) -> None:
-    """Saves step 1, and hangs in step 2 when all files of it are written."""
+    """Save step 1, and hang in step 2 when all its files are written."""
     save(LAYOUTS["dp2 tp2"], (1,), True, ranks, folder)
     folders.publish = lambda *arguments: time.sleep(600)
     save(LAYOUTS["dp2 tp2"], (2,), True, ranks, folder)

@@ -30,7 +30,7 @@ def unused_in_step_2(step: int, name: str) -> int:
 
 
 def one_for_another_in_step_2(step: int, name: str) -> int:
-    """As many in all as in other steps."""
+    """Number of gradients in step 2, whose total is that of other steps."""
     return {"first": 3, "embed": 1, "experts": 0}.get(name, 1) if step == 2 else 1
 
 

@@ -18,7 +18,7 @@ LAYOUTS = {
 }
 LAST = "all on the last two experts"
 BLOCKS = (0, 2, TOKENS + 1)
-"""None, one that some pairs of ranks exceed, and one that no pair fills."""
+"""Sizes: none, one that some pairs of ranks exceed, and one that no pair fills."""
 TRIPS = {
     f"{name}, block {block}": SymmTrip(LAYOUTS[name], block=block) for name in LAYOUTS for block in BLOCKS
 }

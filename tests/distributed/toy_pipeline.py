@@ -22,7 +22,7 @@ WITH_SUMS = (*MESSAGE, Spec((B,), torch.float64))
 
 
 class Token:
-    """Something that is there as long as what a backward needs is kept."""
+    """Object that lives as long as the tensors that a backward needs."""
 
 
 class Product(torch.autograd.Function):
@@ -82,7 +82,7 @@ class Part:
 
 
 class Watched:
-    """Notes for each action how many micro-batches the rank keeps after it, and whether W has run in it."""
+    """Stage that notes for each action how many micro-batches the rank keeps then, and whether W has run."""
 
     def __init__(self, stage, part, parts, log, fails=None):
         self._stage, self._part, self._parts, self._log, self._fails = stage, part, parts, log, fails
@@ -135,7 +135,7 @@ def in_one_process(num_stages, num_micro_batches, sums=False, steps=1):
 
 @dataclass(frozen=True)
 class Case:
-    """Trains a step twice, as a pipeline; each rank returns what its stages have found, and its log."""
+    """Case that trains a step twice, as a pipeline; each rank returns its stages' findings and its log."""
 
     table: Table
     defers: bool = False

@@ -57,7 +57,7 @@ class Outcome:
     gradients: dict[str, Tensor]
     """Gradients of the last step, as clipped."""
     state: dict[str, Any]
-    """All that a checkpoint holds."""
+    """State that a checkpoint holds."""
     step: int
     writes: bool
     stopped_by: str | None = None
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Recorder(NoMetrics):
-    """Keeps the rows that go to the metrics of a rank."""
+    """Writer that keeps the rows that go to the metrics of a rank."""
 
     def __init__(self, inner: MetricsWriter) -> None:
         self.inner, self.rows = inner, list[dict[str, Any]]()
@@ -95,7 +95,7 @@ class Training:
         return config(*self.words)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Composed before it is sent to the ranks, which share two cores."""
+        """Compose the configuration before the case is sent to the ranks, which share two cores."""
         return {**vars(self), "config": self.config}
 
     def __call__(self, ranks: Ranks, folder: Path) -> Outcome:
@@ -136,7 +136,7 @@ class Training:
 
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
-    """Inside the block what would be compiled runs as it was traced; passes do not tell what they save."""
+    """Run graphs as they were traced instead of compiling them; passes do not tell what they save."""
 
     def traced(graph: torch.fx.GraphModule, fakes: object, mode: object) -> Callable[..., Any]:
         return torch.no_grad()(graph.forward)
@@ -147,9 +147,9 @@ def as_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unmeasured() -> Iterator[None]:
-    """Inside the block passes do not tell what they save.
+    """Let passes not tell how many bytes they save.
 
-    To find that out every unit is differentiated once more for each pass that matched: two thirds of a run
+    For these numbers every unit is differentiated once more for each pass that matched: two thirds of a run
     that finds all its code in the cache.
     """
     run = PassRunner.run
@@ -188,7 +188,7 @@ def whole(optimizer: Optimizer, shard: str) -> dict[str, Tensor]:
 
 
 def whole_state(trainer: Trainer) -> dict[str, Any]:
-    """All that a checkpoint holds, with whole moments and main weights on every rank."""
+    """State that a checkpoint holds, with whole moments and main weights on every rank."""
     optimizer = trainer.optimizer
     counters = optimizer.state_dict()["counters"]
     rounded = optimizer.weights[0].dtype != torch.float32
@@ -221,17 +221,17 @@ def on_rank(trainer: Trainer, rank: int) -> bool:
 
 
 def nan_gradient_in_step_2(trainer: Trainer) -> None:
-    """On rank 1 only."""
+    """Spoil the gradients of one step, on rank 1 only."""
     _spoil(trainer, lambda step: step == 2)
 
 
 def nan_gradients_from_step_2(trainer: Trainer) -> None:
-    """On rank 1 only."""
+    """Spoil the gradients of all later steps, on rank 1 only."""
     _spoil(trainer, lambda step: step >= 2)
 
 
 def infinite_moment_in_step_3(trainer: Trainer) -> None:
-    """In the part of rank 1 only, whose weights it moves no more: loss, gradients and weights are finite."""
+    """Spoil a moment of rank 1 only, whose weights then stay: loss, gradients and weights are finite."""
     step = trainer.steps.run
 
     def run(batches):
@@ -258,7 +258,7 @@ def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:
 
 
 def signal_in_step_3(trainer: Trainer) -> None:
-    """On rank 1 only."""
+    """Send this process a signal, on rank 1 only."""
     step = trainer.steps.run
 
     def run(batches):
@@ -271,7 +271,7 @@ def signal_in_step_3(trainer: Trainer) -> None:
 
 
 def never_publish_step_4(trainer: Trainer) -> None:
-    """Rank 1 hangs once all have written their parts."""
+    """Let rank 1 hang once all ranks have written their parts."""
     write = store.write_entries
 
     def hang(folder: Path, *arguments):

@@ -1,4 +1,4 @@
-"""In which order an `Overlap` queues the units of two micro-batches."""
+"""Order in which an `Overlap` queues the units of two micro-batches."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def travel(dispatcher: Travels, problem: Problem) -> Trip:
 
 
 def reference(problem: Problem, mesh: Mesh) -> Trip:
-    """By `AllToAll`."""
+    """Trip of a problem by `AllToAll`."""
     dispatcher = AllToAll(mesh, EXPERTS)
     dispatcher.capacity = None  # type: ignore[attr-defined]
     return travel(dispatcher, problem)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def deterministic_words(monkeypatch):
 
 @pytest.fixture
 def warm(tmp_path):
-    """Makes trainers that have done three steps, the first of which waits for the device."""
+    """Make trainers that have done three steps, the first of which waits for the device."""
     trainers = []
 
     def make(*overrides: str):

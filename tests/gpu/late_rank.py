@@ -14,7 +14,7 @@ import torch.distributed as dist
 from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
 
 LATE_S = 60
-"""Longer than the others wait."""
+"""Seconds, more than the other ranks wait."""
 
 
 def main() -> None:

@@ -45,12 +45,12 @@ class Trained(NamedTuple):
     rows: list[dict[str, Any]]
     weights: list[torch.Tensor]
     report: dict[str, Any]
-    """Empty where nothing was captured."""
+    """Report of the capture; empty where nothing was captured."""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Trains with words, or gives what an earlier test left with the same."""
+    """Train with words, or give the results of an earlier test with the same words."""
     runs: dict[tuple[str, ...], Trained] = {}
 
     def train(*words: str) -> Trained:

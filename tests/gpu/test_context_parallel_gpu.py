@@ -124,7 +124,7 @@ def test_ring_attention_and_its_gradients_are_those_of_the_definition(two, name)
 @two_gpus
 @pytest.mark.parametrize("name", CAPTURED)
 def test_replay_of_what_two_ranks_captured_is_that_of_the_uncaptured_run(two, name):
-    """To rounding in bf16: where a kernel adds with atomics, as the backward of cuDNN does, runs differ."""
+    """Compare to bf16 rounding: runs differ where a kernel adds with atomics, as cuDNN's backward does."""
     for outcome in two[name]:
         assert len(outcome.captured) > 5
         for captured, plain in zip(outcome.captured, outcome.plain, strict=True):

@@ -56,7 +56,7 @@ def test_h_alone_is_bitwise_that_of_the_forward(case, backend):
 
 
 def scaled(p):
-    """With weights as a trained layer has them, so that no activation is saturated."""
+    """Scale weights to those of a trained layer, so that no activation is saturated."""
     D, F = p.w_down.shape[1:]
     return p._replace(w_gate_up=p.w_gate_up * D**-0.5, w_down=p.w_down * F**-0.5)
 
@@ -70,7 +70,7 @@ def test_a_large_case_matches_fp64_in_fp32():
 @pytest.mark.parametrize("backend", ["triton", "torch", "te", "turbo"])
 @pytest.mark.parametrize("live", [0, 1, 127, 128, 129, 1000, 2047, 2048])
 def test_any_number_of_rows_may_be_live(live, backend):
-    """In a buffer of 2148 rows; tiles have up to 128. A single row's bf16 sums are no mean of many: fp32."""
+    """Use a buffer of 2148 rows; tiles have up to 128. A single row's bf16 sums are no mean of many: fp32."""
     dtype = torch.float32 if live == 1 and backend in ("triton", "torch") else torch.bfloat16
     p = scaled(make_problem((f"{live} live slots", 512, 256, 128, 8, 4, 100), dtype, CUDA))
     try:

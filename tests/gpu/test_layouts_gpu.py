@@ -24,7 +24,7 @@ RUNS = {
     "ring layer": (*CP, "parallel.cp_method=ring", "graph.scope=layer"),
 }
 CAPTURED = {name: name.split()[0] for name in RUNS if " " in name}
-"""And the same run uncaptured."""
+"""Captured runs, each with the name of the same run uncaptured."""
 
 
 @pytest.fixture(scope="module")

@@ -43,8 +43,9 @@ if not share_gpus(2):
 
 
 LARGEST_ERROR, OF_ROUTED = 0.03, 0.15
-"""Relative, of a gradient. On a CPU 0.15% of noise in the bf16 weights moves gradients by up to 0.017, those
-of routers and experts by 0.1, since some tokens go elsewhere; one of eight micro-batches is 0.23 or more."""
+"""Relative error of a gradient. On a CPU 0.15% of noise in the bf16 weights moves gradients by up to 0.017,
+those of routers and experts by 0.1, since some tokens go elsewhere; one of eight micro-batches is 0.23
+or more."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Run:
-    """Trains, and keeps the gradients of the first step."""
+    """Case that trains, and keeps the gradients of the first step."""
 
     words: tuple[str, ...]
 

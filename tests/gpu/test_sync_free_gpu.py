@@ -58,7 +58,7 @@ def make_part(stage: int, way: str, dtype: torch.dtype, device: str = "cuda") ->
 
 @pytest.fixture(scope="module")
 def warm_part() -> Iterator[Callable[..., Part]]:
-    """Makes parts that have run three times, or gives those of an earlier test."""
+    """Make parts that have run three times, or give those of an earlier test."""
     made: dict[tuple[int, str, torch.dtype], Part] = {}
 
     def make(stage: int, way: str, dtype: torch.dtype) -> Part:

@@ -71,7 +71,7 @@ def test_a_later_job_tunes_no_kernel(jobs, first, again):
 
 
 def test_kernels_are_tuned_alike_so_the_first_loss_is_bitwise_the_same(jobs):
-    """Later ones are not: without precision.deterministic, sums of a backward have no fixed order."""
+    """Compare first losses only: without precision.deterministic, sums of a backward have no fixed order."""
     first, second, third = (jobs[name]["losses"][0] for name in ("first", "second", "third"))
     assert first == second == third
 

@@ -90,7 +90,7 @@ def counted(totals: list[Gradient]) -> list[int]:
 @pytest.mark.parametrize("name", CHUNKS)
 @pytest.mark.parametrize("mode", ["steps", "fused", "totals", "begun totals"])
 def test_results_and_gradients_are_bitwise_those_in_one_piece_where_no_expert_is_split(name, mode):
-    """In bf16, where a CPU's product of one row is that of many."""
+    """Compare in bf16, where a CPU's product of one row is that of many."""
     layer = layer_of(torch.bfloat16)
     backend = "" if mode == "steps" else "torch"
     split = CHUNKS[name].slots < 40

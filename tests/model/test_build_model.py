@@ -163,7 +163,7 @@ def test_bf16_is_for_weights_while_bias_and_counts_stay_fp32():
 
 
 class OnlyMeta(TorchDispatchMode):
-    """Fails when an op returns a tensor that has memory."""
+    """Mode that fails when an op returns a tensor that has memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -112,7 +112,7 @@ def test_training_works_after_generating_in_inference_mode():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @both
 def test_two_backward_passes_on_several_threads_are_bitwise_equal(name, dtype):
-    """Large enough for torch to use its threads, and top-8, so that an order of sums would show."""
+    """Take a model so large that torch uses its threads, and top-8, so that an order of sums would show."""
     changes = {"hidden_size": 96, "top_k": 8, "num_experts": 12, "vocab_size": 500, "mtp_depth": 1}
     config = dataclasses.replace(CONFIGS[name], aux_loss=AuxLoss.sequence, **changes)
     model = build_model(config, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for four GPUs on a machine that has none, and reports what came out.
+"""Compilation of Triton kernels for four GPUs on a machine that has none, with facts about the code.
 
 A file of tests lists a few representative launches in a function ``ahead_of_time_cases``, each with "kernel"
 (a triton.jit function), "signature" ({"x": "*bf16:16"}: a multiple of 16, as most pointers are), "constexprs"
@@ -45,7 +45,7 @@ class Facts:
     case: str
     target: str
     error: str = ""
-    """Why it did not compile; all that follows is then empty."""
+    """Reason why the case did not compile; all fields below are then empty."""
     shared_bytes: int = 0
     spills: int = 0
     """VGPRs on AMD, bytes of stack on NVIDIA."""

@@ -93,7 +93,7 @@ def written_out(case, h_TD, w_VD, labels_T):
 
 
 def assert_close(name, actual, expected, dtype):
-    """By the table's row for the dtype of the inputs: losses are fp32, of logits in that dtype."""
+    """Compare by the table's row for the dtype of the inputs: losses are fp32, of logits in that dtype."""
     limit = TOLERANCES[dtype]
     error = relative_error(actual, expected)
     assert error <= (limit.gradient if name[0] == "d" else limit.forward), f"{name}: {error:.1e}"

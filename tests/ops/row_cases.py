@@ -32,7 +32,7 @@ ROUTINGS = {  # name: (pattern, T, K, E)
 
 
 def experts_of(name):
-    """-> int32 [T, K] of expert ids, and the number of experts."""
+    """Expert ids int32 [T, K], and the number of experts."""
     pattern, T, K, E = ROUTINGS[name]
     return pattern_of_experts(pattern, T, K, E), E
 
@@ -162,7 +162,7 @@ def assert_rounded_alike(actual, expected):
 
 
 def assert_dead_rows_are_untouched(y_RD, plan):
-    """Valid for an output that was made inside `fresh_memory_is_nan`."""
+    """Check an output that was made inside `fresh_memory_is_nan`."""
     dead = y_RD[plan.live :]
     assert bool(dead.isnan().all()), f"{int((~dead.isnan()).any(-1).sum())} of {len(dead)} dead rows written"
 

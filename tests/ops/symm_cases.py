@@ -106,7 +106,7 @@ class Case:
 
 
 def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | None = None) -> None:
-    """All four operations, in the order of a training step, against the reference; guards stay whole."""
+    """Compare all four operations, in the order of a training step, with the reference; guards stay whole."""
     fresh = emulation is None
     emulation = emulation or Emulation(case.ranks, case.device)
     ranks, rows, block = range(case.ranks), case.num_rows, case.block

@@ -26,7 +26,7 @@ TIMES = {  # as if measured: each direction has another winner
 
 
 class Clock:
-    """Stands for `milliseconds`; ``asked`` keeps what was measured."""
+    """Stand-in for `milliseconds`; ``asked`` keeps what was measured."""
 
     def __init__(self, failing=()):
         self.asked, self.failing = [], failing

@@ -47,7 +47,7 @@ def runs_of(backend):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """So that the loops over a row and over tokens go round."""
+    """Make blocks so small that the loops over a row and over tokens go round."""
     if INTERPRETING:
         from graphmoe.ops import linear_cross_entropy_kernels as kernels
 

@@ -359,7 +359,7 @@ def test_the_selection_bias_moves_towards_balance_unless_the_step_is_skipped():
 
 
 def test_other_numbers_of_the_configuration_need_no_other_code():
-    """So that the next job of a sweep finds the update in the caches."""
+    """Check that the next job of a sweep would find the update in the caches."""
 
     def code(optim: OptimConfig, train: TrainConfig) -> str:
         traced: list[str] = []

@@ -26,7 +26,7 @@ from tests.runs import config
 
 OPEN = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=32", "model.num_layers=6")
 SMALL = {"memory_gb": 0.78}
-"""So that of the candidates for the model of these tests some fit, some not."""
+"""Card on which some candidates for the model of these tests fit, and some do not."""
 
 
 def configured(*words: str) -> RunConfig:

@@ -25,11 +25,11 @@ os.dup2(pipes[0], 3)
 os.dup2(pipes[1], 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Becomes Chromium, which reads from descriptor 3 and writes to 4."""
+"""Program that becomes Chromium, which reads from descriptor 3 and writes to 4."""
 
 
 def find_chromium() -> str | None:
-    """Its command, None where it is not installed."""
+    """Command of Chromium, None where none is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 

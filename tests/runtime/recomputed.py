@@ -24,7 +24,7 @@ def recompute(**named) -> Recompute:
 
 
 class Unmeasured(PassRunner):
-    """Does not cut the graph again for each pass, to say how many bytes it saves."""
+    """Runner that does not cut the graph once more for each pass, to say how many bytes the pass saves."""
 
     def run(self, stage, module, unit, segments=(), saved_bytes=None):
         return super().run(stage, module, unit, segments)

@@ -30,7 +30,7 @@ AT_EVERY_SCOPE = pytest.mark.parametrize(
 
 
 class CountingMaker(GraphMaker):
-    """Makes graphs of as many nodes as are given here, one after the other."""
+    """Maker of graphs with as many nodes as are given here, one after the other."""
 
     def __init__(self, *counts: int | None) -> None:
         self.counts = list(counts)

@@ -28,7 +28,7 @@ RUN = (*COMPILED, "train.steps=6", "train.val_interval=3", "checkpoint.interval=
 def test_graphs_of_a_backward_and_its_forward_replay_in_the_order_in_which_their_pool_has_made_them(
     in_flight, order, warmed_up_with
 ):
-    """Whichever forward in flight has its backward first, and also where W adds for the first time."""
+    """Try each order of the backwards in flight, and a W that adds for the first time."""
     chain = OrderedChain()
     for step in range(5):
         with chain.capture.step():

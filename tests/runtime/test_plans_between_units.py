@@ -104,7 +104,7 @@ def test_what_is_not_the_plan_itself_is_read_as_it_is(passes_may_miss, plan, row
 
 
 def test_parts_of_two_plans_are_not_one(passes_may_miss):
-    """Both are made by units of one name, as are the rows of the other's ids."""
+    """Make both plans in units of one name, and so the rows of the other plan's ids."""
     parts, others = ("ends", "row", "slot"), ("other_ends", "other_row", "other_slot")
     segments = [
         Segment("moe_preprocess", Plan(), ("ids",), parts, stream="comm"),

@@ -134,7 +134,7 @@ def test_rungs_are_the_budget_twice_the_budget_and_no_limit_as_far_as_there_is_m
 
 
 class _Event:
-    """Says when it is recorded and when the host waits for it."""
+    """Event that says when it is recorded and when the host waits for it."""
 
     def __init__(self, said: list[str]) -> None:
         self._said, self._of = said, ""

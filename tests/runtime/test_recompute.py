@@ -146,7 +146,7 @@ def test_a_border_is_read_where_it_is_kept_and_leaves_no_copy(graphs_as_they_are
 
 
 class Held(TorchDispatchMode):
-    """Measures the storages that operations made and something still holds."""
+    """Mode that measures the storages that operations made and something still holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_what_is_covered_follows_names_and_layers():
 
 
 class Noise(nn.Module):
-    """Adds random numbers to x."""
+    """Module that adds random numbers to x."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x + torch.rand_like(x)).sin()

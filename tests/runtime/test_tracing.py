@@ -31,7 +31,7 @@ def assert_same(found) -> None:
 
 
 class Straight(torch.autograd.Function):
-    """Rounds, and lets gradients through."""
+    """Function that rounds, and lets gradients through."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:

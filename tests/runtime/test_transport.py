@@ -89,7 +89,7 @@ def test_the_log_says_which_transport_a_run_takes(caplog, words, said):
 
 @pytest.mark.parametrize("hip", [None, "6.4"])
 def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monkeypatch, hip):
-    """Also where this machine has none of them: run.device=auto is what it has."""
+    """Include machines without such a GPU, where run.device=auto means the device that is there."""
     monkeypatch.setattr(torch.version, "hip", hip)
     found = []
     for available in (False, True):

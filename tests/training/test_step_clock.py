@@ -28,7 +28,7 @@ class Time:
         self._monkeypatch = monkeypatch
 
     def takes(self, owner: object, name: str, seconds: float) -> None:
-        """Whoever calls this function waits so much longer."""
+        """Let each call of this function take so much longer."""
         function: Callable[..., Any] = getattr(owner, name)
 
         def slow(*arguments: Any, **named: Any) -> Any:

@@ -24,7 +24,7 @@ STEPS = (
 )
 COMPILED = ("compile.enabled=true",)
 UNVALIDATED = (*COMPILED, "train.val_batches=0")
-"""Without the graphs of a forward alone, which take a third of the time."""
+"""Words for no graphs of a forward alone, which take a third of the time."""
 
 
 def losses(folder, *overrides: str) -> list[float]:

@@ -19,7 +19,7 @@ from graphmoe.runtime.launch.failures import RunFailed
 FAILS, CRASHES, ENDS_BY_SIGNAL = 0.5, 0.6, 0.7
 """Learning rates at which a job raises a known error, an unknown one, or ends as after a signal."""
 STARTS_FILE = "starts"
-"""In the current folder: the learning rate of each job that was started, on a line."""
+"""File in the current folder with the learning rate of each job that was started, one on a line."""
 GONE = "cause-is-gone"
 """A file in the current folder with which all jobs finish."""
 

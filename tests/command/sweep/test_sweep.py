@@ -280,7 +280,7 @@ def test_a_signal_lets_all_jobs_that_run_side_by_side_save_and_starts_no_more(tm
 
 @pytest.fixture
 def job_of(monkeypatch):
-    """Makes this process one that runs a job of a sweep with these words, on a machine with GPUs."""
+    """Make this process one that runs a job of a sweep with these words, on a machine with GPUs."""
 
     def start(*words: str) -> None:
         ConfigStore.instance().store(name="schema", node=RunConfig)

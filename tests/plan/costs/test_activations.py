@@ -64,7 +64,7 @@ OF_THE_STEP = 8_268
 
 
 class EndOfForward(MemoryLog):
-    """Remembers what the forward left when the backward began."""
+    """Log that keeps the bytes that the forward left when the backward began."""
 
     left: dict[str, int] | None = None
 

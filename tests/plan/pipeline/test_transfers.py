@@ -32,7 +32,7 @@ TABLES = list(tables())
 
 @pytest.fixture(scope="module")
 def transfers():
-    """By table and rank."""
+    """Transfers by table and rank."""
     return [[transfers_of(table, rank) for rank in range(len(table.ranks))] for table in TABLES]
 
 
@@ -117,7 +117,7 @@ def test_a_message_is_over_when_its_reader_has_led_to_something_that_came_back(t
 
 
 def all_before(table):
-    """By rank and number of a step: the steps of all ranks that are over when it has its inputs."""
+    """Steps of all ranks that are over when a step, by its rank and number, has its inputs."""
     made = {content: (r, t) for r in range(len(table.ranks)) for content, t in made_at(table, r).items()}
 
     @functools.cache

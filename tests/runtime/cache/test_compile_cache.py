@@ -123,7 +123,7 @@ def test_processes_that_publish_at_the_same_time_lose_nothing(cache, caplog):
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing catches it."""
+    """Stand-in for a kill, which nothing catches."""
 
 
 @pytest.mark.parametrize("step", range(7))

@@ -41,7 +41,7 @@ def test_what_every_rank_has_measured_is_kept_for_the_next_job(cache, monkeypatc
 def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it(
     cache, monkeypatch, tmp_path
 ):
-    """Else the next job, which finds Inductor's in the cache, would compile them under another key."""
+    """Keys must agree, or the next job, which finds Inductor's kernels in the cache, would compile again."""
     for folder in ("torch", "torch/_inductor"):  # torch 2.11 looks in the one, 2.13 in the other
         Path(tmp_path, folder, "bin").mkdir(parents=True)
         Path(tmp_path, folder, "bin", "ptxas").touch(0o755)

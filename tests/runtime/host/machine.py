@@ -12,7 +12,7 @@ from graphmoe.runtime.host import tuning
 
 
 class Machine:
-    """Stands in for the files below /sys, for torch's view of GPUs, and for the CPUs of this process."""
+    """Stand-in for the files below /sys, for torch's view of GPUs, and for the CPUs of this process."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.allowed, self.num_threads = folder, set(range(8)), 8
@@ -37,11 +37,11 @@ class Machine:
             self.write(f"bus/pci/devices/0000:{0xA0 + gpu:02x}:00.0/numa_node", f"{node}\n")
 
     def allows(self, cpus: set[int]) -> None:
-        """The process may use these CPUs."""
+        """Let the process use these CPUs only."""
         self.allowed = cpus
 
     def shows_only(self, *gpus: int) -> None:
-        """torch counts only these GPUs, from 0."""
+        """Let torch count only these GPUs, from 0."""
         self._shown = list(gpus)
 
     def _properties(self, device: torch.device) -> SimpleNamespace:

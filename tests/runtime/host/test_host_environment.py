@@ -26,7 +26,7 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def build(monkeypatch):
-    """Lets torch be built for CUDA, for ROCm or for neither."""
+    """Let torch be built for CUDA, for ROCm or for neither."""
 
     def choose(name: str) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0" if name == "cuda" else None)

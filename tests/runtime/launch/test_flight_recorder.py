@@ -25,7 +25,7 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Without torch's variables, and as it was afterwards."""
+    """Unset torch's variables, and restore them afterwards."""
     for name in (*NAMES, STAMPS):
         monkeypatch.setenv(name, "")  # so that it is taken away afterwards, whoever sets it
         del os.environ[name]
@@ -61,7 +61,7 @@ def test_what_the_user_has_set_by_either_name_stays(tmp_path, monkeypatch):
 
 
 class Worker(threading.Thread):
-    """Makes the pipe as torch does, and dumps when something comes."""
+    """Thread that makes the pipe as torch does, and dumps when something comes."""
 
     def __init__(self, stamps: Path, log_dir: Path, rank: int, takes_s: float = 0.0) -> None:
         super().__init__(daemon=True)

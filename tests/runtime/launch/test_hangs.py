@@ -39,7 +39,7 @@ def limits(monkeypatch) -> Iterator[list[tuple[str, float]]]:
 
 @pytest.fixture
 def at(monkeypatch):
-    """Sets the clock."""
+    """Set the clock."""
     return lambda now: monkeypatch.setattr("time.monotonic", lambda: float(now))
 
 
@@ -88,7 +88,7 @@ def stamps(tmp_path) -> Path:
 
 @pytest.fixture
 def workers(stamps) -> Iterator:
-    """Starts processes that hang by a call in a file of a name, with a limit of so many seconds."""
+    """Start processes that hang by a call in a file of a name, with a limit of so many seconds."""
     started = []
 
     def start(rank: int, file: str, limit_s: float, call: str = "time.sleep(600)") -> subprocess.Popen[str]:

@@ -118,7 +118,7 @@ def failures(name: str, source: Path, to: Path, call, capsys, caplog) -> list[st
     return found
 
 
-def test_pages_of_damaged_runs(run, tmp_path, capsys, caplog):
+def test_pages_of_damaged_runs_are_made_or_refused(run, tmp_path, capsys, caplog):
     def call(folder: Path, number: int) -> None:
         report.main([f"run={folder}", f"out={tmp_path}/a.html"])
         report.main([f"runs={folder},{run}", f"out={tmp_path}/b.html"])
@@ -126,14 +126,14 @@ def test_pages_of_damaged_runs(run, tmp_path, capsys, caplog):
     assert failures("report", run, tmp_path, call, capsys, caplog) == []
 
 
-def test_traces_of_damaged_runs(run, tmp_path, capsys, caplog):
+def test_traces_of_damaged_runs_are_read_or_refused(run, tmp_path, capsys, caplog):
     def call(folder: Path, number: int) -> None:
         trace.main([f"trace={folder}/rank0.trace.json.gz", "tracelens=false"])
 
     assert failures("trace", run / "profile", tmp_path, call, capsys, caplog) == []
 
 
-def test_pictures_of_damaged_recordings(run, tmp_path, capsys, caplog):
+def test_pictures_of_damaged_recordings_are_drawn_or_refused(run, tmp_path, capsys, caplog):
     source = tmp_path / "source"
     source.mkdir()
     (source / "pipeline.json").write_bytes((run / "pipeline.json").read_bytes())
@@ -145,7 +145,7 @@ def test_pictures_of_damaged_recordings(run, tmp_path, capsys, caplog):
 
 
 @pytest.mark.parametrize("part", ["run", "checkpoints"])
-def test_text_from_damaged_runs(run, tmp_path, capsys, caplog, part):
+def test_text_from_damaged_runs_is_generated_or_refused(run, tmp_path, capsys, caplog, part):
     def call(folder: Path, number: int) -> None:
         generate.main([f"run={with_rest(run, folder, part)}", "prompt=the loss", "tokens=1"])
 
@@ -189,7 +189,7 @@ def test_runs_start_from_damaged_checkpoints_or_refuse_them(run, text_words, tmp
     assert failures(key, run / "checkpoints", tmp_path, call, capsys, caplog) == []
 
 
-def test_damaged_compile_caches(tmp_path, monkeypatch, capsys, caplog):
+def test_damaged_compile_caches_are_listed_verified_and_pruned(tmp_path, monkeypatch, capsys, caplog):
     store = empty_cache(tmp_path, monkeypatch)
     for number, content in enumerate("ab", start=1):
         keep(store, number, "both", content * 30)

@@ -81,7 +81,7 @@ def test_a_dispatcher_that_waits_leaves_what_stands_before_it():
     assert waiting_segments("full_iteration", FACTS[DispatcherChoice.local].sync_free_stage) == ()
 
 
-def test_what_may_wait_at_each_stage():
+def test_each_stage_names_the_segments_that_wait_for_the_host():
     late = ("moe_dispatch", "moe_experts", "moe_combine")
     assert waiting_segments("full_iteration", 0) == ("moe_router", "moe_preprocess", *late)
     assert waiting_segments("layer", 1) == waiting_segments("moe", 2) == late

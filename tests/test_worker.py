@@ -96,7 +96,7 @@ def test_a_worker_without_a_file_says_what_it_wants_and_ends_with_status_2(tmp_p
     assert "Traceback" not in missing.err.read_text()
 
 
-def test_hosts_variables_are_set_between_the_check_and_the_search_for_gpus(tmp_path, monkeypatch):
+def test_variables_of_the_host_are_set_before_gpus_are_looked_for(tmp_path, monkeypatch):
     path, calls = tmp_path / "resolved.yaml", []
     path.write_text(yaml.safe_dump({**to_plain(config()), "run": {"name": "x", "device": "auto"}}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: calls.append("gpus") or False)

@@ -46,7 +46,7 @@ def documented(*words: str):
     return bench.bench(bench.parse_args(BenchArgs, words, prog="graphmoe.bench"), words)
 
 
-def test_none_is_measured_first_and_last_at_each_shape():
+def test_a_step_without_capture_is_measured_first_and_last_at_each_shape():
     cases = step_cases(runs.STEP_FULL, "cpu", BenchArgs(scopes="[[attn,loss],none]"))
     assert [case.name for case in cases] == [
         f"{shape}/{scope}"

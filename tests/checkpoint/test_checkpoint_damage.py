@@ -68,7 +68,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_reported_and_not_passed_over(tmp
         load_step(make_store(tmp_path))
 
 
-def test_it_is_an_error_if_all_checkpoints_are_damaged(tmp_path):
+def test_damage_of_all_checkpoints_is_an_error(tmp_path):
     store = make_store(tmp_path)
     save_steps(store, 1, 2)
     for step in (1, 2):

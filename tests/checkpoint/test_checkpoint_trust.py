@@ -102,7 +102,7 @@ NAMES = sorted(payloads("mark"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_that_metadata_name_runs_and_the_error_names_the_file(tmp_path, monkeypatch, name):
+def test_metadata_that_name_code_run_none_of_it_and_the_error_names_the_file(tmp_path, monkeypatch, name):
     folder = saved_in(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     replace_file(folder / ".metadata", payloads("mark")[name])
@@ -124,7 +124,9 @@ def as_entry(folder: Path, name: str, content: bytes) -> None:
 
 @pytest.mark.parametrize("entry", ["value", "x"])
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_that_an_entry_names_runs_and_the_error_names_the_file(tmp_path, monkeypatch, name, entry):
+def test_an_entry_that_names_code_runs_none_of_it_and_the_error_names_the_file(
+    tmp_path, monkeypatch, name, entry
+):
     folder = saved_in(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     as_entry(folder, entry, payloads("mark")[name])

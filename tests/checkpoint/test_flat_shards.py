@@ -92,7 +92,7 @@ def test_a_model_gives_shards_of_what_is_cut_and_tensors_of_the_rest():
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 500))
-def test_what_a_shard_has_of_a_part_of_the_whole_is_found_there(first):
+def test_the_elements_that_a_shard_has_of_a_part_of_the_whole_are_found(first):
     for seed in range(first, first + 500):
         shard, whole = random_shard(seed)
         chosen = random.Random(seed)

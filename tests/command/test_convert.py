@@ -202,7 +202,7 @@ def test_a_run_without_a_tokenizer_or_an_end_is_exported_without_one(run, tmp_pa
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_of_a_bf16_run_the_fp32_main_weights_are_taken(tmp_path, capsys, bias):
+def test_the_fp32_main_weights_of_a_bf16_run_are_taken(tmp_path, capsys, bias):
     config = replace(CONFIG, selection_bias=bias)
     exact, folder = random_model(config), tmp_path / "run"
     rounded = build_model(config, seed=None, dtype=torch.bfloat16)

@@ -131,7 +131,7 @@ class BrushArgs:
         (["brush.width=4", "brush.colours=", "brush.paint.from=none"], Brush(4, [], Paint(5, None))),
     ],
 )
-def test_what_is_not_given_of_a_dataclass_within_is_what_its_own_factory_makes(words, expected):
+def test_keys_not_given_for_a_dataclass_within_keep_the_values_of_its_factory(words, expected):
     assert parse_args(BrushArgs, words, prog="graphmoe.tool") == BrushArgs(expected)
 
 
@@ -202,7 +202,7 @@ def test_the_documentation_of_a_field_is_one_line_and_of_that_field_only():
     assert docs["count"] == "Number of lines." and list(docs)[0] == "source" and len(docs) == 9
 
 
-def test_the_nearest_word_or_all_of_them():
+def test_an_error_offers_the_nearest_word_or_all_words():
     assert nearest("cout", ["count", "share"]) == "; did you mean 'count'?"
     assert nearest("q", ["count", "share"]) == "; valid: count, share"
 

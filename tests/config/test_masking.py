@@ -82,7 +82,7 @@ def test_words_of_a_command_lose_the_values_of_host_env():
         "+host.env.T=a\nsecret=3",
     ],
 )
-def test_a_line_of_words_loses_them_too(words):
+def test_a_line_of_words_loses_the_values_of_host_env(words):
     line = masked_line(f"#0 : optim.lr=1 {words} train.steps=2")
     assert "secret" not in line and line.startswith("#0 : optim.lr=1 ") and line.endswith(" train.steps=2")
     assert "secret" not in masked_line(words)

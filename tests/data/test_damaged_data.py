@@ -125,7 +125,7 @@ def source(tmp_path, tokenizer_path) -> Path:
 
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
-def test_text(source, tmp_path, monkeypatch, caplog, ending, skip_bad):
+def test_damaged_text_files_are_named_or_read_right(source, tmp_path, monkeypatch, caplog, ending, skip_bad):
     for seed in range(3):
         write_texts(source / f"{seed}.{ending}", sentences(60, seed))
     assert failures(files_of(ending, skip_bad), source, tmp_path, monkeypatch, caplog) == []
@@ -144,7 +144,7 @@ def write_texts(path: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_pairs(tmp_path, monkeypatch, caplog, summed):
+def test_damaged_pairs_are_named_or_read_right(tmp_path, monkeypatch, caplog, summed):
     source = tmp_path / "source"
     source.mkdir()
     rng = np.random.default_rng(0)
@@ -156,7 +156,7 @@ def test_pairs(tmp_path, monkeypatch, caplog, summed):
     assert failures(memmap_of, source, tmp_path, monkeypatch, caplog) == []
 
 
-def test_data_sets(source, tmp_path, monkeypatch, caplog):
+def test_damaged_data_sets_are_named_or_read_right(source, tmp_path, monkeypatch, caplog):
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     (source / "set").mkdir()
@@ -167,7 +167,7 @@ def test_data_sets(source, tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", ["stdlib", "files"])
-def test_caches(source, tmp_path, monkeypatch, caplog, kind, large):
+def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monkeypatch, caplog, kind, large):
     """An entry is whole or made again, if need be at the second start: its samples are the same always."""
     texts, work = tmp_path / "texts", tmp_path / "work"
     texts.mkdir()

@@ -38,18 +38,18 @@ def documents_of(prefix) -> list[list[int]]:
     ]
 
 
-def test_reads_the_bytes_that_published_tools_write(tmp_path):
+def test_the_bytes_that_published_tools_write_are_read(tmp_path):
     assert documents_of(golden(tmp_path)) == [[11, 12, 13], [65535, 0]]
 
 
-def test_writes_the_bytes_that_published_tools_read(tmp_path):
+def test_the_bytes_that_published_tools_read_are_written(tmp_path):
     write_token_file(tmp_path / "own", [[11, 12, 13], [65535, 0]], np.uint16)
     assert (tmp_path / "own.bin").read_bytes() == GOLDEN_BIN
     assert (tmp_path / "own.idx").read_bytes() == GOLDEN_IDX
 
 
 @pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
-def test_reads_every_integer_type(tmp_path, code, letter):
+def test_every_integer_type_is_read(tmp_path, code, letter):
     size = struct.calcsize(letter)
     (tmp_path / "t.bin").write_bytes(struct.pack(f"<3{letter}", 5, 6, 7))
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 2, 3)

@@ -65,7 +65,7 @@ def test_results_and_gradients_are_those_of_the_definition(ranks, name):
             assert ends.dx.equal(expected(transposed, [other.dy for other in group], index))
 
 
-def test_sums_of_several_tensors_and_places(ranks):
+def test_several_tensors_are_summed_and_each_rank_knows_its_place(ranks):
     for rank, found in enumerate(ranks["others"]):
         group = LAYOUT.group("tp", rank)
         x = SIZE * torch.arange(4.0).view(2, 2) + sum(group)

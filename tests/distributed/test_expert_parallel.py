@@ -134,7 +134,7 @@ def test_in_bf16_gradients_are_as_near_to_fp32_as_those_of_one_process(results):
 
 
 @pytest.mark.parametrize("name", TRIPS)
-def test_there_and_back_is_the_probability_weighted_identity(results, name):
+def test_a_trip_around_identities_gives_each_token_times_its_weights(results, name):
     trip = TRIPS[name]
     for rank, found in enumerate(results[name]):
         h, weight, _, dy = trip.inputs(rank)

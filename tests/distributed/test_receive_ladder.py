@@ -151,7 +151,7 @@ def test_state_metrics_and_steps_are_those_of_a_run_with_room_for_everything(req
 
 
 @pytest.mark.slow
-def test_which_rung_follows_and_how_many_steps_ran_in_vain(ranks, four):
+def test_the_log_says_which_rung_follows_and_how_many_steps_ran_in_vain(ranks, four):
     def steps_of(found: Found) -> list[str]:
         return [line.partition(":")[0] for line in found.log if line.startswith("step")]
 

@@ -145,7 +145,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_losses(runs, name):
 
 
 @pytest.mark.parametrize("name", ["folded", "stages"])
-def test_in_its_own_layout_it_goes_on_bitwise(runs, name):
+def test_a_run_goes_on_bitwise_in_its_own_layout(runs, name):
     for found, whole in zip(runs[f"{name}, the same"], runs[name], strict=True):
         assert torch.equal(found.rows, whole.rows[2:])
         assert_same_state(found.state, whole.state)
@@ -156,7 +156,7 @@ def test_the_run_that_was_resumed_from_stays_as_it_was(runs, folder):
     assert sorted(path.name for path in checkpoints) == [f"step_{n:08d}" for n in (2, 4, 5)]
 
 
-def test_stopped_by_a_signal_at_the_last_stage_it_goes_on_bitwise(runs):
+def test_a_run_stopped_by_a_signal_at_the_last_stage_goes_on_bitwise(runs):
     for (first, then), whole in zip(runs["stopped"], runs["stages"], strict=True):
         assert first.stopped_by == "SIGINT" and 3 <= first.step < 5
         assert torch.equal(torch.cat([first.rows, then.rows]), whole.rows)

@@ -48,7 +48,7 @@ def test_large_cases_match_fp64_in_bf16(case, backend):
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("case", LARGE)
-def test_h_alone_is_bitwise_that_of_the_forward(case, backend):
+def test_computing_only_h_gives_bitwise_the_h_of_the_forward(case, backend):
     p = scaled(make_problem(LARGE[case], torch.bfloat16, CUDA))
     _, h_RH = ops.grouped_mlp(*p.inputs, *p.plan, backend)
     alone = ops.grouped_mlp_hidden(*p.inputs[:2], *p.plan, backend)

@@ -64,14 +64,14 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("block", [0, 40, 400])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize(("ranks", "etp", "slots"), [(2, 1, 1), (4, 2, 3), (8, 1, 6), (3, 1, 2)])
-def test_emulated_ranks_on_one_gpu(ranks, etp, slots, dtype, block):
+def test_emulated_ranks_on_one_gpu_exchange_as_alltoall_does(ranks, etp, slots, dtype, block):
     for columns in (2048, 7168 + 8, 37):
         case = Case(ranks, slots, etp, block, dtype, columns, tokens=333, experts=4, device="cuda")
         assert_exchanges_are_those_of_alltoall(case)
 
 
 @pytest.mark.parametrize("block", [0, 100])
-def test_emulated_ranks_on_one_gpu_whose_rows_do_not_fit(block):
+def test_emulated_ranks_on_one_gpu_leave_out_rows_that_do_not_fit(block):
     emulation = Emulation(4, "cuda")
     for rows in (400, 411, 700):
         case = Case(4, 3, 1, block, BF16, 2048, tokens=333, rows=rows, device="cuda")

@@ -33,7 +33,7 @@ def is_tied(model: Transformer) -> bool:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @both
-def test_it_is_the_sum_of_the_gradients_of_all_uses(name, depth):
+def test_the_gradient_of_a_tied_head_is_the_sum_over_all_its_uses(name, depth):
     model = build_model(tied(name, mtp_depth=depth)).double()
     apart = build_model(untied(model.config), seed=None).double()
     weights = model.state_dict() | {HEAD: model.embed.weight.detach().clone()}

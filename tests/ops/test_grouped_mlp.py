@@ -62,7 +62,7 @@ def test_each_direction_matches_fp64_with_nan_in_dead_rows(backend, case, dtype)
     "case", ["skewed, dead rows", "some slots are not routed here", "no slot is routed here"]
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_h_alone_is_bitwise_that_of_the_forward(backend, case, dtype):
+def test_computing_only_h_gives_bitwise_the_h_of_the_forward(backend, case, dtype):
     p = make_problem(case, dtype, device_of(backend))
     _, expected = ops_of(backend).forward(*p.inputs, *p.plan)
     with fresh_memory_is_nan():

@@ -150,7 +150,7 @@ def test_another_device_version_or_source_is_another_answer(what, gpu, monkeypat
 
 
 @pytest.mark.parametrize("wrong", [{"choice": "triton"}, {"choice": "a,b,c"}, {}, [1], "text", 1])
-def test_what_is_no_answer_is_measured_again(wrong, gpu):
+def test_a_wrong_answer_is_measured_again(wrong, gpu):
     answers = Answers()
     choose(memory=answers, measure=Clock())
     answers.update(dict.fromkeys(answers, wrong))

@@ -84,7 +84,7 @@ def test_the_gradients_match_finite_differences():
     assert torch.autograd.gradcheck(run, (h, weight)) and torch.autograd.gradcheck(run, h)
 
 
-def test_it_is_the_activation_of_the_model():
+def test_swiglu_is_the_activation_of_the_model():
     """One expert whose projections are identities, in fp32: they round nothing away."""
     h, weight = values(ROWS, 24), values(ROWS, 1, seed=1)
     model = Experts(ModelConfig(hidden_size=24, num_experts=1, expert_ffn_size=12))

@@ -41,14 +41,14 @@ def few_programs(monkeypatch):
 @pytest.mark.parametrize("block", [0, 2, 9])
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_exchanges_between_two_ranks(backend, slots, block, dtype, few_programs):
+def test_two_ranks_exchange_as_alltoall_does(backend, slots, block, dtype, few_programs):
     assert_exchanges_are_those_of_alltoall(case_on(backend, 2, slots, block=block, dtype=dtype))
 
 
 @pytest.mark.parametrize("block", [0, 1, 9])
 @pytest.mark.parametrize("etp", [1, 2, 4])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_exchanges_between_four_ranks(backend, etp, block, few_programs):
+def test_four_ranks_exchange_as_alltoall_does(backend, etp, block, few_programs):
     dtype = torch.bfloat16 if block else torch.float32
     assert_exchanges_are_those_of_alltoall(case_on(backend, 4, 2, etp, block, dtype))
 
@@ -56,7 +56,7 @@ def test_exchanges_between_four_ranks(backend, etp, block, few_programs):
 @pytest.mark.parametrize("block", [0, 2])
 @pytest.mark.parametrize("etp", [1, 2])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_ranks_that_receive_nothing(backend, etp, block, few_programs):
+def test_ranks_that_receive_nothing_exchange_as_alltoall_does(backend, etp, block, few_programs):
     case = case_on(backend, 4, 2, etp, block, favourites=(0, 1))
     assert (case.arrivals().sum(0) == 0).any()
     assert_exchanges_are_those_of_alltoall(case)
@@ -64,7 +64,7 @@ def test_ranks_that_receive_nothing(backend, etp, block, few_programs):
 
 @pytest.mark.parametrize("block", [0, 3])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_three_ranks_and_rows_of_odd_width(backend, block, few_programs):
+def test_three_ranks_exchange_rows_of_odd_width_as_alltoall_does(backend, block, few_programs):
     assert_exchanges_are_those_of_alltoall(case_on(backend, 3, 2, block=block, columns=5))
     assert_exchanges_are_those_of_alltoall(
         case_on(backend, 3, 3, block=block, columns=37, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def test_rows_that_do_not_fit_are_left_out_and_nothing_beyond_is_touched(backend
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_more_places_than_one_round_takes(backend, monkeypatch, few_programs):
+def test_places_are_written_in_several_rounds_where_one_is_too_few(backend, monkeypatch, few_programs):
     monkeypatch.setattr(launches, "AT_ONCE", 2)
     assert_exchanges_are_those_of_alltoall(case_on(backend, 2, 3, block=2))
     assert_exchanges_are_those_of_alltoall(case_on(backend, 2, 3, etp=2, experts=4))

@@ -74,7 +74,7 @@ def test_weights_in_the_activation_or_in_the_sum_give_the_same_numbers(where, dt
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "torch,triton,torch"])
-def test_the_backend_is_a_knob(backend):
+def test_fused_experts_run_on_the_backend_that_is_given(backend):
     passes = (*BEHIND_PERMUTATION[:2], functools.partial(fuse_experts, backend=backend))
     plain = traced(block(), *inputs())
     fused, _ = rewritten(plain, *passes)
@@ -191,7 +191,7 @@ def of_two_plans(place, part):
 
 
 @pytest.mark.parametrize(("place", "part"), MIXTURES)
-def test_a_part_of_another_plan_anywhere_is_left(place, part):
+def test_experts_with_a_part_of_another_plan_are_left(place, part):
     assert_left(of_two_plans(place, part), "unpermute", fuse_experts)
 
 

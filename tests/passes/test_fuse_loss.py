@@ -109,7 +109,7 @@ def test_each_use_of_a_head_is_a_match():
     assert_same_numbers(assert_fused(plain, losses=2), plain)
 
 
-def test_the_knob_makes_no_gradients_where_none_are_wanted():
+def test_a_loss_fused_without_gradients_makes_none():
     inputs = [x.detach() for x in (random(B * S, D), head(), labels().flatten())]
     plain = traced(cross_entropy, *inputs)
     fused, (result,) = rewritten(plain, functools.partial(fuse_loss, needs_grad=False))

@@ -50,7 +50,7 @@ def test_the_z_loss_of_other_groups_of_logits_stays_outside():
     assert_same_numbers(fused, plain)
 
 
-def test_what_else_is_gathered_is_not_taken_for_weights():
+def test_a_gather_from_another_table_is_not_taken_for_weights():
     def run(logits, table):
         scores = logits.softmax(-1)
         experts = scores.topk(2, dim=-1).indices

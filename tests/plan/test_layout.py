@@ -43,7 +43,7 @@ def test_two_ranks_of_a_folding_meet_in_no_two_of_its_axes(layout):
         assert math.prod(layout.size(axis) for axis in folding) == layout.size("world")
 
 
-def test_groups_are_these():
+def test_each_axis_has_its_groups_of_ranks():
     layout = Layout(dp=2, cp=1, tp=2, pp=2, ep=4)
     assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert layout.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
@@ -71,7 +71,7 @@ def test_own_parts_are_cut_piece_by_piece():
     assert own_part(rows, ParameterLayout(), layout, 3) is rows
 
 
-def test_what_is_left_over_is_data_parallel():
+def test_ranks_that_no_other_axis_takes_are_data_parallel():
     assert Layout.of(ParallelConfig(), 1) == ALONE
     assert Layout.of(ParallelConfig(tp=2, cp=2), 8) == Layout(dp=2, tp=2, cp=2)
     assert Layout.of(ParallelConfig(ep=8, tp=4, cp=2), 768) == Layout(dp=96, tp=4, cp=2, ep=8)

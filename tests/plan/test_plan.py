@@ -19,7 +19,7 @@ DECISIONS = {
 }  # fmt: skip
 
 
-def test_one_rank_alone():
+def test_one_rank_alone_has_the_local_dispatcher_and_no_pipeline():
     plan = plan_of(config("train.global_batch_size=12", "data.seq_len=16"), 1)
     assert plan.layout == Layout() and plan.pipeline is None and plan.own_stages(0) == []
     assert (plan.dispatcher, plan.transport, plan.reads_peers) == (DispatcherChoice.local, None, False)
@@ -27,7 +27,7 @@ def test_one_rank_alone():
     assert plan.dtype == torch.float32 and not plan.captured and not plan.captures_step
 
 
-def test_ranks_that_share_experts_layers_and_sequences():
+def test_a_plan_is_of_ranks_that_share_experts_layers_and_matrices():
     words = (
         "parallel.pp=2", "parallel.tp=2", "parallel.ep=2", "moe.dispatcher=symm", "model.num_layers=4",
         "pipeline.layout=Ett|ttL", "train.global_batch_size=16", "data.seq_len=16",

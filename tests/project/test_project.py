@@ -113,7 +113,7 @@ def test_advice_is_what_there_is_to_change():
         (("hardware=h100", "search=true", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_to_type(words, message, project):
+def test_a_wrong_command_is_answered_with_what_to_type(words, message, project):
     result = project(*words)
     assert result.status == 2 and message in result.err, result.err
     assert "Traceback" not in result.err

@@ -172,7 +172,7 @@ def test_what_a_file_sets_and_a_search_replaces_is_typed_back(small_card):
 
 
 @pytest.mark.slow
-def test_what_is_listed_is_what_the_tool_says_of_it(small_card):
+def test_a_listed_layout_has_the_numbers_of_its_own_projection(small_card):
     found = searched(small_card, "model.num_experts=8")
     for line in found["best"]:
         document = projected(line["words"], small_card)

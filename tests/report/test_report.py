@@ -158,7 +158,7 @@ def test_a_heat_map_has_few_pictures_among_them_the_first_and_the_last(layers, e
     )
 
 
-def test_the_heat_map_of_one_recorded_time_is_that():
+def test_one_recorded_time_makes_a_heat_map_of_one_picture():
     chart = loads_chart([{"step": 3, "steps": 3, "load": [[0.5, 1.5]]}])
     assert chart is not None and chart.frames is not None and list(chart.frames.names) == ["3"]
     assert "fullest is expert 1 of MoE layer 0 with 1.5" in chart.alt
@@ -179,7 +179,7 @@ def test_projected_memory_is_that_of_the_projection_beside_the_measured(tmp_path
     assert [trace["x"] for trace in chart.traces if trace["y"] == ["measured"]] == [[3.0]]
 
 
-def test_what_the_allocator_does_not_hold_is_apart_from_what_its_peak_is_compared_with(tmp_path):
+def test_memory_outside_the_allocator_is_apart_from_the_projection_of_its_peak(tmp_path):
     compiled = config("compile.enabled=true", "parallel.ep=2", "moe.dispatcher=symm")
     plan = plan_of(compiled, 2)
     document = projected_memory(plan)

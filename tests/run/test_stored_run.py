@@ -74,7 +74,7 @@ def test_wrong_types_are_one_line_that_names_file_and_field(run, tmp_path, chang
     assert words in message and str(run / "resolved.yaml") in message and "\n" not in message
 
 
-def test_a_run_is_one_that_the_path_names(run, tmp_path):
+def test_a_folder_inside_of_a_run_is_no_run_itself(run, tmp_path):
     step = run / "checkpoints" / "step_00000003"
     (step / "inside").mkdir(parents=True)
     (run / "weights").mkdir()

@@ -104,7 +104,7 @@ def test_a_step_that_was_launched_before_the_run_went_down_climbs_from_where_it_
     assert used == [1, 0, 2]
 
 
-def test_what_has_no_limit_is_used_for_a_while_only():
+def test_the_rung_without_limit_is_used_for_a_while_only():
     steps, used = ladder()
     with pytest.raises(KeyError), steps.without_limit():
         assert used == [2]

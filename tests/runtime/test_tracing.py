@@ -125,7 +125,7 @@ def test_a_segment_that_reads_a_value_on_the_host_is_named():
         compiled(lambda x: x * 2 if x.sum().item() > 0 else x)
 
 
-def test_an_error_of_the_segment_itself_is_there_too():
+def test_an_error_of_the_segment_itself_is_the_cause_of_the_refusal():
     with pytest.raises(UntraceableSegment, match=r"segment attn of attn .*torch.Size\(\[3\]\)") as caught:
         compiled(lambda x: x + torch.ones(3))
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -154,7 +154,7 @@ def test_outputs_that_share_memory_are_those_of_the_plain_segment(case):
 
 
 @pytest.mark.parametrize("case", VIEWS)
-def test_they_share_it_when_compiled_too_also_without_gradients(case):
+def test_compiled_outputs_share_the_memory_that_plain_ones_share(case):
     run, writes = VIEWS[case]
     x = torch.rand(3, 4)
     pointers = []

@@ -62,7 +62,7 @@ def test_kernels_belong_to_the_segment_around_their_launch_on_its_thread(tmp_pat
     assert segment(summary, "attn", "F").communication_ms == 0
 
 
-def test_idle_communication_and_launches_of_a_step(tmp_path):
+def test_a_step_has_its_idle_time_communication_and_launches(tmp_path):
     summary = read(two_steps(), tmp_path)
     # from 100 to 2000 us: 100 + 300 + 300 us are busy in each step
     assert summary.step_ms == pytest.approx(0.95) and summary.idle == pytest.approx(1 - 1400 / 1900)

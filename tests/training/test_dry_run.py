@@ -378,7 +378,7 @@ def test_a_rank_of_a_pipeline_sends_and_receives_a_hidden_state_for_each_micro_b
     assert {c["bytes"] for c in messages} == {2 * 16 * 16 * 4}
 
 
-def test_what_schedules_keep_is_what_their_tables_say():
+def test_schedules_keep_the_activations_that_their_tables_say():
     words = ("launch.fake_world=4", "parallel.pp=4", "model.num_layers=4", "model.mtp_depth=0")
     words = (*words, "launch.fake_rank=0", "pipeline.layout=Et|t|t|tL", "pipeline.microbatches=12")
 

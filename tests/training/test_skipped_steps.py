@@ -88,7 +88,7 @@ def test_a_run_without_checkpoints_that_is_stopped_does_not_claim_a_saved_one(tm
         trainer.run()
 
 
-def test_nor_one_that_began_from_another_runs_checkpoint(tmp_path, monkeypatch):
+def test_a_stopped_run_without_checkpoints_names_the_one_that_it_began_from(tmp_path, monkeypatch):
     train_in(tmp_path / "old", "train.steps=3")
     words = ("train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false")
     trainer = trainer_in(tmp_path / "new", *words, f"checkpoint.resume_from={tmp_path / 'old'}")

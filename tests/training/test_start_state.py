@@ -63,7 +63,7 @@ def test_the_command_refuses_before_there_is_a_folder(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/step_00000003"])
-def test_what_fits_is_let_by(first, place):
+def test_a_run_starts_from_a_checkpoint_that_fits(first, place):
     for key in ("resume_from", "init_from"):
         check_start(config(f"checkpoint.{key}={first}{place}"))
 

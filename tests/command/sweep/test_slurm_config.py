@@ -31,7 +31,7 @@ def launcher(*words: str) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-def test_it_is_the_plugins_launcher_with_one_process_for_each_node():
+def test_our_launcher_is_the_plugins_with_one_process_for_each_node():
     ours, plugins = launcher("hydra/launcher=slurm"), launcher("hydra/launcher=submitit_slurm")
     assert ours.keys() == plugins.keys() and ours["_target_"] == plugins["_target_"]
     assert (ours["tasks_per_node"], ours["nodes"], ours["gpus_per_node"]) == (1, 1, 8)

@@ -100,7 +100,7 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
         assert projected[name] == pytest.approx(found[name], rel=TOLERANCE, abs=4_300), name
 
 
-def test_stages_keep_together_what_the_whole_model_keeps_and_what_they_receive():
+def test_stages_together_keep_the_activations_of_the_whole_model_and_those_received():
     run = config(*MODEL, "model.mtp_depth=1")
     sizes = Sizes.from_config(run, Layout(), on_nvidia=False)
     whole = stage_activations(sizes, run.recompute, all_pieces(2, 1))

@@ -24,7 +24,7 @@ def sums_of(layout: str, costs: list[float]) -> list[float]:
     return [sum(itertools.islice(rest, length)) for length in lengths]
 
 
-def test_no_layout_has_a_smaller_largest_stage_and_none_of_those_is_more_even():
+def test_the_largest_stage_is_the_smallest_possible_and_the_others_are_even():
     draw = random.Random(0)
     for _ in range(60):
         costs = [draw.choice((0, 1, 2, 3, 7)) for _ in range(draw.randrange(2, 9))]
@@ -45,7 +45,7 @@ def test_fractions_of_a_millisecond_balance_as_well():
     )
 
 
-def test_of_even_layouts_the_first_stages_are_the_lighter_ones():
+def test_the_lighter_stages_of_an_even_layout_come_first():
     assert balanced_layout(parts_of([1, 1, 1, 1, 1]), range(3)) == "E|tt|tL"
 
 
@@ -88,13 +88,13 @@ def best_of_all(costs: list[float], rank_of: tuple[int, ...]) -> tuple[float, fl
     )
 
 
-def test_where_ranks_have_several_stages_no_layout_gives_the_busiest_less():
+def test_no_layout_gives_the_busiest_rank_of_several_stages_less():
     for costs, rank_of in several_stages_a_rank():
         found = costs_of(balanced_layout(parts_of(costs), rank_of), costs, rank_of)
         assert found == best_of_all(costs, rank_of)
 
 
-def test_where_not_all_layouts_are_tried_ranks_are_as_even_but_for_a_part(monkeypatch):
+def test_ranks_are_even_to_one_part_where_not_all_layouts_are_tried(monkeypatch):
     monkeypatch.setattr(pipeline_balance, "MOST_TRIED", 0)
     monkeypatch.setattr(pipeline_balance, "_balanced", pipeline_balance._balanced.__wrapped__)
     misses = []

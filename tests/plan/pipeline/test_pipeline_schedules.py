@@ -149,7 +149,7 @@ def test_small_tables_are_those_of_the_papers():
     ]
 
 
-def test_as_many_micro_batches_as_ranks_leave_no_forward_after_the_warm_up_of_the_first():
+def test_the_first_rank_runs_all_forwards_first_with_as_many_micro_batches_as_ranks():
     table = make_table("interleaved", 8, 8, 2)
     check(table)
     assert [action.kind for action in table.actions(0)] == ["F"] * 16 + ["B"] * 16

@@ -23,7 +23,7 @@ def rows(timeline: Timeline, track="compute"):
     ]
 
 
-def test_uneven_stages_and_transfers_by_hand():
+def test_uneven_stages_and_transfers_take_the_times_computed_by_hand():
     costs = Costs((2, 3), (1, 2), (1, 1), comm=1, activation_bytes=(10, 30))
     timeline = simulate(make_table("1f1b", 2, 2), costs)
     assert rows(timeline) == [

@@ -81,7 +81,7 @@ def broken(dispatcher, words):
 
 
 @pytest.mark.parametrize("dispatcher, words, message", RULES)
-def test_what_it_cannot_carry_is_the_one_violation_and_says_what_would_do(dispatcher, words, message):
+def test_a_dispatcher_is_refused_what_it_cannot_carry_with_what_would_do(dispatcher, words, message):
     found = broken(dispatcher, words)
     assert len(found) == 1 and message in found[0] and found[0].startswith(f"moe.dispatcher={dispatcher} ")
 
@@ -95,7 +95,7 @@ def test_the_advice_leads_no_group_of_several_nodes_into_another_refusal(dispatc
 
 
 @pytest.mark.parametrize("dispatcher, words", FINE)
-def test_what_it_carries_is_allowed(dispatcher, words):
+def test_a_dispatcher_is_allowed_what_it_carries(dispatcher, words):
     assert broken(dispatcher, words) == []
 
 
@@ -129,7 +129,7 @@ def test_a_missing_package_is_named_with_its_command_and_what_needs_none(choice,
 
 
 @pytest.mark.parametrize("choice", ["deepep", "turbo", "nvshmem"])
-def test_it_is_refused_on_a_cpu(choice):
+def test_a_vendor_dispatcher_is_refused_on_a_cpu(choice):
     assert "runs on GPUs, and this run is on a cpu; use moe.dispatcher=auto" in refused(choice, device="cpu")
 
 
@@ -162,7 +162,7 @@ def test_ranks_that_exchange_must_be_on_one_node(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", ["auto", "local", "alltoall"])
-def test_others_need_nothing(choice):
+def test_other_dispatchers_need_no_package_and_no_gpu(choice):
     check_dispatcher(
         DispatcherChoice(choice), torch.device("cpu"), Layout(), SomeRanks(), lambda package: False
     )

@@ -111,7 +111,7 @@ def changed(key: str) -> RunConfig:
     return run_config
 
 
-def test_of_every_key_of_a_run_it_is_said_whether_compiled_code_depends_on_it():
+def test_every_key_of_a_run_is_listed_as_a_fact_of_compiled_code_or_as_none():
     said = f"{FACTS} {BY_PASSES} {BY_DEVICE} {NO_FACTS}".split()
     assert sorted(said) == sorted(every_key())
 

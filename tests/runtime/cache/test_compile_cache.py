@@ -86,7 +86,7 @@ def test_a_document_cannot_name_files_outside_the_work_folder(cache, caplog):
     assert len(warnings_of(caplog)) == 4
 
 
-def test_two_that_publish_at_once_lose_nothing(cache):
+def test_two_jobs_that_publish_at_once_lose_nothing(cache):
     one, other = cache.open(FACTS), cache.open(FACTS)
     write(one, a="1")
     write(other, b="2")

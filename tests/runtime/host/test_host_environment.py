@@ -120,7 +120,7 @@ def test_multicast_cannot_be_had_against_variables_that_are_set(environment, bui
     ]
 
 
-def test_env_goes_before_the_other_keys(environment, build):
+def test_host_env_goes_before_the_other_keys(environment, build):
     build("cuda")
     lines = texts(HostConfig(env={"NCCL_NVLS_ENABLE": "2", "NCCL_DEBUG": "INFO"}))
     assert lines[0] == "NCCL_NVLS_ENABLE, NCCL_DEBUG (host.env)"
@@ -177,7 +177,7 @@ def test_what_someone_changed_after_us_is_theirs(environment, build):
     assert "NCCL_NVLS_ENABLE" not in json.loads(environment[MARKER])
 
 
-def test_it_warns_when_cuda_has_started_unless_nothing_changes(environment, build, monkeypatch):
+def test_variables_that_change_after_cuda_has_started_are_warned_about(environment, build, monkeypatch):
     build("cuda")
     texts(HostConfig())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -187,7 +187,9 @@ def test_it_warns_when_cuda_has_started_unless_nothing_changes(environment, buil
     assert "too late" in late.text and environment["A"] == "1"
 
 
-def test_it_warns_when_inductor_has_asked_rocm_for_its_gpus(environment, build, monkeypatch):
+def test_variables_set_after_inductor_has_asked_rocm_for_gpus_are_warned_about(
+    environment, build, monkeypatch
+):
     build("rocm")
     monkeypatch.setitem(sys.modules, "torch._inductor.runtime.benchmarking", object())
     assert any("too late" in line for line in texts(HostConfig()))

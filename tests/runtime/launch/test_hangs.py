@@ -108,7 +108,7 @@ def workers(stamps) -> Iterator:
         worker.wait()
 
 
-def test_of_ranks_that_hang_the_one_is_named_that_waits_for_nobody(tmp_path, stamps, workers):
+def test_the_hanging_rank_that_waits_for_nobody_is_named(tmp_path, stamps, workers):
     (logs := tmp_path / "logs").mkdir()
     both = [workers(0, "/x/sums.py", 0.2, "wait_for(lambda: time.sleep(600))"), workers(1, "/x/mine.py", 600)]
     watch = HangWatch(stamps, timeout_s=0.2)
@@ -136,7 +136,7 @@ def test_a_process_that_is_stopped_hangs_whatever_it_does(tmp_path, stamps, work
     assert first is not None and first.message.endswith(": its process is stopped, as SIGSTOP does")
 
 
-def test_where_a_worker_is_gone_nobody_hangs(tmp_path, stamps, workers):
+def test_no_worker_counts_as_hanging_once_another_is_gone(tmp_path, stamps, workers):
     (logs := tmp_path / "logs").mkdir()
     gone, late = workers(0, "/x/mine.py", 600), workers(1, "/x/mine.py", 0.0)
     watch = HangWatch(stamps, timeout_s=0.2)

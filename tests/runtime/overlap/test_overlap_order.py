@@ -70,7 +70,7 @@ def test_each_transfer_has_work_of_the_other_micro_batch_beside_it(num_layers):
     assert exposed == []
 
 
-def test_what_one_has_more_of_follows_at_the_end():
+def test_the_turns_that_one_side_has_more_follow_at_the_end():
     assert interleaved([[0], [1]], [[0], [1], [2], [3]])[-2:] == [("backward", 2), ("backward", 3)]
     assert interleaved([[0], [1, 2]], []) == [("forward", 0), ("forward", 1), ("forward", 2)]
 

@@ -290,3 +290,12 @@ def combine(x_BSD: Tensor, routed_TD: Tensor, shared_TD: Tensor | None = None) -
     if shared_TD is not None:
         routed_TD = routed_TD + shared_TD
     return x_BSD + routed_TD.view_as(x_BSD)
+
+
+def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float, done: Tensor) -> None:
+    """Move the bias of under-loaded experts up and of over-loaded ones down, in place.
+
+    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1); a no-op where ``done`` is 0.0.
+    """
+    load_E = counts_E.float()
+    bias_E.add_((load_E.mean() - load_E).sign() * rate * done)

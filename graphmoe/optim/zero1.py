@@ -254,15 +254,6 @@ class Optimizer(StepOptimizer):
 
 
 @torch.no_grad()
-def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float, done: Tensor) -> None:
-    """Move the bias of under-loaded experts up and of over-loaded ones down, in place.
-
-    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1); a no-op where ``done`` is 0.0.
-    """
-    load_E = counts_E.float()
-    bias_E.add_((load_E.mean() - load_E).sign() * rate * done)
-
-
 def _if_alive(collect: Callable[[], Callable[[Tensor], None] | None], weight: Tensor) -> None:
     call = collect()
     if call is not None:

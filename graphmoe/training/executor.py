@@ -18,7 +18,7 @@ from graphmoe.config.schema import ConfigError, ExpertsBackend, PassesConfig, Ru
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name

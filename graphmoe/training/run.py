@@ -27,7 +27,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.data import DataError
 from graphmoe.model.attention import check_backend
-from graphmoe.passes import select_passes
+from graphmoe.passes.table import select_passes
 from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.plan import Plan, plan_of

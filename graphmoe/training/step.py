@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.model.moe import ROUTER_STATS, update_selection_bias
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim.base import StepOptimizer
-from graphmoe.optim.zero1 import update_selection_bias
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.stages import StagePieces

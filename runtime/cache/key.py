@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from graphmoe.config.schema import RunConfig
-from graphmoe.passes import PASSES, PassSpec
+from graphmoe.passes.table import PASSES, PassSpec
 from graphmoe.runtime.cache.bytecode import own_sources
 
 Facts = Mapping[str, Any]

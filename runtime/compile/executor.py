@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import MadeBy, PassReport, PassRunner
+from graphmoe.passes.table import MadeBy, PassReport, PassRunner
 from graphmoe.runtime.cache.turns import CompileTurns, Turn
 from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
 from graphmoe.runtime.compile.code import Compiled, PendingWeightGrads, UnitCode, compile_graph

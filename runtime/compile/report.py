@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from graphmoe.passes import PassReport
+from graphmoe.passes.table import PassReport
 from graphmoe.runtime.compile.executor import UnitReport
 
 REPORT_FILE = "compile_report.json"

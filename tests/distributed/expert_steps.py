@@ -14,7 +14,7 @@ from graphmoe.config.schema import RunConfig
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import send_plan
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments

@@ -17,7 +17,7 @@ from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.collectives import use_groups
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments

@@ -25,8 +25,8 @@ from graphmoe.checkpoint.entries import flatten
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import RunConfig
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.passes import PassRunner
 from graphmoe.passes.base import Stage
+from graphmoe.passes.table import PassRunner
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile import code as unit_code

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphmoe.model.build import build_model
 from graphmoe.ops import collectives as ops
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.ranks import Mesh, Ranks

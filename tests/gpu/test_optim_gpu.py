@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import LrSchedule, OptimConfig, TrainConfig
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.passes import PassRunner
+from graphmoe.passes.table import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
 
 WIDTH = 2**16

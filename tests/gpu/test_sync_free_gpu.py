@@ -10,7 +10,7 @@ import torch
 from graphmoe.config.schema import ModelConfig, PassesConfig
 from graphmoe.model.build import build_model
 from graphmoe.model.layer import PLAN
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Executor, run_segments
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config.schema import LrSchedule, OptimConfig, TrainConfig
-from graphmoe.optim.zero1 import Optimizer, update_selection_bias
-from graphmoe.passes import PassRunner
+from graphmoe.model.moe import update_selection_bias
+from graphmoe.optim.zero1 import Optimizer
+from graphmoe.passes.table import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from tests.tolerances import TOLERANCES, relative_error

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphmoe.ops.grouped_mm import grouped_mm
-from graphmoe.passes import PASSES, Rewrites
+from graphmoe.passes.table import PASSES, Rewrites
 from graphmoe.runtime.compile.tracing import fakes_of, trace_forward
 from tests.tolerances import TOLERANCES, relative_error
 

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from graphmoe.config.schema import RecomputeConfig
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import Recompute
 from tests.runs import config

@@ -10,7 +10,7 @@ import torch
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import PassRunner
+from graphmoe.passes.table import PassRunner
 from graphmoe.runtime.capture.capture import REPORT_FILE, Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.executor import CompiledSegments

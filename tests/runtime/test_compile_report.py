@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphmoe.passes import PassRunner, PassSpec, Rewrites
+from graphmoe.passes.table import PassRunner, PassSpec, Rewrites
 from graphmoe.runtime.compile.executor import UnitReport
 from graphmoe.runtime.compile.report import to_json, to_text
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphmoe.model.build import build_model
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import PASSES, PassRunner, select_passes
+from graphmoe.passes.table import PASSES, PassRunner, select_passes
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.torch_compat import joint_graph

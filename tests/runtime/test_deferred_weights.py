@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphmoe.model.build import build_model
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import PASSES, PassRunner
+from graphmoe.passes.table import PASSES, PassRunner
 from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.overlap.runner import Overlap

@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import PASSES, PassRunner
+from graphmoe.passes.table import PASSES, PassRunner
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode

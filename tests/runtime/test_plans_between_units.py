@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import routing_plan
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment, run_segments
 from tests.runs import config

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.executor import CompiledSegments

@@ -8,7 +8,7 @@ from torch import Tensor
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Executor, Segment, run_segments
 from tests.runs import config

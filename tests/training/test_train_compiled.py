@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.passes import PASSES
+from graphmoe.passes.table import PASSES
 from graphmoe.runtime.compile.report import REPORT_FILE
 from tests.runs import COMPILED_MODEL, TINY, command, metrics, train_in, trainer_in
 

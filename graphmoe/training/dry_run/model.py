@@ -14,7 +14,7 @@ from graphmoe.model.build import build_model
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes import PassRunner, select_passes
+from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments

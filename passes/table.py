@@ -1,0 +1,85 @@
+"""The table of passes, which rewrite the graph of a compile unit, in the order in which they run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from graphmoe.config.schema import ConfigError, PassesConfig
+from graphmoe.passes.base import MadeBy, PassSpec, Rewrites, Stage
+from graphmoe.passes.fuse_activation import fuse_activation
+from graphmoe.passes.fuse_experts import fuse_experts
+from graphmoe.passes.fuse_loss import fuse_loss
+from graphmoe.passes.fuse_permutation import fuse_permutation
+from graphmoe.passes.fuse_router import fuse_router
+from graphmoe.passes.runner import PassReport, PassRunner
+from graphmoe.passes.split_backward import split_backward
+
+EXPERTS, ROUTER = ("moe_experts",), ("moe_router",)
+JOINED = ("fuse_permutation", "fuse_activation")
+
+PASSES = (
+    # name, function, stage, numerics, segments that have its pattern
+    PassSpec("fuse_permutation", fuse_permutation, "forward", "allclose", EXPERTS),
+    PassSpec("fuse_activation", fuse_activation, "forward", "allclose", EXPERTS),
+    PassSpec("fuse_router", fuse_router, "forward", "allclose", ROUTER),
+    PassSpec("fuse_loss", fuse_loss, "forward", "allclose", ("loss",)),
+    PassSpec("fuse_experts", fuse_experts, "forward", "allclose", EXPERTS, needs=JOINED),
+    PassSpec("split_backward", split_backward, "backward", "bitwise"),
+)
+"""fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
+
+__all__ = ["PASSES", "MadeBy", "PassReport", "PassRunner", "PassSpec", "Rewrites", "Stage", "select_passes"]
+
+
+def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:
+    """The passes that a configuration asks for, in order, with their parameters by name.
+
+    Raises ConfigError for a name that no pass has, for a pass without those that it needs, and for an
+    extra one that is no pass.
+    """
+    names = [spec.name for spec in PASSES]
+    for key, given in (("passes.enabled", config.enabled or []), ("passes.disabled", config.disabled)):
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            raise ConfigError(
+                f"{key}={given}: there is no pass {', '.join(unknown)}; there are {', '.join(names)}"
+            )
+    wanted = names if config.enabled is None else config.enabled
+    chosen = [spec for spec in PASSES if spec.name in wanted and spec.name not in config.disabled]
+    for spec in chosen:
+        lacking = [name for name in spec.needs if name not in [other.name for other in chosen]]
+        if lacking:
+            raise ConfigError(
+                f"the pass {spec.name} joins what {' and '.join(lacking)} would make; run those too, or "
+                f"leave {spec.name} out as well: passes.disabled=[{','.join([*lacking, spec.name])}]"
+            )
+    return [replace(spec, knobs={**spec.knobs, **knobs.get(spec.name, {})}) for spec in chosen] + [
+        _extra(path) for path in config.extra
+    ]
+
+
+def _extra(path: str) -> PassSpec:
+    """A user's pass, named as ``package.module:function``, where the name may also be a PassSpec."""
+    module_name, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"passes.extra={path} cannot be imported ({error}); write package.module:function, with the "
+            f"package on PYTHONPATH"
+        ) from error
+    spec = found if isinstance(found, PassSpec) else PassSpec(name, found, "forward", "allclose")
+    if spec.stage not in ("forward", "joint"):
+        raise ConfigError(f"passes.extra={path} has the stage {spec.stage!r}; use 'forward' or 'joint'")
+    try:
+        spec.fingerprint()
+    except TypeError as error:
+        raise ConfigError(
+            f"passes.extra={path}: {error}; write def f(graph) in a module and name it, or a "
+            f"graphmoe.passes.base.PassSpec of it, whose knobs are numbers, strings, and lists and dicts of "
+            f"them"
+        ) from error
+    return spec

@@ -55,7 +55,7 @@ def test_the_command_prints_one_json_document_and_writes_the_pair(folder):
     assert tokenizer.decode(first, skip_special_tokens=False) == sentences(25, 1)[0] + "<|endoftext|>"
 
 
-def test_what_it_writes_can_be_trained_on(folder):
+def test_the_files_that_the_tool_writes_can_be_trained_on(folder):
     main(ARGS)
     main([*ARGS, "input=a.jsonl", "overwrite=true"])
     named = read_summed_file(folder / "out" / "tokens", compare=True).sums

@@ -177,7 +177,7 @@ def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tm
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
-def test_what_is_no_file_is_not_left_out_in_silence(open_files, tmp_path, make):
+def test_a_match_that_is_no_regular_file_is_an_error(open_files, tmp_path, make):
     write_jsonl(tmp_path / "a.jsonl", sentences(9))
     (tmp_path / "c.jsonl").mkdir()
     open_files("*.jsonl")

@@ -250,7 +250,7 @@ def test_each_rank_takes_its_part_of_the_weights_of_a_folder(ranks):
             assert torch.equal(shard.data, flat)
 
 
-def test_what_does_not_go_together_is_refused_by_name(tmp_path):
+def test_keys_that_fsdp2_does_not_go_with_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"graph.scope=layer replays.*use graph.scope=none"):
         check(config(FSDP, "compile.enabled=true", "graph.scope=layer"))
     with pytest.raises(ConfigError, match=r"dp_shard=fsdp2 shares .* use parallel.dp_shard=zero1"):

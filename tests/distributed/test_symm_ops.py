@@ -82,7 +82,7 @@ def test_dead_rows_have_no_expert_and_arrivals_are_those_of_the_plans(results, n
 
 
 @pytest.mark.parametrize("name", TRIPS)
-def test_the_cases_are_what_they_are_called(results, name):
+def test_each_case_routes_as_its_name_says(results, name):
     trip, arrivals = TRIPS[name], results[name][0].arrivals_PP
     if trip.block == 2:
         assert (arrivals > 2).any()

@@ -194,7 +194,7 @@ REFUSED = {  # request: (shape, device, is ROCm, what the error says)
 
 
 @pytest.mark.parametrize("requested", REFUSED)
-def test_what_cannot_run_is_refused_with_what_would(requested, gpu):
+def test_a_backend_that_cannot_run_is_refused_with_one_that_can(requested, gpu):
     shape, device, is_rocm, message = REFUSED[requested]
     gpu(is_rocm)
     with pytest.raises(ConfigError, match=message):

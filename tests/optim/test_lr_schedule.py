@@ -51,7 +51,7 @@ def test_every_step_has_the_rate_of_the_formula(schedule, floor, warmup):
 
 
 @pytest.mark.parametrize("schedule", [LrSchedule.cosine, LrSchedule.wsd])
-def test_the_last_step_has_the_floor_and_so_has_any_step_after_it(schedule):
+def test_the_last_step_and_any_step_after_it_have_the_lowest_rate(schedule):
     config = OptimConfig(lr=1.0, schedule=schedule, min_lr_ratio=0.25)
     assert [rate(config, step) for step in (TOTAL, TOTAL + 1, 10 * TOTAL)] == [0.25] * 3
 

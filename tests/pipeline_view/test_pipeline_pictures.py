@@ -37,7 +37,7 @@ def test_every_action_has_a_bar_in_the_row_of_its_rank():
     assert {bar.colour for bar in bars} == set(COLOURS.values())
 
 
-def test_two_that_take_turns_share_the_row_and_name_each_other():
+def test_two_actions_that_take_turns_share_the_row_and_name_each_other():
     bars = bars_of(Panel("folded", folded_in_turns(), "ms", scale=0.5))
     forward, backward = (bar for bar in bars if bar.beside)
     assert (forward.start, forward.end) == (backward.start, backward.end) == (2.5, 4.0)

@@ -118,7 +118,7 @@ def test_several_schedules_are_a_list_in_the_order_that_was_asked(capsys):
     assert text.rstrip().endswith("out=<folder> draws this")
 
 
-def test_the_layout_that_the_docs_show_of_a_run_is_what_the_model_gets(capsys):
+def test_the_layout_in_the_documentation_is_that_of_the_model(capsys):
     page = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
     (said,) = re.findall(
         r"^pipeline.schedule=zb1p: 4 stages on 4 ranks, .* layout (\S+)$", page, re.MULTILINE

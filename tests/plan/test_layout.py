@@ -98,6 +98,6 @@ def test_ranks_that_no_other_axis_takes_are_data_parallel():
         (ParallelConfig(pp=2, ep=8), 8, r"= 8 does not divide the 4 ranks of a pipeline stage"),
     ],
 )
-def test_what_does_not_multiply_out_is_an_error_with_the_arithmetic(config, ranks, message):
+def test_sizes_that_do_not_multiply_out_are_an_error_with_the_arithmetic(config, ranks, message):
     with pytest.raises(ConfigError, match=message):
         Layout.of(config, ranks)

@@ -51,7 +51,7 @@ def called_in(file: Path) -> set[str]:
     return {ast.unparse(function) for function in calls}
 
 
-def test_what_builds_and_runs_a_model_asks_the_plan():
+def test_modules_that_build_and_run_a_model_ask_the_plan_for_decisions():
     folders = ("graphmoe/model", "graphmoe/optim", "graphmoe/training", "passes", "runtime")
     files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
     asking = {str(file.relative_to(ROOT)): found for file in files if (found := called_in(file) & DECISIONS)}

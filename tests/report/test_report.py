@@ -199,7 +199,7 @@ def test_memory_outside_the_allocator_is_apart_from_the_projection_of_its_peak(t
     assert f"projected {bars['projected']:.4g} GiB, measured 3 GiB, {APART} {bars[APART]:.4g}" in chart.alt
 
 
-def test_what_is_not_projected_says_why(tmp_path):
+def test_the_page_says_why_a_run_is_not_projected(tmp_path):
     document = projected_memory(plan_of(config(), 1))
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
     assert "use compile.enabled=true" in memory_remarks(read_run(tmp_path))

@@ -43,7 +43,7 @@ def test_an_unfinished_run_of_the_same_configuration_is_continued(tmp_path):
     assert claim_and_leave(tmp_path / "tiny", reordered) == ("tiny", True)
 
 
-def test_where_nodes_meet_and_what_tunes_the_host_tell_no_run_from_another(tmp_path):
+def test_a_run_with_another_endpoint_or_host_env_is_the_same_run(tmp_path):
     one, other = (
         {
             **CONFIG,
@@ -124,7 +124,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("kind", "name"), [*REPLACED, *UNREADABLE])
-def test_what_cannot_be_read_in_an_old_folder_stops_no_new_run(tmp_path, caplog, monkeypatch, kind, name):
+def test_an_unreadable_file_in_an_old_folder_stops_no_new_run(tmp_path, caplog, monkeypatch, kind, name):
     claim_and_leave(tmp_path / "tiny", CONFIG)
     file = tmp_path / "tiny" / name
     file.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ def test_validation_between_steps_leaves_what_replays_alone():
             torch.testing.assert_close(chain.forward(x), plain)
 
 
-def test_what_lasts_is_read_where_it_lies_and_must_stay_there():
+def test_lasting_tensors_are_read_where_they_lie_and_must_stay_there():
     chain = Chain()
     for _ in range(3):
         chain.check(torch.randn(3, 4))

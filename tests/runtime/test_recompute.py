@@ -276,7 +276,7 @@ def test_layers_treated_alike_share_a_compilation_and_others_do_not(graphs_as_th
     assert used["attn..moe_combine"] == 4
 
 
-def test_what_is_covered_follows_names_and_layers():
+def test_recompute_covers_segments_by_their_names_and_layers():
     def covered(wanted: Recompute) -> list[tuple[int | None, str]]:
         return [(s.layer, s.name) for s in pieces if wanted.covers(s)]
 

@@ -37,7 +37,7 @@ def test_the_log_says_what_is_computed_again(asked, words):
     assert recompute(**asked).words() == words
 
 
-def test_what_changes_nothing_is_told(tmp_path, caplog):
+def test_segments_whose_recompute_saves_nothing_are_named(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         train_in(
             tmp_path, *COMPILED, "train.steps=1", "train.val_batches=0",

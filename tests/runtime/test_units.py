@@ -91,7 +91,7 @@ def test_layers_alike_have_one_fingerprint_and_others_their_own():
         assert other != moe[0], override
 
 
-def test_what_is_kept_belongs_to_the_fingerprint():
+def test_the_fingerprint_of_a_unit_depends_on_the_results_that_it_keeps():
     segments = model().layers[1].segments()
     assert bound(segments, ("x",)).fingerprint() != bound(segments, ("x", "loss")).fingerprint()
 

@@ -68,7 +68,7 @@ def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parall
     assert seconds * FREE.tflops * 1e12 == pytest.approx(flops, rel=1e-9)
 
 
-def test_where_the_host_counts_rows_each_dispatch_waits_for_it_to_start_two_segments():
+def test_a_dispatch_whose_rows_the_host_counts_waits_for_two_launches():
     run = run_of("deepseek_v3", ep=8)
     pieces = all_pieces(run.model.num_layers, run.model.mtp_depth)
     speeds = Speeds(FREE, replace(PEAK, host_us=100.0))
@@ -82,7 +82,7 @@ def test_where_the_host_counts_rows_each_dispatch_waits_for_it_to_start_two_segm
     assert counted - forward() == pytest.approx(num_moe_layers * 2 * 100e-6, rel=1e-6)
 
 
-def test_what_leaves_a_node_in_a_collective_is_shared_by_the_cards_of_its_ranks():
+def test_bytes_that_leave_a_node_are_shared_by_the_cards_of_its_ranks():
     speeds = Speeds(MI300X, PEAK)
     assert speeds.gather(1e9, 1) == 0
     assert speeds.gather(1e9, 8) == pytest.approx(1e9 * 7 / 8 / 448e9)
@@ -114,7 +114,7 @@ def test_what_travels_is_balanced_and_blocks_travel_whole(experts_chosen, share)
     assert blocks.block and travelling_bytes(blocks) == row * 8 * blocks.block
 
 
-def test_latents_are_gathered_and_not_states():
+def test_ranks_gather_latents_instead_of_hidden_states():
     run = run_of("deepseek_v3", tp=4)
     sizes, speeds = sizes_of(run, 8), Speeds(H200, PEAK)
     width = 1536 + 512 + 64

@@ -119,7 +119,7 @@ def test_equal_costs_give_equal_tables_whatever_is_known_already():
         assert make_table(name, 4, 9, costs=costs) == table
 
 
-def test_what_memory_a_stage_takes_does_not_change_its_table():
+def test_the_memory_of_a_stage_does_not_change_its_table():
     plain = Costs.of_rank(Placement.folded(4), 1, 2, 1)
     sized = Costs.of_rank(Placement.folded(4), 1, 2, 1, activation_bytes=5, hidden=0.5)
     assert make_table("zbv", 4, 8, costs=plain) == make_table("zbv", 4, 8, costs=sized)

@@ -74,7 +74,7 @@ def test_both_ends_of_a_channel_have_its_messages_in_one_order_each_once(transfe
         assert all(len(set(contents)) == len(contents) > 0 for contents in sent.values())
 
 
-def test_what_a_rank_reads_of_others_is_what_it_receives(transfers):
+def test_a_rank_receives_exactly_the_messages_that_its_steps_read(transfers):
     for table, of_ranks in zip(TABLES, transfers, strict=True):
         for rank, of_rank in enumerate(of_ranks):
             posts = times(table, rank, of_rank.posts)

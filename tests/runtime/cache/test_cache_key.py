@@ -124,7 +124,7 @@ def test_another_value_of_a_fact_gives_another_key_and_is_named(key):
     assert line.startswith(f"{key} changed: ")
 
 
-def test_what_is_no_fact_leaves_the_key_as_it_is():
+def test_a_key_that_is_no_fact_leaves_the_cache_key_as_it_is():
     before = facts()
     assert [name for name in NO_FACTS.split() if facts(changed(name)) != before] == []
 

@@ -20,7 +20,7 @@ from tests.runtime.cache.cache_contents import FACTS, blob_of, kept, read, warni
 ROOT = Path(__file__).parents[3]
 
 
-def test_what_one_job_published_the_next_one_has(cache):
+def test_a_job_finds_the_files_that_an_earlier_one_published(cache):
     first = cache.open(FACTS)
     assert (first.found, first.nearest, first.num_files, first.report) == (False, None, 0, None)
     write(first, a="1", b="22")

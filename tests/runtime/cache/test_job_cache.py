@@ -25,7 +25,7 @@ def opened(cache, monkeypatch, ranks: Ranks) -> JobCache:
     return JobCache(cache, FACTS, ranks)
 
 
-def test_what_every_rank_has_measured_is_kept_for_the_next_job(cache, monkeypatch):
+def test_measurements_of_every_rank_are_kept_for_the_next_job(cache, monkeypatch):
     with mock.patch.dict(os.environ):
         ranks = Ranks()
         monkeypatch.setattr(ranks, "gather", lambda item: [item, {"of rank 1": 5}])

@@ -88,7 +88,7 @@ def test_a_link_on_the_way_that_others_may_replace_is_refused(cache):
         check_trusted(opened / "link", shared=False)
 
 
-def test_a_link_inside_is_as_good_as_what_it_leads_to(cache):
+def test_a_link_inside_is_trusted_as_far_as_the_folder_that_it_leads_to(cache):
     disk = cache.parent / "disk"
     disk.mkdir()
     (cache / "blobs").symlink_to(disk)

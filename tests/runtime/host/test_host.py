@@ -224,6 +224,6 @@ def test_a_container_has_no_more_cores_than_its_quota(bare_machine, quota, cores
     assert cores_here() == cores
 
 
-def test_this_machine_can_be_read():
+def test_the_cores_and_nodes_of_this_machine_can_be_read():
     assert cores_here() >= 1
     assert set().union(*tuning.cpus_of_nodes().values()) <= set(range(os.cpu_count() or 1))

@@ -169,7 +169,7 @@ def test_the_next_job_of_a_sweep_has_values_of_its_own(environment, build):
     assert added(environment) == {"HSA_KERNARG_POOL_SIZE": str(12 * 2**20), "GPU_MAX_HW_QUEUES": "2"}
 
 
-def test_what_someone_changed_after_us_is_theirs(environment, build):
+def test_a_variable_that_someone_changed_after_us_stays(environment, build):
     build("cuda")
     texts(HostConfig())
     environment["NCCL_NVLS_ENABLE"] = "1"

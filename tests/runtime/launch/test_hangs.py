@@ -43,7 +43,7 @@ def at(monkeypatch):
     return lambda now: monkeypatch.setattr("time.monotonic", lambda: float(now))
 
 
-def test_steps_have_a_limit_once_metrics_of_one_that_did_not_compile_were_read(limits, at):
+def test_steps_have_a_limit_once_metrics_of_a_step_without_compilation_were_read(limits, at):
     heartbeat = Heartbeat(45, first_steps=1)
     for number, began in enumerate((0, 300, 301, 302), start=1):  # the first compiles for five minutes
         at(began)

@@ -66,7 +66,7 @@ ran: list[str] = []
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_what_a_backward_leaves_is_done_in_w_in_its_order(weights):
+def test_work_that_a_backward_leaves_is_done_in_w_in_order(weights):
     ran.clear()
     stage = stage_of(lambda number, received: (received, None), deferring=deferring)
     stage.forward(0, (ones(2, 3),))

@@ -1,1 +1,1 @@
-"""How a run is executed: compile units, their graphs and code, the report, host tuning."""
+"""Execution of a run: compile units, their graphs and code, the report, host tuning."""

@@ -27,7 +27,7 @@ PROG = "graphmoe.pipeline_view"
 
 
 def main(argv: list[str]) -> None:
-    """Show what is asked."""
+    """Show the schedules, the layout or the recorded run of a command line."""
     args = parse_args(ViewArgs, argv, prog=PROG)
     check(args)
     plans: list[Plan] = []
@@ -56,7 +56,7 @@ def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
 
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:
-    """One object for a schedule or a layout; for several timelines a list of such, ``schedules``."""
+    """Return one object for a schedule or a layout; for several timelines a list of such, ``schedules``."""
     layouts = [_plan_document(plan) for plan in plans] or [{} for _ in panels]
     timelines = [timeline_document(panel) for panel in panels] or [{}]
     entries = [{**layout, **timeline} for layout, timeline in zip(layouts, timelines, strict=True)]
@@ -69,7 +69,7 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def makespan_in_words(args: ViewArgs) -> str:
-    """What a makespan is, and its unit where its number has none."""
+    """Define a makespan in words, with its unit where the number has none."""
     what = "makespan: from the first start to the last end of any rank"
     if args.run is not None:
         return what
@@ -79,7 +79,7 @@ def makespan_in_words(args: ViewArgs) -> str:
 
 
 def text(plans: list[Plan], panels: list[Panel], pictures: list[Path], makespan: str) -> RenderableType:
-    """The same as tables; a layout that several schedules have is shown once."""
+    """Show the same values as tables; a layout of several schedules is shown once."""
     layouts = {(plan.layout, plan.placement): plan for plan in plans if plan.layout is not None}
     shown: list[RenderableType] = [layout_table(plan) for plan in layouts.values()]
     shown += [timeline_table(panel) for panel in panels]

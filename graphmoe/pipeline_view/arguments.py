@@ -1,4 +1,4 @@
-"""What ``graphmoe.pipeline_view`` is asked, and whether it can be answered."""
+"""Keys of ``graphmoe.pipeline_view``, and the check of their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphmoe.pipeline_view.chart import MATPLOTLIB
 
 @dataclass
 class CostKeys:
-    """What a rank's whole stage takes for one micro-batch, in any unit; virtual stages share it."""
+    """Costs of a rank's whole stage for one micro-batch, in any unit; its virtual stages share them."""
 
     f: float | None = None
     """Forward, > 0, default 1000; with model=... the mean of ranks."""
@@ -23,21 +23,21 @@ class CostKeys:
     w: float | None = None
     """Gradients of its weights, default 1000."""
     comm: float = 0.0
-    """From the end of an action to the arrival of its result on another rank, >= 0; with run=... in ms."""
+    """Time from an action's end to the arrival of its result on another rank, >= 0; with run=... in ms."""
     hidden: float = 0.0
-    """What a forward and a backward save when they take turns (overlap=true), >= 0."""
+    """Time that a forward and a backward save when they take turns (overlap=true), >= 0."""
     activation_gib: float | None = None
-    """What a rank keeps of a micro-batch, in GiB, > 0; default: peaks count activations."""
+    """Size of a rank's activations of a micro-batch, in GiB, > 0; default: peaks count activations."""
 
 
 @dataclass
 class ViewArgs:
-    """What the tool is asked."""
+    """Keys of the command line."""
 
     schedule: list[str] | None = None
     """Schedules to show side by side, such as 1f1b,zb1p; a wrong one is answered with the list."""
     stages: int | None = None
-    """Ranks of the pipeline; default: as the layout has pieces, or 4."""
+    """Ranks of the pipeline; default: as many as the layout has pieces, or 4."""
     virtual_stages: list[int] | None = None
     """Stages of each rank: for all schedules, or one for each; default: the fewest that a schedule takes."""
     microbatches: int | None = None
@@ -66,20 +66,20 @@ class ViewArgs:
 
 
 MOST_CELLS = 2**16
-"""Stages times micro-batches: what is computed in some ten seconds."""
+"""Stages times micro-batches at most: so many are computed in some ten seconds."""
 LARGEST_COST = 1e100
-"""Sums of which are finite."""
+"""Largest cost that is accepted; sums of such costs are finite."""
 
 
 def check(args: ViewArgs) -> None:
-    """*Raises* ConfigError with everything that is wrong."""
+    """Check the values. *Raises* ConfigError with everything that is wrong."""
     problems = [*_purpose(args), *_numbers(args), *_without_effect(args), *_pictures(args)]
     if problems:
         raise ConfigError("; ".join(problems))
 
 
 def _purpose(args: ViewArgs) -> Iterator[str]:
-    """There is something to look at, and one source of it."""
+    """Yield problems where there is nothing to look at, or more than one source of it."""
     asked = {"schedule": args.schedule, "layout": args.layout, "model": args.model}
     if args.run is None and not any(asked.values()):
         yield "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."
@@ -102,7 +102,7 @@ def _purpose(args: ViewArgs) -> Iterator[str]:
 
 
 def _given(values: Mapping[str, object]) -> list[str]:
-    """Keys with a value that says something; for costs 0 does, though it is also the default of two."""
+    """Return the keys whose values are not their defaults: cost.w=0 counts, cost.comm=0 does not."""
     silent = {"cost.comm": 0.0, "cost.hidden": 0.0}
     return [
         key
@@ -112,7 +112,7 @@ def _given(values: Mapping[str, object]) -> list[str]:
 
 
 def _numbers(args: ViewArgs) -> Iterator[str]:
-    """Ranges."""
+    """Yield numbers outside their ranges."""
     counts = {"stages": args.stages, "microbatches": args.microbatches, "seq_len": args.seq_len}
     for key, count in counts.items():
         if count is not None and count < 1:
@@ -143,7 +143,7 @@ def _numbers(args: ViewArgs) -> Iterator[str]:
 
 
 def _without_effect(args: ViewArgs) -> Iterator[str]:
-    """Keys that something else makes useless."""
+    """Yield keys that have no effect beside the others."""
     if args.step is not None and args.run is None:
         yield f"step={args.step} is one of a run; add run=..."
     for key in ("b", "w"):
@@ -173,7 +173,7 @@ def _without_effect(args: ViewArgs) -> Iterator[str]:
 
 
 def _pictures(args: ViewArgs) -> Iterator[str]:
-    """Files that can be written."""
+    """Yield files that cannot be written."""
     yield from file_problems("png", args.png, "pipeline.png")
     yield from file_problems("html", args.html, "pipeline.html")
     if args.out is not None and args.out.exists() and not args.out.is_dir():

@@ -1,7 +1,7 @@
 """Bars of a picture, one for each action of a timeline, and its numbers as a document and a table.
 
-A rank has a row of height 1 around its number. The track of transfers, where there are any, is a narrow one
-below that of computation; a forward and a backward that take turns are two bars of half the height.
+A rank has a row of height 1 around its number. Transfers, where there are any, have a narrow track below the
+track of computation; a forward and a backward that take turns are two bars of half the height.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ WORDS: dict[BarKind, str] = {
     "comm": "transfer",
 }
 _LIGHTEST = 0.55
-"""How far towards white the last stage of a rank with many goes."""
+"""Share of the way to white that the colour of a rank's last stage goes."""
 _HALF = 0.43
 """Half the height of a row's bars."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline with what a picture says of it."""
+    """A timeline, and its title and unit in a picture."""
 
     title: str
     timeline: Timeline
     unit: str
-    """Of times as they are shown, such as ms; may be empty."""
+    """Unit of times as they are shown, such as ms; may be empty."""
     scale: float = 1.0
-    """What times are multiplied by to have that unit."""
+    """Factor from the timeline's own unit to the shown one."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,20 @@ class Bar:
     start: float
     end: float
     low: float
-    """Its edges across the row; rows lie around the numbers of their ranks."""
+    """Edges of the bar across the row, with ``high``; a row lies around the number of its rank."""
     high: float
     colour: str
     beside: Action | None = None
-    """What takes turns with it."""
+    """Action that takes turns with this one."""
 
     @property
     def label(self) -> str:
-        """What stands in it: the micro-batch."""
+        """Text in the bar: its micro-batch."""
         return str(self.action.micro_batch)
 
     @property
     def what(self) -> str:
-        """It in words."""
+        """Description of the bar in words."""
         action = self.action
         micro_batch = f"micro-batch {action.micro_batch}, stage {action.stage}, rank {self.rank}"
         if self.kind == "comm":
@@ -85,7 +85,7 @@ class Bar:
 
 
 def bars_of(panel: Panel) -> list[Bar]:
-    """All bars of a panel, those of a rank from left to right."""
+    """Return all bars of a panel, from left to right for each rank."""
     timeline = panel.timeline
     has_transfers = any(span.track == "comm" for span in timeline.spans)
     return [
@@ -94,13 +94,13 @@ def bars_of(panel: Panel) -> list[Bar]:
 
 
 def text_colour(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
+    """Return black or white, whichever is easier to read on a colour."""
     red, green, blue = _channels(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "#222222"
 
 
 def idle_shares(timeline: Timeline) -> list[float]:
-    """By rank, the share of the makespan in which it computes nothing."""
+    """Return for each rank the share of the makespan in which it computes nothing."""
     busy = [0.0] * timeline.placement.num_ranks
     for span in timeline.spans:
         busy[span.rank] += span.end - span.start if span.track == "compute" else 0.0
@@ -124,7 +124,7 @@ def summary(panel: Panel) -> str:
 
 
 def kinds_of(bars: Sequence[Bar]) -> list[BarKind]:
-    """The kinds that there are, in the order of the legend."""
+    """Return the kinds of some bars, in the order of the legend."""
     found = {bar.kind for bar in bars}
     return [kind for kind in COLOURS if kind in found]
 

@@ -29,7 +29,7 @@ ROW_IN, HEAD_IN, LEGEND_IN = 0.34, 0.75, 0.45
 """Heights of a rank's row, of what is around a panel, and of the legend."""
 _FONT, _SMALLEST_FONT = 7.0, 4.5
 _DIGIT_WIDTH = 0.64
-"""Of the font's size."""
+"""Width of a digit as a share of the font's size."""
 
 
 def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
@@ -70,7 +70,7 @@ def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def _draw(axes: Axes, panel: Panel, bars: Sequence[Bar]) -> None:
-    """The bars of a panel as one collection, and what stands beside its rows."""
+    """Draw the bars of a panel as one collection, and the words beside its rows."""
     from matplotlib.collections import PolyCollection
 
     corners = [
@@ -95,7 +95,7 @@ def _draw(axes: Axes, panel: Panel, bars: Sequence[Bar]) -> None:
 
 
 def _label(axes: Axes, bars: Sequence[Bar], points_per_time: float) -> None:
-    """Micro-batches in the bars that have room for them."""
+    """Write the micro-batch into each bar that has room for it."""
     for bar in bars:
         if bar.kind == "comm":
             continue

@@ -35,7 +35,7 @@ HEAD_PX, GAP_PX = 70, 60
 
 
 def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
-    """The panels one below the other on a common axis of time, then their numbers by rank."""
+    """Write the panels one below the other on a common axis of time, then their numbers by rank."""
     says = "A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter."
     head, *rows = _table(panels)
     content = grid([timeline_chart(panels)]) + table(head, rows)
@@ -130,7 +130,7 @@ def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) ->
 
 
 def _side(panel: Panel) -> list[str]:
-    """What stands beside the rows."""
+    """Words beside the rows: idle share and peak of each rank."""
     return [
         f"rank {rank}<br><span style='font-size:9px'>{idle:.0%} idle, "
         f"{re.sub('activations?', 'act.', shown_peak(panel.timeline, rank))}</span>"

@@ -1,4 +1,4 @@
-"""A schedule with its sizes, its layout and its costs: what one panel shows, or a layout alone."""
+"""Plan of one panel: a schedule with its sizes, layout and costs, or a layout alone."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ _WORDS = {
     "pipeline.microbatches": "microbatches",
     "pipeline.ep_overlap": "overlap",
 }
-"""Keys of a run, which errors name, and those of this tool."""
+"""Keys of a run that errors name, and the keys of this tool in their place."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of one schedule, or of a layout without one."""
+    """Placement, layout and timeline of one schedule, or of a layout without one."""
 
     placement: Placement
     panel: Panel | None = None
     layout: str | None = None
-    """As a layout string."""
+    """Layout string."""
     stages: tuple[StagePieces, ...] = ()
-    """Of the layout."""
+    """Pieces of the layout's stages."""
     costs: tuple[PartCost, ...] = ()
     """Seconds of one sequence by stage, where a model is given."""
     slower: str | None = None
-    """What to use in the place of a schedule that is slower than 1f1b."""
+    """Warning that the schedule is slower than 1f1b, with one to use instead; None where it is not."""
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:
@@ -147,7 +147,7 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
 
 
 def _slower(args: ViewArgs, plan: Plan) -> str | None:
-    """Whether 1f1b would be faster on as many ranks, and what to use."""
+    """Return a warning where 1f1b would be faster on as many ranks, with a schedule to use instead."""
     assert plan.panel is not None
     shown = plan.panel.timeline
 
@@ -167,7 +167,7 @@ def _slower(args: ViewArgs, plan: Plan) -> str | None:
 
 
 def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> tuple[int, int]:
-    """Ranks and virtual stages: as given, else as the layout has pieces, else by default."""
+    """Return ranks and virtual stages: as given, else by the layout's pieces, else by default."""
     given = args.virtual_stages or []
     virtual = given[place if len(given) > 1 else 0] if given else None
     num_pieces = 0 if layout is None else len(parse_layout(layout, key="layout"))
@@ -180,7 +180,7 @@ def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> 
 
 
 def _costs(keys: CostKeys, placement: Placement, stages: Sequence[PartCost]) -> Costs:
-    """What the stages take: modelled where the model is known, else equal."""
+    """Return the costs of stages: modelled where the model is known, else equal."""
     activation = None if keys.activation_gib is None else keys.activation_gib * 2**30
     f, b, w = (DEFAULT_COST if given is None else given for given in (keys.f, keys.b, keys.w))
     costs = Costs.of_rank(placement, f, b, w, comm=keys.comm, hidden=keys.hidden, activation_bytes=activation)
@@ -188,5 +188,5 @@ def _costs(keys: CostKeys, placement: Placement, stages: Sequence[PartCost]) -> 
 
 
 def _unquoted(text: str) -> str:
-    """The text without quotes around it, which a shell has left."""
+    """Remove quotes around the text that a shell has left."""
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text

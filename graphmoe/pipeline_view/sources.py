@@ -1,4 +1,4 @@
-"""Where timelines come from: schedules with costs that are given or modelled, and recordings of runs."""
+"""Sources of timelines: schedules with costs that are given or modelled, and recordings of runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MS_PER_US = 1e-3
 
 
 def modelled_costs(stages: Sequence[PartCost], placement: Placement, forward: float, equal: Costs) -> Costs:
-    """Costs of stages that differ, in a unit in which a rank's forward is ``forward`` in the mean of ranks.
+    """Scale modelled costs of stages so that a rank's forward takes ``forward`` in the mean of ranks.
 
-    All else is that of ``equal``.
+    Transfers, savings and activations are those of ``equal``.
     """
     scale = forward * placement.num_ranks / sum(stage.forward for stage in stages)
     return dataclasses.replace(
@@ -35,9 +35,9 @@ def modelled_costs(stages: Sequence[PartCost], placement: Placement, forward: fl
 
 
 def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
-    """What a run recorded of a step, by default the last one, and its simulation with the run's own times.
+    """Return a step as a run recorded it, by default the last one, and as simulated with the run's own times.
 
-    *Raises* ConfigError where the run recorded nothing, not this step, or what no ranks could do.
+    *Raises* ConfigError where the run recorded nothing, not this step, or only a part of it.
     """
     path = run / FILE_NAME
     timelines = read_timelines(path)
@@ -64,10 +64,10 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
 
 
 def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
-    """What the steps of a run took, median by stage and kind, in its unit.
+    """Return the median times of a run's steps by stage and kind, in the unit of the timelines.
 
-    A forward and a backward that take turns count for what they save only, the median of all such pairs. A
-    stage that never runs one of them alone is taken to have half of what its pairs took.
+    A forward and a backward that take turns give only the time that they save: the median of all such pairs.
+    For a stage that never runs one of them alone, half of a pair's time is taken.
     """
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     halves: dict[tuple[str, int], list[float]] = defaultdict(list)

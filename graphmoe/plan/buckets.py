@@ -1,4 +1,4 @@
-"""Buckets of flat buffers: where parameters lie in them, and which part each rank owns.
+"""Buckets of flat buffers: places of parameters in them, and the part that each rank owns.
 
 `graphmoe.optim.flat_buffers` shows a picture and holds the tensors.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 ALIGNMENT = 64
-"""Elements; every parameter and every shard of a bucket starts at a multiple, 128 bytes in bf16, and zeros
-fill the gaps."""
+"""Elements, 128 bytes in bf16; every parameter and every shard of a bucket starts at a multiple of them, and
+zeros fill the gaps."""
 
 
 class Sized(Protocol):
@@ -26,30 +26,30 @@ class Bucket(NamedTuple):
     """Neighbouring parameters whose gradients are reduced, and whose weights are gathered, at once."""
 
     members: tuple[int, ...]
-    """Their places in the family."""
+    """Places of the parameters in their family."""
     whole: slice
-    """In whole buffers."""
+    """Range of the bucket in whole buffers."""
     own: slice
-    """What this rank owns of it, in whole buffers."""
+    """Range that this rank owns, in whole buffers."""
     shard: slice
-    """The same in the shards."""
+    """Range that this rank owns, in its shards."""
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where parameters lie in the buffers of one of ``num_ranks`` ranks."""
+    """Places of parameters in the buffers of one of ``num_ranks`` ranks, in elements."""
 
     starts: tuple[int, ...]
-    """Of each parameter in whole buffers."""
+    """Start of each parameter in whole buffers."""
     buckets: tuple[Bucket, ...]
     size: int
-    """Of whole buffers."""
+    """Length of whole buffers."""
     decayed: int
-    """Where in the shards those begin that do not decay."""
+    """Length of the front part of the shards, whose parameters decay; the others do not."""
 
     @classmethod
     def of(cls, weights: Sequence[Sized], num_ranks: int, index: int, bucket_elements: float) -> BufferLayout:
-        """Whole parameters are cut into buckets of at most ``bucket_elements``, or of one parameter."""
+        """Lay whole parameters into buckets of at most ``bucket_elements``, or of one parameter."""
         starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
         for decays in (True, False):
             members = [i for i, weight in enumerate(weights) if _decays(weight) is decays]
@@ -69,7 +69,7 @@ class BufferLayout:
 
 
 def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) -> list[list[int]]:
-    """Cut into groups from the end, so that the small one is the first: it is waited for, whoever waits."""
+    """Cut into groups from the end, so that the first one is small: every step waits for that group."""
     groups: list[list[int]] = []
     room = 0.0
     for i in reversed(members):
@@ -83,7 +83,7 @@ def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) 
 
 
 def _decays(weight: Sized) -> bool:
-    """Matrices and experts decay, norms and biases do not."""
+    """Return True for matrices and experts, which decay; norms and biases do not."""
     return weight.dim() > 1
 
 

@@ -32,7 +32,7 @@ INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
 WORST_CASE = "worst_case"
 """The value of ``moe.receive_budget`` that makes room for all that can arrive."""
 BLOCK_STEP = 128
-"""A block of rows that copy engines move has a multiple of so many."""
+"""Rows; a block that copy engines move has a multiple of them."""
 
 
 class BufferLimits(NamedTuple):
@@ -159,11 +159,10 @@ def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
 def room_bytes(room: Load, model: ModelConfig, layout: Layout, element_bytes: int, *, fused: bool) -> int:
     """Bytes of a rank's tensors that are as large as there is room, while a step runs.
 
-    For each MoE layer what its forward keeps: of a row the plan of its slots, and where the experts are
-    ``fused`` the token and the weights; of a slot gate and up, and in separate steps the token, the weight,
-    and the activation in three stages. Once, what one layer needs meanwhile: a row's sum,
-    both gradients and its place in the region of symm; a slot's output, activation and gradients.
-    ``recompute`` is not looked at: it may keep less.
+    The forward of each MoE layer keeps, of a row, the plan of its slots, and with ``fused`` experts the token
+    and the weights; of a slot, gate and up, and in separate steps the token, the weight, and the activation
+    in three stages. One layer at a time needs more: a row's sum, both gradients and its place in the region
+    of symm; a slot's output, activation and gradients. ``recompute`` is ignored, though it may keep less.
     """
     width, inner = model.hidden_size * element_bytes, model.expert_ffn_size // layout.etp * element_bytes
     layers = model.num_layers - model.num_dense_layers + model.mtp_depth
@@ -188,10 +187,11 @@ def capacity(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int, fa
 
 
 def blocks_of(balanced: Load, room: Load, ranks: int) -> tuple[int, int]:
-    """Rows that copy engines move for each pair of ranks, and the rows that there is to be room for then.
+    """Return the rows that copy engines move for each pair of ranks, and the rows to make room for.
 
-    A block has the rows of a balanced routing, rounded up. A pair with fewer sends garbage behind them; one
-    with more has a kernel pull the rest, for which there is as much room as ``room`` has beyond balance.
+    A block has the rows of a balanced routing, rounded up. A pair with fewer rows sends garbage behind them;
+    of a pair with more, a kernel pulls the rest, for which there is as much room as ``room`` has beyond
+    balance.
     """
     block = -(-balanced.rows // (ranks * BLOCK_STEP)) * BLOCK_STEP
     return block, ranks * block + max(room.rows - balanced.rows, 0)

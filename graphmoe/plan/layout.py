@@ -101,22 +101,22 @@ class Layout:
         return math.prod(getattr(self, name) for name in _SPANS[axis][1])
 
     def index(self, axis: Axis, rank: int) -> int:
-        """The place of a rank in its group of the axis."""
+        """Return the place of a rank in its group of the axis."""
         return self.group(axis, rank).index(rank)
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks of a rank's group of the axis, in order."""
+        """Return the ranks of a rank's group of the axis, in order."""
         return next(group for group in self.groups(axis) if rank in group)
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """All groups of the axis; each rank is in one."""
+        """Return all groups of the axis; each rank is in one."""
         if axis == "embed":
             return self._embed_groups()
         offsets, starts = self._offsets(axis, inside=True), self._offsets(axis, inside=False)
         return [tuple(start + offset for offset in offsets) for start in starts]
 
     def first_group(self, axis: Axis) -> tuple[int, ...]:
-        """The group of rank 0, which holds the embedding, without a list of all others."""
+        """Return the group of rank 0, which holds the embedding, without a list of all others."""
         if axis != "embed":
             return tuple(self._offsets(axis, inside=True))
         of_place = self._offsets("dp_cp", inside=True)
@@ -163,10 +163,10 @@ class ParameterLayout:
 
     cuts: tuple[Cut, ...] = ()
     summed_over: Axis = "stage"
-    """The axis whose ranks hold the same part: their gradients are summed, its optimizer state is shared out.
+    """Axis whose ranks hold the same part: they sum its gradients and share out its optimizer state.
 
-    ``stage`` for what is not cut (ranks of tp see other tokens, so each has a part of the gradient),
-    ``dp_cp`` for what is cut along tp, ``edp`` for experts.
+    ``stage`` for a parameter that is not cut (ranks of tp see other tokens, so each has a part of the
+    gradient), ``dp_cp`` for one that is cut along tp, ``edp`` for experts.
     """
 
 
@@ -190,7 +190,7 @@ def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int
 
 
 def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """All sums of index * stride, the last dimension fastest."""
+    """Return all sums of index * stride, the last dimension fastest."""
     found = [0]
     for size, stride in zip(sizes, strides, strict=True):
         found = [start + i * stride for start in found for i in range(size)]

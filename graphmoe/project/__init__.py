@@ -1,1 +1,1 @@
-"""What a run would need and reach on a cluster: memory, time and what fits, from its configuration alone."""
+"""Projection of a run on a cluster from its configuration alone: memory, time, and layouts that fit."""

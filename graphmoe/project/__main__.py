@@ -1,4 +1,4 @@
-"""Will a run fit its GPUs, and how fast will it be: from its configuration alone, without a GPU.
+"""Project whether a run fits its GPUs, and how fast it is: from its configuration alone, without a GPU.
 
 python -m graphmoe.project model=moe_1t parallel.pp=24 parallel.ep=8 train.micro_batch_size=1 \\
     hardware=mi355x nodes=96
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> None:
-    """Project what is asked: the tool's own words here, all others by Hydra."""
+    """Read the tool's own words here and all others by Hydra, and project the run."""
     own, others = split_words(argv)
     if HELP & set(argv):
         print(usage(ProjectArgs, PROG), end="\n\nand the keys of a run:\n\n")
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> None:
     asked = functools.cache(lambda: _asked(own, others))
 
     def complete(config: RunConfig) -> RunConfig:
-        # The tool's keys are checked only here, since Hydra names misspelt keys of a run before.
+        # The tool's keys are checked only here: Hydra has then refused misspelt keys of a run.
         return completed(config, asked(), fixed_keys(others))
 
     def show(config: RunConfig) -> None:
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> None:
 
 
 def _asked(own: list[str], others: list[str]) -> ProjectArgs:
-    """The tool's own keys, checked. *Raises* ConfigError."""
+    """Return the tool's own keys, checked. *Raises* ConfigError."""
     args = parse_args(ProjectArgs, own, prog=PROG)
     check(args, others)
     return args
@@ -89,7 +89,7 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
 
 @contextlib.contextmanager
 def _shown_progress() -> Iterator[Callable[[str], None]]:
-    """Takes words for a line on stderr, which only a terminal shows, with the seconds so far."""
+    """Show words on a line of stderr with the seconds so far, on a terminal only."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:

@@ -1,4 +1,4 @@
-"""What ``graphmoe.project`` is asked beside a run's own keys, and the configuration that it projects."""
+"""Keys of ``graphmoe.project`` beside those of a run, and the configuration that it projects."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ class ProjectArgs:
 
 
 NOT_OF_A_RUN = ("launch.nodes", "launch.nproc", "launch.fake_world")
-"""Keys that say how many ranks there are, which this tool takes from ``nodes``."""
+"""Keys of a run for the number of ranks, which this tool takes from ``nodes``."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words of the tool's own keys, and all others."""
+    """Split words into those of the tool's own keys, and all others."""
     keys = {field.name for field in fields(ProjectArgs)}
     own = [word for word in words if word.partition("=")[0] in keys]
     return own, [word for word in words if word not in own]
 
 
 MISSPELT = 0.7
-"""Likeness to a key of the tool from which on a word is meant as it; no key or group of a run is as like."""
+"""Likeness from which a word counts as a misspelt key of the tool; keys and groups of a run are less like."""
 
 
 def check_words(words: Sequence[str]) -> None:
-    """*Raises* ConfigError for words that are no run's: misspelt keys of the tool, and ``-m``."""
+    """Raise ConfigError for words that no run takes: misspelt keys of the tool, and ``-m``."""
     keys = [field.name for field in fields(ProjectArgs)]
     names = [word.partition("=")[0] for word in words]
     misspelt = [name for name in names if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
@@ -79,7 +79,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check(args: ProjectArgs, words: Sequence[str]) -> None:
-    """*Raises* ConfigError for values out of range, and for words of a run that contradict the tool's."""
+    """Raise ConfigError for values out of range, and for words of a run that contradict the tool's."""
     problems = []
     if args.nodes < 1:
         problems.append(f"nodes={args.nodes} must be 1 or more")
@@ -103,10 +103,11 @@ GLOBAL_BATCH = "train.global_batch_size"
 
 
 def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = frozenset()) -> RunConfig:
-    """The configuration on the tool's ranks, in bf16, with a global batch that fits them if none was chosen.
+    """Return the configuration on the tool's ranks, in bf16, with a global batch if none was chosen.
 
-    That has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline. For a
-    search it has four micro-batches for each GPU, whatever the layout, of which no rule has to hold yet.
+    The batch has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline,
+    or one. For a search it has four micro-batches for each GPU, whatever the layout, whose rules are not
+    checked yet.
     """
     config = replace(
         config,
@@ -121,7 +122,7 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
     if _is_open(config, fixed):
         try:
             layout = Layout.of(config.parallel, args.num_ranks)
-        except (ConfigError, ZeroDivisionError):  # of these the rules of a run speak
+        except (ConfigError, ZeroDivisionError):  # the rules of a run refuse these
             return config
         count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
         config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
@@ -129,24 +130,24 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
 
 
 def _is_open(config: RunConfig, fixed: frozenset[str]) -> bool:
-    """Whether nobody has chosen a global batch: neither a word nor a file of the configuration."""
+    """Return True where neither a word nor a file of the configuration has chosen a global batch."""
     return GLOBAL_BATCH not in fixed and config.train.global_batch_size == TrainConfig.global_batch_size
 
 
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:
-    """Keys that a command line gives, which a search leaves as they are."""
+    """Return the keys that a command line gives, which a search leaves as they are."""
     return frozenset(word.lstrip("+~").partition("=")[0] for word in words)
 
 
 def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
-    """What starts a run of a search's words with those that it found, on each node, quoted for a shell."""
+    """Return the command that starts a run on each node: a search's words, and those that it found."""
     own = [word for word in words if not fixed_keys([word]) & {"format"}]
     launch = [f"launch.nproc={GPUS_PER_NODE}", f"launch.nodes={args.nodes}"]
     return shlex.join(["python", "-m", "graphmoe.train", *own, *found.split(), *launch])
 
 
 def _to_search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> RunConfig:
-    """The configuration for any layout: its number of ranks is open."""
+    """Leave the number of ranks open, so that the configuration suits any layout."""
     config.launch.nproc = config.launch.nodes = "auto"
     if _is_open(config, fixed):
         config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size

@@ -1,4 +1,4 @@
-"""What a rank needs beside its state and activations: room for what is under way, by what it is for."""
+"""Buffers that a rank needs beside its state and activations, by purpose."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from graphmoe.plan.stages import StagePieces
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 COMMUNICATOR_BYTES = 128 * 2**20
-"""Assumed of each communicator that a rank is in: NCCL and RCCL keep buffers per channel and peer, whose sum
+"""Assumed for each communicator that a rank is in: NCCL and RCCL keep buffers per channel and peer, whose sum
 depends on topology and version. Not measured here."""
 CHANNEL_BYTES = 32 * 2**20
-"""The same of a channel between two ranks of a pipeline."""
+"""Assumed for each channel between two ranks of a pipeline, for the same reason."""
 MESSAGES_UNDER_WAY = 2
-"""Of a channel: what is sent and not answered yet, and what is received ahead."""
+"""Messages of a channel: one that is sent and not answered yet, and one that is received ahead."""
 
 
 def buffer_bytes(
     config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
 ) -> dict[str, float]:
-    """Bytes by purpose. ``lanes``: stages of micro-batches that the rank has in flight at most."""
+    """Return bytes by purpose. ``lanes`` are the most stages of micro-batches that the rank has in flight."""
     own = own_buffer_bytes(config, sizes, stages, lanes)
     return {**own, "communication": communication_bytes(sizes)}
 
@@ -33,7 +33,7 @@ def buffer_bytes(
 def own_buffer_bytes(
     config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
 ) -> dict[str, float]:
-    """Those that follow from what the rank computes, however many others there are."""
+    """Return the bytes by purpose that follow from the rank's own work; communication is not among them."""
     working = working_bytes(sizes, config.recompute, stages)
     return {
         "tables": _tables(sizes, stages),
@@ -44,10 +44,10 @@ def own_buffer_bytes(
 
 
 def working_bytes(sizes: Sizes, recompute: RecomputeConfig, stages: Sequence[StagePieces]) -> float:
-    """The most that the backward of a layer, or the loss, needs for itself at a time.
+    """Return the most bytes that the backward of a layer, or the loss, needs for itself at a time.
 
-    Gradients of what a segment keeps, and what of the layer is made again. Compiled code that joins
-    operations takes less.
+    A backward needs the gradients of what a segment keeps, and the part of the layer that is made again.
+    Compiled code that joins operations takes less.
     """
     model, e = sizes.model, sizes.element_bytes
     found = [0.0]
@@ -69,7 +69,7 @@ def working_bytes(sizes: Sizes, recompute: RecomputeConfig, stages: Sequence[Sta
 
 
 def dispatch_bytes(sizes: Sizes, dispatcher: DispatcherChoice) -> float:
-    """What a dispatcher keeps for a run. *Raises* ConfigError for one whose buffers are not known here."""
+    """Bytes that a dispatcher keeps for a run. *Raises* ConfigError where its buffers are not known here."""
     if dispatcher in (DispatcherChoice.local, DispatcherChoice.alltoall):
         return 0
     if dispatcher is DispatcherChoice.symm:
@@ -89,7 +89,7 @@ def dispatch_bytes(sizes: Sizes, dispatcher: DispatcherChoice) -> float:
 
 
 def _attention_work(sizes: Sizes) -> float:
-    """Gradients of queries, keys, values and of what attention returned."""
+    """Bytes of the gradients of queries, keys, values and of attention's result."""
     model, e = sizes.model, sizes.element_bytes
     if model.attention is AttentionKind.gqa:
         width = sizes.heads(2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -101,7 +101,7 @@ def _attention_work(sizes: Sizes) -> float:
 
 
 def _experts_work(sizes: Sizes) -> float:
-    """Rows as they arrive and leave, their gradients, and activations of the slots."""
+    """Bytes of rows as they arrive and leave, of their gradients, and of activations of the slots."""
     model, e = sizes.model, sizes.element_bytes
     inner = model.expert_ffn_size // sizes.layout.etp
     rows, slots = sizes.room
@@ -110,9 +110,9 @@ def _experts_work(sizes: Sizes) -> float:
 
 
 def _loss_work(sizes: Sizes) -> float:
-    """Logits of all tokens where the ranks of tp share the head; else those of a chunk, or the backward.
+    """Bytes of all tokens' logits where ranks of tp share the head; else of a chunk's, or of the backward.
 
-    That scales the head's gradient, which the forward has made, and takes the norm's in fp32.
+    The backward scales the head's gradient, which the forward has made, and takes the norm's in fp32.
     """
     model, tp = sizes.model, sizes.layout.tp
     if tp > 1:
@@ -123,7 +123,7 @@ def _loss_work(sizes: Sizes) -> float:
 
 
 def _tables(sizes: Sizes, stages: Sequence[StagePieces]) -> float:
-    """Rotary tables, and what routers count and are biased by."""
+    """Bytes of rotary tables, and of the counts and biases of routers."""
     model = sizes.model
     width = model.head_dim if model.attention is AttentionKind.gqa else model.qk_rope_head_dim
     of_router = 4 * model.num_experts * (2 if model.selection_bias else 1)
@@ -133,9 +133,9 @@ def _tables(sizes: Sizes, stages: Sequence[StagePieces]) -> float:
 def _graph_pool(
     config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float, working: float
 ) -> float:
-    """What captured graphs hold beside activations: each lane its own working memory and copies at borders.
+    """Bytes of captured graphs beside activations: each lane has its working memory and copies at borders.
 
-    A border is where a captured segment reads what no graph has made: the state, and a gradient of it.
+    At a border a captured segment reads a state, and a gradient of it, that no graph has made.
     """
     scope = config.graph.scope
     if scope == FULL_ITERATION or not segments_of(scope):
@@ -150,7 +150,7 @@ def _graph_pool(
 
 
 def communication_bytes(sizes: Sizes) -> float:
-    """Communicators, and messages of a pipeline under way."""
+    """Bytes of communicators, and of a pipeline's messages under way."""
     layout = sizes.layout
     groups = {ranks_of(layout, axis) for axis in AXES if layout.size(axis) > 1}
     channels = min(layout.pp - 1, 2) * 2  # a channel for each direction to the neighbours
@@ -159,7 +159,7 @@ def communication_bytes(sizes: Sizes) -> float:
 
 
 def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
-    """Numbers of the layers of a rank, those that predict later tokens last."""
+    """Return the numbers of a rank's layers, with the layers that predict later tokens last."""
     of_mtp = [sizes.model.num_layers + k for stage in stages for k in stage.mtp]
     return [i for stage in stages for i in stage.layers] + of_mtp
 
@@ -170,5 +170,5 @@ def _num_moe(sizes: Sizes, stages: Sequence[StagePieces]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def ranks_of(layout: Layout, axis: Axis) -> object:
-    """Equal for axes whose ranks share a process group: that of rank 0, which all others are like."""
+    """Return a key that axes with the same process groups share: the group of rank 0 stands for all."""
     return None if layout.size(axis) == 1 else layout.first_group(axis)

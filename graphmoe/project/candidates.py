@@ -27,7 +27,7 @@ from graphmoe.project.arguments import GLOBAL_BATCH, ProjectArgs
 
 MOST_CP = 8
 VIRTUAL_STAGES = (2, 3, 4, 6)
-"""Of schedules that take any number."""
+"""Numbers of virtual stages that are tried with schedules that take any."""
 
 
 class Recompute(NamedTuple):
@@ -42,11 +42,11 @@ class Candidate:
     """A run that a search tries."""
 
     words: str
-    """What to type for all that the search chooses."""
+    """Words to type for all that the search chooses."""
     config: RunConfig
     layout: Layout
     kind: int = 0
-    """Number of its kind of recompute."""
+    """Index of the candidate's kind of recompute."""
 
 
 class Candidates:
@@ -157,7 +157,8 @@ class Candidates:
             self._tried("cp", divisors(ranks, MOST_CP)),
         ):
             for ep in self._tried("ep", shares):
-                # parts of experts send each token to more ranks than as many more experts would
+                # etp sends each token to more ranks than the same growth of ep, so it is tried only where
+                # ep cannot grow
                 parts = [tp] if tp > 1 and has_experts(model) and model.num_experts % (ep * tp) else []
                 for etp in self._tried("etp", [1, *parts]):
                     sizes = replace(config, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)

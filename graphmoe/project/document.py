@@ -28,20 +28,20 @@ NOT_COUNTED = (
 )
 
 MEMORY_ERROR = 0.05
-"""Share of a peak that a projection may miss; the benchmark suite `projection` calls more a miss."""
+"""Share of a peak by which a projection may be wrong; the benchmark suite `projection` calls more a miss."""
 
 
 def has_margin(total_gb: float, card: Card) -> bool:
-    """Whether a rank still fits that needs as much more as a projection may miss."""
+    """Return True where a rank fits even if it needs more by the error that a projection may have."""
     return total_gb <= (1 - MEMORY_ERROR) * card.memory_gb
 
 
 NEAR = "near the limit"
-"""Said of what fits without that margin."""
+"""Words for a rank that fits without that margin."""
 
 
 def margin_words(document: Mapping[str, Any]) -> str:
-    """What is near the limit of a card, and what else has to find room there."""
+    """Explain that a rank is near the limit of its card, and what else has to find room there."""
     share = MEMORY_ERROR * document["card_gb"]
     return (
         f"{NEAR.capitalize()}: less than {share:,.1f} GB are left, {MEMORY_ERROR:.0%} of the card, by which "
@@ -51,7 +51,7 @@ def margin_words(document: Mapping[str, Any]) -> str:
 
 
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
-    """Everything that is projected of a resolved configuration. *Raises* ConfigError."""
+    """Project all values of a resolved configuration. *Raises* ConfigError."""
     layout = Layout.of(config.parallel, args.num_ranks)
     rates = rates_of(args.card, args.rates)
     on_nvidia, plan = args.card.is_nvidia, pipeline_of(config, layout)
@@ -76,7 +76,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
 
 
 def _time(time: StepTime) -> dict[str, Any]:
-    """The step's seconds, and what becomes of them."""
+    """Return the seconds of a step and of its parts, and the throughput."""
     return {
         "step_time_s": time.step_s,
         "bubble": time.bubble,
@@ -96,7 +96,7 @@ def _time(time: StepTime) -> dict[str, Any]:
 def _setting(
     config: RunConfig, args: ProjectArgs, layout: Layout, plan: PipelinePlan | None
 ) -> dict[str, Any]:
-    """What was projected."""
+    """Return the model, the cards and the layout that were projected."""
     return {
         "model": config.model.name,
         "hardware": args.card.name,
@@ -120,7 +120,10 @@ def _setting(
 
 
 def _memory(of_places: Sequence[Mapping[str, float]], layout: Layout, card: Card) -> dict[str, Any]:
-    """The worst rank and all of them, in decimal GB, and whether they fit. Rank 0 is at place 0 of pp."""
+    """Return memory of the worst rank and of all, in decimal GB, and whether it fits.
+
+    Rank 0 is at place 0 of pp.
+    """
     worst = max(range(layout.pp), key=lambda place: of_places[place]["total"])
     of_stage = layout.size("stage")
     total = of_places[worst]["total"]
@@ -137,7 +140,7 @@ def _memory(of_places: Sequence[Mapping[str, float]], layout: Layout, card: Card
 
 
 def _details(places: Sequence[PlaceMemory], of_places: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Where activations and buffers of the worst rank are."""
+    """Return the activations of the worst rank by segment and layer, and its buffers by purpose."""
     worst = max(places, key=lambda place: of_places[place.place]["total"])
     return {
         "activations_gb_by_segment": _gb(worst.by_segment),
@@ -148,7 +151,7 @@ def _details(places: Sequence[PlaceMemory], of_places: Sequence[Mapping[str, flo
 
 
 def _flops(config: RunConfig, layout: Layout) -> dict[str, Any]:
-    """Model FLOPs: no recomputation, causal attention halved."""
+    """Return model FLOPs: no recomputation, causal attention halved."""
     assert config.data.seq_len is not None
     per_token = flops_per_token(config.model, config.data.seq_len).total
     tokens = config.train.global_batch_size * config.data.seq_len

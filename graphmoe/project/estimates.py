@@ -1,4 +1,4 @@
-"""Estimates of a search's candidates: memory of the rank with most, exactly, and about the time of a step."""
+"""Estimates of a search's candidates: exact memory of the worst rank, and about the time of a step."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class PlaceKind:
-    """Places along pp that have stages alike, by the one of them that keeps most."""
+    """Places along pp whose stages are alike; ``place`` is the one of them that keeps most."""
 
     place: int
     stages: tuple[StagePieces, ...]
     moments: tuple[tuple[int, ...], ...]
-    """Micro-batches that are kept of each stage, at the moments when that is most."""
+    """Micro-batches that are kept of each stage, at the moments when a rank keeps most."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Estimates:
         return max(makespan + gradients - hidden + update, host)
 
     def _waits(self, candidate: Candidate) -> tuple[float, float]:
-        """Return times of a rank's stages that each micro-batch and each further rank adds to a makespan."""
+        """Return what each micro-batch and each further rank add to a makespan, in times of a rank."""
         like = self._like(candidate)
         time = self._stage(like, candidate.kind, self._all).time
         message = message_seconds(replace(self._sizes[like][1], layout=candidate.layout), self.speeds)

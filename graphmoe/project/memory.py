@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MEMORY_KINDS = ("params", "grads", "main_params", "moments", "activations", "buffers", "total")
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
-"""Buffers that torch's allocator does not hold: those of communicators, and memory that ranks share."""
+"""Buffers that torch's allocator does not hold: communicators', and memory that ranks share."""
 FP32 = 4
 
 
@@ -39,11 +39,11 @@ class PlaceMemory:
     place: int
     state: dict[str, int]
     activations: float
-    """At most, over all micro-batches in flight."""
+    """Most activations of all micro-batches in flight."""
     by_segment: Bytes
-    """Of one micro-batch, of all stages of the place."""
+    """Activations of one micro-batch on all stages of the place, by segment."""
     by_part: dict[str, Bytes]
-    """The same by layer."""
+    """Activations of one micro-batch by layer."""
     buffers: dict[str, float]
 
     @property
@@ -51,7 +51,7 @@ class PlaceMemory:
         return sum(self.state.values()) + self.activations + sum(self.buffers.values())
 
     def kinds_gb(self) -> dict[str, float]:
-        """Decimal GB by kind."""
+        """Return decimal GB by kind."""
         sizes = {**self.state, "activations": self.activations, "buffers": sum(self.buffers.values())}
         return {kind: size / 1e9 for kind, size in {**sizes, "total": self.total}.items()}
 
@@ -59,9 +59,10 @@ class PlaceMemory:
 def exact_memory(
     config: RunConfig, layout: Layout, *, on_nvidia: bool, plan: PipelinePlan | None = None
 ) -> list[PlaceMemory]:
-    """What each place along pp needs of a resolved configuration. *Raises* ConfigError for what is not known.
+    """Return the memory of each place along pp of a resolved configuration.
 
-    ``on_nvidia`` as in `Sizes.from_config`. ``plan`` takes the place of the run's own.
+    ``on_nvidia`` as in `Sizes.from_config`. ``plan`` takes the place of the run's own. *Raises* ConfigError
+    for a configuration whose memory is not known here.
     """
     refuse_unknown(config)
     plan = plan or pipeline_of(config, layout)
@@ -95,7 +96,7 @@ def exact_memory(
 
 
 def refuse_unknown(config: RunConfig) -> None:
-    """*Raises* ConfigError for what changes memory in ways that are not counted here."""
+    """Raise ConfigError for settings that change memory in ways that are not counted here."""
     problems = []
     if config.parallel.dp_shard is DpShard.fsdp2:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
@@ -128,7 +129,7 @@ def state_bytes(
 
 
 def write_projected_memory(folder: Path, plan: Plan) -> None:
-    """Write the file; no error of a projection ends a run."""
+    """Write the projected memory to a run's folder; no error of a projection ends the run."""
     try:
         write_json(folder / PROJECTION_FILE, projected_memory(plan))
     except Exception as error:
@@ -136,9 +137,10 @@ def write_projected_memory(folder: Path, plan: Plan) -> None:
 
 
 def projected_memory(plan: Plan) -> dict[str, Any]:
-    """GiB by kind for each place along pp, ``places``, or ``why_not``.
+    """Return GiB by kind for each place along pp as ``places``, or the reason against it as ``why_not``.
 
-    ``buffers`` are those of torch's allocator, the others kinds of their own; ``total`` is of all kinds.
+    ``buffers`` are only those in torch's allocator; other buffers are kinds of their own, and ``total`` is of
+    all kinds.
     """
     try:
         run, on_nvidia = with_its_transport(plan), torch.version.hip is None
@@ -149,13 +151,13 @@ def projected_memory(plan: Plan) -> dict[str, Any]:
 
 
 def with_its_transport(plan: Plan) -> RunConfig:
-    """The configuration with the transport that the run chooses on its own devices, in the place of auto."""
+    """Return the configuration with the transport that the run chooses on its own devices, never auto."""
     config, transport = plan.config, plan.transport
     return config if transport is None else replace(config, moe=replace(config.moe, transport=transport))
 
 
 def allocated_bytes(place: PlaceMemory) -> float:
-    """What torch's allocator holds of a place's memory, as torch.cuda.max_memory_allocated counts it."""
+    """Bytes of a place in torch's allocator, as torch.cuda.max_memory_allocated counts them."""
     return place.total - sum(_outside(place).values())
 
 

@@ -1,4 +1,4 @@
-"""Pages with stacked bars of what was projected: memory by kind, time by segment, layouts of a search."""
+"""Pages with stacked bars of a projection: memory by kind, time by segment, layouts of a search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES = {"forward_by_segment": "forward", "backward_by_segment": "backward"}
 
 
 def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> None:
-    """Memory of each place along pp, and time by segment, of a document of `project`."""
+    """Write memory of each place along pp, and time by segment, of a document of `project`."""
     size = document["num_ranks"] // document["layout"]["pp"]
     places = document["memory_gb_per_rank"][::size]
     names = [f"{place * size}..{(place + 1) * size - 1}" for place in range(len(places))]
@@ -37,7 +37,7 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
 
 
 def _remark(document: Mapping[str, Any]) -> str:
-    """What the card has, and whether the worst rank has room on it."""
+    """Name the size of the card, and the room that the worst rank leaves or lacks."""
     left, has = document["left_gb"], f"the card has {document['card_gb']:,.0f} GB"
     if not document["fits"]:
         return f"{has}, {-left:,.1f} GB too few"
@@ -49,7 +49,7 @@ def _mark(line: Mapping[str, Any]) -> str:
 
 
 def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
-    """Memory and throughput of the layouts that a search lists, and what to type for each."""
+    """Write memory and throughput of the layouts that a search lists, and the words to type for each."""
     best, card = listed(document), document["card_gb"]
     numbers = [str(number) for number in range(1, len(best) + 1)]
     rows = [
@@ -82,7 +82,7 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
 def memory_chart(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], card_gb: float, axis: str
 ) -> Chart:
-    """A bar for each name, stacked by kind in decimal GB, and a line at what the card has."""
+    """Draw a bar for each name, stacked by kind in decimal GB, and a line at the size of the card."""
     traces = [_bar(kind, names, [bar[kind] for bar in bars], n) for n, kind in enumerate(KINDS)]
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": card_gb, "y1": card_gb}
     says = {"text": f"card, {card_gb:,.0f} GB", "xref": "paper", "x": 1, "y": card_gb, "yanchor": "bottom"}
@@ -97,7 +97,7 @@ def memory_chart(
 
 
 def time_chart(times: Mapping[str, Mapping[str, float]]) -> Chart:
-    """Forward and backward of one micro-batch, stacked by segment in ms."""
+    """Draw forward and backward of one micro-batch, stacked by segment in ms."""
     traces = [
         _bar(name, [*TIMES.values()], [1e3 * times[key][name] for key in TIMES], n)
         for n, name in enumerate(times["forward_by_segment"])
@@ -108,7 +108,7 @@ def time_chart(times: Mapping[str, Mapping[str, float]]) -> Chart:
 
 
 def rate_chart(names: Sequence[str], rates: Sequence[float]) -> Chart:
-    """Throughput of each layout."""
+    """Draw the throughput of each layout."""
     alt = f"Tokens/s of a GPU, {min(rates):,.0f} to {max(rates):,.0f}"
     axes = _stacked("layout", "tokens/s/GPU")
     return Chart("Throughput", alt, [_bar("tokens/s/GPU", names, rates, 0)], axes, height_px=380)

@@ -2,7 +2,7 @@
 
 The chart counts bf16 gradients, 2 bytes of a main weight and 8 of moments, shared by the ranks that hold the
 same experts, an attention of H^2 weights and no shared expert; each virtual stage has one layer, whatever the
-schedule. So it is something to compare with, not what a run of this project needs.
+schedule. So the chart is something to compare with; a run of this project needs other bytes.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _weights(model: ModelConfig, layout: Layout) -> float:
 
 
 def _activation_bytes(config: RunConfig, layout: Layout) -> float:
-    """What the first rank of an interleaved pipeline keeps at most, and the logits in bf16 and fp32."""
+    """Bytes that the first rank of an interleaved pipeline keeps at most, and of logits in bf16 and fp32."""
     model, d = config.model, config.model.hidden_size
     assert config.data.seq_len is not None
     tokens = config.train.micro_batch_size * config.data.seq_len
     in_flight = (model.num_layers / layout.pp + 1) * layout.pp - 1
-    # queries, what attention returns, the residual stream; keys and values
+    # queries, attention's result, the residual stream; keys and values
     attention = 2 * model.num_heads * model.head_dim + d + 2 * model.num_kv_heads * model.head_dim
     experts = model.top_k * (3 * model.expert_ffn_size + d) + 2 * d
     logits = (BF16 + 4) * (model.vocab_size + d)
@@ -64,7 +64,7 @@ def _activation_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def _published_rules(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """What the chart does not describe."""
+    """Yield settings that the chart does not describe."""
     model, recompute = config.model, config.recompute
     if model.attention is not AttentionKind.gqa:
         yield f"has no model.attention={model.attention.value}"

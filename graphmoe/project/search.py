@@ -1,7 +1,7 @@
-"""Search for layouts of a model on a number of ranks: those that fit, and why the others do not run.
+"""Search for layouts of a model on a number of ranks: layouts that fit, and why the others do not run.
 
-Memory of every candidate is projected. Those that fit are ranked by an estimate of their time, and the best
-of them are projected whole.
+Memory of every candidate is projected. Candidates that fit are ranked by an estimate of their time, and the
+best of them are projected whole.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ COPIED = (
     "layout", "pipeline", "micro_batches", "memory_gb", "left_gb", "fits_with_margin", "worst_rank",
     "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu",
 )  # fmt: skip
-"""Keys that the document has of each of the best."""
+"""Keys of a projection that the document has for each of the best."""
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """A candidate whose memory the card has."""
+    """A candidate that fits the card."""
 
     candidate: Candidate
     recompute: str
     total_gb: float
     tokens_per_s_per_gpu: float
-    """Estimate."""
+    """Estimated throughput."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Rejected:
     words: str
     reason: str
     total_gb: float | None = None
-    """GB of the worst rank of one that is too large."""
+    """GB of the worst rank, where the candidate is too large."""
 
 
 def search(
     config: RunConfig, args: ProjectArgs, words: Sequence[str], report: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return all candidates as plain values. ``words``: those of a run, whose keys stay as they are.
+    """Return all candidates as plain values. Keys in ``words``, those of a run, stay as they are.
 
-    Of each layout with its schedule there is the kind of recompute that takes least time and fits, where that
-    leaves no margin also the one that takes least time and does, or else the one that needs least memory.
-    ``report`` is told how far the search is. *Raises* ConfigError.
+    Each layout with its schedule has the fastest kind of recompute that fits. Where that one leaves no
+    margin, the fastest that leaves one is there too; where no kind fits, the one that needs least memory is.
+    ``report`` gets the progress of the search in words. *Raises* ConfigError.
     """
     refuse_unknown(config)
     fitting: list[Fitting] = []
@@ -116,7 +116,7 @@ def search(
 
 
 def _projected(found: Fitting, args: ProjectArgs) -> dict[str, Any]:
-    """Return what is listed of a candidate, from its whole projection."""
+    """Return the listed values of a candidate, from its whole projection."""
     document = project(found.candidate.config, args)
     listed = {"words": found.candidate.words, "recompute": found.recompute}
     return {**listed, **{key: document[key] for key in COPIED}}
@@ -147,7 +147,10 @@ class _Search:
                     yield from self._of_schedule(scheduled, kinds)
 
     def _of_schedule(self, scheduled: Candidate, kinds: Sequence[int]) -> Iterator[Fitting | Rejected]:
-        """Yield the kind of recompute that is fastest and fits, or of those that don't the smallest."""
+        """Yield the fastest kind of recompute that fits, or the smallest where none does.
+
+        Where the fastest leaves no margin, the fastest kind that leaves one comes too.
+        """
         try:
             self.estimates.pipeline(self.tried.recomputing(scheduled, kinds[0]))
         except ConfigError as error:

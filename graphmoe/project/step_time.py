@@ -1,4 +1,4 @@
-"""How long a step takes: segments of every stage, the pipeline's simulation, gradients and the update."""
+"""Time of a step: segments of every stage, the pipeline's simulation, gradients and the update."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 UPDATE_BYTES = 34
-"""That the compiled update moves for each parameter that a rank owns (docs/architecture.md)."""
+"""Bytes that the compiled update moves for each parameter that a rank owns (docs/architecture.md)."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step; by segment, of one micro-batch on the slowest place along pp."""
+    """Seconds of a step; those by segment are of one micro-batch on the slowest place along pp."""
 
     step_s: float
     bubble: float
@@ -34,12 +34,12 @@ class StepTime:
     forward_s: dict[str, float]
     backward_s: dict[str, float]
     exchange_s: float
-    """Of these, what waits for other ranks, all micro-batches of the step together."""
+    """Part of forward and backward in which the rank waits for others, over all micro-batches of the step."""
     gradients_s: float
-    """What of the exchange of gradients and weights no computation covers."""
+    """Exchange of gradients and weights that no computation covers."""
     update_s: float
     host_s: float
-    """What the host takes to start what is not in one graph; a step is not shorter than that."""
+    """Time of the host to start all work that is not in one graph; a step is not shorter."""
     tokens_per_s_per_gpu: float
     mfu: float
 
@@ -52,9 +52,9 @@ def step_time(
     plan: PipelinePlan | None,
     bubble: float | None = None,
 ) -> StepTime:
-    """The projection of a step. ``bubble`` takes the place of the simulated one.
+    """Project a step. ``bubble`` takes the place of the simulated one.
 
-    Micro-batches that the plan's table has not, the slowest place adds one after the other.
+    Each micro-batch beyond those of the plan's table adds the time of the slowest place.
     """
     layout = sizes.layout
     count = num_micro_batches(config, layout)
@@ -110,7 +110,7 @@ def step_time(
 
 
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
-    """The segments of a stage."""
+    """Return the times of a stage's segments."""
     model, found = config.model, list[SegmentTime]()
     hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
     counts = config.moe.dispatcher is DispatcherChoice.alltoall
@@ -127,13 +127,13 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
 
 
 def total_time(times: list[SegmentTime]) -> SegmentTime:
-    """The sum of segments, without a name."""
+    """Sum segments into one without a name."""
     kinds = ("forward", "inputs", "weights", "exchange")
     return SegmentTime("", *(sum(getattr(time, kind) for time in times) for kind in kinds))
 
 
 def _by_segment(times: list[SegmentTime]) -> tuple[dict[str, float], dict[str, float]]:
-    """Forward and backward."""
+    """Sum forward and backward by segment."""
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for time in times:
@@ -143,7 +143,7 @@ def _by_segment(times: list[SegmentTime]) -> tuple[dict[str, float], dict[str, f
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
-    """From the end of an action to the arrival of its state at the next stage: by the slowest hop."""
+    """Seconds from the end of an action to the arrival of its state at the next stage, by the slowest hop."""
     return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= GPUS_PER_NODE)
 
 
@@ -164,12 +164,15 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
 
 
 def update_seconds(moments_bytes: float, speeds: Speeds) -> float:
-    """Of the rank with most moments, of which each parameter has 8 bytes."""
+    """Seconds of the update on the rank with most moments, which are 8 bytes for each parameter."""
     return moments_bytes / 8 * UPDATE_BYTES / speeds.hbm
 
 
 def host_seconds(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
-    """Of a stage and micro-batch: segments are started, of captured neighbours in a layer the first."""
+    """Seconds in which the host starts the segments of a stage for one micro-batch.
+
+    Captured neighbours in a layer are one graph, which is started once.
+    """
     scope = config.graph.scope
     if scope == FULL_ITERATION:
         return 0.0

@@ -16,7 +16,7 @@ from graphmoe.project.document import NEAR, margin_words
 from graphmoe.project.memory import MEMORY_KINDS
 
 AXES = ("pp", "tp", "cp", "ep", "etp")
-"""That a table names where they are cut."""
+"""Axes that a table names where something is cut along them."""
 WORDS = {
     "params": "weights",
     "grads": "gradients",
@@ -29,7 +29,7 @@ WORDS = {
 
 
 def render(document: dict[str, Any]) -> Group:
-    """All tables of a projection."""
+    """Show all tables of a projection."""
     sizes = document["layout"]
     dense, experts = (
         " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
@@ -59,7 +59,7 @@ def render(document: dict[str, Any]) -> Group:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Whether the worst rank fits its card; where it does not, what is largest."""
+    """Say whether the worst rank fits its card, and where it does not, which kind of memory is largest."""
     memory, card = document["memory_gb"], document["card_gb"]
     total = memory["total"]
     numbers = f"rank {document['worst_rank']} needs {total:,.1f} GB and the card has {card:,.0f} GB"
@@ -75,7 +75,7 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def _ways(document: dict[str, Any], largest: str) -> list[str]:
-    """What to change for less of a kind of memory."""
+    """Return the settings to change for less of a kind of memory."""
     if largest not in ("activations", "buffers"):
         return ["a larger parallel.ep", "parallel.pp", "parallel.tp"]
     size = document["micro_batch_size"]
@@ -87,7 +87,7 @@ def _ways(document: dict[str, Any], largest: str) -> list[str]:
 
 
 def _times(document: dict[str, Any]) -> list[RenderableType]:
-    """Segments of the slowest place along pp, and what the step makes of them."""
+    """Show segments of the slowest place along pp, and the step that follows from them."""
     time = document["time_s"]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("segment")
@@ -108,7 +108,7 @@ def _times(document: dict[str, Any]) -> list[RenderableType]:
 
 
 def _places(document: dict[str, Any]) -> Table:
-    """A row for each place along pp, whose ranks are alike; equal neighbours share one."""
+    """Show a row for each place along pp, whose ranks are alike; equal neighbours share one."""
     table = Table(box=SIMPLE_HEAD, padding=0)
     table.add_column("ranks", no_wrap=True)
     for kind in MEMORY_KINDS:
@@ -129,7 +129,7 @@ def _places(document: dict[str, Any]) -> Table:
 
 
 def _details(document: dict[str, Any]) -> list[RenderableType]:
-    """Activations of a micro-batch by segment and layer, and buffers, of the worst rank."""
+    """Show the worst rank's activations of a micro-batch by segment and layer, and its buffers."""
     if "activations_gb_by_segment" not in document:
         return []
     table = Table("segment", "GB", "part", "GB", "buffers", "GB", box=SIMPLE_HEAD, padding=(0, 1))
@@ -147,7 +147,7 @@ def _details(document: dict[str, Any]) -> list[RenderableType]:
 
 
 def _joined(by_part: dict[str, float]) -> dict[str, float]:
-    """Neighbouring layers that keep alike as one line, per layer."""
+    """Join neighbouring layers that keep the same bytes into one line, with the bytes of each."""
     found: dict[str, float] = {}
     runs: list[tuple[str, str, float]] = []
     for part, size in by_part.items():
@@ -162,7 +162,7 @@ def _joined(by_part: dict[str, float]) -> dict[str, float]:
 
 
 def render_search(document: dict[str, Any]) -> Group:
-    """The best layouts as a table, counts of the others, and the command of what is recommended."""
+    """Show the best layouts as a table, counts of the others, and the command that is recommended."""
     card, recommended = document["card_gb"], document["recommended"]
     num_rejected = len(document["rejected"])
     shown: list[RenderableType] = [
@@ -189,14 +189,14 @@ def render_search(document: dict[str, Any]) -> Group:
 
 
 def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The best layouts, and the recommended one where it is none of them."""
+    """Return the best layouts, and the recommended one where it is none of them."""
     best, recommended = document["best"], document["recommended"]
     is_there = recommended is None or any(_is_same(line, recommended) for line in best)
     return best if is_there else [*best, recommended]
 
 
 def recommendation(document: Mapping[str, Any]) -> str:
-    """Why a search recommends what it does, and how much that leaves."""
+    """Give the reason for the recommended layout, and the memory that it leaves."""
     recommended = document["recommended"]
     left = f"{recommended['left_gb']:,.1f} GB of the card's {document['card_gb']:,.0f} left"
     if recommended["fits_with_margin"]:
@@ -209,7 +209,7 @@ def _is_same(line: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _best(best: list[dict[str, Any]], recommended: dict[str, Any]) -> Table:
-    """A row for each, that of the recommended one bold."""
+    """Show a row for each of the best layouts, bold for the recommended one."""
     table = Table(box=SIMPLE_HEAD, padding=0)
     for name in ("layout", "schedule", "computed again"):
         table.add_column(name)
@@ -234,7 +234,7 @@ def _best(best: list[dict[str, Any]], recommended: dict[str, Any]) -> Table:
 
 
 def _reasons(rejected: list[dict[str, Any]]) -> Table:
-    """Reasons that differ in their numbers alone as one line, with the first candidate that has it."""
+    """Show reasons that differ only in their numbers as one line, with the first candidate as an example."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in rejected:
         groups.setdefault(_without_numbers(line["reason"]), []).append(line)
@@ -247,12 +247,12 @@ def _reasons(rejected: list[dict[str, Any]]) -> Table:
 
 
 def _without_numbers(reason: str) -> str:
-    """The reason with lists of numbers, and numbers, as one sign; of several rules the first counts."""
+    """Replace each number, and each list of numbers, by one sign; of several rules only the first is kept."""
     return re.sub(r"\d[\d.,]*((,| or) ?\d[\d.,]*)*", "#", reason.partition("; ")[0])
 
 
 def _nearest(document: dict[str, Any]) -> str:
-    """The candidate that is too large by least."""
+    """Describe the candidate that exceeds the card by least."""
     large = [line for line in document["rejected"] if "total_gb" in line]
     if not large:
         return "for other reasons than memory"

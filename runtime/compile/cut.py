@@ -151,7 +151,7 @@ class OutputViews(NamedTuple):
     inputs: tuple[int, ...]
     """Positions of the inputs that outputs are views of."""
     graph: fx.GraphModule
-    """(those inputs, results of the unit's graph) -> outputs."""
+    """Graph of the views: (inputs at these positions, results of the unit's graph) -> outputs."""
 
     def __call__(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs; autograd sees the views."""

@@ -1,8 +1,8 @@
-"""What the parts of a model keep of one micro-batch for its backward, by segment.
+"""Bytes that the parts of a model keep of one micro-batch for its backward, by segment.
 
-It follows what compiled units keep with all passes, in the terms of docs/recompute.md. A tensor that a
-segment makes is kept unless it is made again: with its part, or in a run of segments that are all made again
-and that all its readers are in.
+The tensors are those that compiled units keep with all passes, in the terms of docs/recompute.md. A segment's
+tensor is kept unless it is made again: with its part, or in a run of neighbouring segments that are all made
+again and that contain all readers of the tensor.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "ml
 Bytes = Counter[str]
 """Bytes by segment."""
 RECEIVED = "received"
-"""The name of what another stage has sent, beside those of segments."""
+"""Name of the input that another stage has sent, beside the names of segments."""
 
 
 class Kept(NamedTuple):
     """A tensor that a backward reads."""
 
     segment: str
-    """That makes it."""
+    """Segment that makes the tensor."""
     size: float
-    """In bytes."""
+    """Size in bytes."""
     readers: tuple[str, ...] = ()
-    """Other segments of the layer that read it, forward or backward."""
+    """Other segments of the layer that read the tensor, forward or backward."""
     part: str = ""
-    """Of `graphmoe.segments.PARTS`, with which it is made again."""
+    """Part, of `graphmoe.segments.PARTS`, with which the tensor is made again."""
 
 
 def stage_activations(sizes: Sizes, recompute: RecomputeConfig, pieces: StagePieces) -> dict[str, Bytes]:
-    """What a stage keeps of one micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
+    """Count what a stage keeps of one micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
     model, found = sizes.model, dict[str, Bytes]()
     dense = model.num_dense_layers
     if pieces.embed:
@@ -63,7 +63,7 @@ def stage_activations(sizes: Sizes, recompute: RecomputeConfig, pieces: StagePie
 
 
 def layer_activations(sizes: Sizes, recompute: RecomputeConfig, index: int) -> Bytes:
-    """What a layer keeps beside its input, its result included; MTP layers come last."""
+    """Count what a layer keeps beside its input, its result included; MTP layers have the last indices."""
     is_dense = index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if covers(recompute, name, index))
@@ -79,7 +79,7 @@ def made_again(sizes: Sizes, recompute: RecomputeConfig, index: int) -> float:
 
 @functools.lru_cache(maxsize=8192)
 def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
-    """What all layers keep whose segments in ``again``, and ``parts`` of others, are made again."""
+    """Count what a layer keeps that makes the segments in ``again``, and ``parts`` of others, again."""
     if is_dense:
         return _kept([*_attn(sizes, "mlp"), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
     travels = sizes.layout.size("ep_etp") > 1
@@ -93,7 +93,7 @@ def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset
 def _kept(
     tensors: Iterable[Kept], segments: Sequence[str], again: frozenset[str], parts: frozenset[str]
 ) -> Bytes:
-    """The sum of what a layer keeps where segments of ``again`` run again."""
+    """Sum the tensors that a layer keeps where the segments in ``again`` run again."""
     regions: dict[str, int] = {}
     for number, (runs_again, run) in enumerate(itertools.groupby(segments, again.__contains__)):
         regions.update({name: number for name in run if runs_again})
@@ -108,7 +108,7 @@ def _kept(
 
 
 def covers(recompute: RecomputeConfig, segment: str, index: int) -> bool:
-    """Whether a segment of a layer is made again as a whole."""
+    """Return True where a segment of a layer is made again as a whole."""
     if recompute.layer_ids and index not in recompute.layer_ids:
         return False
     named = recompute.segments or recompute.ops
@@ -116,7 +116,7 @@ def covers(recompute: RecomputeConfig, segment: str, index: int) -> bool:
 
 
 def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
-    """The attn segment, and its result, which the next one reads."""
+    """Yield the tensors of attn, and its result, which the next segment reads."""
     tokens, e, d = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size
     is_latent = sizes.model.attention is AttentionKind.mla
     yield Kept("attn", 4 * tokens, part="layernorm")
@@ -171,7 +171,7 @@ def _latent_heads(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _attention_result(sizes: Sizes, size: int, value: int) -> Iterator[Kept]:
-    """What attention returns for its backward, and what the last projection reads where that is a copy."""
+    """Yield attention's results for its backward, and the last projection's input where that is a copy."""
     e, heads = sizes.element_bytes, sizes.model.num_heads
     yield Kept("attn", e * sizes.attended * sizes.heads(heads) * size, part="core_attn")
     yield Kept("attn", 4 * sizes.attended * sizes.heads(heads), part="core_attn")
@@ -189,7 +189,7 @@ def _mlp(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _swiglu(sizes: Sizes, name: str, inner: int) -> Iterator[Kept]:
-    """Gate, up and the activation; on ranks of tp the tokens of all of them."""
+    """Yield gate, up and the activation; ranks of tp also keep the tokens that they gathered."""
     e, tp = sizes.element_bytes, sizes.layout.tp
     if tp > 1:
         yield Kept(name, e * sizes.gathered * sizes.model.hidden_size, part=name)
@@ -219,15 +219,15 @@ def _shared(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _experts(sizes: Sizes) -> Iterator[Kept]:
-    """Gate and up of every slot; the activation is always made again."""
+    """Yield gate and up of every slot; the activation is always made again."""
     model = sizes.model
     yield Kept("moe_experts", sizes.element_bytes * sizes.tokens * model.top_k * 2 * model.expert_ffn_size)
 
 
 def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
-    """What has arrived, its plan, and gate and up of its slots.
+    """Yield the rows that arrived, their plan, and gate and up of their slots.
 
-    Where the host counts, the plan is made by the experts, which read the experts' numbers.
+    Where the host counts rows, the experts make the plan from the expert numbers of the rows.
     """
     model, (rows, slots) = sizes.model, sizes.room
     e, k, inner = sizes.element_bytes, model.top_k, model.expert_ffn_size // sizes.layout.etp
@@ -246,13 +246,13 @@ def _embed(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _join(sizes: Sizes) -> Iterator[Kept]:
-    """The state so far and the embedding of a later token, normed, and the product of both."""
+    """Yield the state so far and the embedding of a later token, both normed, and their product."""
     yield from _embed(sizes)
     yield Kept("embed", 3 * sizes.state + 8 * sizes.tokens)
 
 
 def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
-    """Final norms and losses of a stage: of every depth where the head is here."""
+    """Count what final norms and losses of a stage keep; a stage with the head has those of every depth."""
     model, e, tp = sizes.model, sizes.element_bytes, sizes.layout.tp
     depths = model.mtp_depth
     found: Bytes = Counter()
@@ -272,7 +272,7 @@ def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
 
 
 def _carried(sizes: Sizes, pieces: StagePieces) -> int:
-    """Bytes of what a stage has received: the state, or the normed states of all depths so far."""
+    """Bytes that a stage has received: the state, or the normed states of all depths so far."""
     model = sizes.model
     if normalises(pieces, model.mtp_depth) or not (pieces.loss or len(pieces.mtp)):
         return sizes.state

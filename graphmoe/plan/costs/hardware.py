@@ -1,4 +1,4 @@
-"""Cards that a run is projected for, and peaks of all that are known, by the figures of their vendors.
+"""Cards that a run is projected for, and peaks of all known cards, by the figures of their vendors.
 
 NVIDIA's data sheets state sparse figures for Hopper and newer; peaks here are dense, half of them.
 """
@@ -62,7 +62,7 @@ NVLink of 1.8 TB/s both ways."""
 CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
 
 
-# (words that the name holds, dense bf16 TFLOP/s); those of `CARDS` come behind, as some are words of these
+# (words of a device's name, dense bf16 TFLOP/s). Names of `CARDS` are tried later: some are words in these.
 _OTHER_PEAKS: tuple[tuple[str, float], ...] = (
     # AMD Instinct data sheets, "Peak bfloat16": amd.com/en/products/accelerators/instinct.html
     ("MI350X", 2309.6),
@@ -94,7 +94,7 @@ _OTHER_PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def card_of(name: str) -> Card:
-    """The card of a name as on the command line. *Raises* ConfigError."""
+    """Return the card of a name as on the command line. *Raises* ConfigError."""
     if name.lower() not in CARDS:
         raise ConfigError(
             f"hardware={name} is not known{nearest(name.lower(), list(CARDS))}; use one of {', '.join(CARDS)}"

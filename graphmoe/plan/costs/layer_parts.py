@@ -1,4 +1,4 @@
-"""Seconds of what the segments of a layer are made of, for one micro-batch: products, scores and exchange."""
+"""Seconds of the products, scores and exchange in a layer's segments, for one micro-batch."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from graphmoe.plan.experts import balanced_load
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Of attn; exchange as far as it is waited for, and as long backward where it has one number."""
+    """Seconds of the parts of attn.
+
+    Exchange counts as far as ranks wait for it; one number stands for the forward and for the backward.
+    """
 
     before: Product
     """Products that make queries, keys and values."""
     up: Product
-    """Those of them that are ``mla_up_proj``."""
+    """Products among those of ``before`` that are ``mla_up_proj``."""
     scores: Product
     """Attention's own products."""
     after: Product
     """The last product."""
     gather: float
-    """Before the products: along tp, and of latents along cp where heads are exchanged."""
+    """Exchange before the products: along tp, and of latents along cp where heads are exchanged."""
     scatter: float
-    """After the last product, along tp."""
+    """Exchange after the last product, along tp."""
     heads: float
-    """Positions for heads along cp, and back."""
+    """Exchange of positions for heads along cp, and back."""
     ring: tuple[float, float]
-    """Of keys and values round the ring, forward and backward: what the blocks' products do not cover."""
+    """Exchange round the ring, forward and backward, that the products of blocks do not cover."""
 
     @property
     def exchange(self) -> tuple[float, float]:
-        """Forward and backward."""
+        """Seconds of all exchange, forward and backward."""
         both = self.gather + self.scatter + self.heads
         return both + self.ring[0], both + self.ring[1]
 
 
 def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
-    """The parts of attn."""
+    """Compute the parts of attn."""
     model, layout, rates = sizes.model, sizes.layout, speeds.rates
     *before, last = attention_products(model, layout.tp)
     is_latent = model.attention is AttentionKind.mla
@@ -63,18 +66,18 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
 
 
 def along_tp(sizes: Sizes, speeds: Speeds) -> float:
-    """To gather the residual stream along tp, or to sum and scatter it."""
+    """Seconds to gather the residual stream along tp, or to sum and scatter it."""
     return speeds.gather(sizes.state * sizes.layout.tp, sizes.layout.tp)
 
 
 def swiglu(sizes: Sizes, speeds: Speeds, inner: int) -> tuple[Product, Product]:
-    """Gate and up, and down, of a dense MLP or the shared experts."""
+    """Time gate and up, and down, of a dense MLP or the shared experts."""
     first, second = swiglu_products(sizes.model, inner, sizes.layout.tp)
     return speeds.dense(sizes.gathered, [first]), speeds.dense(sizes.gathered, [second])
 
 
 def gate(sizes: Sizes, speeds: Speeds) -> Product:
-    """The router's product, in fp32."""
+    """Time the router's product, in fp32."""
     model = sizes.model
     flops = 2 * sizes.tokens * model.hidden_size * model.num_experts
     seconds = speeds.seconds(flops, speeds.rates.router, model.num_experts, sizes.tokens)
@@ -82,7 +85,7 @@ def gate(sizes: Sizes, speeds: Speeds) -> Product:
 
 
 def experts(sizes: Sizes, speeds: Speeds) -> Product:
-    """What a rank's experts compute of the slots that it gets, balanced; two thirds of it are gate and up."""
+    """Time the products of a rank's experts under balanced routing; gate and up take two thirds."""
     model, rates = sizes.model, speeds.rates
     flops = 2 * sizes.tokens * model.top_k * swiglu_weights(model, model.expert_ffn_size)
     inner = model.expert_ffn_size / sizes.layout.etp
@@ -93,9 +96,9 @@ def experts(sizes: Sizes, speeds: Speeds) -> Product:
 
 
 def travelling_bytes(sizes: Sizes) -> float:
-    """Of the tokens that arrive at a rank, its own among them, where routing is balanced; sums are as large.
+    """Bytes of the tokens that arrive at a rank under balanced routing, its own among them.
 
-    Blocks of copy engines travel whole.
+    The sums that go back are as large. Blocks of copy engines travel whole.
     """
     ranks = sizes.layout.size("ep_etp")
     rows = balanced_load(sizes.model, sizes.layout, sizes.tokens).rows
@@ -124,7 +127,7 @@ def _key_sizes(sizes: Sizes) -> tuple[int, int]:
 
 
 def _heads_exchanged(sizes: Sizes, speeds: Speeds) -> float:
-    """Queries go there and results back; keys and values go too where no latents were gathered."""
+    """Seconds to send queries and get results back; keys and values go too where no latents were gathered."""
     model, layout = sizes.model, sizes.layout
     head, value = _key_sizes(sizes)
     of_keys = model.num_kv_heads * (head + value) if model.attention is AttentionKind.gqa else 0
@@ -133,8 +136,9 @@ def _heads_exchanged(sizes: Sizes, speeds: Speeds) -> float:
 
 
 def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
-    """Each block goes on to the next rank beside the products with it, backward with its fp32 gradients.
+    """Seconds of a ring, forward and backward, that its products do not cover.
 
+    Each block goes on to the next rank while the products with it run; backward, its fp32 gradients go too.
     The last gradients go home when all products are done (`graphmoe.ops.ring_attention`).
     """
     model, layout, e = sizes.model, sizes.layout, sizes.element_bytes
@@ -165,9 +169,10 @@ def attention_scores(model: ModelConfig, seq_len: int) -> int:
 
 
 def attention_products(model: ModelConfig, tp: int) -> list[Sides]:
-    """Those of a layer's attention, of which a rank of tp has its heads.
+    """Return the weights of a layer's attention, with a rank's share of the heads along tp.
 
-    Latents are made of a rank's own tokens by the whole weight: the same work as all tokens by a part of it.
+    A rank multiplies its own tokens by the whole weight of latents; here all tokens are multiplied by a part
+    of that weight, which is the same work.
     """
     d, heads = model.hidden_size, model.num_heads
     if model.attention is AttentionKind.gqa:
@@ -184,11 +189,11 @@ def attention_products(model: ModelConfig, tp: int) -> list[Sides]:
 
 
 def mla_up_products(model: ModelConfig, tp: int) -> list[Sides]:
-    """Of `attention_products` of latent attention, those that make heads of what was compressed."""
+    """Return the weights among `attention_products` that make heads from latents."""
     *_, up_of_keys, _ = products = attention_products(model, tp)
     return [products[1 if model.q_lora_rank else 0], up_of_keys]
 
 
 def swiglu_products(model: ModelConfig, inner: int, tp: int) -> list[Sides]:
-    """Gate and up in one, and down, of a dense MLP or the shared experts."""
+    """Return the weights of a dense MLP or the shared experts: gate and up in one, and down."""
     return [(model.hidden_size, 2 * inner / tp), (inner / tp, model.hidden_size)]

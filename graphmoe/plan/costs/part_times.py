@@ -1,4 +1,4 @@
-"""What the parts of a model take, which balances the stages of a pipeline where nothing was measured."""
+"""Times of a model's parts, which balance the stages of a pipeline where nothing was measured."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ NOTHING_AGAIN = RecomputeConfig()
 
 
 class PartCost(NamedTuple):
-    """What a part of the model takes."""
+    """Cost of a part of the model, such as its seconds."""
 
     letter: str
-    """Of layout strings."""
+    """Letter of the part in layout strings."""
     forward: float
     inputs: float
-    """For the gradients of what it reads."""
+    """Cost of the gradients of the part's inputs."""
     weights: float
-    """For the gradients of its weights."""
+    """Cost of the gradients of the part's weights."""
 
     @property
     def total(self) -> float:
         return self.forward + self.inputs + self.weights
 
     def taking(self, total: float) -> PartCost:
-        """The part with another total, of which all three have their shares."""
+        """Return the part with another total, of which the three costs keep their shares."""
         by = total / self.total if self.total else 0.0
         return PartCost(self.letter, self.forward * by, self.inputs * by, self.weights * by)
 
@@ -46,11 +46,12 @@ def modelled_parts(
     expert_ranks: int = 1,
     joint_experts: bool = False,
 ) -> list[PartCost]:
-    """Seconds of one sequence in each part, in the order of the model: E, layers, MTP layers, L.
+    """Return the seconds of one sequence in each part, in the order of the model: E, layers, MTP layers, L.
 
-    Those of an H200 that has the part whole, but for experts that ``expert_ranks`` share, from a step's
-    second micro-batch on: they are the same on every card. Head and loss of all depths are in L, where a
-    pipeline has them. With ``joint_experts`` the experts' weight gradients come with those of their inputs.
+    Whatever card runs, they are the times of an H200, from a step's second micro-batch on. It has each part
+    whole, except for the experts, which ``expert_ranks`` ranks share. Head and loss of all depths are in L,
+    where a pipeline has them. With ``joint_experts`` the experts' weight gradients count with the gradients
+    of their inputs.
     """
     sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
     depths = model.mtp_depth
@@ -66,7 +67,7 @@ def modelled_parts(
 
 
 def modelled_message(model: ModelConfig, seq_len: int) -> float:
-    """Seconds that the state of one sequence takes from such a card to one of another node."""
+    """Seconds to send the state of one sequence from an H200 to one of another node."""
     sizes, speeds = _on_a_card(model, seq_len)
     return speeds.pass_on(sizes.state, in_node=False)
 
@@ -85,7 +86,7 @@ def _part(letter: str, times: Sequence[SegmentTime]) -> PartCost:
 
 
 def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCost]:
-    """The sum of each stage's parts; its letter is the piece."""
+    """Sum the parts of each stage; the letter of a sum is the stage's piece."""
     assert "".join(pieces) == "".join(part.letter for part in parts)
     found, rest = [], iter(parts)
     for piece in pieces:

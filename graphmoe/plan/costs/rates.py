@@ -1,4 +1,4 @@
-"""What a card reaches of its peaks: measured on H200s, assumed of AMD's cards, or given by a file."""
+"""Rates that a card reaches of its peaks: measured on H200s, assumed of AMD's cards, or given by a file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from graphmoe.config.untrusted import FileError, read_json
 from graphmoe.plan.costs.hardware import H200, Card
 
 Point = tuple[float, float, float]
-"""The two sizes of `CLASSES` that a product has, and the share of the peak that it reached."""
+"""Two sizes of a product, which `CLASSES` names, and the share of the peak that the product reached."""
 Share = float | tuple[Point, ...]
-"""0 to 1: one for products of every size, or measured points."""
+"""Share of a peak, 0 to 1: one number for products of every size, or measured points."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Rates:
     dense_weights: Share
     """Gradients of dense weights, stored in fp32."""
     dense_weights_added: Share
-    """The same, added to what is there, as from a step's second micro-batch on."""
+    """Gradients of dense weights, added to a sum in fp32, as from a step's second micro-batch on."""
     grouped: Share
-    """Products of experts, with what gathers, activates and sums rows: forward, gradients of rows."""
+    """Products of experts, with gathers, activations and sums of rows: forward, and gradients of rows."""
     grouped_weights: Share
     """Gradients of experts' weights, stored in fp32."""
     grouped_weights_added: Share
-    """The same, added to what is there."""
+    """Gradients of experts' weights, added to a sum in fp32."""
     router: Share
     """The router's products, in fp32 but as a share of the peak of bf16."""
     head: Share
@@ -44,11 +44,11 @@ class Rates:
     attention_backward: Share
     """Four products are counted, though kernels compute five."""
     hbm: float
-    """What moves data in the card's memory: norms, activations, routing, the optimizer."""
+    """Work that moves data in the card's memory: norms, activations, routing, the optimizer."""
     node: float
-    """Between GPUs of a node."""
+    """Exchange between GPUs of a node."""
     network: float
-    """Between nodes."""
+    """Exchange between nodes."""
     hidden_exchange: float
     """Share of the experts' exchange that pipeline.ep_overlap=true hides."""
     hidden_gradients: float
@@ -56,7 +56,7 @@ class Rates:
     segment_us: float
     """Launches and tails of a segment on the device, forward; as much again backward."""
     host_us: float
-    """What the host takes to start a segment, or a graph of segments, forward; as much again backward."""
+    """Time of the host to start a segment, or a graph of segments, forward; as much again backward."""
 
 
 LARGEST = 1e300
@@ -72,13 +72,13 @@ CLASSES = {
     "attention_forward": ("size of a query head", "tokens of a sequence"),
     "attention_backward": ("size of a query head", "tokens of a sequence"),
 }
-"""Rates that may be points, and the two sizes of each: the class, and what is interpolated within it."""
+"""Rates that may be points, and their two sizes: the first picks a class, the second is interpolated."""
 TIMES = ("segment_us", "host_us")
 MAY_BE_ZERO = (*TIMES, "hidden_exchange", "hidden_gradients")
 
 
 def _points(shares: Mapping[int, Mapping[int, float]]) -> tuple[Point, ...]:
-    """Shares by first and second size, as points."""
+    """Return shares by first and second size as points."""
     return tuple((kind, size, share) for kind, sizes in shares.items() for size, share in sizes.items())
 
 
@@ -167,8 +167,8 @@ NVIDIA = Rates(
     host_us=360,
 )
 """Measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
-cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). Assumed: what leaves the node, what
-other work hides, and that other cards reach the same shares."""
+cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). Assumed are the network, the shares
+that other work hides, and that other cards reach the same shares."""
 AMD = Rates(
     dense=0.5,
     dense_weights=0.45,
@@ -192,7 +192,10 @@ AMD = Rates(
 
 
 def share_at(share: Share, kind: float, size: float) -> float:
-    """The share of a product: of the nearest class by ratio, between its points or at an end of them."""
+    """Return the share of a product: interpolated between the points of its class, or that of the end point.
+
+    The class is the one whose first size has the ratio to ``kind`` that is nearest to 1.
+    """
     if isinstance(share, float | int):
         return share
     nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
@@ -207,12 +210,12 @@ def share_at(share: Share, kind: float, size: float) -> float:
 
 
 def default_rates(card: Card) -> Rates:
-    """Those of a card for which no others are given."""
+    """Return the rates of a card for which no others are given."""
     return NVIDIA if card.is_nvidia else AMD
 
 
 def source_of_rates(card: Card, path: Path | None) -> str:
-    """Where `rates_of` has its rates from, in words."""
+    """Name the source of the rates that `rates_of` returns."""
     if path is not None:
         return f"the rates of {path}"
     if not card.is_nvidia:
@@ -222,9 +225,10 @@ def source_of_rates(card: Card, path: Path | None) -> str:
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:
-    """Those of a card; a JSON file may give some or all of them. *Raises* ConfigError.
+    """Return the rates of a card; a JSON file may give some or all of them. *Raises* ConfigError.
 
-    It is an object of rates, or a document of ``graphmoe.bench suite=calibrate``, which has one as ``rates``.
+    The file holds an object of rates, or a document of ``graphmoe.bench suite=calibrate``, whose ``rates``
+    are one.
     """
     rates = default_rates(card)
     if path is None:
@@ -249,7 +253,7 @@ def _plain(value: Any) -> Any:
 
 
 def _wrong(name: str, value: Any) -> str | None:
-    """What speaks against a rate, with what is valid."""
+    """Return the problem of a rate, with the valid values; None where it has none."""
     if name in CLASSES and isinstance(value, list):
         if value and all(_is_point(point) for point in value):
             return None

@@ -1,4 +1,4 @@
-"""How long a rank takes for the segments of a layer, of one micro-batch: products, memory and exchange."""
+"""Times of a layer's segments on a rank, for one micro-batch: products, memory and exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Product, Speeds
 
 MOVED = 1.5
-"""Times that a byte which the forward keeps crosses the card's memory before it is kept."""
+"""Number of times that each byte which the forward keeps crosses the card's memory in the forward."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class SegmentTime:
     name: str
     forward: float = 0.0
     inputs: float = 0.0
-    """Gradients of what it reads, exchange and what is made again included."""
+    """Gradients of the segment's inputs, with their exchange and with what is made again."""
     weights: float = 0.0
-    """Gradients of its weights."""
+    """Gradients of the segment's weights."""
     exchange: float = 0.0
-    """Of the forward and inputs: what waits for other ranks."""
+    """Part of ``forward`` and ``inputs`` in which the rank waits for others."""
 
     @property
     def total(self) -> float:
@@ -42,10 +42,11 @@ def layer_times(
     host_counts: bool,
     hidden: float,
 ) -> list[SegmentTime]:
-    """Those of a layer. ``hidden``: the share of the experts' exchange that other work covers.
+    """Return the times of a layer's segments.
 
-    ``host_counts``: whether the host waits for the counts of rows, starts dispatch and experts after that,
-    and makes the experts' weight gradients with those of their inputs.
+    ``hidden`` is the share of the experts' exchange that other work covers. With ``host_counts`` the host
+    waits for the counts of rows before it starts dispatch and experts, and the experts' weight gradients are
+    made together with the gradients of their inputs.
     """
     model = sizes.model
     kept = layer_activations(sizes, RecomputeConfig(), index)
@@ -68,7 +69,7 @@ def times_of_layers(
     host_counts: bool,
     hidden: float,
 ) -> list[list[SegmentTime]]:
-    """Return `layer_times` of several layers; those that are alike share one list."""
+    """Return `layer_times` of several layers; layers that are alike share one list."""
     found: dict[tuple[bool, bool], list[SegmentTime]] = {}
     times = []
     for index in indices:
@@ -80,7 +81,7 @@ def times_of_layers(
 
 
 def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
-    """Final norm, head and loss, once for each depth.
+    """Time the final norm, head and loss, once for each depth.
 
     Where a rank has the whole vocabulary the forward makes both gradients, and the backward scales them.
     Where ranks of tp share it, logits are written and read a few times.
@@ -102,7 +103,7 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
 
 
 def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
-    """The product that joins a state and the embedding of a later token."""
+    """Time the product that joins a state and the embedding of a later token."""
     d = sizes.model.hidden_size
     product = speeds.dense(sizes.tokens, [(2 * d, d)])
     return SegmentTime(
@@ -111,7 +112,7 @@ def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
 
 
 def embed_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
-    """The lookup, and its gradient's sum into the weight, all of which is written in fp32 and read once."""
+    """Time the lookup and the weight's gradient, all of which is written in fp32 and read once."""
     model, tp = sizes.model, sizes.layout.tp
     moved = 2 * sizes.state / speeds.hbm
     gather = along_tp(sizes, speeds)
@@ -155,9 +156,9 @@ def _moe(
 def _segment(
     name: str, products: Iterable[Product], kept: float, exchange: tuple[float, float], speeds: Speeds
 ) -> SegmentTime:
-    """What is kept is written once and read twice over forward and backward, and so are its gradients.
+    """Time a segment by its products, the bytes that it keeps, and its exchange forward and backward.
 
-    ``exchange`` is that of the forward and of the backward.
+    Kept bytes are written once and read twice over forward and backward, and so are their gradients.
     """
     moved, launch = kept / speeds.hbm, speeds.rates.segment_us * 1e-6
     forward, inputs, weights = (sum(seconds) for seconds in zip(Product(), *products, strict=True))
@@ -176,9 +177,9 @@ def _scaled(time: SegmentTime, by: int) -> SegmentTime:
 
 
 def second_forward(sizes: Sizes, speeds: Speeds, recompute: RecomputeConfig, index: int) -> dict[str, float]:
-    """Seconds for one micro-batch. Nothing reads the last product of a piece that runs again, so it does not.
+    """Return the seconds of what is made again for one micro-batch, by segment.
 
-    Neither do dispatch and combine.
+    The last product of a piece that runs again is skipped, as nothing reads it; dispatch and combine are too.
     """
     model, is_dense = sizes.model, index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS

@@ -1,4 +1,4 @@
-"""Tokens, rows and heads of one micro-batch on one rank: what the sizes of its tensors are made of."""
+"""Tokens, rows and heads of one micro-batch on one rank, from which the sizes of its tensors follow."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ from graphmoe.plan.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Of a rank; all ranks of a layout have the same. Equal to itself alone: a key of caches."""
+    """Sizes on a rank, which are the same on all ranks of a layout.
+
+    An object equals only itself, so that it can be a key of caches.
+    """
 
     model: ModelConfig
     layout: Layout
     element_bytes: int
-    """Of weights and activations."""
+    """Bytes of an element of weights and activations."""
     sequences: int
     seq_len: int
     room: Load
-    """What arrives at the experts of a rank, or the room that is made for it."""
+    """Rows and slots that arrive at the experts of a rank, or the room that is made for them."""
     is_planned: bool
-    """Whether there is room for what arrives without a count of the host."""
+    """True where room for rows is made without a count of the host."""
     pads_values: bool
-    """Whether attention pads value heads to the size of query heads."""
+    """True where attention pads value heads to the size of query heads."""
     block: int = 0
-    """Rows for each pair of ranks that copy engines move."""
+    """Rows that copy engines move for each pair of ranks."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
-        """Of a resolved configuration.
+        """Return the sizes of a resolved configuration.
 
-        ``on_nvidia``: on a card of NVIDIA, whose attention takes heads of two sizes, and whose copies take
-        no multiprocessor from kernels beside them.
+        ``on_nvidia`` is True on a card of NVIDIA, whose attention takes heads of two sizes, and whose copies
+        take no multiprocessor from kernels beside them.
         """
         assert config.data.seq_len is not None
         choice = config.moe.dispatcher
@@ -65,7 +68,7 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Of which a rank has the residual stream."""
+        """Tokens of which a rank has the residual stream."""
         return self.sequences * self.seq_len // (self.layout.tp * self.layout.cp)
 
     @property
@@ -89,17 +92,17 @@ class Sizes:
         return self.tokens * self.model.hidden_size * self.element_bytes
 
     def heads(self, count: int) -> int:
-        """Those of so many heads that a rank attends with."""
+        """Return the number of heads, of ``count``, that a rank attends with."""
         return count // (self.layout.tp * self.exchanging)
 
     @property
     def num_moe_layers(self) -> int:
-        """Of the whole model, those that predict later tokens included."""
+        """MoE layers of the whole model, with those that predict later tokens."""
         return self.model.num_layers - self.model.num_dense_layers + self.model.mtp_depth
 
 
 def _room(config: RunConfig, layout: Layout, on_nvidia: bool) -> tuple[int, Load]:
-    """Rows of a block, if any, and the room by ``moe.receive_budget``."""
+    """Return the rows of a block, if any, and the room by ``moe.receive_budget``."""
     model, tokens = config.model, routed_tokens(config, layout)
     room = capacity(config.moe, model, layout, tokens)
     if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
@@ -109,7 +112,7 @@ def _room(config: RunConfig, layout: Layout, on_nvidia: bool) -> tuple[int, Load
 
 
 def _arriving(config: RunConfig, layout: Layout) -> Load:
-    """With a balanced routing that spreads each token over as many ranks as it can, as in a dry run."""
+    """Return the load of a balanced routing that spreads each token as widely as it can, as in a dry run."""
     model, tokens = config.model, routed_tokens(config, layout)
     rows_of_each = math.ceil(tokens * min(model.top_k, layout.ep) / layout.ep)
     return Load(rows_of_each * layout.size("ep_etp"), tokens * model.top_k * layout.etp)

@@ -1,4 +1,4 @@
-"""What a card reaches: seconds of products, of what moves data in its memory, and of exchange with others."""
+"""Speeds of a card: seconds of products, of data that moves in its memory, and of exchange with others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a card reaches, in FLOP/s and bytes/s."""
+    """Speeds that a card reaches, in FLOP/s and bytes/s."""
 
     card: Card
     rates: Rates
@@ -33,22 +33,22 @@ class Speeds:
     """Share of a step's micro-batches that add their weight gradients to those of others, 0 to 1."""
 
     def weights_seconds(self, flops: float, name: str, kind: float, size: float) -> float:
-        """Of a product that makes weight gradients, by the rate of that name, on average of a step."""
+        """Seconds of a product that makes weight gradients, by the rate ``name``, on average of a step."""
         stored, added = (getattr(self.rates, rate) for rate in (name, f"{name}_added"))
         return (1 - self.adding) * self.seconds(flops, stored, kind, size) + self.adding * self.seconds(
             flops, added, kind, size
         )
 
     def stored(self, elements: float) -> float:
-        """Seconds to write a weight's gradient in fp32 after it was read in fp32, and so the sum so far."""
+        """Seconds to read and write a weight's gradient in fp32, and to read the sum that it is added to."""
         return (2 + self.adding) * FP32 * elements / self.hbm
 
     def seconds(self, flops: float, share: Share, kind: float, size: float) -> float:
-        """Of a product with the sizes of `graphmoe.plan.costs.rates.CLASSES`."""
+        """Seconds of a product with the two sizes that `graphmoe.plan.costs.rates.CLASSES` names."""
         return flops / (self.card.tflops * 1e12 * share_at(share, kind, size))
 
     def dense(self, rows: float, products: Iterable[Sides]) -> Product:
-        """Of products of so many rows with weights of these sides."""
+        """Time products of so many rows with weights of these sides."""
         forward = weights = 0.0
         for first, second in products:
             flops, width = 2 * rows * first * second, (first * second) ** 0.5
@@ -63,7 +63,7 @@ class Speeds:
     def exchange(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds of an all-to-all: so many bytes to ``ranks`` ranks alike, this one among them.
 
-        The ranks are ``stride`` apart. What goes to other nodes takes the rank's own network card.
+        The ranks are ``stride`` apart. Bytes for other nodes take the rank's own network card.
         """
         if ranks == 1:
             return 0.0
@@ -76,7 +76,7 @@ class Speeds:
     def gather(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds of an all-gather that makes so many bytes on every rank, or of the reduce-scatter back.
 
-        What comes from other nodes comes once to each, over the network cards of the ranks there.
+        Bytes of other nodes come to each node once, over the network cards of all its ranks.
         """
         if ranks == 1:
             return 0.0
@@ -100,5 +100,5 @@ class Speeds:
 
 
 def _in_node(ranks: int, stride: int) -> int:
-    """Of so many ranks, those of one node."""
+    """Return the number of ranks, of ``ranks`` that are ``stride`` apart, in one node."""
     return max(min(ranks, GPUS_PER_NODE // stride), 1)

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do, and in which order: the words that schedules are made of.
+"""Actions of a pipeline's ranks and their order: the words that schedules are made of.
 
 The model is cut into stages, numbered from the embedding to the loss. A rank has one stage or several
 (virtual stages); `Placement` says which. Tables name work by stage and micro-batch, and know no tensors.
@@ -21,7 +21,7 @@ class Action(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
-        """As in ``3F0``: stage 3, forward, micro-batch 0."""
+        """Return words such as ``3F0``: stage 3, forward, micro-batch 0."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
@@ -39,26 +39,26 @@ Step = Action | Together
 
 
 def parts(step: Step) -> tuple[Action, ...]:
-    """The action that a step is, or the two of a `Together`."""
+    """Return the one action of a step, or the two of a `Together`."""
     return tuple(step) if isinstance(step, Together) else (step,)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank has which stages."""
+    """Places of the stages on ranks."""
 
     rank_of: tuple[int, ...]
-    """By stage."""
+    """Rank of each stage."""
     num_ranks: int
 
     @classmethod
     def loop(cls, num_ranks: int, virtual_stages: int = 1) -> Placement:
-        """Stages go round: stage s is on rank s % num_ranks."""
+        """Place stages in rounds: stage s is on rank s % num_ranks."""
         return cls(tuple(s % num_ranks for s in range(num_ranks * virtual_stages)), num_ranks)
 
     @classmethod
     def folded(cls, num_ranks: int) -> Placement:
-        """Stages go to the last rank and back, a V: rank 0 has the first and the last of two per rank."""
+        """Place stages on a V, to the last rank and back: rank 0 has the first and the last stage."""
         ranks = range(num_ranks)
         return cls((*ranks, *reversed(ranks)), num_ranks)
 
@@ -67,13 +67,13 @@ class Placement:
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """In the order of the model."""
+        """Return the stages of a rank, in the order of the model."""
         return tuple(stage for stage, on in enumerate(self.rank_of) if on == rank)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule: what each rank does, in order."""
+    """A schedule: the steps of each rank, in order."""
 
     schedule: str
     placement: Placement
@@ -81,5 +81,5 @@ class Table:
     ranks: tuple[tuple[Step, ...], ...]
 
     def actions(self, rank: int) -> list[Action]:
-        """Those of a rank, forward and backward of a `Together` one after the other."""
+        """Return the actions of a rank; a `Together` gives its forward, then its backward."""
         return [action for step in self.ranks[rank] for action in parts(step)]

@@ -12,28 +12,29 @@ from graphmoe.plan.costs.part_times import modelled_parts
 from graphmoe.plan.pipeline.layouts import short_layout
 
 Borders = list[int]
-"""Where stages begin and end among the parts of a model: from 0 to their number."""
+"""Places among the parts of a model where stages begin and end: from 0 to the number of parts."""
 Key = tuple[float, ...]
-"""Costs, rounded: sums of the same parts in another order are equal."""
+"""Rounded costs, so that sums of the same parts in another order are equal."""
 MOST_TRIED = 20_000
-"""Layouts that are tried one by one, in some 0.3 s; where there are more, neighbours of a good one are."""
+"""Layouts that are tried one by one, in some 0.3 s; where there are more, only neighbours of a good one."""
 
 
 def balanced_layout(costs: Sequence[tuple[str, float]], rank_of: Sequence[int]) -> str:
-    """The layout of contiguous stages, none empty, whose busiest rank has least to do.
+    """Return the layout of contiguous stages, none empty, whose busiest rank has least to do.
 
     ``costs`` has letter and cost of each part, in the order of the model; ``rank_of`` the rank of each stage.
-    Of several such layouts it is one whose largest stage is smallest, and of these the most even one (least
-    sum of squares), with the lighter stages first, whose ranks keep the most activations. Where ranks have
-    several stages and there are more than `MOST_TRIED` layouts, it is the best that moves of borders lead to.
+    Among several such layouts, those are taken whose largest stage is smallest, then the most even one (least
+    sum of squares), with the lighter stages first, as their ranks keep the most activations. Where ranks have
+    several stages and there are more than `MOST_TRIED` layouts, borders are moved as long as that helps.
     *Raises* ConfigError where there are more stages than parts.
     """
     return _balanced(tuple(costs), tuple(rank_of))
 
 
 def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> str:
-    """The layout whose busiest rank takes least, by `modelled_parts`. ``rank_of`` says where each stage is.
+    """Return the layout whose busiest rank takes least, by `modelled_parts`.
 
+    ``rank_of`` has the rank of each stage.
     *Raises* ConfigError where there are more stages than parts.
     """
     return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
@@ -41,7 +42,7 @@ def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> 
 
 @functools.lru_cache(maxsize=1024)
 def _balanced(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
-    """Schedules that place stages alike share a layout; the largest take a second."""
+    """Compute a layout once for all schedules that place stages alike; the largest takes a second."""
     num_stages = len(rank_of)
     if not 1 <= num_stages <= len(costs):
         raise ConfigError(
@@ -59,7 +60,7 @@ def _balanced(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) ->
 
 
 def _even_stages(sums: Sequence[float], num_stages: int) -> Borders:
-    """The stages whose largest is smallest, and of these the most even ones."""
+    """Return the borders whose largest stage is smallest, and of such borders the most even ones."""
     largest, _ = _cheapest(sums, num_stages, max)
 
     def evenness(before: float, stage: float) -> float:
@@ -71,9 +72,9 @@ def _even_stages(sums: Sequence[float], num_stages: int) -> Borders:
 def _cheapest(
     sums: Sequence[float], num_stages: int, join: Callable[[float, float], float]
 ) -> tuple[float, Borders]:
-    """The least joint cost of contiguous stages, and their borders.
+    """Return the least joint cost of contiguous stages, and their borders.
 
-    ``sums`` are the costs of all parts before each; ``join`` adds a stage to the cost of those before it.
+    ``sums[i]`` is the cost of the first i parts; ``join`` adds a stage to the joint cost of those before it.
     """
     num_parts = len(sums) - 1
     table: dict[int, tuple[float, int]] = {0: (0.0, 0)}
@@ -93,7 +94,7 @@ def _cheapest(
 
 
 def _even_ranks(sums: Sequence[float], rank_of: Sequence[int], borders: Borders) -> Borders:
-    """The stages whose busiest rank has least, from ``borders`` on where not all can be tried."""
+    """Return the borders whose busiest rank has least, sought from ``borders`` where not all can be tried."""
     num_parts, num_stages = len(sums) - 1, len(rank_of)
 
     def costs(of: Borders) -> tuple[list[float], list[float]]:
@@ -118,7 +119,7 @@ def _even_ranks(sums: Sequence[float], rank_of: Sequence[int], borders: Borders)
 
 
 def _descend(borders: Borders, key: Callable[[Borders], Key]) -> Borders:
-    """Go on to the best neighbour as long as there is a better one."""
+    """Move to the best neighbour as long as it is better."""
     here = key(borders)
     while True:
         best, found = min(((key(other), other) for other in _neighbours(borders)), default=(here, borders))
@@ -128,7 +129,7 @@ def _descend(borders: Borders, key: Callable[[Borders], Key]) -> Borders:
 
 
 def _neighbours(borders: Borders) -> Iterator[Borders]:
-    """Layouts in which one stage has a part more, and another one less: those between them are moved on."""
+    """Yield borders that give a stage one part more and another one less; stages between them move."""
     inner = range(1, len(borders) - 1)
     for first, last in itertools.combinations_with_replacement(inner, 2):
         for step in (-1, 1):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, Together, parts
 
 FORWARD_ONLY = "forward_only"
-"""The schedule of tables that evaluate."""
+"""Name of the schedule of tables that evaluate."""
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
@@ -18,12 +18,13 @@ class TableError(ValueError):
 
 
 def check(table: Table) -> None:
-    """Passes where each rank does all of its work once, in an order that all ranks can keep.
+    """Check that each rank does all of its work once, in an order that all ranks can keep.
 
     A border of two stages delivers messages in the order in which they were sent. So all stages go through
     micro-batches in one order, the increasing one, forward as well as backward.
 
-    Raises `TableError`, which names what is missing, twice, misplaced, out of order or never gets its turn.
+    Raises `TableError`, which names the action that is missing, twice, misplaced, out of order or never
+    gets its turn.
     """
     _check_shape(table)
     for rank in range(len(table.ranks)):
@@ -34,10 +35,11 @@ def check(table: Table) -> None:
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:
-    """The most activations that each rank keeps at once, in those of its whole stage for one micro-batch.
+    """Return the most activations that each rank keeps at once, in those of its whole stage.
 
-    A virtual stage counts one part in as many as the rank has. An activation is kept from the start of F to
-    the end of B or W: weight gradients read it. In a table without backward it goes when F ends.
+    The unit is one micro-batch on all stages of a rank, so a stage counts 1/n where its rank has n. An
+    activation is kept from the start of F to the end of B or W, as weight gradients read it. In a table
+    without backward it goes when F ends.
     """
     sizes = [1] * table.placement.num_stages
     shares = [len(table.placement.stages_of(rank)) for rank in range(table.placement.num_ranks)]
@@ -45,7 +47,7 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
 
 def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
-    """The most that each rank keeps at once, where an activation of a stage has the size given for it."""
+    """Return the most that each rank keeps at once; ``sizes`` has the size of an activation of each stage."""
     size_of, found = list(sizes), []
     for rank, moments in enumerate(in_flight(table)):
         own = [size_of[stage] for stage in table.placement.stages_of(rank)]
@@ -54,9 +56,9 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank the moments in which it keeps most: of each of its stages, how many micro-batches.
+    """Return for each rank the moments in which it keeps most, as numbers of micro-batches by stage.
 
-    Of two moments of which one has no less of any stage, only that one is there.
+    A moment is left out where another one has as many or more of every stage.
     """
     found = []
     for rank in range(len(table.ranks)):
@@ -75,7 +77,7 @@ def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Those that no other exceeds."""
+    """Leave out each moment for which another one has as many or more of every stage."""
     kept: list[tuple[int, ...]] = []
     for counts in sorted(moments, key=sum, reverse=True):
         if not any(all(map(operator.le, counts, other)) for other in kept):
@@ -84,7 +86,7 @@ def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_shape(table: Table) -> None:
-    """The table has a list for each rank, stages are on ranks that exist, pairs are F and B."""
+    """Check that each rank has a list, that stages are on ranks that exist, and that pairs are F and B."""
     placement = table.placement
     if len(table.ranks) != placement.num_ranks:
         raise TableError(f"{table.schedule}: steps of {len(table.ranks)} ranks for {placement.num_ranks}")
@@ -100,7 +102,7 @@ def _check_shape(table: Table) -> None:
 
 
 def _check_work(table: Table, rank: int) -> None:
-    """The rank does F, and B or both I and W, once for each of its stages and each micro-batch."""
+    """Check that a rank does F, and B or both I and W, once for each of its stages and micro-batches."""
     found = Counter(table.actions(rank))
     for action in found:
         if not 0 <= action.stage < table.placement.num_stages:
@@ -119,7 +121,7 @@ def _check_work(table: Table, rank: int) -> None:
 
 
 def _check_kinds(schedule: str, rank: int, forward: Action, done: list[Action]) -> None:
-    """``done`` is what a rank does with one micro-batch of one stage."""
+    """Check the actions ``done`` of a rank with one micro-batch of one stage."""
     who, kinds = f"{schedule}: rank {rank}", "".join(action.kind for action in done)
     backwards = ", ".join(map(str, done[1:]))
     if "F" not in kinds:
@@ -134,7 +136,7 @@ def _check_kinds(schedule: str, rank: int, forward: Action, done: list[Action]) 
 
 
 def _check_order(table: Table, rank: int) -> None:
-    """Micro-batches of each stage come in increasing order, forward as well as backward."""
+    """Check that micro-batches of each stage come in increasing order, forward as well as backward."""
     last: dict[tuple[str, int], Action] = {}
     for action in table.actions(rank):
         if action.kind == "W":
@@ -150,12 +152,12 @@ def _check_order(table: Table, rank: int) -> None:
 
 
 def result(action: Action) -> Action:
-    """What others wait for: of B and I alike the gradients of the stage's inputs, which are called I here."""
+    """Return the result that others wait for: B and I both give gradients of inputs, called I."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
 def needs(action: Action, num_stages: int) -> list[Action]:
-    """The results that have to be there before an action starts."""
+    """Return the results that have to be there before an action starts."""
     kind, stage, micro_batch = action
     if kind == "F":
         return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -166,9 +168,10 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 
 def in_order(table: Table) -> Iterator[tuple[int, Step]]:
-    """Each rank's steps in its own order, all ranks' in one where all that a step needs came before it.
+    """Yield the steps of all ranks in an order in which each step comes after all that it needs.
 
-    Raises `TableError` where ranks wait for each other, or for what no rank does.
+    Steps of one rank keep their order. Raises `TableError` where ranks wait for each other, or for an action
+    that no rank does.
     """
     ranks, num_stages = table.ranks, table.placement.num_stages
     position = [0] * len(ranks)
@@ -197,7 +200,7 @@ def _missing(actions: Iterable[Action], done: set[Action], num_stages: int) -> A
 
 
 def _who_waits(table: Table, position: list[int], waiting: dict[Action, list[int]]) -> str:
-    """Words the ranks that wait in a circle, or those that lead to an action that is nowhere."""
+    """Describe the ranks that wait in a circle, or the chain of ranks that leads to a missing action."""
     owner = {result(a): (rank, a) for rank in range(len(table.ranks)) for a in table.actions(rank)}
     waits_for = {rank: need for need, ranks in waiting.items() for rank in ranks}
     chain = [min(waits_for)]

@@ -14,11 +14,11 @@ from graphmoe.plan.pipeline.timeline import Timeline
 
 PLAIN = "1f1b"
 SIMULATED = 16
-"""Micro-batches for each rank of a pipeline that are simulated at most: tables of thousands take seconds."""
+"""Most micro-batches, for each rank of a pipeline, that are simulated: tables of thousands take seconds."""
 
 
 def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
-    """The words for a run's own schedule, by the times that its table follows. *Raises* ConfigError."""
+    """Return `slower_than_1f1b` of a run's own schedule, by modelled or given times. *Raises* ConfigError."""
     if config.parallel.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
         return None  # what pairs hide is not known here
     layout = Layout.of(config.parallel, num_ranks)
@@ -43,7 +43,7 @@ def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
 
 
 def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:
-    """What to use in the place of a schedule; None for one that is no slower.
+    """Return words that name a schedule to use instead; None where ``schedule`` is no slower than 1f1b.
 
     ``timeline_of`` simulates a schedule with the same ranks and micro-batches; None where it can't run.
     """

@@ -9,11 +9,11 @@ from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 
 KINDS = ("embed", "dense", "moe", "mtp", "loss")
-"""Words for the parts of a model of which costs may be given whole."""
+"""Names of the parts of a model whose costs may be given as a whole."""
 
 
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Letter and milliseconds of each part, forward and backward together, from times that were measured.
+    """Return letter and milliseconds of each part, forward and backward together, from measured times.
 
     Names are kinds of parts (`KINDS`), segments (``attn``) or units of neighbouring segments
     (``attn..moe_combine``). A layer without a time of its own costs what its segments do, an MTP layer as
@@ -58,16 +58,16 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
 
 
 def _is_unit(words: Sequence[str], segments: Sequence[str]) -> bool:
-    """Whether these are the first and the last of neighbouring segments of a layer."""
+    """Return True where the words are the first and the last of neighbouring segments of a layer."""
     return (
         len(words) == 2 and {*words} <= {*segments} and segments.index(words[0]) <= segments.index(words[1])
     )
 
 
 def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float], read: set[str]) -> float:
-    """Milliseconds of a part: its own entry, or the sum of those of its segments and units.
+    """Return the milliseconds of a part: its own entry, or the sum over its segments and units.
 
-    Names of entries that it takes are added to ``read``. The model has ``segments``; a unit may span others.
+    The names of used entries are added to ``read``. The model has ``segments``; a unit may span others.
     """
     if kind in measured_ms:
         read.add(kind)

@@ -1,4 +1,4 @@
-"""Layout strings: which layers each stage of a pipeline has.
+"""Layout strings, which list the layers of each stage of a pipeline.
 
 ``Et|(tt|)*6L`` is eight pieces: ``E`` the embedding, ``t`` a transformer layer, ``m`` a
 multi-token-prediction layer, ``L`` the loss (final norm, head and loss), ``|`` the border of two stages.
@@ -19,16 +19,16 @@ KEY = "pipeline.layout"
 MAX_SIGNS = 10_000
 """Letters and borders that a layout may have once it is written out."""
 MAX_GROUPS = 200
-"""Parentheses, which may stand in each other."""
+"""Parentheses that a layout may have, nested or not."""
 _LETTERS = "EtmL"
 _VALID = "E (embedding), t (layer), m (multi-token-prediction layer), L (loss), |, x*n and (x)*n"
 
 
 def parse_layout(text: str, *, key: str = KEY) -> list[str]:
-    """The pieces of a layout, written out: ``Et``, ``tt``, ..., ``L``.
+    """Return the pieces of a layout, written out: ``Et``, ``tt``, ..., ``L``.
 
-    *Raises* ConfigError, which points at the character, for what is no layout of any model. ``key`` is how
-    the error names the string.
+    *Raises* ConfigError, which points at the character, for a string that is no layout of any model. The
+    error names the string by ``key``.
     """
     return _written(_pieces(_Source(text, key)))
 
@@ -36,7 +36,7 @@ def parse_layout(text: str, *, key: str = KEY) -> list[str]:
 def pieces_of(
     text: str, num_layers: int, mtp_depth: int, num_stages: int, *, key: str = KEY
 ) -> tuple[StagePieces, ...]:
-    """What each stage has. *Raises* ConfigError where the layout does not fit the model or the stages."""
+    """Return the pieces of each stage. *Raises* ConfigError where the layout does not fit model or stages."""
     source = _Source(text, key)
     pieces = _pieces(source)
     _check_count(source, pieces, "t", "model.num_layers", num_layers)
@@ -52,7 +52,7 @@ def pieces_of(
 
 
 def short_layout(pieces: Sequence[str]) -> str:
-    """The pieces as a layout with repetitions, from which `parse_layout` makes the same pieces."""
+    """Write the pieces as a layout with repetitions, from which `parse_layout` makes the same pieces."""
     shown = ""
     start = 0
     while start < len(pieces):
@@ -67,7 +67,7 @@ def short_layout(pieces: Sequence[str]) -> str:
 
 
 class _Sign(NamedTuple):
-    """A letter or border of the layout written out, and where in the string it comes from."""
+    """A letter or border of the layout written out, and its place in the string."""
 
     char: str
     at: int
@@ -79,7 +79,7 @@ class _Source:
     key: str
 
     def fail(self, at: int, problem: str) -> NoReturn:
-        """*Raises* ConfigError with the string and a caret below the character at ``at``."""
+        """Raise ConfigError with the string and a caret below the character at ``at``."""
         shown = self.text.replace("\n", " ").replace("\t", " ")
         raise ConfigError(f"{self.key}: {problem}\n  {shown}\n  {' ' * at}^")
 
@@ -89,7 +89,7 @@ def _written(pieces: list[list[_Sign]]) -> list[str]:
 
 
 def _pieces(source: _Source) -> list[list[_Sign]]:
-    """The letters between borders. *Raises* ConfigError unless E is first, L last, and m after every t."""
+    """Return the letters between borders. *Raises* ConfigError unless E is first, L last, m after every t."""
     signs = _Parser(source).signs()
     pieces: list[list[_Sign]] = [[]]
     for sign in signs:
@@ -108,7 +108,7 @@ def _pieces(source: _Source) -> list[list[_Sign]]:
 
 
 def _check_order(source: _Source, letters: list[_Sign]) -> None:
-    """*Raises* ConfigError unless the letters are E, every t, every m, L."""
+    """Raise ConfigError unless the letters are E, every t, every m, L."""
     for char, place, index, what in (("E", "first", 0, "embedding"), ("L", "last", -1, "loss")):
         found = [sign for sign in letters if sign.char == char]
         if not found:
@@ -125,7 +125,7 @@ def _check_order(source: _Source, letters: list[_Sign]) -> None:
 
 
 def _check_count(source: _Source, pieces: list[list[_Sign]], char: str, key: str, wanted: int) -> None:
-    """*Raises* ConfigError unless ``char`` is there as often as the model has such layers."""
+    """Raise ConfigError unless ``char`` is there as often as the model has such layers."""
     letters = [sign for piece in pieces for sign in piece]
     found = [sign for sign in letters if sign.char == char]
     if len(found) == wanted:
@@ -138,7 +138,7 @@ def _check_count(source: _Source, pieces: list[list[_Sign]], char: str, key: str
 
 
 def _numbered(pieces: list[str]) -> tuple[StagePieces, ...]:
-    """The stages of checked pieces."""
+    """Return the stages of checked pieces."""
     stages: list[StagePieces] = []
     layer = mtp = 0
     for piece in pieces:
@@ -153,7 +153,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 class _Parser:
-    """Reads a layout from left to right; commas and spaces are no characters of it."""
+    """Parser of a layout from left to right, which skips commas and spaces."""
 
     def __init__(self, source: _Source) -> None:
         self.source = source
@@ -161,7 +161,7 @@ class _Parser:
         self.next = 0
 
     def signs(self) -> list[_Sign]:
-        """Every letter and border, written out."""
+        """Return every letter and border, written out."""
         opened = [sign for sign in self.chars if sign.char == "("]
         if len(opened) > MAX_GROUPS:
             self.source.fail(opened[MAX_GROUPS].at, f"more than {MAX_GROUPS} parentheses; use fewer")
@@ -171,7 +171,7 @@ class _Parser:
         return found
 
     def _group(self) -> list[_Sign]:
-        """What stands up to the end, or up to the parenthesis that closes what is open."""
+        """Return letters and borders up to the end, or up to the parenthesis that closes the open one."""
         found: list[_Sign] = []
         while (char := self._peek()) not in ("", ")"):
             item = self._item(char)
@@ -184,7 +184,7 @@ class _Parser:
         return found
 
     def _item(self, char: str) -> list[_Sign]:
-        """A letter, a border, or what stands in parentheses."""
+        """Return a letter, a border, or the contents of parentheses."""
         sign = self.chars[self.next]
         self.next += 1
         if char == "|" or char in _LETTERS:
@@ -202,7 +202,7 @@ class _Parser:
         self.source.fail(sign.at, f"'{char}' is no letter of a layout; use {_VALID}")
 
     def _count(self, item: list[_Sign]) -> int:
-        """The number after a star."""
+        """Return the number after a star."""
         star = self.chars[self.next]
         self.next += 1
         what = f"{item[0].char}*3" if len(item) == 1 else "(...)*3"
@@ -224,5 +224,5 @@ class _Parser:
         return int(digits[-9:]) if not digits[:-9].strip("0") else MAX_SIGNS + 1
 
     def _peek(self) -> str:
-        """The next character, '' at the end."""
+        """Return the next character, '' at the end."""
         return self.chars[self.next].char if self.next < len(self.chars) else ""

@@ -1,4 +1,4 @@
-"""What a run's configuration makes of the pipeline: stages, their ranks, and the schedule's table."""
+"""Pipeline of a run by its configuration: stages, their ranks, and the schedule's table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PipelinePlan:
     """The pipeline of a run whose layers are shared out along pp."""
 
     layout: str
-    """What each stage has, as `graphmoe.plan.pipeline.layouts` writes it."""
+    """Pieces of all stages, as `graphmoe.plan.pipeline.layouts` writes them."""
     stages: tuple[StagePieces, ...]
     table: Table
     costs: Costs
@@ -37,21 +37,21 @@ class PipelinePlan:
         return self.table.placement
 
     def own_stages(self, place: int) -> dict[int, StagePieces]:
-        """Those of a place along pp, by number."""
+        """Return the stages of a place along pp, by number."""
         return {number: self.stages[number] for number in self.placement.stages_of(place)}
 
     @property
     def stages_of_places(self) -> list[list[StagePieces]]:
-        """Those of each place along pp, in the order of the model."""
+        """Stages of each place along pp, in the order of the model."""
         return [[*self.own_stages(place).values()] for place in range(self.placement.num_ranks)]
 
     def pieces_of_place(self, place: int) -> list[str]:
-        """What the stages of a place have, as a layout says it: ``['Et', 'L']``."""
+        """Return the pieces of a place's stages as layout strings: ``['Et', 'L']``."""
         pieces = parse_layout(self.layout)
         return [short_layout([pieces[number]]) for number in self.placement.stages_of(place)]
 
     def describe(self) -> str:
-        """A line for the log."""
+        """Return a line for the log."""
         return (
             f"pipeline.schedule={self.table.schedule}: {len(self.stages)} stages on "
             f"{self.placement.num_ranks} ranks, {self.table.num_micro_batches} micro-batches a step, "
@@ -60,9 +60,9 @@ class PipelinePlan:
 
 
 def pipeline_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
-    """The pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
+    """Return the pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
 
-    The schedule must be one that there is.
+    The schedule must be one of `SCHEDULES`.
     """
     if layout.pp == 1:
         return None
@@ -90,13 +90,13 @@ def pipeline_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
 
 
 def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:
-    """A copy that any ranks can share: who has which stages does not depend on how many micro-batches."""
+    """Return a copy with one micro-batch on each rank, whose ranks have the same stages as before."""
     train = replace(config.train, global_batch_size=config.train.micro_batch_size * layout.dp)
     return replace(config, train=train, pipeline=replace(config.pipeline, microbatches=None))
 
 
 def _balanced(config: RunConfig, placement: Placement) -> str:
-    """The layout of a run that names none. *Raises* ConfigError."""
+    """Return the layout of a run that names none. *Raises* ConfigError."""
     if not config.pipeline.costs:
         return default_layout(config.model, config.data.seq_len or 1, placement.rank_of)
     try:
@@ -106,16 +106,16 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
 
 
 def expert_ranks(model: ModelConfig, layout: Layout) -> int:
-    """Ranks that share the experts, for the times of stages: some of a node, or some of several nodes."""
+    """Return the ranks that share the experts in modelled times: one, those of a node, or of two nodes."""
     ranks = layout.size("ep_etp")
     alike = ranks if ranks == 1 else GPUS_PER_NODE if ranks <= GPUS_PER_NODE else 2 * GPUS_PER_NODE
     return min(alike, model.num_experts) or 1
 
 
 def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
-    """Times of the stages of a layout string, which follow from the configuration: all ranks have the same.
+    """Return the times of a layout's stages. All ranks get the same, as they follow from the configuration.
 
-    With pipeline.costs the parts take what was measured, and of that F, I and W the modelled shares.
+    With pipeline.costs a part takes its measured time, of which F, I and W take their modelled shares.
     """
     model, seq_len, again = config.model, config.data.seq_len or 1, config.recompute
     is_joint = dispatcher_of(config.moe, config.parallel) is DispatcherChoice.alltoall
@@ -136,7 +136,7 @@ def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
 
 
 def _given_parts(config: RunConfig) -> list[tuple[str, float]]:
-    """Letters and milliseconds by pipeline.costs. *Raises* ConfigError."""
+    """Return letters and milliseconds by pipeline.costs. *Raises* ConfigError."""
     given = dict(map(_cost, config.pipeline.costs))
     if len(given) < len(config.pipeline.costs):
         raise ConfigError("a part has several times; give it one")
@@ -144,7 +144,7 @@ def _given_parts(config: RunConfig) -> list[tuple[str, float]]:
 
 
 def _cost(entry: str) -> tuple[str, float]:
-    """A part of the model and its milliseconds."""
+    """Split an entry into a part of the model and its milliseconds."""
     name, _, value = entry.partition(":")
     try:
         return name, float(value)
@@ -153,7 +153,7 @@ def _cost(entry: str) -> tuple[str, float]:
 
 
 def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Why there is no pipeline of a configuration, for ranks whose number is known."""
+    """Yield the reason where a configuration has no pipeline, for ranks whose number is known."""
     if config.pipeline.schedule not in SCHEDULES:
         return  # another rule says so
     try:
@@ -168,7 +168,7 @@ def num_micro_batches(config: RunConfig, layout: Layout) -> int:
 
 
 def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Violated rules of the schedule, for ranks whose number is known."""
+    """Yield violated rules of the schedule, for ranks whose number is known."""
     pipeline, train = config.pipeline, config.train
     if pipeline.layout is not None and pipeline.costs:
         yield (

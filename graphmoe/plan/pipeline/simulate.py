@@ -1,4 +1,4 @@
-"""When each rank would do what if every step took the time that is given for it."""
+"""Simulation of a pipeline: times of all steps if each took the time that is given for it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from graphmoe.plan.pipeline.timeline import Span, Timeline
 
 @dataclass(frozen=True)
 class Costs:
-    """What steps take, by stage; all times in one unit. B takes what I and W take."""
+    """Times of steps by stage, all in one unit. B takes as long as I and W together."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     comm: float = 0.0
-    """From the end of an action to the arrival of its result on another rank; computes nothing meanwhile."""
+    """Time from an action's end to the arrival of its result on another rank; no rank is busy with it."""
     hidden: float = 0.0
-    """What a forward and a backward save when they run together; at most the shorter of both."""
+    """Time that a forward and a backward save when they run together; at most the shorter of both."""
     activation_bytes: tuple[float, ...] | None = None
-    """What is kept of a stage for one micro-batch."""
+    """Bytes that are kept of each stage for one micro-batch."""
 
     @classmethod
     def of_rank(
@@ -35,9 +35,9 @@ class Costs:
         hidden: float = 0.0,
         activation_bytes: float | None = None,
     ) -> Costs:
-        """Equal stages from the costs of a rank's whole stage, which its virtual stages share.
+        """Make equal stages from the costs of a rank's whole stage, which its virtual stages share.
 
-        The saving of a pair is of whole stages too, a message has the same size whatever is cut.
+        The saving of a pair is of whole stages too; a message has the same size however stages are cut.
         """
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
@@ -53,7 +53,7 @@ class Costs:
         )
 
     def of(self, step: Step) -> float:
-        """How long a rank computes for a step."""
+        """Return the time that a rank computes for a step."""
         if isinstance(step, Together):
             forward, backward = self.of(step.forward), self.of(step.backward)
             return forward + backward - min(self.hidden, forward, backward)
@@ -64,7 +64,7 @@ class Costs:
 
 
 def simulate(table: Table, costs: Costs) -> Timeline:
-    """The times of all steps and transfers when each step starts as early as its rank and its inputs allow.
+    """Simulate a table in which each step starts as early as its rank and its inputs allow.
 
     Transfers cost no rank its time and do not wait for each other. Both halves of a `Together` start and end
     with it. Raises `TableError` on a deadlock.

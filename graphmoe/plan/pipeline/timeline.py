@@ -19,28 +19,28 @@ class Span:
     rank: int
     track: Track
     step: Step
-    """What is done; on the track ``comm`` what is waited for: the action whose input travels."""
+    """Step of the rank; on the track ``comm`` the action that waits for its input to arrive."""
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of one step of training, and what is made of them."""
+    """All spans of one step of training, and the numbers that follow from them."""
 
     schedule: str
     placement: Placement
     num_micro_batches: int
     spans: tuple[Span, ...]
-    """In the order of ranks, then of time."""
+    """Spans in the order of ranks, then of time."""
     makespan: float
-    """From the first start to the last end of any rank."""
+    """Time from the first start to the last end of any rank."""
     bubble: float
     """The share of makespan * ranks in which a rank computes nothing, 0 to 1."""
     peak_activations: tuple[float, ...]
-    """By rank: the most that was kept at once, in activations of a rank's whole stage for one micro-batch."""
+    """Most that each rank kept at once, in activations of its whole stage for one micro-batch."""
     peak_bytes: tuple[float, ...] | None = None
-    """By rank, where it was measured or the cost of an activation is known."""
+    """Most bytes that each rank kept at once, where measured or where the size of an activation is known."""
 
 
 def timeline_of(
@@ -50,7 +50,7 @@ def timeline_of(
     spans: Iterable[Span],
     peak_bytes: Iterable[float] | None = None,
 ) -> Timeline:
-    """A timeline of what was measured; times are counted from the first start.
+    """Make a timeline of measured spans; times are counted from the first start.
 
     The spans of one rank and track must not overlap. They may come in any order.
     """
@@ -75,7 +75,7 @@ def timeline_of(
 
 
 def table_of(schedule: str, placement: Placement, num_micro_batches: int, spans: Iterable[Span]) -> Table:
-    """What each rank computed, in order; the spans of a rank are in the order of time."""
+    """Return the steps that each rank computed; the spans of a rank are in the order of time."""
     ranks: list[list[Step]] = [[] for _ in range(placement.num_ranks)]
     for span in spans:
         if span.track == "compute":

@@ -1,8 +1,9 @@
-"""Which messages a rank of a table sends and receives, and when; nothing here knows tensors.
+"""Messages that a rank of a table sends and receives, and their times; nothing here knows tensors.
 
-A channel is an ordered pair of ranks. What its source sends arrives in that order, so its destination posts
-receives in that order too: each just before the step that reads the message, or earlier where a message
-behind it is read first. No earlier than that: a receive that waits on an AMD GPU holds up other collectives.
+A channel is an ordered pair of ranks. Messages arrive in the order in which its source sends them, so its
+destination posts receives in that order too: each just before the step that reads the message, or earlier
+where a later message is read first. It posts none earlier: a receive that waits on an AMD GPU holds up other
+collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from graphmoe.plan.pipeline.actions import Action, Step, Table, parts
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs, result
 
 HELD = 2
-"""How many messages of a channel a rank holds while it evaluates, where no answers come back."""
+"""Messages of a channel that a rank holds while it evaluates, where no answers come back."""
 Channel = tuple[int, int]
 """Source and destination, ranks of the pipeline."""
 
@@ -38,22 +39,22 @@ class Transfers:
     """The messages of one rank."""
 
     posts: Mapping[Step, tuple[Message, ...]]
-    """Those whose receives are posted just before a step, in order."""
+    """Messages whose receives are posted just before a step, in order."""
     sends: Mapping[Action, Message]
-    """By their content; each is sent as soon as the action is over."""
+    """Messages by their content; each is sent as soon as its action is over."""
     over: Mapping[Step, tuple[Message, ...]]
-    """Sent ones whose memory is free once a step has its inputs: one of these was made after the message
-    arrived, by the rank that it went to. So waiting for the message takes no time."""
+    """Sent messages whose memory is free once a step has its inputs: the rank that got the message made one
+    of these inputs later. So waiting for the message takes no time."""
 
 
 def channels_of(table: Table) -> list[Channel]:
-    """The channels that a table uses, sorted. A table that evaluates uses some of those of its schedule."""
+    """Return a table's channels, sorted. A table that evaluates uses some of those of its schedule."""
     ranks = range(table.placement.num_ranks)
     return sorted({message.channel for rank in ranks for message in _sent(table, rank)})
 
 
 def transfers_of(table: Table, rank: int) -> Transfers:
-    """What a rank has to do so that all of its steps get what they read from other ranks."""
+    """Return the transfers of a rank with which all of its steps get their inputs from other ranks."""
     sent = _sent(table, rank)
     received = [
         message
@@ -69,7 +70,7 @@ def transfers_of(table: Table, rank: int) -> Transfers:
 
 
 def _sent(table: Table, rank: int) -> list[Message]:
-    """All messages of a rank, in the order in which it sends them."""
+    """Return all messages of a rank, in the order in which it sends them."""
     placement = table.placement
     found = []
     for action in table.actions(rank):
@@ -82,7 +83,7 @@ def _sent(table: Table, rank: int) -> list[Message]:
 
 
 def _times_to_post(table: Table, rank: int, received: list[Message]) -> dict[Message, int]:
-    """The step of the rank before which each receive is posted; messages of a channel stand in its order."""
+    """Return the step before which each receive is posted; messages of a channel stay in order."""
     read = _times_read(table, rank)
     times = {}
     earliest: dict[Channel, int] = {}
@@ -94,7 +95,7 @@ def _times_to_post(table: Table, rank: int, received: list[Message]) -> dict[Mes
 
 
 def _times_over(table: Table, rank: int, sent: list[Message], received: list[Message]) -> dict[Message, int]:
-    """The step of the rank by which each sent message is over, where one tells before the end."""
+    """Return the step by which each sent message is over, where one tells so before the end."""
     times: dict[Message, int] = {}
     for other in {message.destination for message in sent}:
         there = [message for message in sent if message.destination == other]
@@ -109,7 +110,7 @@ def _times_over(table: Table, rank: int, sent: list[Message], received: list[Mes
 def _times_answered(
     table: Table, rank: int, other: int, sent: list[Message], answers: list[Message]
 ) -> dict[Message, int]:
-    """When the rank has read the first of the other rank's answers that was made after it read a message."""
+    """Return the step that reads the first answer which the other rank made after it had read a message."""
     made, read, read_there = _times_made(table, other), _times_read(table, rank), _times_read(table, other)
     of_answers = [(made[answer.content], read[answer.content]) for answer in answers]
     times = {}
@@ -121,14 +122,17 @@ def _times_answered(
 
 
 def _times_replaced(table: Table, rank: int, sent: list[Message]) -> dict[Message, int]:
-    """When the rank sends the `HELD`-th message after it. In tables that evaluate nobody waits in a circle
-    for that (tests/plan/pipeline/test_transfers.py); a rank that is so far ahead gains nothing by more."""
+    """Return for each message the step that sends the `HELD`-th message after it.
+
+    In tables that evaluate, no ranks wait in a circle for that (tests/plan/pipeline/test_transfers.py), and
+    a rank that is so far ahead gains nothing by holding more.
+    """
     made = _times_made(table, rank)
     return {message: made[later.content] for message, later in zip(sent, sent[HELD:], strict=False)}
 
 
 def _times_read(table: Table, rank: int) -> dict[Action, int]:
-    """The step of a rank that reads each result."""
+    """Return the step of a rank that reads each result."""
     num_stages = table.placement.num_stages
     return {
         need: time
@@ -140,7 +144,7 @@ def _times_read(table: Table, rank: int) -> dict[Action, int]:
 
 
 def _times_made(table: Table, rank: int) -> dict[Action, int]:
-    """The step of a rank that makes each result."""
+    """Return the step of a rank that makes each result."""
     return {result(action): time for time, step in enumerate(table.ranks[rank]) for action in parts(step)}
 
 

@@ -69,7 +69,7 @@ def violations(config: RunConfig) -> list[str]:
     """Return every violated rule of a configuration, each with valid values. Pure."""
     fields = [*fields_of(config)]
     if unusable := [line for field in fields for line in type_rules(field)]:
-        return unusable  # with which other rules cannot compute
+        return unusable  # other rules cannot compute with such values
     config = with_dry_batch(config)
     train, model, parallel = config.train, config.model, config.parallel
     compiles, scope, seq_len = config.compile.enabled, config.graph.scope, seq_len_of(config)
@@ -155,7 +155,7 @@ def _name_rules(name: str) -> Iterator[str]:
 def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
     """Yield violated rules of the number of ranks, as far as it is known.
 
-    ``can_plan`` says that the model and the batch can be.
+    ``can_plan`` is True where the model and the batch violate no rules of their own.
     """
     launch, parallel = config.launch, config.parallel
     counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]

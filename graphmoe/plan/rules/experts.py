@@ -1,4 +1,4 @@
-"""Rules of how routed experts are spread over ranks, and of how far their layers wait for the host."""
+"""Rules of the spread of routed experts over ranks, and of waits of their layers for the host."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from graphmoe.segments import (
 
 
 def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Violated rules of ``moe.dispatcher``, ``parallel.ep`` and ``parallel.etp``."""
+    """Yield violated rules of ``moe.dispatcher``, ``parallel.ep`` and ``parallel.etp``."""
     for key, ranks, whole, size in (
         ("ep", parallel.ep, "num_experts", model.num_experts),
         ("etp", parallel.etp, "expert_ffn_size", model.expert_ffn_size),
     ):
         if ranks < 1 or size < 1:
-            continue  # of these other rules speak
+            continue  # other rules refuse these
         if ranks > 1 and not has_experts(model):
             yield f"parallel.{key}={ranks} shares out experts, and the model has none; use parallel.{key}=1"
         elif size % ranks:
@@ -67,13 +67,13 @@ def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig)
 
 
 def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, nodes: object) -> Iterator[str]:
-    """Violated rules of dispatchers that reach the GPUs of one node only, where ranks are counted.
+    """Yield violated rules of dispatchers that reach only the GPUs of one node, where ranks are counted.
 
-    Ranks that share the experts are neighbours, so they are of one node if those of a node are whole groups.
+    Ranks that share the experts are neighbours, so they are on one node if a node has whole groups of them.
     """
     sharing = parallel.ep * parallel.etp
     if moe.dispatcher is not DispatcherChoice.symm or type(nproc) is not int or type(nodes) is not int:
-        return  # those through a buffer are of 2, 4 or 8 ranks, and refused when their hosts are known
+        return  # dispatchers with a buffer have 2, 4 or 8 ranks, and are refused once hosts are known
     if nodes > 1 and sharing > 0 and nproc % sharing:
         yield (
             f"moe.dispatcher=symm reads the memory of other GPUs of one node, and a node's {nproc} ranks are "
@@ -85,7 +85,7 @@ def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, node
 def vendor_dispatch_rules(
     moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig, compute: ComputeDtype
 ) -> Iterator[str]:
-    """Violated rules of the dispatchers ``deepep``, ``turbo`` and ``nvshmem``."""
+    """Yield violated rules of the dispatchers ``deepep``, ``turbo`` and ``nvshmem``."""
     key, ranks = f"moe.dispatcher={moe.dispatcher.value}", parallel.ep * parallel.etp
     if moe.dispatcher is DispatcherChoice.nvshmem and (ranks < 2 or ranks & (ranks - 1)):
         yield (
@@ -142,7 +142,7 @@ def splits_backward(passes: PassesConfig) -> bool:
 
 
 def overlap_rules(config: RunConfig) -> Iterator[str]:
-    """Violated rules of ``pipeline.ep_overlap``."""
+    """Yield violated rules of ``pipeline.ep_overlap``."""
     if not config.pipeline.ep_overlap:
         return
     choice, scope = dispatcher_of(config.moe, config.parallel), config.graph.scope
@@ -176,7 +176,7 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
 def stage_rules(
     moe: MoEConfig, parallel: ParallelConfig, scope: object, model: ModelConfig, compiles: bool
 ) -> Iterator[str]:
-    """Violated rules of ``moe.sync_free_stage``, with what ``graph.scope`` captures."""
+    """Yield violated rules of ``moe.sync_free_stage`` and of the segments that ``graph.scope`` captures."""
     stage = moe.sync_free_stage
     if stage != "auto" and (type(stage) is not int or stage not in SYNC_FREE_STAGES):
         yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"  # True and 1.0 equal 1
@@ -213,6 +213,6 @@ def _too_low(stage: int, scope: str | list[str], compiles: bool) -> Iterator[str
 
 
 def _without(waiting: Sequence[str], scope: str | list[str], compiles: bool) -> str:
-    """The scope without some of its segments."""
+    """Return the scope without some of its segments."""
     kept = [name for name in (segments_of(scope) or CAPTURABLE) if name not in waiting and compiles]
     return f"[{','.join(kept)}]" if kept else "none"

@@ -57,7 +57,7 @@ def model_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def router_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield violated rules of how experts are selected."""
+    """Yield violated rules of the selection of experts."""
     experts, groups = model.num_experts, model.num_groups
     if experts < 1:
         return

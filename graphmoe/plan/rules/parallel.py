@@ -22,7 +22,7 @@ from graphmoe.segments import FULL_ITERATION
 
 MOST_MICRO_BATCHES = 2**16
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
-"""Backends that leave the kernel to us: a ring joins blocks by the log-sum-exp, which others do not give."""
+"""Backends that leave the kernel to us: a ring joins blocks by their log-sum-exp, which others keep back."""
 
 
 def batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
@@ -81,7 +81,7 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
 
 
 def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
-    """Yield the sizes that the ranks of tp share equally and cannot."""
+    """Yield the sizes that the ranks of tp should share equally and cannot."""
     if parallel.tp < 2:
         return
     for key, value, what in _shared(model, seq_len if parallel.cp == 1 else 0):
@@ -96,7 +96,7 @@ def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len:
 
 
 def shard_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
-    """Yield the keys that ``parallel.dp_shard`` does not go together with."""
+    """Yield the refusal of a ``graph.scope`` that does not go together with ``parallel.dp_shard``."""
     if parallel.dp_shard is DpShard.fsdp2 and scope != "none":
         yield (
             f"parallel.dp_shard=fsdp2 gives the memory of a layer's weights back after each use, and "
@@ -106,14 +106,14 @@ def shard_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
 
 
 def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMethod:
-    """Return how attention works over the ranks of cp; never auto."""
+    """Return the method of attention over the ranks of cp; never auto."""
     if parallel.cp_method is not ContextMethod.auto:
         return parallel.cp_method
     return ContextMethod.ring if _undivided_heads(parallel, model) else ContextMethod.alltoall
 
 
 def context_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
-    """Yield the sizes that the ranks of cp share equally and cannot, and attention that has no ring."""
+    """Yield the sizes that the ranks of cp should share equally and cannot, and attention without a ring."""
     cp, tp = parallel.cp, parallel.tp
     if cp < 2 or tp < 1:
         return
@@ -146,7 +146,7 @@ def context_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len
 
 
 def _undivided_heads(parallel: ParallelConfig, model: ModelConfig) -> tuple[str, int] | None:
-    """Key and number of the heads that ranks of cp and tp cannot share equally, if any."""
+    """Return key and number of the heads that ranks of cp and tp cannot share equally, if any."""
     kinds = [("model.num_heads", model.num_heads)]
     if model.attention is AttentionKind.gqa:
         kinds.append(("model.num_kv_heads", model.num_kv_heads))
@@ -155,7 +155,7 @@ def _undivided_heads(parallel: ParallelConfig, model: ModelConfig) -> tuple[str,
 
 
 def _shared(model: ModelConfig, seq_len: int) -> Iterator[tuple[str, int, str]]:
-    """Key, value and meaning of each size that is cut along tp."""
+    """Yield key, value and meaning of each size that is cut along tp."""
     yield "model.num_heads", model.num_heads, "attention heads"
     if model.attention is AttentionKind.gqa:
         yield "model.num_kv_heads", model.num_kv_heads, "key-value heads"

@@ -27,7 +27,7 @@ from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS,
 
 
 def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield violated rules of where tokens come from."""
+    """Yield violated rules of the source of tokens."""
     trains_tokenizer = data.source is DataSource.stdlib and data.tokenizer is None
     if trains_tokenizer and not 300 <= data.bpe_vocab_size <= model.vocab_size:
         yield (
@@ -55,7 +55,7 @@ def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def lr_schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
-    """Yield what a wsd schedule cannot do: a decay of no steps, or one that begins inside the warm-up."""
+    """Yield the refusal of a wsd schedule that never decays, or whose decay begins inside the warm-up."""
     fraction, warmup = config.wsd_decay_fraction, config.warmup_steps
     if fraction == 0:
         yield "optim.wsd_decay_fraction=0 never decays; use a share above 0, or optim.schedule=constant"
@@ -72,7 +72,7 @@ def lr_schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
 
 
 def checkpoint_rules(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield violated rules of what is resumed."""
+    """Yield violated rules of the state that a run starts from."""
     if checkpoint.init_from and checkpoint.resume_from:
         yield (
             "checkpoint.init_from takes weights only and checkpoint.resume_from the whole state; "
@@ -125,7 +125,7 @@ def recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool)
         "layer_ids": (wanted.layer_ids, range(last + 1)),
     }
     if last < 0:
-        return  # of such a model other rules speak
+        return  # other rules refuse such a model
     if wanted.all and any(given for given, _ in known.values()):
         named = " and ".join(f"recompute.{key}={given}" for key, (given, _) in known.items() if given)
         yield f"recompute.all=true computes every layer again; leave out {named}, or use recompute.all=false"
@@ -185,7 +185,7 @@ def rank_rules(profile: ProfileConfig, world_size: int) -> Iterator[str]:
 
 
 def launch_rules(launch: LaunchConfig) -> Iterator[str]:
-    """Yield violated rules of how many processes start, and where they meet."""
+    """Yield violated rules of the number of processes, and of the endpoint where they meet."""
     for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
         if value != "auto" and (type(value) is not int or value < 1):
             yield f"launch.{key}={value!r} must be auto or a number greater than 0"
@@ -230,16 +230,16 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
 def with_dry_batch(config: RunConfig) -> RunConfig:
     """Return the configuration with the global batch of a dry run, where none is given.
 
-    It is at least one micro-batch for each data-parallel rank, and with a pipeline
-    ``pipeline.microbatches`` of each, or four for each rank of the pipeline. Any other that does not divide
-    is refused, as in a run.
+    The batch has one micro-batch for each data-parallel rank; with a pipeline it has
+    ``pipeline.microbatches`` for each, or four for each rank of the pipeline. A given batch that does not
+    divide is refused, as in a run.
     """
     launch, train, parallel = config.launch, config.train, config.parallel
     if launch.fake_world is None or train.global_batch_size != TrainConfig.global_batch_size:
         return config
     try:
         together = train.micro_batch_size * Layout.of(parallel, launch.fake_world).dp
-    except (ConfigError, ZeroDivisionError):  # of these other rules speak
+    except (ConfigError, ZeroDivisionError):  # other rules refuse these
         return config
     count = config.pipeline.microbatches or 4 * parallel.pp if parallel.pp > 1 else 1
     if min(together, count) < 1 or (parallel.pp == 1 and train.global_batch_size % together == 0):

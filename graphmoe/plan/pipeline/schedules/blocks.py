@@ -1,8 +1,8 @@
-"""Building blocks of tables on a V: when each rank works on one micro-batch, if each follows a period later.
+"""Building blocks of tables on a V: times of one micro-batch on each rank; the next one is a period later.
 
-Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A period is as long as
-the rank with most to do is busy with a micro-batch, or longer. A rank does the same in each period, so what
-it does for one micro-batch must not overlap in the time of the period. The orders of all ranks are chosen
+Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A period is at least as
+long as the busiest rank works on a micro-batch. A rank does the same in each period, so its actions for one
+micro-batch, moved by whole periods into the same one, must not overlap. The orders of all ranks are chosen
 here from the costs of the stages.
 """
 
@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 ORDERS = np.array([(0, *order) for order in itertools.permutations(range(1, 6))])
 """All orders of a rank's work in a period: F there, F back, I there, I back, and W of both stages."""
 NOTHING = 1e-9
-"""Share of a period that rounding may make."""
+"""Share of a period that counts as an error of rounding."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Block:
     period: float
 
     def kept(self, costs: Costs) -> int:
-        """Activations of virtual stages that the rank with most keeps if W follows I at once."""
+        """Return the most activations of virtual stages that any rank keeps if W follows I at once."""
         num_stages, most = 2 * len(self.times), 0
         for rank, times in enumerate(self.times):
             lives = [
@@ -48,24 +48,24 @@ class Block:
         return most
 
     def _between(self, moment: float, start: float, end: float) -> int:
-        """Micro-batches whose interval has the moment, the one that begins then included."""
+        """Count the micro-batches whose interval has the moment, with the one that begins then."""
         begun = np.floor((moment - start) / self.period + NOTHING)
         return int(begun - np.floor((moment - end) / self.period + NOTHING))
 
 
 def busy(costs: Costs, num_ranks: int) -> float:
-    """Time that the rank with most to do is busy with a micro-batch."""
+    """Return the time that the busiest rank works on a micro-batch."""
     return max(sum(_durations(costs, rank, num_ranks)) for rank in range(num_ranks))
 
 
 def block_of(
     costs: Costs, num_ranks: int, period: float, slower: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 ) -> Block:
-    """The block in which the way of a micro-batch is shortest.
+    """Return the block in which the way of a micro-batch is shortest.
 
-    The way has four legs: F there and back, I there and back. ``slower``: how much longer than it must a
-    micro-batch takes from rank to rank, by leg. A rank keeps the less, the shorter the way is; where there
-    is room, a longer one leaves weight gradients for the end. Time that a rank has left is beside W.
+    The way has four legs: F there and back, I there and back. ``slower`` has, by leg, the time that a
+    micro-batch takes from rank to rank beyond the least. On a short way ranks keep less; where there is room
+    for more, a longer way leaves weight gradients for the end. A rank's spare time lies beside W.
     """
     works = []
     for rank in range(num_ranks):
@@ -87,17 +87,17 @@ def block_of(
 
 
 def _durations(costs: Costs, rank: int, num_ranks: int) -> tuple[float, ...]:
-    """Of what `ORDERS` numbers."""
+    """Return the times of a rank's work, numbered as in `ORDERS`."""
     back = 2 * num_ranks - 1 - rank
     forward, inputs, weights = costs.forward, costs.backward_input, costs.backward_weight
     return (forward[rank], forward[back], inputs[back], inputs[rank], weights[rank], weights[back])
 
 
 def _phases(works: list[Array], between: list[float], period: float) -> list[list[float]]:
-    """When each rank begins with F and I, but for whole periods, such that the way is shortest.
+    """Return the starts of F and I on each rank, up to whole periods, with which the way is shortest.
 
-    From the last rank to the first: for each order of a rank the best one of the rank after it is known. A
-    micro-batch turns on the last rank, twice, and on the first.
+    The search goes from the last rank to the first, and finds for each order of a rank the best order of the
+    rank after it. A micro-batch turns on the last rank, twice, and on the first.
     """
     starts = [_starts(work) for work in works]
     last, work = starts[-1], works[-1]
@@ -128,7 +128,7 @@ def _phases(works: list[Array], between: list[float], period: float) -> list[lis
 
 
 def _starts(work: Array) -> Array:
-    """By order and kind of work: when it begins, if the rank never waits and begins with its first F."""
+    """Return starts by order and kind of work, if the rank never waits and begins with its first F."""
     in_order = work[ORDERS]
     found = np.empty_like(in_order)
     np.put_along_axis(found, ORDERS, np.cumsum(in_order, axis=1) - in_order, axis=1)
@@ -138,9 +138,9 @@ def _starts(work: Array) -> Array:
 def _hop(
     here: Array, after: Array, work: Array, work_after: Array, between: list[float], period: float
 ) -> tuple[Array, Array]:
-    """By order of a rank and of the one after it: waits of all legs, and how much later that one begins.
+    """Return waits of all legs, and the delay of the next rank, by order of a rank and of the next.
 
-    It begins such that one of the legs does not wait, the one with which all wait least.
+    The delay is such that one of the legs does not wait: the leg for which all legs together wait least.
     """
     x, y = here[:, None, :], after[None, :, :]
     legs = np.stack(
@@ -158,10 +158,10 @@ def _hop(
 
 
 def _later(time: Array | float, period: float) -> Array:
-    """The same moment of the first period from 0 on."""
+    """Move a time by whole periods into the first one, from 0 on."""
     return np.asarray(time - np.floor(time / period + NOTHING) * period)
 
 
 def _first_least(values: Array, axis: int) -> npt.NDArray[np.intp]:
-    """The first of equals, rounding aside."""
+    """Return the index of the least value, and of the first where several are equal up to rounding."""
     return np.asarray(np.argmin(np.round(values, 8), axis=axis))

@@ -11,7 +11,7 @@ from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs
 
 
 def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Table:
-    """Each rank keeps the activations of all micro-batches (GPipe, arXiv 1811.06965, section 2.3)."""
+    """GPipe: each rank keeps the activations of all micro-batches (arXiv 1811.06965, section 2.3)."""
     assert virtual_stages == 1
     numbers = range(num_micro_batches)
     ranks = tuple(
@@ -38,8 +38,8 @@ def interleaved(
     """1F1B on several stages of each rank: less bubble, for more messages and activations.
 
     A rank takes micro-batches in rounds of ``num_ranks``, each round through all of its stages. Where the
-    last round is not full, the table is that of full rounds without what is missing: what is left keeps its
-    order, so it can run, and ends no later than full rounds do.
+    last round is not full, the table is that of full rounds without the missing micro-batches. All other
+    actions keep their order, so the table can run, and it ends no later than full rounds do.
     """
     assert virtual_stages > 1
     return _table("interleaved", num_ranks, num_micro_batches, virtual_stages, overlap)
@@ -65,10 +65,10 @@ def _table(
 def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
     """Forwards of a rank before its first backward.
 
-    A `Together` ends as a whole. If each rank had one more than the next, as in 1F1B, a pair would wait for
-    the last pair of the rank before, and that one for the last pair of this rank: neighbours would take
-    turns. So each rank has two more than the next, as interleaving does anyway. The one that is added on all
-    ranks makes the pairs of the last stage two micro-batches instead of one.
+    A `Together` ends as a whole. If each rank had one forward more than the next, as in 1F1B, a pair would
+    wait for the last pair of the rank before, and that pair for the last pair of this rank: neighbours would
+    take turns. So each rank has two forwards more than the next, as with interleaving anyway. One more on
+    all ranks gives the pairs of the last stage two different micro-batches.
     """
     after = num_ranks - 1 - rank
     if overlap:
@@ -79,7 +79,7 @@ def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) 
 def _turns(
     rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int
 ) -> tuple[list[Action], list[Action]]:
-    """The rank's forwards and its backwards, in order, in full rounds."""
+    """Return the forwards and the backwards of a rank, in order, in full rounds."""
     stages = range(rank, num_ranks * virtual_stages, num_ranks)
     forwards: list[Action] = []
     backwards: list[Action] = []
@@ -91,7 +91,7 @@ def _turns(
 
 
 def _without(step: Step, num_micro_batches: int) -> Step | None:
-    """A step less what is of micro-batches beyond the last one."""
+    """Return a step without actions of micro-batches beyond the last one; None where none is left."""
     if isinstance(step, Action):
         return step if step.micro_batch < num_micro_batches else None
     left = [action for action in step if action.micro_batch < num_micro_batches]
@@ -99,9 +99,9 @@ def _without(step: Step, num_micro_batches: int) -> Step | None:
 
 
 def forward_only(like: Table | Placement, num_micro_batches: int) -> Table:
-    """The table that evaluates a model with the stages where ``like`` has them.
+    """Return the table that evaluates a model whose stages lie as in ``like``.
 
-    Each rank does what is ready, the latest stage first: what is near the loss leaves the pipeline.
+    Each rank runs the ready forward of its latest stage, so that micro-batches near the loss leave first.
     """
     placement = like.placement if isinstance(like, Table) else like
     assert num_micro_batches > 0

@@ -2,9 +2,9 @@
 
 Sources: "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 6, for ZB-V; "Pipeline Parallelism
 with Controllable Memory" (arXiv 2405.15362), sections 2 and 3, for V-half, V-min and the way in which all
-three are made: a block says when each rank does what for one micro-batch (`blocks`), and each rank takes what
-is next in the blocks of all micro-batches as soon as it can. Blocks follow the costs of the stages, and so
-does what fills the time between.
+three are made: a block has the times of one micro-batch on each rank (`blocks`), and each rank takes the next
+action in the blocks of all micro-batches as soon as it can. Blocks follow the costs of the stages, and so do
+the actions that fill the time between.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from graphmoe.plan.pipeline.schedules.blocks import Block, Work, block_of, busy
 from graphmoe.plan.pipeline.simulate import Costs
 
 FILLING = 2
-"""Micro-batches for each rank with which blocks are compared: the same block is taken for more of them."""
+"""Micro-batches for each rank with which blocks are compared; tables with more take the same block."""
 PATIENCE = (0.25, 0.75)
-"""What is compared too: a rank waits for what arrives within such a share of what its other work takes."""
+"""Shares of the time of a rank's other work within which it waits for arrivals; both are compared."""
 LONGER = 1.03
 """Factor by which periods grow until a block keeps no more than it may."""
 SLOWER_LEGS = ((0.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0))
 """Legs of a block that may take longer than they must, where memory allows."""
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)
-"""Of the longest time that such a leg could take from rank to rank."""
+"""Shares of the longest time that such a leg could take from rank to rank."""
 
 
 def zbv(
     num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, costs: Costs | None = None
 ) -> Table:
-    """ZB-V keeps what 1F1B keeps. With F = I = W the last rank waits for its first forward only.
+    """ZB-V, which keeps as much as 1F1B. With F = I = W the last rank waits for its first forward only.
 
-    That holds for as many micro-batches as ranks, or more.
+    The latter holds for as many micro-batches as ranks, or more.
     """
     assert virtual_stages == 2
     return _table("zbv", num_ranks, num_micro_batches, 2 * num_ranks, costs)
@@ -61,7 +61,7 @@ def v_min(
 
 
 def _table(schedule: str, num_ranks: int, num_micro_batches: int, limit: int, costs: Costs | None) -> Table:
-    """``limit`` is the most activations of virtual stages that a rank may keep."""
+    """Return a table whose ranks keep at most ``limit`` activations of virtual stages."""
     placement = Placement.folded(num_ranks)
     costs = costs or Costs.of_rank(placement, 1, 1, 1)
     costs = Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.comm)
@@ -76,7 +76,7 @@ def _table(schedule: str, num_ranks: int, num_micro_batches: int, limit: int, co
 
 @functools.lru_cache(maxsize=1024)
 def _best_block(costs: Costs, num_ranks: int, num_micro_batches: int, limit: int) -> tuple[Block, float]:
-    """The block, and the patience, with which so many micro-batches end first."""
+    """Return the block, and the patience, with which so many micro-batches end first."""
     tried = [(block, patience) for block in _blocks(costs, num_ranks, limit) for patience in PATIENCE]
     ends = [_run(block, costs, num_micro_batches, limit, patience)[1] for block, patience in tried]
     least = min(ends)
@@ -84,9 +84,9 @@ def _best_block(costs: Costs, num_ranks: int, num_micro_batches: int, limit: int
 
 
 def _blocks(costs: Costs, num_ranks: int, limit: int) -> Iterator[Block]:
-    """The fastest way of a micro-batch in the shortest period that it fits, and slower ones in this period.
+    """Yield the fastest block of the shortest period that keeps to ``limit``, and slower ones of that period.
 
-    What it keeps falls as periods grow, down to both activations of one micro-batch.
+    A rank keeps less as periods grow, down to both activations of one micro-batch.
     """
     period = busy(costs, num_ranks) or 1.0
     while (fastest := block_of(costs, num_ranks, period)).kept(costs) > limit:
@@ -102,7 +102,7 @@ def _blocks(costs: Costs, num_ranks: int, limit: int) -> Iterator[Block]:
 
 
 Turn = tuple[float, Work, int]
-"""When the block has work of a micro-batch."""
+"""Time of an F or I by the block, that work, and its micro-batch."""
 
 
 @dataclass
@@ -110,9 +110,9 @@ class _Rank:
     """One rank while its steps are chosen."""
 
     turns: list[Turn]
-    """Of each F and I the next, in the order of time; what is over is left out."""
+    """Next turn of each F and I, in the order of time; work without another turn is left out."""
     arrivals: dict[Work, list[float]]
-    """When micro-batches can begin, as far as that is known."""
+    """Times from which micro-batches can begin, as far as they are known."""
     owed: deque[Action] = field(default_factory=deque)
     """Weight gradients whose turn has not come."""
     kept: int = 0
@@ -120,7 +120,7 @@ class _Rank:
     steps: list[Action] = field(default_factory=list)
 
     def do(self, action: Action, place: int, period: float, num_micro_batches: int) -> None:
-        """Add a step; ``place`` is that of an F or I among the turns."""
+        """Add a step; ``place`` is the index of an F or I among the turns."""
         self.steps.append(action)
         if action.kind == "W":
             self.owed.popleft()
@@ -137,7 +137,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Rules:
-    """How ranks choose."""
+    """Rules by which ranks choose their actions."""
 
     period: float
     seconds: Mapping[Kind, tuple[float, ...]]
@@ -145,9 +145,9 @@ class _Rules:
     patience: float
 
     def choose(self, rank: _Rank, now: float) -> tuple[Action | None, int, float]:
-        """What a rank that is free does, with its place among the turns; else when something arrives.
+        """Return a free rank's next action and its place among the turns, or the time of the next arrival.
 
-        The next of the block, else a weight gradient, else what comes later in the block.
+        The action is the next of the block, else a weight gradient, else a later one of the block.
         """
         soon = math.inf
         owed = rank.owed[0] if rank.owed else None
@@ -168,10 +168,10 @@ class _Rules:
         return None, 0, soon
 
     def _fits(self, rank: _Rank, place: int) -> bool:
-        """Whether a forward may be kept now.
+        """Return True where a forward may be kept now.
 
-        One that is not next must leave room for all forwards before it: the block's own order stays possible,
-        so the ranks never end up with no room for what the others wait for.
+        A forward that is not next must leave room for all forwards before it. So the block's own order stays
+        possible, and no rank runs out of room for a forward that others wait for.
         """
         time, before = rank.turns[place][0], 0
         for first, work, _ in rank.turns[:place]:
@@ -183,7 +183,7 @@ class _Rules:
 def _run(
     block: Block, costs: Costs, num_micro_batches: int, limit: int, patience: float
 ) -> tuple[tuple[tuple[Action, ...], ...], float]:
-    """Steps of all ranks, each of which does what the rules say whenever it is free, and the makespan."""
+    """Let each free rank act by the rules; return the steps of all ranks, and the makespan."""
     last, period = 2 * len(block.times) - 1, block.period
     seconds: dict[Kind, tuple[float, ...]] = {
         "F": costs.forward,

@@ -1,4 +1,4 @@
-"""The ranks of a job: what they say to each other outside the model, and the process groups of a layout."""
+"""Ranks of a job: objects that they exchange outside the model, and the process groups of a layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, item: T) -> list[T]:
-        """Every rank's item, in the order of ranks, on every rank."""
+        """Return every rank's item, in the order of ranks, on every rank."""
         if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
@@ -53,7 +53,7 @@ class Ranks:
         return items
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Result of ``action``, run on rank 0 only; its error is raised on every rank."""
+        """Return the result of ``action``, run on rank 0 only; its error is raised on every rank."""
         return self._from(0, action) if self.size > 1 else action()
 
     def on_first_of_node(self, action: Callable[[], T]) -> T:
@@ -105,18 +105,18 @@ class Mesh:
                 self._groups[axis] = made[key]
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """The process group of an axis; None where this rank is alone in it."""
+        """Return the process group of an axis; None where this rank is alone in it."""
         return self._groups.get(axis)
 
     def index(self, axis: Axis) -> int:
-        """The place of this rank in its group of the axis."""
+        """Return the place of this rank in its group of the axis."""
         return self.layout.index(axis, self.rank)
 
 
 def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each tensor's sum over a group in its own dtype, all by one collective. No device sync on a GPU.
+    """Sum each tensor over a group in its own dtype, all by one collective. No device sync on a GPU.
 
-    They travel as fp64, which keeps counts exact. One rank alone, None, gets back what it gave.
+    Sums travel as fp64, which keeps counts exact. Without a group (None) the tensors are returned.
     """
     if group is None:
         return tensors
@@ -134,7 +134,7 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it would not survive the way to another rank."""
+    """Return the error, or one with the same words where it would not survive the way to another rank."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

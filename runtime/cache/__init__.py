@@ -1,1 +1,1 @@
-"""The compile cache, docs/cache.md: `store` is where a reader begins, `job` how a run uses it."""
+"""The compile cache, docs/cache.md: begin to read at `store`; a run uses it by `compile.job_cache`."""

@@ -1,4 +1,4 @@
-"""Contents by their hash: a file of the compile cache proves by its name that it is what was written."""
+"""Contents by their hash: the name of a file in the compile cache proves that its content is intact."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class DamagedBlob(Exception):
 
 @dataclass(frozen=True)
 class Blob:
-    """A stored content, as the file system lists it."""
+    """A stored content, as the file system lists its file."""
 
     digest: str
     num_bytes: int
     written: float
-    """Unix time at which it was last stored."""
+    """Unix time at which the content was last stored."""
 
 
 class Blobs:
@@ -62,7 +62,7 @@ class Blobs:
         return digest
 
     def get(self, digest: str) -> bytes:
-        """The content. *Raises* DamagedBlob, or OSError such as FileNotFoundError."""
+        """Return the content. *Raises* DamagedBlob, or OSError such as FileNotFoundError."""
         content = read_or_damaged(self.path(digest))
         if hashlib.sha256(content).hexdigest() != digest:
             raise DamagedBlob(digest)
@@ -140,7 +140,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder of the cache if it is not there, with the mode of that which it lies in."""
+    """Make a folder of the cache if it is not there, with the mode of its parent."""
     if folder.is_dir():
         return
     make_folder(folder.parent)

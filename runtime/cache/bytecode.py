@@ -17,9 +17,9 @@ from graphmoe.runtime.cache.blobs import make_folder
 from graphmoe.runtime.cache.folders import make_cache
 
 BYTECODE = "bytecode"
-"""The folder below the compile cache's; in it one for each set of installed packages."""
+"""Folder below the compile cache's, with a folder for each set of installed packages."""
 PREFIX = "PYTHONPYCACHEPREFIX"
-"""Python's variable for where bytecode lies, for the processes that this one starts."""
+"""Python's variable for the folder of bytecode, for the processes that this one starts."""
 SAMPLES = ("torch", "sympy")
 """Packages that stand for all that a run imports."""
 
@@ -72,7 +72,7 @@ def _lacks_bytecode(package: str) -> bool:
 
 
 def _environment() -> str:
-    """Stands for what is installed here.
+    """Return a name that stands for the packages installed here.
 
     Python takes bytecode for current by the time and size of the source. In images all files may have one
     time, so two versions of a package could pass for each other. Of our own sources the content counts,
@@ -89,7 +89,7 @@ def _environment() -> str:
 
 
 def own_sources() -> list[Path]:
-    """All sources of this package, also those in the folders that it links to, sorted."""
+    """Return all sources of this package, also in the folders that it links to, sorted."""
     (root,) = sys.modules[__name__.partition(".")[0]].__path__
     folders = os.walk(root, followlinks=True)
     return sorted(
@@ -98,7 +98,7 @@ def own_sources() -> list[Path]:
 
 
 def _installed() -> Iterator[str]:
-    """Names with versions of what lies on the path, such as ``torch-2.13.0.dist-info``."""
+    """Return names with versions of all that lies on the path, such as ``torch-2.13.0.dist-info``."""
     for folder in sys.path:
         if os.path.isdir(folder):
             yield from sorted(n for n in os.listdir(folder) if n.endswith((".dist-info", ".egg-info")))

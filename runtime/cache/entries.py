@@ -1,8 +1,8 @@
-"""Entries of the compile cache: which files, by name and hash, belong to which facts.
+"""Entries of the compile cache, which list by name and hash the files that belong to some facts.
 
-An entry is the union of its documents. Who publishes writes a new one, which takes in those that it has
-read, and then removes these. A document never changes, so nobody removes what he has not read, and two that
-publish at once lose nothing.
+An entry is the union of its documents. A job that publishes writes a new document, which takes in those that
+the job has read, and then removes these. A document never changes, so no job removes one that it has not
+read, and two that publish at once lose nothing.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Entries:
         return self._folder / key
 
     def keys(self) -> list[str]:
-        """Keys of all entries, also of empty ones."""
+        """Return the keys of all entries, also of empty ones."""
         try:
             return sorted(path.name for path in self._folder.iterdir() if path.is_dir())
         except OSError:
             return []
 
     def read(self, key: str) -> Entry | None:
-        """The entry, or None where no whole document is. One that is no document is set aside."""
+        """Return the entry, or None where it has no whole document. A file that is none is set aside."""
         for _ in range(READS):
             documents = {path: self._document(path) for path in self._documents(key)}
             if documents and all(path.exists() for path, document in documents.items() if document is None):
@@ -100,7 +100,7 @@ class Entries:
         return (entry for key in self.keys() if (entry := self.read(key)) is not None)
 
     def write(self, key: str, document: Document, replaces: Iterable[Path]) -> None:
-        """Write a document, then remove those that it holds too. *Raises* OSError."""
+        """Write a document, then remove the documents that it includes. *Raises* OSError."""
         text = json.dumps(vars(document), indent=0)
         write_whole(self.folder(key) / f"{process_name()}.json", f"{text}\n".encode())
         for old in replaces:
@@ -136,7 +136,7 @@ class Entries:
 
 
 def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Files of several documents; what belongs together comes from one of them, the newest that has it."""
+    """Join the files of several documents; files that belong together come from the newest that has them."""
     files: dict[str, str] = {}
     owners: dict[str, int] = {}
     for number, document in enumerate(newest_first):
@@ -156,7 +156,7 @@ def unit_of(path: str) -> str:
 
 
 def _checked(found: Any) -> Document:
-    """The document that a file says. *Raises* ValueError, KeyError or TypeError where it says none."""
+    """Return the document in a file. *Raises* ValueError, KeyError or TypeError where it holds none."""
     facts, files, notes = (dict(found[name]) for name in ("facts", "files", "notes"))
     document = Document(facts, files, found["report"], notes, found["created"])
     if not isinstance(document.created, (int, float)):

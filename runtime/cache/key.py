@@ -1,8 +1,8 @@
 """Facts that compiled code depends on, their key, and the differences of two sets of facts.
 
-What is no fact here is either no part of any compiled graph or reaches it as a tensor; but for the sizes of a
-rank's shards, which follow from the number of ranks and ``optim.bucket_mb``: with others of these a job finds
-all but its update.
+A value that is no fact either is no part of any compiled graph or reaches it as a tensor. The exception is
+the size of a rank's shards, which follows from the number of ranks and ``optim.bucket_mb``: after a change
+of these a job finds all of its code but the update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphmoe.passes.table import PASSES, PassSpec
 from graphmoe.runtime.cache.bytecode import own_sources
 
 Facts = Mapping[str, Any]
-"""Plain values by dotted names. Those under ``base.`` say on what and of what the code was made."""
+"""Plain values by dotted names. Those under ``base.`` are the device, versions and sources of the code."""
 
 WHOLE_SECTIONS = ("model", "precision", "recompute")
 """Sections of the configuration whose keys are facts, but for `NOT_COMPILED`."""
@@ -57,9 +57,9 @@ KEY_DIGITS = 24
 
 
 def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device) -> dict[str, Any]:
-    """The facts of a resolved configuration and its passes.
+    """Return the facts of a resolved configuration and its passes.
 
-    Reads the number of threads, so call it once that is set.
+    They contain the number of threads, so call this after the number is set.
     """
     facts = {key: _plain(value) for key, value in _settings(config)}
     facts["passes.enabled"] = [spec.name for spec in passes]
@@ -70,13 +70,13 @@ def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device
 
 
 def key_of(facts: Facts) -> str:
-    """24 hexadecimal digits that stand for the facts, whatever their order."""
+    """Return 24 hexadecimal digits that stand for the facts, whatever their order."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 
 def base_of(facts: Facts) -> str:
-    """A short hash of the base: sources, versions and device."""
+    """Return a short hash of the base: sources, versions and device."""
     return key_of({name: value for name, value in facts.items() if name.startswith(BASE)})
 
 
@@ -99,7 +99,7 @@ def differences(facts: Facts, other: Facts) -> list[str]:
 
 
 def base_facts(device: torch.device) -> dict[str, Any]:
-    """Sources, versions and device, by names without prefix."""
+    """Return sources, versions and device, by names without prefix."""
     return {
         **{f"sources.{name}": digest for name, digest in source_hashes().items()},
         "torch": torch.__version__,
@@ -114,7 +114,7 @@ def base_facts(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def source_hashes() -> dict[str, str]:
-    """A short hash of names and contents of the sources in each folder of ours.
+    """Return a short hash of names and contents of the sources in each folder of ours.
 
     All of them: code that makes compiled code may lie anywhere.
     """
@@ -128,7 +128,7 @@ def source_hashes() -> dict[str, str]:
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Keys of the configuration that are facts, with their values."""
+    """Return the keys of the configuration that are facts, with their values."""
     for section in fields(config):
         values = getattr(config, section.name)
         for key in fields(values) if hasattr(values, "__dataclass_fields__") else ():
@@ -144,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """One line about a fact that changed."""
+    """Write one line about a fact that changed."""
     if name.startswith(f"{BASE}sources."):
         return f"sources of {name.removeprefix(f'{BASE}sources.')} changed"
     if name.startswith((OWN_PASS, EXTRA_PASS)):
@@ -160,7 +160,7 @@ def _difference(name: str, before: Any, now: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is typed on a command line."""
+    """Write a value as it is typed on a command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
@@ -178,7 +178,7 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_facts() -> dict[str, Any]:
-    """Inductor writes the number of threads into the code, and compiles it for this very processor."""
+    """Return the processor, number of threads and compiler, which Inductor's code for a CPU depends on."""
     return {
         "device": _cpu_line("model name", "CPU part") or platform.processor() or "cpu",
         "threads": torch.get_num_threads(),

@@ -34,18 +34,19 @@ class CompileCache:
     """The store in one folder. Making one touches nothing; any number of processes may use it at once."""
 
     def __init__(self, folder: Path | None, *, shared: bool = False) -> None:
-        """A new folder is the group's too with ``shared``; without one nothing is kept or found."""
+        """``shared`` makes a new folder the group's too; without a folder nothing is kept or found."""
         self._shared = shared
         self.folder = folder.absolute() if folder is not None else None
         nowhere = self.folder or Path(os.devnull)  # below which there are no files
         self.blobs, self.entries, self._choices = Blobs(nowhere), Entries(nowhere), Choices(nowhere)
 
     def open(self, facts: Facts) -> WorkFolder:
-        """A work folder of this process that starts with the verified files of these facts.
+        """Open a work folder of this process that starts with the verified files of these facts.
 
-        Where there is no entry of them it starts with those of the nearest entry of the same base: torch
-        takes what is of equal graphs. A folder that is damaged, read-only or full ends nothing: the log says
-        so, and the work folder lies among the temporary files. *Raises* OSError where that is full too.
+        Where these facts have no entry, it starts with the files of the nearest entry of the same base, of
+        which torch takes those of equal graphs. A cache that is damaged, read-only or full ends no run: the
+        log says so, and the work folder lies among the temporary files. *Raises* OSError where their disk is
+        full too.
         """
         ours: dict[str, Any] = json.loads(json.dumps(dict(facts)))  # as they are in a document
         entry = self.entries.read(key_of(ours))
@@ -98,7 +99,7 @@ class CompileCache:
 
 
 def _nearest(facts: Facts, entries: Sequence[Entry]) -> Entry | None:
-    """The entry with the fewest differences; of several the one used last."""
+    """Return the entry with the fewest differences; of several such, the one used last."""
 
     def distance(entry: Entry) -> tuple[int, float]:
         return len(differences(facts, entry.facts)), -entry.last_used
@@ -116,7 +117,7 @@ class Choices:
         self._folder, self._damaged = cache / "choices", cache / "damaged"
 
     def recall(self, name: str, facts: Facts) -> Any | None:
-        """The answer, or None."""
+        """Return the answer, or None."""
         return read_document(self._path(name, facts), lambda found: found["answer"], self._damaged)
 
     def remember(self, name: str, facts: Facts, answer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks of a node that compile equal graphs: one does, the others wait and take it from torch's caches."""
+"""Turns of a node's ranks at equal graphs: one compiles, the others wait and use torch's caches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Turn:
     """A rank's turn at one graph."""
 
     elsewhere: bool = False
-    """True where another rank has compiled it for this job."""
+    """True where another rank has compiled the graph for this job."""
     compiles: bool = True
-    """False where the rank that begins it has found it compiled."""
+    """False where this rank begins the graph and has found it compiled."""
 
 
 class CompileTurns:
@@ -42,7 +42,7 @@ class CompileTurns:
 
     @contextmanager
     def turn(self, graph: fx.GraphModule) -> Iterator[Turn]:
-        """Compile the graph inside: at once if nobody has begun it, else when who began is done."""
+        """Compile the graph inside: at once if no rank has begun it, else when that rank is done."""
         begun = self._folder / fingerprint(graph)
         done, draft = begun.with_suffix(".done"), begun.with_suffix(".draft")
         try:
@@ -59,7 +59,7 @@ class CompileTurns:
                 draft.replace(done)
 
     def _wait_for(self, done: Path) -> bool:
-        """Wait, and tell whether the rank that began it has compiled it."""
+        """Wait, and tell whether the rank that began the graph has compiled it."""
         end = time.monotonic() + self._patience_s
         while not done.exists():
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Looking after a compile cache: what it holds, whether that is whole, and what may go."""
+"""Upkeep of a compile cache: list its entries, verify its files, and remove old ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Held:
     entry: Entry
     num_bytes: int
     shared_bytes: int
-    """Bytes of the files that other entries have too."""
+    """Bytes of the files that other entries name too."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Verified:
     damaged: list[str] = field(default_factory=list)
     """Stored files, by hash, that were set aside."""
     lacking: dict[str, list[str]] = field(default_factory=dict)
-    """By key of the entry the files that are damaged or missing; the entry goes on without them."""
+    """Damaged or missing files by the key of their entry, which goes on without them."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Pruned:
 
 
 def holdings(cache: CompileCache) -> list[Held]:
-    """All entries, those used last first."""
+    """Return all entries, those used last first."""
     sizes = {blob.digest: blob.num_bytes for blob in cache.blobs}
     entries = sorted(cache.entries, key=lambda entry: entry.last_used, reverse=True)
     users = Counter(digest for entry in entries for digest in set(entry.files.values()))
@@ -100,9 +100,9 @@ def verify(cache: CompileCache) -> Verified:
 
 
 def prune(cache: CompileCache, max_bytes: int | None) -> Pruned:
-    """Remove entries and bytecode, least recently used first, until the rest is not larger.
+    """Remove entries and bytecode, least recently used first, until the rest is no larger than the limit.
 
-    Before, what nobody needs goes. A stored file that was never in an entry stays for an hour: a job may
+    Files that no job needs go first. A stored file that was never in an entry stays for an hour: a job may
     be about to name it.
     """
     assert cache.folder is not None

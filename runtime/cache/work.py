@@ -1,4 +1,4 @@
-"""The folder that one job compiles to: filled with what earlier jobs kept, and asked for what is new."""
+"""Folder that one job compiles to: it starts with files of earlier jobs, and new files are kept from it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class WorkFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _place(self, path: str, digest: str) -> str | None:
-        """Put one file here; returns what is wrong with it. *Raises* OSError where it cannot be written."""
+        """Put one file here; returns its fault, if any. *Raises* OSError where it cannot be written."""
         try:
             content = self._blobs.get(digest)
         except DamagedBlob:
@@ -198,7 +198,7 @@ class WorkFolder:
                 self._files[name] = self._new[name] = digest
 
     def _restore(self) -> None:
-        """Store again what was pruned while we ran, or between being stored and being named."""
+        """Store files again that were pruned while we ran, or before an entry named them."""
         for name, digest in self._files.items():
             path = self.path / name
             if not self._blobs.has(digest) and path.exists():
@@ -208,9 +208,9 @@ class WorkFolder:
 
 
 def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (path below the work folder, path) of what is worth keeping: no locks, nothing half written.
+    """Yield (path below the work folder, path) of files worth keeping: no locks, nothing half written.
 
-    What is compiling must be done. Names of unfinished files are those of torch/_inductor/codecache.py
+    All compilation must be over. Names of unfinished files are those of torch/_inductor/codecache.py
     (``.<pid>.<thread>.tmp``) and triton/runtime/cache.py (``tmp.pid_<pid>_<uuid>/``).
     """
     for part in (INDUCTOR, TRITON):

@@ -26,15 +26,15 @@ class Span:
     segments: tuple[str, ...]
     """Empty for the whole step."""
     places: int = 0
-    """Places of the model that they are at, each with graphs of its own."""
+    """Places of the model that the segments are at, each with graphs of its own."""
     graphs: int = 0
     nodes: int | None = 0
-    """Kernels, copies and memsets in its graphs; None where nobody counts them."""
+    """Kernels, copies and memsets in the span's graphs; None where they cannot be counted."""
     seconds: float = 0.0
     """Time that the graphs took to make."""
 
     def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """One more graph, as ``GraphMaker.make``."""
+        """Make one more graph, as ``GraphMaker.make``."""
         started = time.perf_counter()
         graph = maker.make(run, given, pool)
         self.graphs += 1
@@ -77,7 +77,7 @@ class CaptureReport:
         (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
     def line(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         nodes = "" if self.nodes is None else f" of {self.nodes} nodes"
         return (
             f"captured {self.scope}: {self.graphs} graphs{nodes} in {self.seconds:.1f} s, "
@@ -108,11 +108,11 @@ class Capture:
         self._addresses: list[int] | None = None
 
     def watch(self, slots: Mapping[str, TensorSlot]) -> None:
-        """Tensors by name that graphs find where they lie at the first step that is captured."""
+        """Watch tensors, by name, whose addresses at the first captured step graphs keep."""
         self._names, self._slots = list(slots), list(slots.values())
 
     def use(self, program: int | None) -> None:
-        """From now on steps run this program; each warms up for itself, before its first graphs."""
+        """Let later steps run this program; each program warms up before its first graphs."""
         self.program = program
 
     @property
@@ -127,7 +127,7 @@ class Capture:
 
     @property
     def has_captured(self) -> bool:
-        """Return whether any program got that far."""
+        """Return whether any program has been captured."""
         return self._addresses is not None
 
     @contextmanager
@@ -156,7 +156,7 @@ class Capture:
         return [0 if tensor is None else tensor.data_ptr() for tensor in held]
 
     def _check_addresses(self) -> None:
-        """On the host alone: 0.1 microseconds for each tensor."""
+        """Check addresses on the host alone: 0.1 microseconds for each tensor."""
         found = self._look()
         if self._addresses is None:
             self._addresses = found
@@ -171,6 +171,6 @@ class Capture:
 
 
 def _sum(counts: Sequence[int | None]) -> int | None:
-    """None if any is."""
+    """Add the numbers; None if any of them is None."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None

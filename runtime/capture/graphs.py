@@ -1,4 +1,4 @@
-"""Graphs of what a function launches: CUDA and HIP graphs on a GPU, and a stand-in on the host."""
+"""Graphs of a function's launches: CUDA and HIP graphs on a GPU, and a stand-in on the host."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 
 class Graph(Protocol):
-    """Runs a function again and again on the tensors that it ran on when the graph was made."""
+    """A function's launches, which run again and again on the tensors of the capture."""
 
     nodes: int | None
     """Kernels, copies and memsets in it; None where nobody counts them."""
 
     def replay(self) -> tuple[Tensor, ...]:
-        """The results, at the same addresses each time. No device sync."""
+        """Return the results, at the same addresses each time. No device sync."""
         ...
 
 
 class GraphMaker:
     """Makes graphs that share a pool of memory, or several.
 
-    Results stay for ever. A later graph may have a result where an earlier one of the same pool has what it
-    needs for itself only; so of a pool nothing that was made earlier may replay between a graph and the last
-    that reads its results.
+    Results stay for ever. A later graph may have a result in memory that an earlier graph of the same pool
+    uses for itself. So between a graph and the last one that reads its results, no graph of the pool may
+    replay that was made earlier.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,9 +41,10 @@ class GraphMaker:
         self._pools: dict[Hashable, Any] = {}
 
     def make(self, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """A graph of ``run`` on the current stream, where it has run before. Nothing is executed.
+        """Make a graph of ``run`` on the current stream, where it has run before. Nothing is executed.
 
-        ``given`` is what ``run`` must not read, since others stand in for it; a CPU's stand-in spoils it.
+        ``given`` are tensors that ``run`` must not read, since static ones stand in for them; the stand-in
+        for a graph on a CPU spoils them.
         """
         if self.on == "host":
             return HostGraph(run, given)
@@ -54,7 +55,7 @@ class GraphMaker:
         return graph
 
     def release(self) -> None:
-        """End all graphs, wherever they are held: NCCL's groups end only after the last that has their sums.
+        """End all graphs, wherever they are held: NCCL's groups cannot end before graphs with their sums.
 
         None of them may replay any more.
         """
@@ -73,7 +74,7 @@ class GraphMaker:
         return sum(segment["total_size"] for segment in self._segments())
 
     def pool_unused_bytes(self) -> int:
-        """Bytes of those that nothing holds: the next graph may take them, and nobody else."""
+        """Bytes of the pools that nothing holds: only the next graph may take them."""
         return sum(segment["total_size"] - segment["allocated_size"] for segment in self._segments())
 
     def _segments(self) -> list[Any]:
@@ -82,7 +83,7 @@ class GraphMaker:
 
 
 class DeviceGraph:
-    """A CUDA or HIP graph. Making it runs ``run`` on the host alone: the device does nothing."""
+    """A CUDA or HIP graph. To make it, ``run`` runs on the host alone: the device does nothing."""
 
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # on the host, where its nodes can be counted
@@ -133,7 +134,7 @@ class HostGraph:
 
 
 def _count_nodes(graph: int) -> int | None:
-    """The nodes of a cudaGraph_t, a CUgraph for the driver, or of a hipGraph_t; None if it cannot say."""
+    """Count the nodes of a cudaGraph_t (a CUgraph for the driver) or hipGraph_t; None if it cannot say."""
     hip = torch.version.hip is not None
     libraries = [f"libamdhip64.so{end}" for end in ("", ".7", ".6")] if hip else ["libcuda.so.1"]
     count = ctypes.c_size_t()
@@ -150,7 +151,7 @@ def _count_nodes(graph: int) -> int | None:
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """No collection inside: it might free what the device has to be waited for."""
+    """Collect no garbage inside: that might free memory for which the device has to be waited for."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -161,7 +162,7 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def static_copy(tensor: Tensor) -> Tensor:
-    """A copy without a place in autograd's graph, with the strides of the tensor even if they leave gaps."""
+    """Copy without a place in autograd's graph, with the strides of the tensor even if they leave gaps."""
     tensor = tensor.detach()
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

@@ -15,7 +15,7 @@ R = TypeVar("R", bound="Replay")
 
 
 class Pool:
-    """Memory that graphs of one micro-batch at a time share, and which of them may replay next.
+    """Memory that graphs share for one micro-batch at a time, and the rule of which may replay next.
 
     ``GraphMaker`` demands that nothing older replays between a graph and the last that reads its results.
     Here results are read until the micro-batch is over. So what replays is always newer than everything that
@@ -30,13 +30,13 @@ class Pool:
         """True where a backward of this micro-batch ran without a graph. A graph that were made behind it
         would be older than the one that takes its place next time."""
         self.num_left = 0
-        """Backwards of this micro-batch whose W is still to run from a graph."""
+        """Number of backwards of this micro-batch whose W is still to run from a graph."""
         self.num_made = 0
         self._newest = -1
         """Number of the newest graph with results that has replayed for this micro-batch."""
 
     def begin(self) -> None:
-        """The results of the last micro-batch are not read any more."""
+        """Begin a micro-batch: the results of the last one are not read any more."""
         self._newest, self.has_gap, self.num_left = -1, False, 0
 
     def is_behind(self, replay: Replay) -> bool:
@@ -44,17 +44,17 @@ class Pool:
         return replay.number <= self._newest
 
     def find(self, replays: Sequence[R], given: Sequence[Tensor] = ()) -> R | None:
-        """The oldest of these that may replay now, from what it is given."""
+        """Return the oldest of these graphs that may replay now on the given tensors."""
         fit = (replay for replay in replays if not self.is_behind(replay) and replay.moved(given) is None)
         return next(fit, None)
 
     def replayed(self, number: int) -> None:
-        """Say that a graph with results has replayed."""
+        """Note that a graph with results has replayed."""
         self._newest = number
 
 
 class Replay:
-    """A graph of a function of static tensors. Those that ``stays`` says must be what it is given."""
+    """A graph of a function of static tensors; the tensors of ``stays`` must lie where they were."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Replay:
         *,
         part: str,
     ) -> None:
-        """Without ``run`` nothing is launched but what fills the static tensors.
+        """Without ``run`` only the copies into static tensors are launched.
 
-        ``part`` says what of the unit it is, for ranges of profiles.
+        ``part`` names the part of the unit, for ranges of profiles.
         """
         self._unit, self._part = span.unit, part
         self.static, self._stays, self._pool = static, stays, pool

@@ -33,7 +33,7 @@ class CapturedRun:
         slots: Mapping[str, TensorSlot],
         folder: Path | None,
     ) -> None:
-        """``slots`` are what graphs find where it lies, ``folder`` where a report is wanted."""
+        """``slots`` hold tensors whose addresses graphs keep; ``folder`` gets a report, if given."""
         self._step, self._plan, self._capture, self._folder = step, plan, capture, folder
         if capture is None:
             return
@@ -75,7 +75,7 @@ class CapturedRun:
 
 
 class CapturedStep:
-    """Calls ``step`` while the capture warms up, then replays it.
+    """A step that runs as it is while the capture warms up, then replays.
 
     Micro-batches are copied into static buffers: from pinned memory by a stream of its own, while the
     device still works on the step before. The next step overwrites the result.
@@ -90,7 +90,7 @@ class CapturedStep:
         self._arrivals = _Arrivals(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
-        """The metrics of one step. *Raises* ValueError for a micro-batch of another shape."""
+        """Return the metrics of one step. *Raises* ValueError for a micro-batch of another shape."""
         given = list(batches)
         if not self._static:
             self._static = [torch.empty_like(batch, device=self._device) for batch in given]
@@ -127,7 +127,7 @@ class CapturedStep:
 
 
 class _Arrivals:
-    """Brings tokens from pinned memory to the device while it works on the step before."""
+    """Copies of tokens from pinned memory to the device, while it works on the step before."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -151,5 +151,5 @@ class _Arrivals:
         torch.cuda.current_stream().wait_event(self._arrived)
 
     def taken(self) -> None:
-        """Say that the current stream has what it needs of them."""
+        """Note that the current stream needs the tokens no more."""
         self._taken.record()

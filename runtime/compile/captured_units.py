@@ -309,7 +309,7 @@ class _Inputs(Replay):
 
 
 def _apart_from(scratch: Sequence[Tensor], results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The results, those copied that lie in the scratch: a gradient that goes through as it is."""
+    """Return the results, of which those in the scratch are copied, such as a gradient passed through."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in scratch}
     apart = []
     for result in results:

@@ -55,11 +55,11 @@ class UnitCode:
 
     @property
     def has_inputs(self) -> bool:
-        """Return whether I computes anything."""
+        """Return whether I computes any gradients."""
         return self._inputs is not None
 
     def compile_rest(self) -> None:
-        """Compile what else waits for its first use: W that adds."""
+        """Compile W that adds, which else waits for its first use."""
         if self.graphs.weight_gradients:
             self._weights_code(add=True)
 
@@ -81,11 +81,11 @@ class UnitCode:
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """F: what ``graphs.views`` makes the outputs of, and what the backward reads."""
+        """Run F: return tensors from which ``graphs.views`` makes the outputs, and those for the backward."""
         return self.outputs_and_kept(tensors, self.run_forward(tensors))
 
     def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The outputs, then the intermediate results that the backward keeps."""
+        """Return the outputs, then the intermediate results that the backward keeps."""
         with profiler_range(self.graphs.name, "F"):
             return self._forward(*tensors)
 
@@ -103,7 +103,7 @@ class UnitCode:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """I, then W or a call of it in ``pending``; gradients of inputs, and of weights for autograd."""
+        """Run I, then W or leave it in ``pending``; returns gradients of inputs, of weights for autograd."""
         of_inputs, handed = self.backward_inputs(kept, of_outputs)
         if pending is None:
             return of_inputs, self.backward_weights(handed, gradients)
@@ -118,7 +118,7 @@ class UnitCode:
     def backward_inputs(
         self, kept: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """I: gradients of the inputs in ``graphs.input_gradients``, and what W reads."""
+        """Run I: returns gradients of the inputs in ``graphs.input_gradients``, and tensors for W."""
         split = self.graphs.backward
         assert split is not None
         read = [*kept, *gradients]
@@ -132,7 +132,7 @@ class UnitCode:
     def backward_weights(
         self, handed: Sequence[Tensor], gradients: Sequence[Gradient]
     ) -> list[Tensor | None]:
-        """W, from what I handed over: gradients of the parameters in ``graphs.weight_gradients``.
+        """Run W on the tensors from I: returns gradients of the parameters in ``graphs.weight_gradients``.
 
         They go to ``gradients`` instead, and None is returned, where the code accumulates.
         """
@@ -149,7 +149,7 @@ class UnitCode:
         return [None] * len(wanted)
 
     def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:
-        """W, where it accumulates: store in ``sums`` or add to them."""
+        """Run W where it accumulates: store in ``sums`` or add to them."""
         if sums:
             code = self._weights_code(add=add)
             with profiler_range(self.graphs.name, "W"):
@@ -167,7 +167,7 @@ class UnitCode:
 
 
 class Differentiable(Protocol):
-    """A training unit's F, and its I and W together."""
+    """Functions of a training unit: F, and I and W together."""
 
     graphs: UnitGraphs
 

@@ -41,7 +41,7 @@ class Halves(NamedTuple):
 def cut_joint(
     joint: fx.GraphModule, num_outputs: int, static_inputs: Sequence[int], wanted: UnitRecompute
 ) -> Halves:
-    """Halves a joint graph. Raises ConfigError for random numbers in what is wanted."""
+    """Cut a joint graph into halves. Raises ConfigError for random numbers in a recomputed operation."""
     if not wanted:
         return Halves(*partition(joint, num_outputs, static_inputs))
     _mark(joint.graph, wanted)
@@ -57,7 +57,7 @@ def cut_joint(
 
 
 def take_off_borders(forward: fx.GraphModule) -> None:
-    """Replace each border by what it stands for. In place."""
+    """Replace each border by the node that it stands for. In place."""
     for node in list(forward.graph.nodes):
         if BORDER in node.meta:
             node.replace_all_uses_with(node.args[0])
@@ -94,7 +94,7 @@ def said_of(node: fx.Node, key: str) -> str:
 
 
 def _forward_of(graph: fx.Graph) -> list[fx.Node]:
-    """The operations that no gradient of an output goes into."""
+    """Return the operations that no gradient of an output goes into."""
     behind: set[fx.Node] = set()
     for node in graph.nodes:
         gradient = node.op == "placeholder" and node.name.startswith("tangents")
@@ -104,7 +104,7 @@ def _forward_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _close(graph: fx.Graph, node: fx.Node, inside: set[fx.Node]) -> None:
-    """Let what stands outside read a node, and views of it, through a border."""
+    """Let all readers outside read a node, and views of it, through a border."""
     if not _leaves(node, inside):
         return
     with graph.inserting_after(node):
@@ -154,7 +154,7 @@ class OutputViews(NamedTuple):
     """Graph of the views: (inputs at these positions, results of the unit's graph) -> outputs."""
 
     def __call__(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs; autograd sees the views."""
+        """Return the outputs; autograd sees the views."""
         return self.graph(*(inputs[i] for i in self.inputs), *results)
 
 
@@ -178,7 +178,7 @@ def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows; the node itself if it is none."""
+    """Return the node whose memory a view shows; the node itself if it is none."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -61,7 +61,7 @@ class UnitReport:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Adds what happens inside to seconds and cache."""
+        """Add the time and cache counts of the block to seconds and cache."""
         started = time.perf_counter()
         with cache_counts() as counts:
             yield
@@ -106,7 +106,7 @@ class _PlacedUnit:
     gradients: list[Gradient]
     """The gradient of each parameter; empty where autograd gets it."""
     codes: dict[tuple[Any, ...], UnitCode | CapturedUnit] = field(default_factory=dict)
-    """By the shapes of what it reads, and whether gradients are wanted."""
+    """Code by the shapes of its inputs, and by whether gradients are wanted."""
 
 
 class CompiledSegments:
@@ -141,7 +141,7 @@ class CompiledSegments:
         """The list in which backwards leave their W; None where they run it."""
         self._run_dynamic = executor_outside_graphs(self._recompute)
         self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
-        """The units of a list of segments; those that are dynamic run as they are."""
+        """Units of a list of segments; dynamic ones run as they are."""
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self.reports: list[UnitReport] = []
         self.recompiled = 0

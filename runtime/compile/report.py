@@ -103,7 +103,7 @@ def _by_pass(reports: Sequence[UnitReport]) -> dict[str, list[PassReport]]:
 
 
 def _total(rows: Sequence[PassReport]) -> dict[str, Any]:
-    """Sums over the units; operations and bytes of those that the pass changed."""
+    """Sum over the units; operations and bytes count where the pass changed the unit."""
     changed = [row for row in rows if row.matches]
     measured = [row for row in changed if row.saved_bytes_before is not None]
     return {

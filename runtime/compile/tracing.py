@@ -24,7 +24,7 @@ from graphmoe.runtime.torch_compat import (
 
 
 def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves with the shapes, strides, dtypes, devices and ``requires_grad`` of the tensors, without data."""
+    """Make leaves without data that have the tensors' shapes, strides, dtypes, devices, ``requires_grad``."""
     mode = fake_mode()
     with mode:
         return [
@@ -36,14 +36,14 @@ def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def trace_in_place(run: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor]) -> fx.GraphModule:
-    """The ATen graph of ``run(*tensors)`` without gradients; it ends in copies into what ``run`` changes."""
+    """Trace ``run(*tensors)`` without gradients; the graph ends in copies into what ``run`` changes."""
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
     with mode, torch.no_grad():
         return make_fx(torch.func.functionalize(run, remove="mutations"))(*fakes)
 
 
 def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor]) -> fx.GraphModule:
-    """The functional ATen graph of ``run(*tensors)``: no mutation, no autograd, one output tuple.
+    """Trace ``run(*tensors)`` into a functional ATen graph: no mutation, no autograd, one output tuple.
 
     Composite operations appear as what they consist of, our operations and the attention kernels as
     themselves, a custom autograd function as its forward. ``node.meta["val"]`` holds each fake value,
@@ -70,7 +70,7 @@ def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor
 
 
 class _DetachWithoutGradients(TorchFunctionMode):
-    """Detaches what is computed under ``torch.no_grad()``: a graph knows no gradient mode."""
+    """A mode that detaches results computed under ``torch.no_grad()``: a graph knows no gradient mode."""
 
     def __init__(self) -> None:
         super().__init__()

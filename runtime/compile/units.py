@@ -68,7 +68,7 @@ def units_of(
 
 
 def joined(groups: Sequence[Sequence[Segment]], keep: Sequence[str]) -> list[Unit]:
-    """Each group of neighbouring segments as a unit; ``keep`` names what is wanted at the end."""
+    """Make each group of neighbouring segments a unit; ``keep`` names the tensors wanted at the end."""
     units: list[Unit] = []
     wanted = set(keep)
     for group in reversed(groups):
@@ -155,7 +155,7 @@ class BoundUnit:
 
 
 def owner_of(run: Callable[..., Any]) -> nn.Module | None:
-    """The module behind a segment; None for a plain function, or a method of anything else."""
+    """Return the module behind a segment; None for a plain function, or a method of anything else."""
     owner = getattr(run, "__self__", run)
     return owner if isinstance(owner, nn.Module) else None
 
@@ -166,7 +166,7 @@ def _function_of(run: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 class _Method(nn.Module):
-    """Lets a method that is not ``forward`` be called with other parameters."""
+    """A module that calls a method other than ``forward`` with other parameters."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()

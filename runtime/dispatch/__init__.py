@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
-    """The dispatcher of a run; None where tokens stay on their rank."""
+    """Make the dispatcher of a run; None where tokens stay on their rank."""
     if plan.dispatcher is DispatcherChoice.local:
         return None
     if plan.dispatcher is DispatcherChoice.alltoall:
@@ -30,12 +30,12 @@ def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
 
 
 def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:
-    """The dispatcher that has room for all that arrives, and works through it by the receive budget."""
+    """Make the dispatcher with room for all arrivals, which handles them in parts of the receive budget."""
     return AllToAll(mesh, plan.config.model.num_experts, chunk=plan.room())
 
 
 def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
-    """The dispatcher of a run that makes room without a count, with room for ``factor`` times the budget."""
+    """Make the dispatcher of a run that counts nothing, with room for ``factor`` times the budget."""
     assert plan.reads_peers, plan.dispatcher
     model, layout, room = plan.config.model, plan.layout, plan.room(factor)
     if plan.dispatcher is not DispatcherChoice.symm:
@@ -85,7 +85,7 @@ def close_dispatcher() -> None:
 
 
 def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
-    """The choice, for the log."""
+    """Describe the choice for the log."""
     words = f"moe.dispatcher={plan.dispatcher.value}"
     if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words

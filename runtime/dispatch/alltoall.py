@@ -1,6 +1,6 @@
 """The dispatcher ``alltoall``: torch.distributed on any backend, with sizes that the host knows.
 
-The reference: every other dispatcher must give what it gives. The host waits for the device once in each
+The reference: every other dispatcher must give the same. The host waits for the device once in each
 forward, for the counts of rows, so nothing here is traced or captured.
 
 Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the plan, S rows sent, N rows
@@ -61,7 +61,7 @@ class AllToAll:
         return torch.ops.graphmoe.unpermute(y_SD, slot_R[: sum(sent)], row_TW, ends_P, None)
 
     def _exchange_counts(self, counts_P: Tensor) -> tuple[list[int], list[int]]:
-        """Rows for and of each rank."""
+        """Return the numbers of rows for each rank and from each rank."""
         both_2P = torch.stack([counts_P, counts_P])
         if self._group is not None:
             dist.all_to_all_single(both_2P[1], counts_P, group=self._group)
@@ -69,7 +69,7 @@ class AllToAll:
         return sent, arrived
 
     def _on_host(self, counts: Tensor) -> Any:
-        """Counts of rows as numbers, in lists. Waits for the device where they lie there."""
+        """Return counts of rows as lists of numbers. Waits for the device where the counts lie there."""
         return wait_for(counts.tolist)
 
 

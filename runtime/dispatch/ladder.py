@@ -1,6 +1,6 @@
-"""Room for what arrives at a rank: more after a step that found too little, less later.
+"""Room for rows that arrive at a rank: more after a step that found too little, less later.
 
-Rungs are programs that make the same of a step and differ in room. The last has no limit: so no token is
+Rungs are programs that compute the same step and differ in room. The last rung has no limit, so no token is
 ever dropped.
 """
 
@@ -20,7 +20,7 @@ from graphmoe.runtime.ranks import Mesh
 log = logging.getLogger(__name__)
 
 CALM_STEPS = 50
-"""Steps in a row that a lower rung would have had room for, after which that is taken again.
+"""Number of steps in a row after which a lower rung is taken again, if it had room for all of them.
 
 A step without room costs two more, so a load that comes and goes around the budget costs 4% of the time,
 where the next rung is as fast.
@@ -29,11 +29,11 @@ where the next rung is as fast.
 
 @dataclass(frozen=True)
 class Rung:
-    """Room for what arrives, and what brings it."""
+    """Room for rows that arrive, and the dispatcher that brings them."""
 
     number: int
     words: str
-    """For the log."""
+    """Description for the log."""
     dispatcher: Dispatcher
     num_bytes: int
     """Memory of what grows with the room."""
@@ -50,9 +50,9 @@ class Rung:
 
 
 def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
-    """The receive budget, twice as much, and no limit; empty where nothing can be too much.
+    """Return rungs of the receive budget, twice as much, and no limit; none where the first is enough.
 
-    ``fused`` says whether the experts run as one operation.
+    ``fused`` is True where the experts run as one operation.
     """
     found: list[Rung] = []
     for words, factor in (("the receive budget", 1.0), ("twice the receive budget", 2.0)):
@@ -87,11 +87,11 @@ class ReceiveLadder:
 
     @property
     def rung(self) -> Rung:
-        """The rung of the next step."""
+        """Rung of the next step."""
         return self._rungs[self._at]
 
     def climb(self, step: int, load: Load, too_small: Rung) -> bool:
-        """Take the next rung above one that there is memory for; whether it was never used before.
+        """Take the next higher rung that has memory; returns True if it was never used before.
 
         ``step`` ran on ``too_small`` and is void, since this ``load`` arrived at a rank.
         """
@@ -114,7 +114,7 @@ class ReceiveLadder:
         return is_new
 
     def passed(self, step: int, load: Load) -> None:
-        """A step counts, of this load: after `CALM_STEPS` the lowest rung with room for each is taken."""
+        """Count a step with this load; after `CALM_STEPS` take the lowest rung with room for each of them."""
         lower = [rung for rung in self._rungs[: self._at] if rung.number in self._used]
         if not any(rung.takes(load) for rung in lower):
             self._calm = []
@@ -139,7 +139,7 @@ class ReceiveLadder:
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:
-        """Give what runs inside room for everything."""
+        """Let the block run with room for everything."""
         self._use(self._rungs[-1])
         try:
             yield

@@ -1,4 +1,4 @@
-"""The dispatchers that stand on libraries of vendors: whether they can run here, and what they need open."""
+"""Dispatchers on libraries of vendors: the check that they can run here, and the resources they hold open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
 def vendor_dispatcher(
     choice: DispatcherChoice, model: ModelConfig, layout: Layout, tokens: int, room: Load
 ) -> DeepEP | Nvshmem:
-    """A dispatcher with this room; deepep and turbo have room for all rows, and heed the slots only."""
+    """Make a dispatcher with this room; deepep and turbo have room for all rows, and heed the slots only."""
     experts = model.num_experts // layout.ep
     if choice is DispatcherChoice.nvshmem:
         return Nvshmem(room, experts, layout.etp)
@@ -33,7 +33,7 @@ def vendor_dispatcher(
 
 
 def open_buffer(choice: DispatcherChoice, mesh: Mesh, hidden_size: int) -> None:
-    """The buffer of deepep or turbo. A collective of all ranks."""
+    """Open the buffer of deepep or turbo. A collective of all ranks."""
     group = mesh.group("ep_etp")
     assert group is not None
     if choice is DispatcherChoice.turbo:
@@ -47,7 +47,7 @@ def open_buffer(choice: DispatcherChoice, mesh: Mesh, hidden_size: int) -> None:
 def open_rows(
     model: ModelConfig, mesh: Mesh, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Open what nvshmem needs for so many received rows, unless there is as much already.
+    """Open the memory that nvshmem needs for so many received rows, unless there is as much already.
 
     A collective of all ranks, outside of a capture.
     """

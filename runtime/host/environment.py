@@ -34,7 +34,7 @@ class HostLine:
 
     text: str
     warns: bool = False
-    """Something that was asked for has no effect."""
+    """True where a setting that was asked for has no effect."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _variables_of_keys(host: HostConfig, device: DeviceChoice) -> Iterator[Varia
 
 
 def _without_effect(host: HostConfig, device: DeviceChoice) -> Iterator[str]:
-    """Keys that were changed from their default and mean nothing here, with the reason."""
+    """Yield keys that were changed from their default and mean nothing here, with the reason."""
     default = HostConfig()
     for name, platform, build in (
         ("kernarg_pool_mb", "ROCm", torch.version.hip),

@@ -69,7 +69,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class LineFile:
-    """Whole lines at the end of a file; those that its disk does not take are lost, which it tells."""
+    """Whole lines at the end of a file; lines that its disk does not take are lost, with a warning."""
 
     def __init__(self, path: Path, tell: Callable[[str], object] = log.warning) -> None:
         self._path, self._tell = path, tell

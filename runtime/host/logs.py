@@ -135,7 +135,7 @@ class _Stream(io.FileIO):
             return len(data)
 
     def news(self) -> str | None:
-        """Why something was lost, if that was not said before."""
+        """Return the reason of a loss, if it was not reported before."""
         if self._error is None or self._told:
             return None
         self._told = True

@@ -1,4 +1,4 @@
-"""Tuning of a worker's process: where its threads run, how many they are, when garbage is collected."""
+"""Tuning of a worker's process: CPUs and number of its threads, and the times of garbage collection."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def set_threads(
 
 
 def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
-    """The number that this rank would take, and why."""
+    """Return the number of threads that this rank would take, and the reason."""
     if host.threads is not None:
         return host.threads, f"host.threads={host.threads}"
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -89,7 +89,7 @@ def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
 
 
 def log_host(lines: Sequence[HostLine]) -> None:
-    """Log what became of the host's settings."""
+    """Log the results of the host's settings."""
     for line in lines:
         log.log(logging.WARNING if line.warns else logging.INFO, "host: %s", line.text)
 
@@ -128,11 +128,11 @@ SYS = Path("/sys")
 
 
 class Unbound(Exception):
-    """Why a process cannot run near its GPU."""
+    """A process cannot run near its GPU; the message has the reason."""
 
 
 def cpus_near(device: torch.device) -> tuple[int, set[int]]:
-    """The NUMA node of a GPU, and the CPUs there that this process may use. Starts CUDA.
+    """Return the NUMA node of a GPU, and the CPUs there that this process may use. Starts CUDA.
 
     CUDA counts its GPUs as this process sees them, so the bus address that it gives is the right one
     whatever the process is shown. No memory of the GPU is needed. *Raises* Unbound where there is nothing
@@ -153,7 +153,7 @@ def cpus_near(device: torch.device) -> tuple[int, set[int]]:
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node that a GPU is attached to; None where the system does not say. Starts CUDA."""
+    """Return the NUMA node that a GPU is attached to; None where the system names none. Starts CUDA."""
     at: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave its place on the bus out
     address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
     node = int(_read(SYS / "bus/pci/devices" / address / "numa_node") or -1)
@@ -161,14 +161,14 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def cpus_of_nodes() -> dict[int, set[int]]:
-    """The CPUs of each NUMA node that has any; empty where the system shows none."""
+    """Return the CPUs of each NUMA node that has any; empty where the system shows none."""
     nodes = SYS / "devices/system/node"
     with_cpus = sorted(cpu_list(_read(nodes / "has_cpu")))
     return {node: cpu_list(_read(nodes / f"node{node}" / "cpulist")) for node in with_cpus}
 
 
 def cpus_here() -> set[int]:
-    """CPUs that this thread may run on."""
+    """Return the CPUs that this thread may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -185,7 +185,7 @@ def cores_here() -> int:
 
 
 def cpu_list(text: str) -> set[int]:
-    """The numbers of a list such as '0-2,7'."""
+    """Return the numbers of a list such as '0-2,7'."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""The first error of a job: each worker leaves its own in a file, the launching process words the first.
+"""First error of a job: each worker leaves its own in a file, and the launching process reports the first.
 
 The files are those of torch elastic, so a torchrun of the user's own shows them too.
 """
@@ -47,7 +47,7 @@ class Failure:
     attempt: str
     """Name by ``attempt_of``."""
     log: str | None = None
-    """Its log, which has the traceback."""
+    """Log of the worker, which has the traceback."""
     wrong_config: bool = False
     suffered: bool = False
     """True for an error that a rank gets when another one has ended, or does not come."""
@@ -64,7 +64,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         return f"rank {self.rank} on {self.host}: {self.message}"
 
     def raised(self, log_dir: Path, began: float) -> Exception:

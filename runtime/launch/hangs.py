@@ -1,8 +1,8 @@
-"""Watch for workers that hang: it says which and where, and ends the job (docs/launch.md).
+"""Watch for workers that hang, which names the worker and its place, and ends the job (docs/launch.md).
 
-Each worker says what it does and how long that may take (``stamps.py``). One that hangs lets
-all others wait for it in a collective, so all are late at about the same time. The one to name is the one
-that waits for nobody, or else that has come least far.
+Each worker says what it does and how long that may take (``stamps.py``). If one hangs, all others wait for
+it in a collective, so all are late at about the same time. The watch names the worker that waits for nobody,
+or else the one that has come least far.
 """
 
 from __future__ import annotations

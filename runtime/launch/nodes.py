@@ -1,4 +1,4 @@
-"""The nodes of a run: how many, which one this is, where they meet, and at which address this one listens."""
+"""Nodes of a run: their number, this one's place, their endpoint, and the address of this one."""
 
 from __future__ import annotations
 

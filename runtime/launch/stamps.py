@@ -1,9 +1,9 @@
-"""Signs of life of a worker: what it does, and how long that may take at most.
+"""Signs of life of a worker: its current work, and the longest time that this may take.
 
-They lie in a file in memory that the launching process of the node reads (``hangs.py``), so one
-costs a worker microseconds and no message. A worker that nobody watches leaves none. A collective stalls all
-ranks where one does not join it, so a time is needed after which none may come. It is known by experience
-only: the longest step so far. Steps before that compile and measure kernels.
+Signs lie in a file in memory that the launching process of the node reads (``hangs.py``), so one costs a
+worker microseconds and no message. A worker that nobody watches leaves none. A collective stalls all ranks
+if one does not join it, so a limit is needed after which a rank counts as hung. Only experience gives the
+limit: the longest step so far. Steps before that compile and measure kernels.
 """
 
 from __future__ import annotations

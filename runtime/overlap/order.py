@@ -1,4 +1,4 @@
-"""In which order the units of a forward and those of another micro-batch's backward are queued.
+"""Order in which units of a forward and of another micro-batch's backward are queued.
 
 A transfer between ranks hides beside products that do not wait for it: those of the other micro-batch. So the
 two take turns, and a turn is over where the next unit would wait for a transfer of its own micro-batch.
@@ -25,9 +25,9 @@ class OrderedUnit:
 
 
 def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
-    """The gradients of units in their own order, each a unit that needs those of its readers.
+    """Return the gradients of units in their own order, each a unit that needs those of its readers.
 
-    That is the reverse, but for transfers: they start as soon as what they send is there.
+    The order is the reverse, but for transfers, which start as soon as the tensors to send are there.
     """
     last = len(forward) - 1
     readers: list[set[int]] = [set() for _ in forward]
@@ -42,7 +42,7 @@ def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
 
 
 def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
-    """An order in which what each unit needs comes before it, transfers as early as they can."""
+    """Return an order in which each unit comes after those that it needs, and transfers come early."""
     order: list[int] = []
     left = dict.fromkeys(range(len(units)))
     while left:
@@ -55,7 +55,7 @@ def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
 
 
 def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]:
-    """The order, cut before each unit that waits for a transfer that has started since the last cut."""
+    """Cut the order before each unit that waits for a transfer that has started since the last cut."""
     cut: list[list[int]] = []
     under_way: set[int] = set()
     for number in order:

@@ -1,4 +1,4 @@
-"""Runs micro-batches so that the backward of each overlaps with the forward of the next."""
+"""Runner of micro-batches in which the backward of each overlaps with the forward of the next."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Overlap:
         self._beside: Backward | None = None
         """The backward that runs in turns with the forward under way, or alone."""
         self._queue: deque[tuple[Direction, int]] = deque()
-        """The queue of what is still to come of a forward and the backward beside it."""
+        """Queue of units that are still to run, of a forward and the backward beside it."""
 
     @property
     def runs(self) -> bool:
@@ -88,14 +88,14 @@ class Overlap:
         return self._tape.receive(tensors)
 
     def run_backward(self, backward: Backward) -> None:
-        """The backward of a micro-batch, beside nothing."""
+        """Run the backward of a micro-batch, with nothing beside it."""
         self._beside = backward
         self._queue.extend(interleaved((), backward.turns))
         self._run_backward()
         self._beside = None
 
     def finish(self) -> None:
-        """Run what is left. The current stream then has all that the step has made."""
+        """Run the backward that is left. The current stream then has all results of the step."""
         if self._before is not None:
             self.run_backward(self._before)
         self._before = None
@@ -106,7 +106,7 @@ class Overlap:
         self._transfers.wait_for_all()
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
-        """The results of a unit's forward, when it is its turn."""
+        """Return the results of a unit's forward, which runs when it is its turn."""
         tape = self._tape
         assert tape is not None, "a unit that trains is run outside a micro-batch"
         number = len(tape.units)
@@ -123,7 +123,7 @@ class Overlap:
         return self._transfers.run((tape, "forward", number), run, read) if transfers else run()
 
     def _run_backward(self) -> None:
-        """The turns of the backward up to the next unit of the forward: of each its units, then their W."""
+        """Run turns of the backward up to the next unit of the forward: the units of a turn, then their W."""
         left: list[PendingWeightGrads] = []
         while self._queue and self._queue[0][0] == "backward":
             _, number = self._queue.popleft()

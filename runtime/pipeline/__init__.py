@@ -1,1 +1,1 @@
-"""Stages of a model on several ranks: schedules, their check, their simulation, and what runs them."""
+"""Run time of a pipeline: stages of a model on several ranks, their channels, and the engine."""

@@ -1,4 +1,4 @@
-"""Channels: what carries messages between the ranks of a pipeline."""
+"""Channels, which carry messages between the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Arrival:
         self._tensors, self._works, self._device = tensors, works, device
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, on the device. With NCCL the stream waits for them, with gloo the host."""
+        """Return the tensors, on the device. With NCCL the stream waits for them, with gloo the host."""
         for work in self._works:
             wait_for(work.wait)
         return tuple(tensor.to(self._device) for tensor in self._tensors)
@@ -91,22 +91,22 @@ class Channels:
         return Arrival(tensors, works, self._device)
 
     def release(self, messages: Iterable[Message]) -> None:
-        """Wait for sent messages and hold them no longer. With NCCL the stream waits, with gloo the host."""
+        """Wait for sent messages, then let them go. With NCCL the stream waits, with gloo the host."""
         for message in messages:
             for work in self._in_flight.pop(message)[0]:
                 wait_for(work.wait)
 
     def finish(self) -> None:
-        """`release` all that is left at the end of a step."""
+        """Release all messages that are left at the end of a step."""
         self.release(list(self._in_flight))
 
     @property
     def _place(self) -> torch.device:
-        """The device that messages are sent from and received on."""
+        """Return the device that messages are sent from and received on."""
         return torch.device("cpu") if self.by_host or not self.has_nccl else self._device
 
     def _open(self, ranks: Sequence[int]) -> None:
-        """One byte along each channel of this pipeline, in one order on all of its ranks."""
+        """Send one byte along each channel of this pipeline, in one order on all of its ranks."""
         for channel, (group, peer) in self._ends.items():
             byte = torch.zeros(1, dtype=torch.uint8, device=self._place)
             sends = ranks[channel[0]] == dist.get_rank()

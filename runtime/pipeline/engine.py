@@ -92,7 +92,7 @@ class Pipeline:
         assert not self._arriving and not self._handed
 
     def _run(self, step: Step) -> None:
-        """One step of the table; messages are sent as soon as they are there."""
+        """Run one step of the table; messages are sent as soon as they are there."""
         for message in self._transfers.posts.get(step, ()):
             self._arriving[message.content] = self._channels.receive(message, self._specs(message))
         inputs = [self._inputs(action) for action in parts(step)]
@@ -104,7 +104,7 @@ class Pipeline:
                 self._alone(step, inputs[0])
 
     def _together(self, forward: Action, backward: Action, received: Tensors, gradients: Tensors) -> None:
-        """A forward and a backward of other micro-batches.
+        """Run a forward and a backward of two micro-batches together.
 
         The forward's results are delivered first: so the next rank expects it where both go to one.
         """
@@ -156,11 +156,11 @@ class Pipeline:
 
 
 Lanes = dict[tuple[int, int], int]
-"""By stage and micro-batch, from 0."""
+"""Number of the lane, from 0, by stage and micro-batch."""
 
 
 def lanes_of(table: Table, rank: int) -> Lanes:
-    """The lowest lane of the stage that is free at the forward of each micro-batch.
+    """Return, for the forward of each micro-batch, the lowest free lane of its stage.
 
     A micro-batch has its lane up to the last part of its backward. A stage has as many lanes as micro-batches
     in flight there at once, and the first micro-batch of a step is on lane 0.

@@ -39,7 +39,7 @@ class StepRecorder(Protocol):
     """Is told what a rank does when."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def span(self, track: Track, step: Step) -> AbstractContextManager[None]:
         """Around a step of the table, or the wait for a message that it reads."""
@@ -78,13 +78,13 @@ class Recorder:
 
     @contextmanager
     def span(self, track: Track, step: Step) -> Iterator[None]:
-        """Records the block. No device sync."""
+        """Record the block. No device sync."""
         begin = self._now()
         yield
         self._marks.append((track, step, begin, self._now()))
 
     def spans(self, rank: int, origin_ns: int | None = None) -> list[Span]:
-        """The spans since `start`, in microseconds from its zero, or from a time of ``time.time_ns()``.
+        """Return spans since `start`, in microseconds from its zero, or from a time of ``time.time_ns()``.
 
         Waits for the device.
         """
@@ -170,7 +170,7 @@ def read_timelines(path: Path) -> dict[int, Timeline]:
 
 
 def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
-    """*Raises* ValueError for what is no row of a span."""
+    """Read a span from its row. *Raises* ValueError for any other value."""
     rank, track, text, start, end = row
     if track not in get_args(Track):
         raise ValueError(f"'{track}' is no track, which are {', '.join(get_args(Track))}")
@@ -184,7 +184,7 @@ def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
 
 
 def _action(text: str, placement: Placement, num_micro_batches: int) -> Action:
-    """*Raises* ValueError for what is no action of any stage."""
+    """Read an action from its words. *Raises* ValueError for words that are no action."""
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ValueError(f"'{text}' is no action such as 3F0")

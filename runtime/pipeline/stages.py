@@ -34,18 +34,18 @@ class Stage(Protocol):
         """Specs of each message to the next stage, of which gradients come back; () of the last stage."""
 
     def forward(self, micro_batch: int, received: Tensors) -> Tensors:
-        """Compute what goes to the next stage. Without gradients (torch.no_grad) nothing is kept."""
+        """Compute the tensors for the next stage. Without gradients (torch.no_grad) nothing is kept."""
 
     def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
-        """The gradients of what was received, from those of what was sent. Without ``weights`` W is left."""
+        """Return gradients of received tensors from those of sent ones. Without ``weights`` W is left."""
 
     def backward_weights(self, micro_batch: int) -> None:
-        """W, where the backward left it."""
+        """Run W, where the backward left it."""
 
     def together(
         self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """``forward``, and the whole ``backward`` of another micro-batch beside it; what each returns."""
+        """Run ``forward``, and another micro-batch's whole ``backward`` beside it; returns both results."""
 
 
 class BackwardOf(NamedTuple):
@@ -69,7 +69,7 @@ class Roots:
         return cls(edges, loss if loss is not None and loss.requires_grad else None)
 
     def paired(self, gradients: Tensors) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
-        """Pair what autograd starts from with the gradient of each, from those of all that was sent."""
+        """Pair each root of autograd with its gradient, from the gradients of all sent tensors."""
         pairs = zip(self.sent, gradients, strict=True)
         roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [(e, g) for e, g in pairs if e is not None]
         if self.loss is not None:
@@ -100,7 +100,7 @@ class AutogradStage:
 
     @property
     def kept(self) -> set[int]:
-        """Micro-batches of which something is kept."""
+        """Return the micro-batches of which something is kept."""
         return {*self._kept, *self._later}
 
     def forward(self, micro_batch: int, received: Tensors) -> Tensors:
@@ -127,7 +127,7 @@ class AutogradStage:
     def together(
         self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """One after the other."""
+        """Run the forward, then the backward."""
         sent = self.forward(micro_batch, received)
         return sent, backward.stage.backward(backward.micro_batch, gradients, weights=True)
 

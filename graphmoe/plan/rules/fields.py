@@ -29,7 +29,7 @@ def form_rules(field: SchemaField) -> Iterator[str]:
 
 
 def _item_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse items of another type than their list's, and texts that UTF-8 has not: OmegaConf takes both."""
+    """Refuse items of another type than their list's, and texts that are not UTF-8: OmegaConf takes both."""
     key, values = field.key, field.value
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
         wanted = {int: "whole numbers", str: "texts"}[field.hint.__args__[0]]
@@ -40,7 +40,7 @@ def _item_rules(field: SchemaField) -> Iterator[str]:
 
 
 def _integer_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse integers of more than 64 bits, and those above what stands beside the field."""
+    """Refuse integers of more than 64 bits, and those above the limit that stands beside the field."""
     limit = next((mark.limit for mark in field.marks if isinstance(mark, AtMost)), 2**63 - 1)
     for value in _items(field.value):
         if not isinstance(value, int):
@@ -65,7 +65,7 @@ def range_rules(field: SchemaField) -> Iterator[str]:
 
 
 def _fp32_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse numbers that become 0, infinite or 1 in fp32; other rules speak of those out of range."""
+    """Refuse numbers that become 0, infinite or 1 in fp32; other rules refuse those out of range."""
     key, value = field.key, field.value
     if FP32 not in field.marks or not math.isfinite(value) or value == 0:
         return

@@ -16,12 +16,14 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -85,6 +87,13 @@ _CONTEXT.set_forkserver_preload(
 )
 QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "checkpoint.interval=0")
 """Words of runs whose steps a test makes one by one."""
+
+
+def slow_but(cases: Mapping[str, Any], *default: str) -> list[ParameterSet]:
+    """Return cases by name as parameters of a test, all slow but the named ones."""
+    assert cases.keys() >= {*default}
+    marks = {name: () if name in default else (pytest.mark.slow,) for name in cases}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 def config(*overrides: str) -> RunConfig:

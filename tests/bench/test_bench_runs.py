@@ -75,6 +75,7 @@ def test_a_row_has_steps_enough_whatever_its_warm_up():
     assert config.checkpoint.interval == config.train.val_batches == 0
 
 
+@pytest.mark.slow
 def test_steps_are_rows_of_their_own_processes_and_what_cannot_run_is_a_row_with_the_reason(caplog):
     caplog.set_level("INFO")
     words = [

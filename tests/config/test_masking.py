@@ -88,6 +88,7 @@ def test_a_line_of_words_loses_the_values_of_host_env(words):
     assert "secret" not in masked_line(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_file_of_a_run_or_a_sweep_has_a_secret(tmp_path, workers):
     sweep = ["optim.lr=1e-3", "hydra.sweep.dir=run", "-m"] if workers == 1 else ["hydra.run.dir=run"]

@@ -97,6 +97,7 @@ def failed(folder: Path, fault: str) -> str:
     return run.err.read_text().partition("error: ")[2]
 
 
+@pytest.mark.slow
 def test_an_error_in_a_stage_ends_all_ranks_and_is_what_the_user_reads(tmp_path):
     log = tmp_path / "run" / "logs" / "rank1.log"
     said = f"rank 1 on {socket.gethostname()}: RuntimeError: the cause, in a stage\n  log of rank 1: {log}\n"

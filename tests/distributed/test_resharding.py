@@ -30,6 +30,8 @@ from tests.distributed.sharded_state import (
     whole_state,
 )
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "dp4": Layout(dp=4),
     "dp2 tp2": Layout(dp=2, tp=2),

@@ -9,6 +9,8 @@ from graphmoe.plan.layout import Layout
 from tests.distributed.ranks import run_ranks
 from tests.distributed.symm_trips import TOKENS, Checks, Differences, SymmTrip
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "ep=2": Layout(dp=2, ep=2),
     "etp=2": Layout(dp=2, etp=2),

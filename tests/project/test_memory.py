@@ -11,7 +11,7 @@ from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.project.memory import MEMORY_KINDS, exact_memory
 from graphmoe.training.dry_run import dry_run
 from tests.plan.costs.test_activations import MODEL
-from tests.runs import config
+from tests.runs import config, slow_but
 
 LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")
 PEAKS = {
@@ -27,7 +27,7 @@ def memory_of(*words: str, ranks: int = 1):
     return exact_memory(run, Layout.of(run.parallel, ranks), on_nvidia=False), run
 
 
-@pytest.mark.parametrize("words", PEAKS.values(), ids=PEAKS)
+@pytest.mark.parametrize("words", slow_but(PEAKS, "ep"))
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
     given = {word.partition("=")[0]: word for word in (*MODEL, *LARGER, *words)}
     run = config(*given.values())

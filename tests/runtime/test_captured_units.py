@@ -203,6 +203,7 @@ def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, s
         assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_named_segment_that_the_model_has_not_is_told(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train_in(

@@ -134,6 +134,7 @@ def test_another_shape_compiles_again_and_says_which_tensor_changed(caplog):
     )
 
 
+@pytest.mark.slow
 def test_each_graph_is_differentiated_once(monkeypatch):
     traced = []
     monkeypatch.setattr(unit_graphs, "joint_graph", lambda *given: traced.append(1) or joint_graph(*given))
@@ -290,6 +291,7 @@ def test_gradients_of_gradients_are_refused():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+@pytest.mark.slow
 def test_a_layer_cut_at_its_dispatch_has_the_numbers_of_the_plain_one():
     layer, made = model_of().layers[1], executor()
     pieces = [replace(s, stream="comm") if s.name == "moe_dispatch" else s for s in layer.segments()]

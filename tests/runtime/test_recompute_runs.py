@@ -122,8 +122,12 @@ def test_compiled_training_is_bitwise_that_of_kept_values(tmp_path, caplog, aske
 @pytest.mark.parametrize(
     "asked, overrides",
     [
-        ("recompute.all=true", MTP),
-        ("recompute.layer_ids=[0,2]", ("model.num_layers=3", "train.global_batch_size=2")),
+        pytest.param("recompute.all=true", MTP, marks=pytest.mark.slow),
+        pytest.param(
+            "recompute.layer_ids=[0,2]",
+            ("model.num_layers=3", "train.global_batch_size=2"),
+            marks=pytest.mark.slow,
+        ),
         ("recompute.segments=[attn,moe_router,moe_experts]", ()),
     ],
 )
@@ -166,8 +170,10 @@ def test_compiled_bf16_agrees_within_its_rounding():
 @pytest.mark.parametrize(
     "scope, asked",
     [
-        ("layer", "recompute.all=true"),
-        ("full_iteration", "recompute.segments=[attn,moe_router,moe_experts]"),
+        pytest.param("layer", "recompute.all=true", marks=pytest.mark.slow),
+        pytest.param(
+            "full_iteration", "recompute.segments=[attn,moe_router,moe_experts]", marks=pytest.mark.slow
+        ),
         ("[attn,moe_experts]", "recompute.ops=[layernorm,core_attn]"),
     ],
 )

@@ -259,6 +259,7 @@ def test_what_does_not_fit_is_said_with_the_bytes():
     assert "no batch is small enough: raise parallel.pp" in verdict(tiny)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     words = ["model=tiny", "launch.fake_world=16", "parallel.ep=4", "compile.enabled=false"]
     for _ in range(2):
@@ -330,6 +331,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "1f1b")) for name in PIPELINES]

@@ -145,6 +145,7 @@ def test_a_compiled_run_that_is_killed_is_bitwise_the_whole_one(tmp_path):
     assert_same_state(*states)
 
 
+@pytest.mark.slow
 def test_a_run_on_text_that_is_killed_sees_the_same_tokens(tmp_path, text_words):
     overrides = (*text_words, "train.steps=12", "checkpoint.interval=4", "log.sample_tokens=4")
     whole = command(tmp_path, *words("whole", *overrides))

@@ -76,6 +76,7 @@ def test_bf16_training_with_all_passes_learns_as_the_plain_model(tmp_path):
     assert_within(one, other, 5e-2)  # bf16 rounds at other places; both fall alike
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_counts_graphs_caches_and_matches(tmp_path):
     train_in(tmp_path / "run", *COMPILED, *COMPILED_MODEL, "train.steps=2", "passes.dump=true")
     report = json.loads((tmp_path / "run" / REPORT_FILE).read_text())

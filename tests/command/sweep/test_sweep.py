@@ -138,6 +138,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was_by_the_command_that_it_prints
     assert numbers_of_table(again) == [0, 3, 1, 2] and "job 0 is finished already" in again.err.read_text()
 
 
+@pytest.mark.slow
 def test_a_job_that_was_killed_after_its_last_step_is_finished(tmp_path):
     assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
     job = read_job(tmp_path / "sweep" / "1")
@@ -148,6 +149,7 @@ def test_a_job_that_was_killed_after_its_last_step_is_finished(tmp_path):
     assert len((tmp_path / STARTS_FILE).read_text().split()) == 2
 
 
+@pytest.mark.slow
 def test_going_on_with_other_words_shows_both_and_starts_nothing(tmp_path):
     assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
     run = stub(tmp_path, "optim.lr=0.1,0.3,0.2", "sweep.resume=sweep")
@@ -166,6 +168,7 @@ def test_going_on_with_other_words_shows_both_and_starts_nothing(tmp_path):
     assert (tmp_path / STARTS_FILE).read_text().split() == ["0.1", "0.2", "0.3"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_path):
     (tmp_path / "empty").mkdir()
     run = stub(tmp_path, "optim.lr=0.1,0.2", "sweep.resume=empty")
@@ -190,6 +193,7 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_that_ends_before_its_first_job_leaves_no_report(tmp_path):
     run = stub(tmp_path, "optim.lrr=0.1,0.2", DIR)
     assert run.wait() == 2 and "did you mean 'optim.lr'" in last_line(run)
@@ -203,6 +207,7 @@ def test_other_tools_have_no_report_of_a_sweep(tmp_path):
     assert not list(tmp_path.rglob("sweep.*"))
 
 
+@pytest.mark.slow
 def test_optuna_takes_the_value_of_a_job_and_survives_one_that_fails(tmp_path):
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.sampler.seed=1")
     run = stub(tmp_path, *optuna, f"optim.lr=0.2,{FAILS},0.1", DIR)
@@ -213,6 +218,7 @@ def test_optuna_takes_the_value_of_a_job_and_survives_one_that_fails(tmp_path):
     assert "Traceback" not in run.err.read_text()
 
 
+@pytest.mark.slow
 def test_a_study_whose_trials_all_fail_ends_with_the_table_and_the_errors(tmp_path):
     words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}", DIR)
     run = stub(tmp_path, *words)

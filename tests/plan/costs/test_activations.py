@@ -13,7 +13,7 @@ from graphmoe.plan.pipeline.layouts import pieces_of
 from graphmoe.plan.stages import all_pieces
 from graphmoe.training import dry_run as dry
 from graphmoe.training.dry_run.memory import MemoryLog
-from tests.runs import config
+from tests.runs import config, slow_but
 
 MODEL = (
     "model.vocab_size=1024", "model.hidden_size=128", "model.num_layers=2", "model.dense_ffn_size=352",
@@ -81,7 +81,9 @@ def rotary_bytes(run: Any) -> int:
     return whole + (whole // run.parallel.cp if run.parallel.cp_method.value == "ring" else 0)
 
 
-@pytest.mark.parametrize("words", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "words", slow_but(CASES, "latent queries", "grouped queries", "ep, every layer again")
+)
 def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     given = {word.partition("=")[0]: word for word in (*MODEL, *words)}
     run = config(*given.values())

@@ -56,7 +56,7 @@ class UnitReport:
 
     @property
     def from_cache(self) -> int:
-        """Graphs that were found in torch's caches, but for what another rank has just put there."""
+        """Graphs that were found in torch's caches, without those that another rank has just put there."""
         return self.cache.get("fx_hits", 0) - self.of_other_ranks
 
     @contextmanager
@@ -215,9 +215,9 @@ class CompiledSegments:
     def in_place(
         self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> Callable[..., Sequence[Tensor]]:
-        """``run(*tensors)``, which changes some of its arguments, as one graph without gradients.
+        """Compile ``run(*tensors)``, which changes some of its arguments, as one graph without gradients.
 
-        The tensors given here say what shapes it is for. No passes run.
+        The graph is for the shapes of the tensors given here. No passes run.
         """
         report = UnitReport(name, True)
         with report.measured():
@@ -237,7 +237,7 @@ class CompiledSegments:
         return self._places[key]
 
     def _fused(self, segment: Segment) -> Segment:
-        """A dynamic segment as the pass fuse_experts would leave it."""
+        """Return a dynamic segment as the pass fuse_experts would leave it."""
         if segment.fused is None or self._experts is None:
             return segment
         owner = owner_of(segment.run)
@@ -246,7 +246,7 @@ class CompiledSegments:
 
     @functools.cached_property
     def _experts(self) -> str | None:
-        """The backend of the experts' kernels; None where the pass fuse_experts does not run."""
+        """Return the backend of the experts' kernels; None where the pass fuse_experts does not run."""
         knobs = {spec.name: spec.knobs for spec in self._runner(True).specs}
         return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
 

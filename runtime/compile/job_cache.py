@@ -1,4 +1,4 @@
-"""The compile cache of one job: opened before its first compilation, added to after it has compiled."""
+"""Compile cache of one job, which opens it before the first compilation and adds to it afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Opened:
 
     path: str
     why: str
-    """Why code that is not found there is not there."""
+    """Reason for which code is missing there."""
     measured: dict[str, int] = field(default_factory=dict)
 
 
@@ -100,7 +100,7 @@ class JobCache:
 
 
 def _extra_passes(facts: Mapping[str, Any]) -> str:
-    """Stands for the sources of the user's passes, which may bring operations of their own."""
+    """Return a value that stands for the sources of the user's passes, which may bring operations."""
     extra = {name: value for name, value in facts.items() if name.startswith(EXTRA_PASS)}
     return key_of(extra) if extra else ""
 

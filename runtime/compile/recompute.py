@@ -49,7 +49,7 @@ class Recompute:
 
     @classmethod
     def of(cls, config: RecomputeConfig) -> Recompute:
-        """Take it from a checked configuration."""
+        """Take the recompute from a checked configuration."""
         names = (config.segments, config.ops, config.layer_ids)
         return cls(config.all, *(frozenset(given) for given in names))  # type: ignore[arg-type]
 
@@ -57,7 +57,7 @@ class Recompute:
         return bool(self.all or self.segments or self.parts or self.layers)
 
     def words(self) -> str:
-        """For a log: what is computed again, and where."""
+        """Name for a log the segments that are computed again, and their layers."""
         named = ", ".join(sorted(self.segments | self.parts)) or "all segments"
         layers = ", ".join(map(str, sorted(self.layers)))
         return f"{named} of {f'layers {layers}' if layers else 'every layer'}"
@@ -76,7 +76,7 @@ class Recompute:
         return UnitRecompute(regions, self.parts if any(map(self._reaches, segments)) else frozenset())
 
     def runs(self, segments: Sequence[Segment]) -> list[tuple[bool, list[Segment]]]:
-        """Neighbouring segments that are covered, and that are not, in their order."""
+        """Return runs of neighbouring segments, covered or not, in their order."""
         return [(covered, [*run]) for covered, run in itertools.groupby(segments, key=self.covers)]
 
     def _reaches(self, segment: Segment) -> bool:

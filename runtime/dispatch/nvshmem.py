@@ -24,9 +24,8 @@ from graphmoe.plan.experts import Load
 from graphmoe.runtime.torch_compat import all_to_all_by_splits, nvshmem_empty
 
 MIN_BYTES = 8 << 20
-"""Bytes of a region at least. From 4 MiB on torch moves the rows of one exchange by 64 programs (16 between
-nodes), and each takes an equal part of a rank's rows, which must come out even: the size of a row sees to
-that."""
+"""Least bytes of a region. From 4 MiB on torch moves the rows of one exchange by 64 programs (16 between
+nodes), and each takes an equal part of a rank's rows. The size of a row makes the parts come out even."""
 
 
 class PeerRows:
@@ -36,7 +35,7 @@ class PeerRows:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        """``num_bytes``: the most of one exchange; `bytes_of`."""
+        """``num_bytes`` are those of the largest exchange, by `bytes_of`."""
         self.group, self.rank, self.size = group, group.rank(), group.size()
         assert self.size & (self.size - 1) == 0, self.size
         region = max(num_bytes, MIN_BYTES)
@@ -46,17 +45,17 @@ class PeerRows:
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
     def gather(self, counts_P: Tensor) -> Tensor:
-        """Rows from each rank to each rank, [P, P]. All ranks have read what was sent to them before."""
+        """Return rows from each rank to each rank, [P, P]; all ranks have then read all earlier rows."""
         arrivals = counts_P.new_empty(self.size * self.size)
         all_gather_into(arrivals, counts_P.contiguous(), group=self.group)
         return arrivals.view(self.size, self.size)
 
     def wait(self) -> None:
-        """Let the device go on when all ranks have read what was sent to them before."""
+        """Let the device go on when all ranks have read all rows that were sent to them before."""
         dist.all_reduce(self._nothing, group=self.group)
 
     def exchange(self, columns: Sequence[Tensor], splits_P: Tensor, rows: int) -> list[Tensor]:
-        """The columns of the rows that came, with room for so many: views, to be read before the next call.
+        """Return the columns of received rows, room for ``rows``: views, to be read before the next call.
 
         `gather` or `wait` must have run since the last.
         """

@@ -60,7 +60,7 @@ class Symm:
 
 
 def make_peers(mesh: Mesh, device: torch.device) -> Peers:
-    """The peers of this rank; without GPUs or alone, those that need no memory in common."""
+    """Make the peers of this rank; without GPUs or alone, peers that need no memory in common."""
     group = mesh.group("ep_etp")
     return CollectivePeers(group) if group is None or device.type != "cuda" else SymmetricPeers(group)
 

@@ -50,7 +50,7 @@ MEETING_S = 900
 """Seconds that nodes wait for each other."""
 _POLL_S = 0.2
 _IDLE_S = 2.0
-"""After a signal, how long elastic is waited for while there is no worker, as before all nodes are there."""
+"""Seconds for which elastic is waited for after a signal without workers, as before all nodes are there."""
 _OTHERS_S = 2.0
 """Seconds for which errors of other nodes are waited for, which may be the cause of those here."""
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -167,7 +167,7 @@ def _interfaces(nodes: Nodes) -> dict[str, str]:
 
 
 def _tell_other_nodes(error: ChildFailedError, logs: RankLogs, watch: HangWatch | None) -> None:
-    """Leave what this node's workers died of where the others look, and give them time to do the same."""
+    """Leave the errors of this node's workers where other nodes look, and give these time to do the same."""
     log_dirs = {logs.log_dir, *([watch.log_dir] if watch and watch.log_dir else [])}
     for failure in of_workers(error.failures, logs.attempt):
         if not error_file(logs.log_dir, failure.rank).exists():
@@ -191,7 +191,7 @@ class RankLogs(LogsSpecs):
         return str(self.log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of an attempt to start; says so if it is not the first."""
+        """Return the files of an attempt to start, and report an attempt that is not the first."""
         number = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         if number:
             self._say_restart(number, envs[0]["TORCHELASTIC_MAX_RESTARTS"])
@@ -221,7 +221,7 @@ class RankLogs(LogsSpecs):
 
 
 class _Agent(threading.Thread):
-    """Runs elastic's agent, and keeps the error that it ended with."""
+    """Runner of elastic's agent, which keeps the error that the agent ended with."""
 
     def __init__(self, config: ElasticConfig, words: Sequence[str]) -> None:
         super().__init__(name="elastic", daemon=True)
@@ -267,7 +267,7 @@ class _Forwarding:
                 self._previous[number](number, None)
 
     def to_new_workers(self) -> int:
-        """Send the signal to workers that have not had it; how many workers there are."""
+        """Send the signal to workers that have not had it; returns the number of all workers."""
         pids = self._workers()
         for pid in pids:
             if pid not in self._told:
@@ -292,7 +292,7 @@ class _Forwarding:
         self.to_new_workers()
 
     def _workers(self) -> list[int]:
-        """Process ids of the workers that run now."""
+        """Return the process ids of the workers that run now."""
         found = []
         for child in psutil.Process().children():
             with suppress(psutil.Error):

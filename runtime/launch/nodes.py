@@ -40,7 +40,7 @@ class Nodes:
 
 
 def find_nodes(launch: LaunchConfig) -> Nodes:
-    """The nodes that the configuration, or the Slurm step that this process is a task of, stands for."""
+    """Return the nodes of the configuration, or of the Slurm step that this process is a task of."""
     in_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
     count = in_step if launch.nodes == "auto" else launch.nodes
     if count == 1:
@@ -89,7 +89,7 @@ def listen_at(endpoint: str) -> socket.socket:
 
 
 def _address_towards(endpoint: str) -> str | None:
-    """The address of the interface that a variable names, or else of the one on the way to the endpoint."""
+    """Return the address of the interface that a variable names, else of the one towards the endpoint."""
     interfaces = psutil.net_if_addrs()
     for variable in _INTERFACES:
         for place in interfaces.get(os.environ.get(variable, ""), ()):
@@ -136,13 +136,13 @@ def _check_step(count: int, in_step: int) -> None:
 
 
 def _slurm_endpoint() -> str:
-    """The first host of the step, and a port that follows from the number of the job."""
+    """Return the first host of the step, and a port that follows from the number of the job."""
     port = _FIRST_PORT + int(os.environ["SLURM_JOB_ID"]) % _PORTS
     return f"{_slurm_hosts(os.environ['SLURM_STEP_NODELIST'])[0]}:{port}"
 
 
 def _slurm_hosts(nodes: str) -> list[str]:
-    """The hosts that Slurm's short form, such as 'n[1-3,7]', stands for: as Slurm says, or submitit."""
+    """Expand Slurm's short form of hosts, such as 'n[1-3,7]', by Slurm itself or by submitit."""
     if shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", nodes]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

@@ -15,7 +15,7 @@ from graphmoe.runtime.compile.code import PendingWeightGrads
 from graphmoe.runtime.overlap.order import OrderedUnit
 
 RECEIVED = -1
-"""Stands for the number of a unit where something comes from elsewhere."""
+"""Number in the place of a unit's where a tensor comes from elsewhere."""
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Tape:
         self._add(keys, found)
 
     def sources(self, read: Sequence[Tensor]) -> set[int]:
-        """The units that have made these tensors, as far as they want gradients."""
+        """Return the units that have made these tensors, as far as the tensors want gradients."""
         return {self._key(tensor)[0] for tensor in read if tensor.requires_grad} - {RECEIVED}
 
     def what_back_reads(self, number: int) -> Any:

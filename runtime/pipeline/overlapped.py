@@ -74,7 +74,7 @@ class OverlappedStage(AutogradStage):
     def together(
         self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """In turns. The other stage is one of these too."""
+        """Run both in turns. The other stage is an `OverlappedStage` too."""
         overlap, other = self._overlap(), backward.stage
         assert isinstance(other, OverlappedStage)
         if overlap is None or not self._units:

@@ -1,6 +1,6 @@
-"""Every private torch interface that the project uses, checked with torch 2.11 to 2.13.
+"""Private torch interfaces that the project uses, all of them, checked with torch 2.11 to 2.13.
 
-Each function says what it stands on; nothing else in the project imports a private name of torch. Torch's
+Each function names its source in torch; nothing else in the project imports a private name of torch. Torch's
 compilers are imported where they are called: a process that compiles nothing starts two seconds earlier.
 """
 
@@ -64,19 +64,19 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 def import_compilers() -> None:
-    """Import what compiling takes: seconds that would else count as those of the first unit."""
+    """Import the compilers, which takes seconds that would else count as those of the first unit."""
     import torch._inductor.compile_fx  # noqa: F401
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode for tensors without data; torch's compile caches refuse one that has no ShapeEnv."""
+    """Return a mode for tensors without data; torch's compile caches refuse one that has no ShapeEnv."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def lazy_graph_modules() -> ContextDecorator:
-    """Graphs that are traced inside get their Python code when they are run, if ever.
+    """Let graphs that are traced inside get their Python code only when they are run.
 
     Most graphs on the way to a unit's code are only read and cut, and their code took a sixth of
     a run that traces and compiles nothing.
@@ -86,7 +86,7 @@ def lazy_graph_modules() -> ContextDecorator:
 
 
 def joint_graph(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> fx.GraphModule:
-    """Forward and backward of a functional graph, in the operations that Inductor compiles.
+    """Trace forward and backward of a functional graph, in the operations that Inductor compiles.
 
     Inputs are ``primals_*``, one for each fake, and ``tangents_*``, one for each output that requires
     a gradient; outputs are those of the forward, then a gradient or None for each input. Node metadata
@@ -113,8 +113,8 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward so that the fewest bytes are kept between them.
 
-    What is cheap to compute again is, and what `mark_recomputed` marked (torch/_functorch/partitioners.py,
-    the cut of torch.compile). ``static_inputs`` stay in memory anyway: parameters.
+    The backward computes again what is cheap, and what `mark_recomputed` marked. ``static_inputs``, the
+    parameters, stay in memory anyway. (torch/_functorch/partitioners.py, the cut of torch.compile.)
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -126,10 +126,11 @@ def partition(
 
 @contextmanager
 def _without_generator_states() -> Iterator[None]:
-    """Lets no partition inside save the random generator's state for what is computed again.
+    """Keep partitions inside from saving the random generator's state for operations computed again.
 
-    It would for every attention, whose operation is tagged as random whatever its dropout is, and no graph
-    could be captured that reads and sets the generator. What does draw is refused: `draws_random_numbers`.
+    A partition would do so for every attention, whose operation is tagged as random whatever its dropout is,
+    and a graph that reads and sets the generator cannot be captured. Operations that do draw are refused:
+    `draws_random_numbers`.
     """
     from torch._functorch import partitioners
 
@@ -221,7 +222,7 @@ def custom_function_of(node: Any) -> type | None:
 
 @contextmanager
 def cache_counts() -> Iterator[dict[str, int]]:
-    """Counts what torch's compile caches did inside the block; filled in at its end."""
+    """Count hits, misses and bypasses of torch's compile caches in the block, filled in at its end."""
     from torch._dynamo.utils import counters
 
     names = {
@@ -288,9 +289,9 @@ def fake_process_group(num_ranks: int, rank: int) -> Iterator[None]:
 
 
 def process_group_in(argument: Any) -> torch.distributed.ProcessGroup | None:
-    """The process group that an operation of c10d was given; None for anything else.
+    """Return the process group that an operation of c10d was given; None for anything else.
 
-    (torch/csrc/distributed/c10d/Ops.cpp: they take it as an object of TorchScript.)
+    (torch/csrc/distributed/c10d/Ops.cpp: operations take the group as an object of TorchScript.)
     """
     if not isinstance(argument, torch.ScriptObject):
         return None
@@ -328,10 +329,10 @@ def nvshmem_empty(
 def all_to_all_by_splits(
     rows: Tensor, out: Tensor, splits: Tensor, out_splits: Tensor, group: torch.distributed.ProcessGroup
 ) -> None:
-    """``splits[p]`` of the rows, which lie behind each other, to rank p; what comes lies so in ``out``.
+    """Send ``splits[p]`` of the rows, which lie behind each other, to rank p; ``out`` gets rows likewise.
 
-    All four are symmetric memory, splits int64 [P], and out_splits [2, P] tells how many rows came and where
-    they begin. The host waits for nothing, and nobody looks whether ``out`` is long enough.
+    All four are symmetric memory, splits int64 [P]; out_splits [2, P] gets the numbers of received rows and
+    their starts. The host waits for nothing, and no check is made that ``out`` is long enough.
     (torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, ``all_to_all_vdev``.)
     """
     torch.ops.symm_mem.all_to_all_vdev(rows, out, splits, out_splits, group.group_name)

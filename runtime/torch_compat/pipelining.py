@@ -1,7 +1,7 @@
 """The schedule runtime of torch.distributed.pipelining, checked with torch 2.11 to 2.13.
 
-It walks through a rank's list of actions; what an action does is ours. Torch's own way of sending is not
-used: it keeps each sent tensor to the end of the step and has one communicator for both directions.
+The runtime walks through a rank's list of actions; the work of an action is ours. Torch's own way of sending
+is not used: it keeps each sent tensor to the end of the step and has one communicator for both directions.
 (torch/distributed/pipelining/schedules.py, stage.py:
 https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/pipelining)
 """
@@ -33,7 +33,7 @@ _TYPES = {
 
 
 class ScheduleRuntime:
-    """A call does what one rank has to do, in order, each action inside a profiler range ``PP:<action>``.
+    """Runtime whose call runs one rank's actions in order, each inside a profiler range ``PP:<action>``.
 
     When an action fails, torch logs the orders of all ranks with a mark at it; the error is raised as it is.
     No process group is used, and the host waits for nothing.
@@ -85,7 +85,7 @@ class _Stage(_PipelineStageBase):
         self.has_backward = False
 
     def clear_runtime_states(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: no state is kept here."""
 
     def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
         raise AssertionError("shapes are known")

@@ -16,8 +16,9 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 test: $(VENV)/installed-dev lint
 	$(PYTEST)
 
+WHICH := slow or exhaustive or not slow
 test-all: $(VENV)/installed-dev lint
-	$(PYTEST) -m "slow or exhaustive or not slow"
+	$(PYTEST) -m "$(WHICH)"
 
 # On a machine with a GPU, with whatever Python has torch there: make test-gpu PYTHON=python3
 test-gpu:

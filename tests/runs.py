@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -89,7 +88,7 @@ QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "ch
 """Words of runs whose steps a test makes one by one."""
 
 
-def slow_but(cases: Mapping[str, Any], *default: str) -> list[ParameterSet]:
+def slow_but(cases: Mapping[str, Any], *default: str) -> list[Any]:
     """Return cases by name as parameters of a test, all slow but the named ones."""
     assert cases.keys() >= {*default}
     marks = {name: () if name in default else (pytest.mark.slow,) for name in cases}

@@ -48,7 +48,9 @@ COMMANDS = {
 }
 """Commands of one file stand to the right of all rooms."""
 NO_HEAD = {"how", "of", "that", "those", "what", "when", "where", "whether", "which", "who", "whose"}
-MAX_FILE, MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN, MAX_ENTRIES = 400, 300, 42_000, 30_000, 18, 12
+MAX_FILE, MAX_ENTRIES = 400, 12
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 327, 50_500, 43_700, 23
+"""As they are: whoever makes them smaller lowers these. The aim is 300, 42,000, 30,000 and 18."""
 
 
 @functools.cache
@@ -124,7 +126,6 @@ def lines_of(files: Iterator[Path] | list[Path]) -> dict[str, int]:
     return {str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
 
 
-@pytest.mark.xfail(strict=False)
 def test_rooms_import_only_rooms_to_their_left():
     places = floors()
     assert {room_of(module) for module in sources()} - {"runtime", "graphmoe"} == {*places} - {"graphmoe"}
@@ -139,18 +140,15 @@ def test_rooms_import_only_rooms_to_their_left():
     assert upward == []
 
 
-@pytest.mark.xfail(strict=False)
 def test_no_file_imports_itself_through_others():
     assert circles() == []
 
 
-@pytest.mark.xfail(strict=False)
 def test_chains_of_imports_are_short():
     chain = longest_chain()
     assert len(chain) <= MAX_CHAIN, " -> ".join(chain)
 
 
-@pytest.mark.xfail(strict=False)
 def test_folders_and_files_are_few_and_short():
     source, tests = lines_of([*sources().values()]), lines_of([*(ROOT / "tests").rglob("*.py")])
     assert {file: lines for file, lines in (source | tests).items() if lines > MAX_FILE} == {}
@@ -177,7 +175,6 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield after.lineno, after.value.value
 
 
-@pytest.mark.xfail(strict=False)
 @pytest.mark.parametrize("top", ["graphmoe", "passes", "runtime", "tests", "docs"])
 def test_a_docstring_begins_with_a_verb_or_a_noun(top):
     headless = [

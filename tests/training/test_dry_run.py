@@ -304,9 +304,8 @@ def test_the_default_batch_grows_with_the_layout_and_no_other_does():
         return config("train.global_batch_size=16", *words).train.global_batch_size
 
     assert batch("launch.fake_world=64", "parallel.tp=2") == 64 and batch("launch.fake_world=4") == 16
-    piped = ("launch.fake_world=64", "parallel.pp=4")
-    assert batch(*piped) == 16 * 2 * 16  # four for each rank of a pipeline
-    assert batch(*piped, "pipeline.microbatches=5") == 16 * 2 * 5
+    assert batch("launch.fake_world=64", "parallel.pp=4") == 16 * 2 * 16  # four for each rank of a pipeline
+    assert batch("launch.fake_world=64", "parallel.pp=4", "pipeline.microbatches=5") == 16 * 2 * 5
     assert batch("launch.fake_world=32", "parallel.pp=8", "model.num_layers=8") == 4 * 2 * 32
     assert batch("launch.fake_world=4", "train.global_batch_size=24") == 24 and batch() == 16
 

@@ -211,3 +211,20 @@ class _FullDisk:
 
 def _fail(*arguments):
     raise OSError(errno.EIO, "disk on fire")
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path):
+    store = make_store(tmp_path)
+    save_steps(store, 1, 2)
+    flip_byte(tmp_path / "step_00000002" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"steps \[2\]"):
+        store.load({"x": torch.zeros(1000)}, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["step_000000002", "step_\u0661" + "\u0660" * 7, "step_2", "step_00000002.old"]
+)
+def test_other_spellings_of_a_step_are_no_checkpoints(tmp_path, name):
+    save_steps(make_store(tmp_path), 1)
+    (tmp_path / name).mkdir()
+    assert load_step(make_store(tmp_path)) == 1

@@ -253,3 +253,25 @@ def test_flipped_bytes_of_files_whose_sums_fit_are_refused_or_harmless(tmp_path)
                 refused += 1
         replace_file(folder / name, whole)
     assert refused > 40
+
+
+@pytest.mark.parametrize("payload", [Calls(os.mkdir, "mark"), (("value",), Calls(os.mkdir, "mark"))])
+def test_a_plain_value_in_torchs_own_format_runs_nothing(tmp_path, monkeypatch, payload):
+    folder, content = saved_in(tmp_path / "run"), io.BytesIO()
+    monkeypatch.chdir(tmp_path)
+    torch.save(payload, content)
+    as_entry(folder, "value", content.getvalue())
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds other than what graphmoe wrote"):
+        load(folder)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_pickle_that_sets_attributes_of_a_class_leaves_the_next_read_as_it_was(tmp_path):
+    folder = saved_in(tmp_path)
+    good = (folder / ".metadata").read_bytes()
+    known = text("torch.distributed.checkpoint.metadata") + text("Metadata") + b"\x93"
+    replace_file(folder / ".metadata", PROTO + known + b"N}" + text("state") + b"Ns\x86b" + STOP)
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        load(folder)
+    replace_file(folder / ".metadata", good)
+    assert load(folder)["step"] == 1 and not hasattr(Metadata, "state")

@@ -1,5 +1,7 @@
 """Token files whose contents are not what was written: found, named, and made again where possible."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -196,3 +198,10 @@ def test_a_wrong_file_of_sums_is_an_error_that_names_it(prefix, text, said):
     prefix.with_suffix(".sha256").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=said):
         open_pair(prefix)
+
+
+def test_sums_are_those_of_the_command_sha256sum(prefix):
+    contents.write_sums(prefix)
+    lines = prefix.with_suffix(".sha256").read_text().splitlines()
+    files = [prefix.with_suffix(ending) for ending in (".bin", ".idx")]
+    assert lines == [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}" for p in files]

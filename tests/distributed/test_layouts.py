@@ -49,7 +49,7 @@ ROUTED = {
 TWO = (
     *ROUTED, *ROUTED.values(),
     Case(2, "", model=(MTP,)), Case(2, "", model=("model.aux_loss=sequence",)),
-    Case(2, "", overrides=("train.clip_grad_norm=0.01", "train.global_batch_size=8")),
+    Case(2, "", model=("train.clip_grad_norm=0.01",)),
     Case(2, "", model=(TIED,), mode="traced"),
     Case(2, "pp=2", "gpipe"), Case(2, "pp=2", "interleaved", ("pipeline.virtual_stages=3",)),
     Case(2, "pp=2", "1f1b", ("pipeline.layout=Ettttmm|L",), (MTP,)),

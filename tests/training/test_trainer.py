@@ -349,3 +349,10 @@ def test_a_summary_that_the_disk_does_not_take_is_an_error_that_says_what_to_do(
     with no_file_beyond(10), pytest.raises(RunFailed, match=said):
         _summarise(trainer, tmp_path, True, [trainer.memory])
     assert not (tmp_path / "summary.tmp").exists()
+
+
+def test_validation_changes_nothing_in_the_run(tmp_path):
+    with_it = train_in(tmp_path / "with", "train.val_interval=1")
+    without = train_in(tmp_path / "without", "train.val_batches=0")
+    for one, other in zip(with_it.optimizer.weights, without.optimizer.weights, strict=True):
+        assert one.equal(other)

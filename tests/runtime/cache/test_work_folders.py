@@ -183,3 +183,29 @@ def test_a_killed_process_leaves_a_work_folder_that_the_next_one_removes(cache):
     old(left)
     cache.open(FACTS)
     assert not left.exists()
+
+
+def test_where_no_disk_has_room_a_job_starts_with_nothing(cache, monkeypatch, caplog):
+    kept(cache, a="1")
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    work = cache.open(FACTS)
+    assert read(work) == {} and not work.found and "nothing can be taken" in caplog.text
+
+
+def test_a_disk_that_fills_up_while_opening_moves_the_work_folder(cache, monkeypatch, caplog):
+    kept(cache, a="1")
+    write_bytes = Path.write_bytes
+
+    def full(path, content):
+        if path.is_relative_to(cache.folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    work = cache.open(FACTS)
+    assert read(work) == {"a": "1"} and not work.path.is_relative_to(cache.folder)
+    assert list((cache.folder / "work").iterdir()) == []

@@ -135,3 +135,22 @@ def test_a_forked_child_leaves_its_parents_file(tmp_path, no_flock):
     os.waitpid(child, 0)
     assert (tmp_path / "run.lock.held").exists()
     lock.release()
+
+
+def test_a_disk_that_takes_no_more_is_not_held(tmp_path, no_flock, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(json, "dumps", lambda holder: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space"):
+            FileLock.acquire(tmp_path / "run.lock")
+    lock = FileLock.acquire(tmp_path / "run.lock")
+    assert lock is not None
+    lock.release()
+
+
+def test_another_error_of_flock_is_not_passed_over(tmp_path, monkeypatch):
+    def fail(descriptor, operation):
+        raise OSError(errno.EIO, "bad disk")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="bad disk"):
+        FileLock.acquire(tmp_path / "run.lock")

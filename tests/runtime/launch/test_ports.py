@@ -161,3 +161,10 @@ def test_a_name_that_stands_for_loopback_on_its_own_machine_names_no_address(mon
     assert "launch.endpoint=node0:0 stands for no address of this node" in caplog.text
     with listen_at("localhost:0") as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
+
+
+@pytest.mark.slow
+def test_a_run_that_may_restart_listens_where_only_this_machine_reaches_it(tmp_path, started):
+    started.append(run := start(tmp_path, "launch.max_restarts=1"))
+    wait_for_rows(tmp_path, 2, run)
+    assert {host for host, _ in ports_of(run)} == {"127.0.0.1"}

@@ -32,15 +32,15 @@ from graphmoe.bench.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
     Measured,
-    as_plain,
     is_first,
     rows_file,
     without_folders,
 )
 from graphmoe.bench.dispatch_suite import measure_exchanges, render_dispatch
+from graphmoe.bench.ladder_suite import draw_ladder, measure_rungs, render_ladder
 from graphmoe.bench.ops_suite import measure_operations, render_operations
-from graphmoe.bench.run_rows import draw_ladder, render_ladder, render_projections, render_steps
-from graphmoe.bench.runs import measure_projections, measure_rungs, measure_steps
+from graphmoe.bench.projection_suite import measure_projections, render_projections
+from graphmoe.bench.step_suite import measure_steps, render_steps
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError
 from graphmoe.run.machine import describe
@@ -103,7 +103,7 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
         "left_out": left_out,
         "seconds": round(time.monotonic() - started, 3),
         **found,
-        "rows": as_plain(rows),
+        "rows": rows,
     }
 
 

@@ -7,8 +7,9 @@ Suffixes: T tokens, R rows, I inner, O outer, D hidden, V vocabulary, E experts,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,11 @@ from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 
-Call = Callable[[], object]
-Calls = dict[str, Call]
+Calls = dict[str, Callable[[], object]]
 """Timed calls by the rate that they give; a rate of several calls has them as ``rate/call``."""
-BF16 = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """Heads of queries and of keys, sizes of a query's and a value's, and tokens of a sequence."""
 
     H: int
@@ -87,8 +85,7 @@ TINY = CalibrateShapes(
 """Large enough to run every line, small enough for a CPU."""
 
 
-@dataclass(frozen=True)
-class CalibrateCase:
+class CalibrateCase(NamedTuple):
     """Operations at one size; each gives a rate one point."""
 
     name: str
@@ -101,33 +98,32 @@ class CalibrateCase:
     """Put the inputs in place and return the timed calls. *Raises* any error of a kernel or the allocator."""
 
 
-def calibrate_cases(shapes: CalibrateShapes) -> list[CalibrateCase]:
+def calibrate_cases(shapes: CalibrateShapes) -> Iterator[CalibrateCase]:
     """All cases of one device by itself."""
-    return [
-        *_dense(shapes),
-        *_experts(shapes),
-        *_routers(shapes),
-        *_attention(shapes),
-        *_losses(shapes),
-        CalibrateCase(
-            "copy", 0, 0, 2 * shapes.copied_bytes, functools.partial(_copy_calls, shapes.copied_bytes)
-        ),
-    ]
-
-
-def _dense(shapes: CalibrateShapes) -> Iterator[CalibrateCase]:
     for inner, outer in shapes.weights:
         for rows in shapes.rows:
-            yield CalibrateCase(
-                f"dense/{inner}x{outer}/{rows}",
-                (inner * outer) ** 0.5,
-                rows,
-                2 * rows * inner * outer,
-                functools.partial(_dense_calls, rows, inner, outer),
-            )
+            name, make = f"dense/{inner}x{outer}/{rows}", functools.partial(_dense, rows, inner, outer)
+            yield CalibrateCase(name, (inner * outer) ** 0.5, rows, 2 * rows * inner * outer, make)
+    for mlp in shapes.experts:
+        name, make = f"grouped/{mlp.D}x{mlp.F}x{mlp.E}/{mlp.T}", functools.partial(_experts, mlp)
+        slots = mlp.T * mlp.K
+        yield CalibrateCase(name, mlp.F, slots / mlp.E, 3 * 2 * slots * mlp.D * mlp.F, make)
+    for T, D, E in shapes.routers:
+        make = functools.partial(_router, T, D, E)
+        yield CalibrateCase(f"router/{D}x{E}/{T}", E, T, 2 * T * D * E, make)
+    for heads in shapes.heads:
+        sequences = max(shapes.attended // heads.S, 1)
+        flops = 2 * sequences * heads.S * heads.H * (heads.E + heads.V) * heads.S / 2
+        name = f"attention/{heads.H}x{heads.E}x{heads.V}/{heads.S}"
+        yield CalibrateCase(name, heads.E, heads.S, flops, functools.partial(_attention, heads, sequences))
+    for T, D, V in shapes.losses:
+        make = functools.partial(_loss, T, D, V)
+        yield CalibrateCase(f"head/{D}x{V}/{T}", D, T, 3 * 2 * T * D * V, make)
+    copied = shapes.copied_bytes
+    yield CalibrateCase("copy", 0, 0, 2 * copied, functools.partial(_copy, copied))
 
 
-def _dense_calls(rows: int, inner: int, outer: int, device: torch.device) -> Calls:
+def _dense(rows: int, inner: int, outer: int, device: torch.device) -> Calls:
     normal = _normal(device)
     x_RI, weight_OI, dy_RO = normal(rows, inner), normal(outer, inner, scale=inner**-0.5), normal(rows, outer)
     total_OI = torch.zeros(outer, inner, device=device)
@@ -139,18 +135,7 @@ def _dense_calls(rows: int, inner: int, outer: int, device: torch.device) -> Cal
     }
 
 
-def _experts(shapes: CalibrateShapes) -> Iterator[CalibrateCase]:
-    for shape in shapes.experts:
-        yield CalibrateCase(
-            f"grouped/{shape.D}x{shape.F}x{shape.E}/{shape.T}",
-            shape.F,
-            shape.T * shape.K / shape.E,
-            3 * 2 * shape.T * shape.K * shape.D * shape.F,
-            functools.partial(_experts_calls, shape),
-        )
-
-
-def _experts_calls(shape: MlpShape, device: torch.device) -> Calls:
+def _experts(shape: MlpShape, device: torch.device) -> Calls:
     """With the backends that ``moe.experts=auto`` takes, on a natural routing."""
     generator = torch.Generator(device).manual_seed(0)
     routing, weight_TK = route(shape.T, shape.E, shape.K, generator, device)
@@ -169,14 +154,7 @@ def _experts_calls(shape: MlpShape, device: torch.device) -> Calls:
     }
 
 
-def _routers(shapes: CalibrateShapes) -> Iterator[CalibrateCase]:
-    for tokens, hidden, experts in shapes.routers:
-        make = functools.partial(_router_calls, tokens, hidden, experts)
-        flops = 2 * tokens * hidden * experts
-        yield CalibrateCase(f"router/{hidden}x{experts}/{tokens}", experts, tokens, flops, make)
-
-
-def _router_calls(tokens: int, hidden: int, experts: int, device: torch.device) -> Calls:
+def _router(tokens: int, hidden: int, experts: int, device: torch.device) -> Calls:
     normal = _normal(device)
     h_TD, gate_ED, dlogits_TE = (
         normal(*size).float() for size in ((tokens, hidden), (experts, hidden), (tokens, experts))
@@ -188,31 +166,19 @@ def _router_calls(tokens: int, hidden: int, experts: int, device: torch.device) 
     }
 
 
-def _attention(shapes: CalibrateShapes) -> Iterator[CalibrateCase]:
-    for heads in shapes.heads:
-        sequences = max(shapes.attended // heads.S, 1)
-        flops = 2 * sequences * heads.S * heads.H * (heads.E + heads.V) * heads.S / 2
-        name = f"attention/{heads.H}x{heads.E}x{heads.V}/{heads.S}"
-        make = functools.partial(_attention_calls, heads, sequences)
-        yield CalibrateCase(name, heads.E, heads.S, flops, make)
-
-
-def _attention_calls(heads: Heads, sequences: int, device: torch.device) -> Calls:
-    normal, (B, S) = _normal(device), (sequences, heads.S)
-    leaves = [
-        normal(B, S, *size).requires_grad_()
-        for size in ((heads.H, heads.E), (heads.G, heads.E), (heads.G, heads.V))
-    ]
+def _attention(heads: Heads, sequences: int, device: torch.device) -> Calls:
+    normal, (H, G, E, V, S) = _normal(device), heads
+    leaves = [normal(sequences, S, *size).requires_grad_() for size in ((H, E), (G, E), (G, V))]
     backend = choose_backend(
         AttentionBackend.auto,
         device_type=device.type,
         is_rocm=torch.version.hip is not None,
-        head_dim=heads.E,
-        v_head_dim=heads.V,
+        head_dim=E,
+        v_head_dim=V,
     )
 
     def forward() -> Tensor:
-        return causal_attention(*leaves, scale=heads.E**-0.5, backend=backend)
+        return causal_attention(*leaves, scale=E**-0.5, backend=backend)
 
     out_BSHV = forward()
     dout_BSHV = torch.randn_like(out_BSHV)
@@ -222,14 +188,7 @@ def _attention_calls(heads: Heads, sequences: int, device: torch.device) -> Call
     }
 
 
-def _losses(shapes: CalibrateShapes) -> Iterator[CalibrateCase]:
-    for tokens, hidden, vocabulary in shapes.losses:
-        make = functools.partial(_loss_calls, tokens, hidden, vocabulary)
-        flops = 3 * 2 * tokens * hidden * vocabulary
-        yield CalibrateCase(f"head/{hidden}x{vocabulary}/{tokens}", hidden, tokens, flops, make)
-
-
-def _loss_calls(tokens: int, hidden: int, vocabulary: int, device: torch.device) -> Calls:
+def _loss(tokens: int, hidden: int, vocabulary: int, device: torch.device) -> Calls:
     """The forward, which makes both gradients."""
     from graphmoe.ops import linear_cross_entropy  # noqa: F401  # registers the op
 
@@ -240,7 +199,7 @@ def _loss_calls(tokens: int, hidden: int, vocabulary: int, device: torch.device)
     return {"head": lambda: op(h_TD, w_VD, labels_T, -100, 0.0, tokens, 0, True)}
 
 
-def _copy_calls(num_bytes: int, device: torch.device) -> Calls:
+def _copy(num_bytes: int, device: torch.device) -> Calls:
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return {"hbm": lambda: target.copy_(source)}
@@ -251,11 +210,6 @@ def _normal(device: torch.device) -> Callable[..., Tensor]:
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(size, generator=generator, device=device).mul_(scale).to(BF16)
+        return torch.randn(size, generator=generator, device=device).mul_(scale).bfloat16()
 
     return normal
-
-
-def names_of(calls: Sequence[str]) -> list[str]:
-    """The rates of a case, each once."""
-    return list(dict.fromkeys(name.partition("/")[0] for name in calls))

@@ -1,17 +1,14 @@
-"""``suite=calibrate``: shares that this machine reaches of its card's peaks, for ``graphmoe.project rates=``.
-
-Suffixes: see `graphmoe.bench.calibrate_cases`.
-"""
+"""``suite=calibrate``: the shares that this machine reaches of its card's peaks, as a file of rates."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,22 @@ import torch.distributed as dist
 
 from graphmoe.bench import calibrate_cases
 from graphmoe.bench.arguments import BenchArgs, compose_config
-from graphmoe.bench.calibrate_cases import CalibrateCase, Calls, names_of
-from graphmoe.bench.cases import Measured, chosen, free_memory, is_first, keep, one_by_one, reason, table
-from graphmoe.bench.dispatch_times import Streams, samples_ms
-from graphmoe.bench.own_process import ProcessFailed, in_own_process
-from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks
-from graphmoe.bench.step_times import UNREAD, measure
+from graphmoe.bench.calibrate_cases import CalibrateCase
+from graphmoe.bench.cases import (
+    Cell,
+    Measured,
+    Row,
+    chosen,
+    free_memory,
+    is_first,
+    keep,
+    one_by_one,
+    reason,
+    table,
+)
+from graphmoe.bench.jobs import UNREAD, ProcessFailed, in_own_process
+from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks, samples_ms
+from graphmoe.bench.step_suite import measure
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
@@ -48,44 +55,21 @@ WORK = {"attention_backward": 2}
 """Products of a call over those of the case's work, where it is not as many."""
 
 
-@dataclass
-class CalibrateRow:
-    """Time of one call, and its share of the peak; an error in place of both where it failed."""
-
-    case: str
-    rate: str
-    call: str
-    kind: float
-    size: float
-    work: float
-    """FLOPs or bytes, or 0 where the rate is a time."""
-    median_ms: float | None = None
-    share: float | None = None
-    """Share of the card's peak, for this call alone."""
-    value_us: float | None = None
-    """Value of a rate that is a time."""
-    error: str | None = None
-
-
 def measure_rates(args: BenchArgs, device: torch.device, full: bool) -> Measured:
-    """Run ``suite=calibrate``."""
+    """Run ``suite=calibrate``: rows of calls, each with its share of the card's peak or ``value_us``."""
     card = card_of_device(device)
-    cases = calibrate_cases.calibrate_cases(calibrate_cases.FULL if full else calibrate_cases.TINY)
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    rows: list[CalibrateRow] = []
+    cases = [*calibrate_cases.calibrate_cases(calibrate_cases.FULL if full else calibrate_cases.TINY)]
+    rows: list[Row] = []
     if is_first():
-        rows += one_by_one(
-            chosen(cases, args.only),
-            lambda case: run_calibrate_case(case, card, device, args.repeats),
-            _brief,
-            args.out,
+        run = functools.partial(run_calibrate_case, card=card, device=device, repeats=args.repeats)
+        rows += one_by_one(chosen(cases, args.only), run, _brief, args.out)
+        rows.append(
+            _time_row("kernel", "segment_us", lambda: (None, _kernel_us(device) * KERNELS_OF_SEGMENT))
         )
-        rows.append(launch_row(device))
         keep(args.out, rows[-1:])
-    if is_alone:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         left_out = ["node: one rank sends nothing; start it with torchrun --nproc-per-node=8"]
-        own = [] if device.type == "cuda" else ["compile=none"]
-        rows.append(host_row(device, args.limit_s, *own))
+        rows.append(_time_row("host", "host_us", lambda: _host_times(device, args.limit_s)))
     else:
         left_out = ["host_us: it is measured by one process; start it with python -m graphmoe.bench"]
         with joined_ranks(device) as ranks:
@@ -93,12 +77,14 @@ def measure_rates(args: BenchArgs, device: torch.device, full: bool) -> Measured
     keep(args.out, rows[-1:])
     for line in left_out:
         log.info("left out: %s", line)
-    method = {
-        "card": card.name,
-        "kernels_of_segment": KERNELS_OF_SEGMENT,
-        "launched": " ".join(LAUNCHED),
-    }
+    method = {"card": card.name, "kernels_of_segment": KERNELS_OF_SEGMENT, "launched": " ".join(LAUNCHED)}
     return rows, left_out, method
+
+
+def calibrate_row(case: str, rate: str, call: str, kind: float = 0, size: float = 0, work: float = 0) -> Row:
+    """A row without its time; ``work`` are FLOPs or bytes, 0 where the rate is a time itself."""
+    about = {"case": case, "rate": rate, "call": call, "kind": kind, "size": size, "work": work}
+    return about | {"median_ms": None, "share": None, "value_us": None, "error": None}
 
 
 def card_of_device(device: torch.device) -> Card:
@@ -117,47 +103,42 @@ def card_of_device(device: torch.device) -> Card:
     )
 
 
-def run_calibrate_case(
-    case: CalibrateCase, card: Card, device: torch.device, repeats: int
-) -> list[CalibrateRow]:
+def run_calibrate_case(case: CalibrateCase, card: Card, device: torch.device, repeats: int) -> list[Row]:
     """Rows of all calls of a case, which take turns. Raises nothing."""
+    rows: list[Row] = []
     try:
         calls = case.make(device)
-        times = _times(calls, device, repeats)
+        for call in calls.values():
+            for _ in range(WARM_UP_CALLS):
+                call()
+        for name, samples in time_in_turns(calls, repeats, device).items():
+            rate, ms = name.partition("/")[0], statistics.median(samples)
+            work = case.work * WORK.get(rate, 1)
+            peak = card.hbm_tb_per_s * 1e12 if rate == "hbm" else card.tflops * 1e12
+            row = calibrate_row(case.name, rate, name, case.kind, case.size, work)
+            rows.append(row | {"median_ms": ms, "share": work / ms * 1e3 / peak})
+        del calls, call
     except Exception as error:  # whatever a kernel, a compiler or the allocator may raise
-        rows = [CalibrateRow(case.name, case.name, "", case.kind, case.size, case.work, error=reason(error))]
-    else:
-        rows = [_row(case, name, times[name], card) for name in calls]
-        del calls
-    free_memory(device, after_error=any(row.error for row in rows))
+        row = calibrate_row(case.name, case.name, "", case.kind, case.size, case.work)
+        rows = [row | {"error": reason(error)}]
+    free_memory(device, rows)
     return rows
 
 
-def _times(calls: Calls, device: torch.device, repeats: int) -> dict[str, float]:
-    for call in calls.values():
-        for _ in range(WARM_UP_CALLS):
-            call()
-    return {name: statistics.median(ms) for name, ms in time_in_turns(calls, repeats, device).items()}
-
-
-def _row(case: CalibrateCase, name: str, ms: float, card: Card) -> CalibrateRow:
-    (rate,) = names_of([name])
-    work = case.work * WORK.get(rate, 1)
-    peak = card.hbm_tb_per_s * 1e12 if rate == "hbm" else card.tflops * 1e12
-    return CalibrateRow(case.name, rate, name, case.kind, case.size, work, ms, work / ms * 1e3 / peak)
-
-
-def launch_row(device: torch.device) -> CalibrateRow:
-    """The least time of kernels that follow each other, times those of a segment. Raises nothing."""
-    row = CalibrateRow("kernel", "segment_us", "segment_us", 0, 0, 0)
+def _time_row(case: str, rate: str, measured: Callable[[], tuple[float | None, float]]) -> Row:
+    """The row of a rate that is a time, in us; ``measured`` gives it after milliseconds. Raises nothing."""
+    row = calibrate_row(case, rate, rate)
     try:
-        row.value_us = _kernel_us(device) * KERNELS_OF_SEGMENT
+        row["median_ms"], row["value_us"] = measured()
+    except (ConfigError, ProcessFailed) as error:
+        row["error"] = " ".join(str(error).split())
     except Exception as error:
-        row.error = reason(error)
+        row["error"] = reason(error)
     return row
 
 
 def _kernel_us(device: torch.device) -> float:
+    """The least time of kernels that follow each other."""
     numbers = torch.zeros(1024, device=device)
 
     def kernels() -> None:
@@ -178,19 +159,14 @@ def _kernel_us(device: torch.device) -> float:
     return statistics.median(times) / SMALL_KERNELS * 1e3
 
 
-def host_row(device: torch.device, limit_s: float, *words: str) -> CalibrateRow:
-    """The host's time in a training step of a small model, over its starts of segments. Raises nothing."""
-    row = CalibrateRow("host", "host_us", "host_us", 0, 0, 0)
-    try:
-        config = compose_config(*LAUNCHED, f"run.device={device.type}", *words)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            times = in_own_process(measure, config, Path(folder), TIMED_STEPS, limit_s=limit_s)
-        starts = 2 * num_segments(config.model)
-        row.median_ms = statistics.median(times.host_samples_ms)
-        row.value_us = row.median_ms * 1e3 / starts
-    except (ConfigError, ProcessFailed) as error:
-        row.error = " ".join(str(error).split())
-    return row
+def _host_times(device: torch.device, limit_s: float) -> tuple[float, float]:
+    """The host's milliseconds in a step of a small model, and us for each start of a segment."""
+    words = [] if device.type == "cuda" else ["compile=none"]
+    config = compose_config(*LAUNCHED, f"run.device={device.type}", *words)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        times = in_own_process(measure, config, Path(folder), TIMED_STEPS, limit_s=limit_s)
+    median_ms = statistics.median(times["host_samples_ms"])
+    return median_ms, median_ms * 1e3 / (2 * num_segments(config.model))
 
 
 def num_segments(model: ModelConfig) -> int:
@@ -200,68 +176,67 @@ def num_segments(model: ModelConfig) -> int:
     return 2 + dense * len(DENSE_SEGMENTS) + (model.num_layers + model.mtp_depth - dense) * len(of_moe)
 
 
-def exchange_row(ranks: RankGroup, card: Card, repeats: int) -> CalibrateRow:
+def exchange_row(ranks: RankGroup, card: Card, repeats: int) -> Row:
     """An all-to-all of all ranks, equal on all of them. Collective. Raises nothing."""
     size = EXCHANGED_BYTES[ranks.device.type] // ranks.size * ranks.size
     out = size * (ranks.size - 1) / ranks.size
-    row = CalibrateRow("all_to_all", "node", "node", ranks.size, size, out)
+    row = calibrate_row("all_to_all", "node", "node", ranks.size, size, out)
+
+    def median_ms() -> float:
+        sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
+        received = torch.empty_like(sent)
+        turns = [(lambda: dist.all_to_all_single(received, sent), None)]
+        samples = samples_ms(ranks, turns, repeats=repeats, captures=False)
+        return statistics.median(samples)
+
     try:
-        row.median_ms = ranks.together(lambda: _exchange_ms(ranks, size, repeats))
-        row.share = out / row.median_ms * 1e3 / (card.node_gb_per_s * 1e9)
+        ms = ranks.together(median_ms)
+        row |= {"median_ms": ms, "share": out / ms * 1e3 / (card.node_gb_per_s * 1e9)}
     except RanksFailed as failed:
-        row.error = str(failed)
+        row["error"] = str(failed)
     return row
 
 
-def _exchange_ms(ranks: RankGroup, size: int, repeats: int) -> float:
-    sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
-    received = torch.empty_like(sent)
-    turns = [(lambda: dist.all_to_all_single(received, sent), None)]
-    streams = Streams(ranks.device)
-    return statistics.median(samples_ms(ranks, streams, turns, repeats=repeats, captures=False))
-
-
-def rates_of_rows(rows: Sequence[CalibrateRow]) -> dict[str, Any]:
+def rates_of_rows(rows: Sequence[Row]) -> dict[str, Any]:
     """The rates that rows without errors give, as a file of rates has them.
 
     A rate of several calls takes the work of all over the time of all, at each size.
     """
     found: dict[str, Any] = {}
-    of_points: dict[str, dict[tuple[float, float], list[CalibrateRow]]] = {}
+    points: dict[str, dict[tuple[float, float], list[Row]]] = {}
     for row in rows:
-        if row.error is None and row.value_us is not None:
-            found[row.rate] = round(row.value_us, 3)
-        elif row.error is None and (row.kind == 0 or row.rate == "node"):
-            found[row.rate] = _rounded(row.share)
-        elif row.error is None:
-            of_points.setdefault(row.rate, {}).setdefault((row.kind, row.size), []).append(row)
-    for rate, points in of_points.items():
-        found[rate] = [[round(kind, 1), size, _mean(same)] for (kind, size), same in sorted(points.items())]
+        if row["error"] is not None:
+            continue
+        if row["value_us"] is not None:
+            found[row["rate"]] = round(row["value_us"], 3)
+        elif row["kind"] == 0 or row["rate"] == "node":
+            found[row["rate"]] = _share([row])
+        else:
+            points.setdefault(row["rate"], {}).setdefault((row["kind"], row["size"]), []).append(row)
+    for rate, of_rate in points.items():
+        found[rate] = [[round(kind, 1), size, _share(same)] for (kind, size), same in sorted(of_rate.items())]
     return found
 
 
-def _mean(rows: Sequence[CalibrateRow]) -> float:
-    """Mean share of calls of one size, weighted by their time."""
-    total_ms = sum(row.median_ms or 0 for row in rows)
-    return _rounded(sum((row.share or 0) * (row.median_ms or 0) for row in rows) / total_ms)
+def _share(rows: Sequence[Row]) -> float:
+    """Mean share of calls of one size, weighted by their time.
 
-
-def _rounded(share: float | None) -> float:
-    """Above 0, and no more than the peak, by which a copy of what a cache holds may seem faster."""
-    assert share is not None
-    return min(float(f"{share:.4g}"), 1.0)
+    No more than the peak, by which a copy of what a cache holds may seem faster.
+    """
+    mean = sum(row["share"] * row["median_ms"] for row in rows) / sum(row["median_ms"] for row in rows)
+    return min(float(f"{mean:.4g}"), 1.0)
 
 
 def render_calibration(document: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the table, and the rates below it."""
 
-    def share(row: dict[str, Any]) -> str:
+    def share(row: Row) -> str:
         return f"{row['share']:.3g}" if row["share"] is not None else f"{row['value_us']:.1f} us"
 
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "case": lambda row: row["case"],
-        "call": lambda row: row["call"],
-        "ms": lambda row: "" if row["median_ms"] is None else f"{row['median_ms']:.4f}",
+    columns: dict[str, Cell] = {
+        "case": "{case}",
+        "call": "{call}",
+        "ms": "{median_ms:.4f}",
         "share of peak": share,
     }
     yield from table(columns, document["rows"], named=2)
@@ -271,9 +246,5 @@ def render_calibration(document: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _brief(rows: Sequence[CalibrateRow]) -> str:
-    return ", ".join(
-        row.error
-        or (f"{row.call} {row.share:.3g}" if row.share is not None else f"{row.call} {row.value_us:.1f}")
-        for row in rows
-    )
+def _brief(row: Row) -> str:
+    return f"{row['call']} {row['share']:.3g}"

@@ -1,4 +1,4 @@
-"""Cases of a benchmark, their alternatives, and the rows that running them gives, one case after the other.
+"""Cases of operations with their alternatives, and the rows and the table that every suite makes.
 
 Before anything is timed, each alternative's results are compared with those of the first; one that computes
 something else is reported and not timed.
@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -30,87 +30,43 @@ BYTES_PER_S = 4.3e12
 """A copy on an H200, bytes read and written."""
 TOLERANCE = 0.03
 """Largest relative difference (Frobenius) of right results; bf16 sums in another order differ by 0.005."""
-
 SKEW = 4
 """Rows of the largest expert over the mean, in a skewed routing."""
 
-Measured = tuple[Sequence[Any], list[str], dict[str, Any]]
+Row = dict[str, Any]
+"""Numbers of one measurement as the JSON document has them; ``error`` is None where it did not fail."""
+Measured = tuple[list[Row], list[str], dict[str, Any]]
 """Rows of a suite, lines on what was left out, and the facts of how it was measured."""
 Results = tuple[Tensor | None, ...]
 """Results of a call, in the order of the case's ``results``; None is not compared."""
 
 
-@dataclass(frozen=True)
-class Floor:
-    """The least that the device has to do, and the time that takes."""
-
-    amount: int
-    kind: Literal["FLOPs", "bytes"]
-
-    @property
-    def ms(self) -> float:
-        """Milliseconds at the rate that was measured on an H200."""
-        return self.amount / (FLOPS_PER_S if self.kind == "FLOPs" else BYTES_PER_S) * 1e3
-
-
-@dataclass(frozen=True)
-class Run:
-    """An alternative with its inputs in place."""
+class Run(NamedTuple):
+    """A timed call with its inputs in place, and its forward alone, for the memory kept for the backward."""
 
     call: Callable[[], Results]
-    """The timed call."""
     forward: Callable[[], Tensor] | None = None
-    """The forward alone, with gradients, for the memory kept for the backward."""
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """One way to compute a case. ``bind`` puts the inputs in place, which is not timed."""
-
-    name: str
-    bind: Callable[[], Run]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one shape. ``make`` allocates inputs and lists the alternatives, reference first."""
+    """One operation at one shape, and the least that the device has to do for it."""
 
     name: str
     shape: dict[str, int]
-    floor: Floor
+    amount: int
+    kind: Literal["FLOPs", "bytes"]
     results: tuple[str, ...]
-    make: Callable[[], list[Alternative]]
+    make: Callable[[], Mapping[str, Callable[[], Run]]]
+    """Allocate inputs; return the alternatives, reference first, each with what puts its inputs in place."""
     memory: Literal["kept", "peak"] | None = None
     """kept: bytes held between forward and backward beside inputs and output. peak: most bytes in use
     above the inputs and all results but the first."""
 
-
-@dataclass
-class Row:
-    """Times of one alternative of a case; an error instead where it failed."""
-
-    case: str
-    alternative: str
-    shape: dict[str, int]
-    floor_kind: str
-    floor_amount: int
-    floor_ms: float
-    samples_ms: list[float] = field(default_factory=list)
-    p10_ms: float | None = None
-    median_ms: float | None = None
-    p90_ms: float | None = None
-    time_over_floor: float | None = None
-    share_of_floor_rate: float | None = None
-    memory_kind: str | None = None
-    memory_bytes: int | None = None
-    error: str | None = None
-
-    def take(self, samples_ms: Sequence[float]) -> None:
-        """Fill in the samples and the numbers that follow from them."""
-        self.samples_ms = [round(ms, 6) for ms in samples_ms]
-        self.p10_ms, self.median_ms, self.p90_ms = (round(ms, 6) for ms in spread(samples_ms))
-        self.time_over_floor = self.median_ms / self.floor_ms
-        self.share_of_floor_rate = self.floor_ms / self.median_ms
+    @property
+    def floor_ms(self) -> float:
+        """Milliseconds at the rate that was measured on an H200."""
+        return self.amount / (FLOPS_PER_S if self.kind == "FLOPs" else BYTES_PER_S) * 1e3
 
 
 def run_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
@@ -118,40 +74,54 @@ def run_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
 
     A failure becomes the error of its row, and the others go on.
     """
+    about = {"case": case.name, "shape": case.shape, "floor_kind": case.kind, "floor_amount": case.amount}
+    about |= {"floor_ms": case.floor_ms, "error": None}
     try:
         alternatives = case.make()
     except Exception as error:  # whatever a kernel, a compiler or the allocator may raise
-        return [_row(case, "all", reason(error))]
-    rows = {a.name: _row(case, a.name) for a in alternatives}
-    runs: dict[str, Run] = {}
+        return [about | {"alternative": "all", "error": reason(error)}]
+    rows: dict[str, Row] = {name: about | {"alternative": name} for name in alternatives}
+    calls: dict[str, Callable[[], Results]] = {}
     expected: Results | None = None
-    for alternative in alternatives:
-        row = rows[alternative.name]
+    for name, bind in alternatives.items():
+        row = rows[name]
         try:
-            run = alternative.bind()
+            run = bind()
             results = _warm(run, device)
-            row.error = compare(case.results, results, expected)
-            if row.error is None:
+            row["error"] = compare(case.results, results, expected)
+            if row["error"] is None:
                 expected = results if expected is None else expected
-                row.memory_kind, row.memory_bytes = case.memory, _memory(case, run, device)
-                runs[alternative.name] = run
+                row |= {"memory_kind": case.memory, "memory_bytes": _memory(case, run, device)}
+                calls[name] = run.call
         except Exception as error:
-            row.error = reason(error)
+            row["error"] = reason(error)
         results = ()
     del expected
-    calls = {name: run.call for name, run in runs.items()}
     try:
-        for name, times in (time_in_turns(calls, repeats, device) if calls else {}).items():
-            rows[name].take(times)
+        for name, samples in time_in_turns(calls, repeats, device).items():
+            rows[name] |= times_of(samples, case.floor_ms)
     except Exception as error:
-        for name in runs:
-            rows[name].error = reason(error)
+        for name in calls:
+            rows[name]["error"] = reason(error)
     return list(rows.values())
 
 
-def free_memory(device: torch.device, *, after_error: bool) -> None:
-    """Return what the last case held to the device, so that the next one starts as the first did."""
-    if after_error:  # a traceback holds its frames, and those the tensors
+def times_of(samples_ms: Sequence[float], floor_ms: float) -> Row:
+    """Samples with their spread, and the median against a floor."""
+    p10, median, p90 = (round(ms, 6) for ms in spread(samples_ms))
+    return {
+        "samples_ms": [round(ms, 6) for ms in samples_ms],
+        "p10_ms": p10,
+        "median_ms": median,
+        "p90_ms": p90,
+        "time_over_floor": median / floor_ms,
+        "share_of_floor_rate": floor_ms / median,
+    }
+
+
+def free_memory(device: torch.device, rows: Sequence[Row]) -> None:
+    """Return what the case of some rows held to the device, so that the next one starts as the first did."""
+    if any(row["error"] for row in rows):  # a traceback holds its frames, and those the tensors
         gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -192,17 +162,12 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?<![\w./:~])/(?:[^/\s'\",=]+/)+", "", text)
 
 
-def _row(case: Case, alternative: str, error: str | None = None) -> Row:
-    floor = case.floor
-    return Row(case.name, alternative, case.shape, floor.kind, floor.amount, floor.ms, error=error)
-
-
 def _warm(run: Run, device: torch.device) -> Results:
     """Results of the first call, after some more."""
     results = run.call()
     for _ in range(WARM_UP_CALLS - 1):
         run.call()
-    _synchronize(device)  # an error of a kernel is raised here
+    synchronize(device)  # an error of a kernel is raised here
     return results
 
 
@@ -210,7 +175,7 @@ def _memory(case: Case, run: Run, device: torch.device) -> int | None:
     """Bytes by the device's allocator; None on a CPU, which has none to ask."""
     if case.memory is None or device.type != "cuda":
         return None
-    _synchronize(device)
+    synchronize(device)
     before = torch.cuda.memory_allocated(device)
     if case.memory == "kept":
         assert run.forward is not None, case.name
@@ -222,7 +187,8 @@ def _memory(case: Case, run: Run, device: torch.device) -> int | None:
     return peak - before - sum(result.nbytes for result in results[1:] if result is not None)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -233,35 +199,34 @@ class Named(Protocol):
 
 
 AnyCase = TypeVar("AnyCase", bound=Named)
-AnyRow = TypeVar("AnyRow")
 
 
 def one_by_one(
     cases: Sequence[AnyCase],
-    run: Callable[[AnyCase], list[AnyRow]],
-    brief: Callable[[list[AnyRow]], str],
+    run: Callable[[AnyCase], list[Row]],
+    brief: Callable[[Row], str],
     out: Path | None,
-) -> list[AnyRow]:
-    """The rows of all cases, each logged and kept as soon as it is there."""
-    rows: list[AnyRow] = []
+) -> list[Row]:
+    """The rows of all cases, each logged, ``brief`` if it has no error, and kept as soon as it is there."""
+    rows: list[Row] = []
     for number, case in enumerate(cases, start=1):
         started = time.monotonic()
         found = run(case)
         seconds = time.monotonic() - started
-        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, brief(found), seconds)
+        said = ", ".join(row["error"] or brief(row) for row in found)
+        log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, said, seconds)
         keep(out, found)
         rows += found
     return rows
 
 
-def keep(out: Path | None, rows: Sequence[object]) -> None:
+def keep(out: Path | None, rows: Sequence[Row]) -> None:
     """Add rows to a file beside the one that the document will be, for a suite that ends before."""
     if out is None or not is_first():
         return
-    lines = "".join(json.dumps(row) + "\n" for row in as_plain(rows))
     try:
         with rows_file(out).open("a", encoding="utf-8") as file:
-            file.write(lines)
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         log.warning("rows are not kept meanwhile: %s", error)
 
@@ -271,7 +236,7 @@ def rows_file(out: Path) -> Path:
     return out.with_suffix(".rows.jsonl")
 
 
-def chosen(cases: list[AnyCase], prefixes: Sequence[str]) -> list[AnyCase]:
+def chosen(cases: Sequence[AnyCase], prefixes: Sequence[str]) -> list[AnyCase]:
     """Cases whose name starts with one of the prefixes. *Raises* ConfigError for a prefix of none."""
     unknown = [prefix for prefix in prefixes if not any(case.name.startswith(prefix) for case in cases)]
     if unknown:
@@ -285,25 +250,33 @@ def is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def as_plain(rows: Sequence[object]) -> list[dict[str, Any]]:
-    """Rows as a JSON document has them."""
-    return [dict(vars(row)) for row in rows]
+Cell = str | Callable[[Row], str]
+"""A format of a row's numbers by name, or a function of a row; a cell without its numbers is empty."""
 
 
-def table(
-    columns: Mapping[str, Callable[[dict[str, Any]], str]], rows: Sequence[dict[str, Any]], *, named: int = 1
-) -> Iterator[str]:
+def scaled(form: str, key: str, factor: float) -> Cell:
+    """The cell of a number in another unit."""
+    return lambda row: "" if row[key] is None else format(row[key] * factor, form)
+
+
+def table(columns: Mapping[str, Cell], rows: Sequence[Row], *, named: int = 1) -> Iterator[str]:
     """Lines of a Markdown table; a failed row has its first ``named`` cells and the reason."""
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
     for row in rows:
+        forms = list(columns.values())[: named if row["error"] else None]
+        cells = [_cell(form, row) for form in forms]
         if row["error"]:
-            cells = [cell(row) for cell in list(columns.values())[:named]]
             cells += [f"failed: {row['error'].replace('|', '/')}", *[""] * (len(columns) - named - 1)]
-        else:
-            cells = [cell(row) for cell in columns.values()]
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _cell(form: Cell, row: Row) -> str:
+    try:
+        return form(row) if callable(form) else form.format_map(row)
+    except TypeError:  # None has no format of numbers
+        return ""
 
 
 class Routing(NamedTuple):

@@ -1,27 +1,36 @@
 """The cases of ``suite=dispatch``: how tokens travel between the ranks of one node, each way by itself and
 beside the experts' products of another micro-batch.
 
-Suffixes: T tokens, K slots, E experts, P ranks, W places of a token in the send plan, N rows received,
-D hidden.
+Suffixes: T tokens, K slots, E experts, P ranks, D hidden.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from graphmoe.bench import dispatch_times
 from graphmoe.bench import dispatch_ways as ways
+from graphmoe.bench import rank_group
 from graphmoe.bench.arguments import BLOCKS, BenchArgs
-from graphmoe.bench.cases import Measured, chosen, free_memory, is_first, one_by_one, route, table
-from graphmoe.bench.dispatch_times import Call, Streams, Turn, samples_ms
+from graphmoe.bench.cases import (
+    Cell,
+    Measured,
+    Row,
+    chosen,
+    free_memory,
+    is_first,
+    one_by_one,
+    route,
+    table,
+    times_of,
+)
 from graphmoe.bench.dispatch_ways import LINK_BYTES_PER_S
-from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks
+from graphmoe.bench.rank_group import Call, RankGroup, RanksFailed, Turn, joined_ranks, samples_ms
 from graphmoe.config.packages import VENDORS as VENDOR_PACKAGES
 from graphmoe.config.packages import is_installed
 from graphmoe.config.schema import ConfigError, DispatcherChoice
@@ -35,7 +44,6 @@ from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer
 log = logging.getLogger(__name__)
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
-ROUTINGS = ("natural", "balanced")
 VENDORS = {choice.value: choice for choice, facts in FACTS.items() if facts.buffer}
 """Dispatchers through a package's buffer, by the name of their way."""
 MOST_SHARE = 4.0
@@ -70,13 +78,22 @@ def dispatch_cases(
     shapes: Mapping[str, MlpShape], blocks: str, vendors: Iterable[DispatcherChoice] = ()
 ) -> list[DispatchCase]:
     """Every way at every shape and routing, `alltoall` first. *Raises* ConfigError for bad ``blocks``."""
+    try:
+        shares = [float(word) for word in blocks.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share <= MOST_SHARE for share in shares):
+        raise ConfigError(
+            f"blocks={blocks}: use rows of a block over the mean between two ranks, above 0 and at most "
+            f"{MOST_SHARE:g}, such as blocks={BLOCKS}"
+        )
     of_way: dict[str, float | None] = {"alltoall": None, "pull": None}
-    of_way |= {f"copy_engine_{share:g}": share for share in _shares(blocks)}
+    of_way |= {f"copy_engine_{share:g}": share for share in shares}
     of_way |= dict.fromkeys(choice.value for choice in vendors)
     return [
         DispatchCase(label, shape, routing, way, share)
         for label, shape in shapes.items()
-        for routing in ROUTINGS
+        for routing in ("natural", "balanced")
         for way, share in of_way.items()
     ]
 
@@ -95,57 +112,6 @@ def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> dict[Dis
     return {choice: why}
 
 
-@dataclass
-class DispatchRow:
-    """Times of one exchange by one way, of the slowest rank, or the error of one without numbers."""
-
-    case: str
-    way: str
-    exchange: str
-    ranks: int
-    shape: dict[str, int]
-    block: int | None = None
-    """Rows for each rank that go by copy engines; None for ways without them."""
-    captured: bool = False
-    """True if rounds were replays of a graph."""
-    out_bytes: int = 0
-    """Bytes that leave a GPU for others, of the rank with most; without rows of padding."""
-    floor_ms: float = 0.0
-    """Time of the bytes that leave or enter a GPU, of the rank with most, at `LINK_BYTES_PER_S`."""
-    samples_ms: list[float] = field(default_factory=list)
-    p10_ms: float | None = None
-    median_ms: float | None = None
-    p90_ms: float | None = None
-    bytes_per_s: float | None = None
-    time_over_floor: float | None = None
-    time_over_alltoall: float | None = None
-    products_samples_ms: list[float] = field(default_factory=list)
-    products_ms: float | None = None
-    """The experts' products alone."""
-    both_samples_ms: list[float] = field(default_factory=list)
-    both_ms: float | None = None
-    """The exchange beside them."""
-    hidden: float | None = None
-    """1 - (both - products) / alone: the share of the exchange's time that the products cover."""
-    error: str | None = None
-
-    def take(self, alone: Sequence[float], products: Sequence[float], both: Sequence[float]) -> None:
-        """Fill in the samples and the numbers that follow from them."""
-        self.samples_ms, self.products_samples_ms, self.both_samples_ms = (
-            [round(ms, 6) for ms in samples] for samples in (alone, products, both)
-        )
-        self.p10_ms, self.median_ms, self.p90_ms = (round(ms, 6) for ms in spread(alone))
-        self.products_ms, self.both_ms = (round(spread(samples)[1], 6) for samples in (products, both))
-        self.bytes_per_s = self.out_bytes / self.median_ms * 1e3
-        self.time_over_floor = self.median_ms / self.floor_ms
-        self.hidden = 1 - (self.both_ms - self.products_ms) / self.median_ms
-
-    def compare(self, baseline: DispatchRow | None) -> None:
-        """Fill in the ratio to the same exchange by `alltoall`, where that was measured."""
-        if baseline is not None and baseline.median_ms and self.median_ms:
-            self.time_over_alltoall = self.median_ms / baseline.median_ms
-
-
 def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=dispatch``. Equal on all ranks."""
     shapes = FULL if full else TINY
@@ -160,42 +126,37 @@ def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Meas
             logging.getLogger().setLevel(logging.WARNING)
         suite = DispatchSuite(ranks, args.repeats)
         rows = one_by_one(
-            cases,
-            suite.run,
-            lambda found: ", ".join(row.error or f"{row.exchange} {row.median_ms:.3f} ms" for row in found),
-            args.out,
+            cases, suite.run, lambda row: f"{row['exchange']} {row['median_ms']:.3f} ms", args.out
         )
-        suite.close()
+        close_vendor()
     method = {
         "ranks": ranks.size,
-        "rounds": dispatch_times.ROUNDS[device.type],
-        "warm_up_samples": dispatch_times.WARM_UP_SAMPLES,
+        "rounds": rank_group.ROUNDS[device.type],
+        "warm_up_samples": rank_group.WARM_UP_SAMPLES,
         "experts": suite.backends,
-        "priority": dispatch_times.PRIORITY,
+        "priority": rank_group.PRIORITY,
         "link_bytes_per_s": LINK_BYTES_PER_S,
     }
     return rows, left_out, method
 
 
 class DispatchSuite:
-    """Runs cases on all ranks. What it is asked, and its rows, are equal on all of them."""
+    """Runs cases on all ranks. What it is asked, and its rows, are equal on all of them.
+
+    Times of a row are those of the slowest rank; its ``hidden`` is 1 - (both - products) / alone, the share
+    of the exchange's time that the experts' products cover.
+    """
 
     def __init__(self, ranks: RankGroup, repeats: int) -> None:
         self._ranks, self._repeats = ranks, repeats
-        self._streams = Streams(ranks.device)
-        self._baselines: dict[tuple[str, str], DispatchRow] = {}
-        self._products: dict[MlpShape, dict[str, Call]] = {}
+        self._alltoall_ms: dict[tuple[str, str], float] = {}
         self.backends = ""
         """Backends of the experts' products: forward, dgrad, wgrad."""
-        self._is_open = False
-        """True once there is a package's buffer, for rows of the one shape."""
+        self._products_of = functools.cache(lambda shape: ranks.together(lambda: self._bind_products(shape)))
+        self._open = functools.cache(lambda way, hidden: open_buffer(VENDORS[way], ranks.mesh, hidden))
         use_peers(make_peers(ranks.mesh, ranks.device))
 
-    def close(self) -> None:
-        """Give back what is open. A collective of all ranks."""
-        close_vendor()
-
-    def run(self, case: DispatchCase) -> list[DispatchRow]:
+    def run(self, case: DispatchCase) -> list[Row]:
         """The rows of a case: each exchange, and all four. Collective. Raises nothing.
 
         Before anything is timed, the case's results must be those of `alltoall` in every bit.
@@ -203,15 +164,20 @@ class DispatchSuite:
         ranks, shape = self._ranks, case.shape
         if shape.E % ranks.size or shape.K * ranks.size > shape.E:
             error = f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks"
-            return [self._row(case, ways.ALL_FOUR, error=error)]
+            return [self._row(case, ways.ALL_FOUR) | {"error": error}]
         try:
             rows = self._measured(case)
         except RanksFailed as failed:
-            rows = [self._row(case, ways.ALL_FOUR, error=str(failed))]
-        free_memory(ranks.device, after_error=any(row.error for row in rows))
+            rows = [self._row(case, ways.ALL_FOUR) | {"error": str(failed)}]
+        free_memory(ranks.device, rows)
         return rows
 
-    def _measured(self, case: DispatchCase) -> list[DispatchRow]:
+    def _row(self, case: DispatchCase, exchange: str) -> Row:
+        about = {"case": case.place, "way": case.way, "exchange": exchange, "ranks": self._ranks.size}
+        sizes = {name: size for name, size in asdict(case.shape).items() if name != "dtype"}
+        return about | {"shape": sizes, "error": None}
+
+    def _measured(self, case: DispatchCase) -> list[Row]:
         ranks, shape = self._ranks, case.shape
         tokens = ranks.together(lambda: ways.tokens_of(shape, case.routing, ranks))
         sent_PP = ranks.gather(tokens.plan.send_counts_P.tolist())
@@ -224,7 +190,7 @@ class DispatchSuite:
             if case.way == "alltoall":
                 return reference
             if case.way in VENDORS:
-                self._open(case)
+                self._open(case.way, shape.D)
                 way = ways.by_buffer(tokens, ranks.size, experts)
             else:
                 way = ways.by_symm(tokens, rows, experts, block)
@@ -232,107 +198,71 @@ class DispatchSuite:
                 raise RuntimeError(f"not what alltoall gives: {', '.join(differ)}")
             return way
 
-        way = ranks.together(lambda: self._streams.in_exchanges(made))
+        way = ranks.together(lambda: ranks.in_exchanges(made))
         products = self._products_of(replace(shape, E=experts))
         found = []
         for name in (*BESIDE, ways.ALL_FOUR):
-            row = self._row(case, name, block=block if case.share else None, captured=way.captures)
-            row.out_bytes, row.floor_ms = ways.traffic(shape, sent_PP, name)
             parts = ways.EXCHANGES if name == ways.ALL_FOUR else (name,)
-            self._take(row, [(way.calls[part], products[BESIDE[part]]) for part in parts])
+            out_bytes, floor_ms = ways.traffic(shape, sent_PP, name)
+            times = self._times([(way.calls[part], products[BESIDE[part]]) for part in parts], way, floor_ms)
             if case.way == "alltoall":
-                self._baselines[case.place, name] = row
-            row.compare(self._baselines.get((case.place, name)))
-            found.append(row)
+                self._alltoall_ms[case.place, name] = times["median_ms"]
+            baseline = self._alltoall_ms.get((case.place, name))
+            found.append(
+                self._row(case, name)
+                | {"block": block or None, "captured": way.captures, "out_bytes": out_bytes}
+                | {"floor_ms": floor_ms, **times, "bytes_per_s": out_bytes / times["median_ms"] * 1e3}
+                | {"time_over_alltoall": times["median_ms"] / baseline if baseline else None}
+            )
         return found
 
-    def _open(self, case: DispatchCase) -> None:
-        """The buffer of a package for rows of a case."""
-        if not self._is_open:
-            open_buffer(VENDORS[case.way], self._ranks.mesh, case.shape.D)
-            self._is_open = True
-
-    def _take(self, row: DispatchRow, parts: Sequence[tuple[Call, Call]]) -> None:
+    def _times(self, parts: Sequence[tuple[Call, Call]], way: ways.Way, floor_ms: float) -> Row:
         """Time exchanges alone, their products alone and both."""
 
         def timed(turns: Sequence[Turn]) -> list[float]:
-            return samples_ms(self._ranks, self._streams, turns, repeats=self._repeats, captures=row.captured)
+            return samples_ms(self._ranks, turns, repeats=self._repeats, captures=way.captures)
 
-        def all_times() -> tuple[list[float], ...]:
-            alone = [(exchange, None) for exchange, _ in parts]
-            return timed(alone), timed([(None, products) for _, products in parts]), timed(parts)
-
-        row.take(*self._ranks.together(all_times))
-
-    def _products_of(self, shape: MlpShape) -> dict[str, Call]:
-        """Calls of the experts of a rank on a natural routing of as many tokens, by direction."""
-        if shape not in self._products:
-            self._products[shape] = self._ranks.together(lambda: self._bind_products(shape))
-        return self._products[shape]
+        alone, products, both = self._ranks.together(
+            lambda: (timed([(e, None) for e, _ in parts]), timed([(None, p) for _, p in parts]), timed(parts))
+        )
+        row = times_of(alone, floor_ms)
+        for name, samples in {"products": products, "both": both}.items():
+            row[f"{name}_samples_ms"] = [round(ms, 6) for ms in samples]
+            row[f"{name}_ms"] = round(spread(samples)[1], 6)
+        row["hidden"] = 1 - (row["both_ms"] - row["products_ms"]) / row["median_ms"]
+        return row
 
     def _bind_products(self, shape: MlpShape) -> dict[str, Call]:
+        """Calls of the experts of a rank on a natural routing of as many tokens, by direction."""
         device = self._ranks.device
-        chosen = choose_backends("auto", shape, device, None) if self._ranks.rank == 0 else ""
-        self.backends = self._ranks.gather(chosen)[0]
+        choice = choose_backends("auto", shape, device, None) if self._ranks.rank == 0 else ""
+        self.backends = self._ranks.gather(choice)[0]
         generator = torch.Generator(device).manual_seed(0)
         routing, weight_TK = route(shape.T, shape.E, shape.K, generator, device)
-        return {
-            direction: functools.partial(
-                call_op,
-                direction,
-                *random_inputs(direction, shape, weight_TK, routing.plan, generator),
-                self.backends,
-            )
+        inputs = {
+            direction: random_inputs(direction, shape, weight_TK, routing.plan, generator)
             for direction in ("forward", "dgrad")
         }
-
-    def _row(
-        self,
-        case: DispatchCase,
-        exchange: str,
-        *,
-        block: int | None = None,
-        captured: bool = False,
-        error: str | None = None,
-    ) -> DispatchRow:
-        sizes = {name: size for name, size in asdict(case.shape).items() if name != "dtype"}
-        return DispatchRow(
-            case.place, case.way, exchange, self._ranks.size, sizes, block, captured, error=error
-        )
-
-
-def _shares(blocks: str) -> list[float]:
-    """Shares of the mean, as the command line has them. *Raises* ConfigError."""
-    try:
-        shares = [float(word) for word in blocks.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share <= MOST_SHARE for share in shares):
-        raise ConfigError(
-            f"blocks={blocks}: use rows of a block over the mean between two ranks, above 0 and at most "
-            f"{MOST_SHARE:g}, such as blocks={BLOCKS}"
-        )
-    return shares
+        return {
+            direction: functools.partial(call_op, direction, *tensors, self.backends)
+            for direction, tensors in inputs.items()
+        }
 
 
 def render_dispatch(document: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the table and its legend."""
-
-    def ratio(row: dict[str, Any]) -> str:
-        return "" if row["time_over_alltoall"] is None else f"{row['time_over_alltoall']:.2f}"
-
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "case": lambda row: row["case"],
-        "way": lambda row: row["way"],
-        "exchange": lambda row: row["exchange"],
-        "ms": lambda row: f"{row['median_ms']:.4f}",
-        "p10 to p90": lambda row: f"{row['p10_ms']:.4f} to {row['p90_ms']:.4f}",
+    columns: dict[str, Cell] = {
+        "case": "{case}",
+        "way": "{way}",
+        "exchange": "{exchange}",
+        "ms": "{median_ms:.4f}",
+        "p10 to p90": "{p10_ms:.4f} to {p90_ms:.4f}",
         "MB out": lambda row: f"{row['out_bytes'] / 1e6:,.1f}",
         "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.1f}",
-        "of alltoall": ratio,
-        "time / floor": lambda row: f"{row['time_over_floor']:.2f}",
-        "experts ms": lambda row: f"{row['products_ms']:.4f}",
-        "both ms": lambda row: f"{row['both_ms']:.4f}",
+        "of alltoall": "{time_over_alltoall:.2f}",
+        "time / floor": "{time_over_floor:.2f}",
+        "experts ms": "{products_ms:.4f}",
+        "both ms": "{both_ms:.4f}",
         "hidden %": lambda row: f"{100 * row['hidden']:.1f}",
     }
     yield from table(columns, document["rows"], named=3)

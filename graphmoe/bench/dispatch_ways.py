@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ EXCHANGES = ("dispatch", "combine", "combine_grad", "dispatch_grad")
 """In the order of a training step. The first and last carry slot weights, the first expert numbers too."""
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Tokens that one rank sends."""
 
     h_TD: Tensor
@@ -41,8 +40,7 @@ class Tokens:
     plan: SendPlan
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A way with all that its exchanges need in place."""
 
     calls: Mapping[str, Callable[[], object]]
@@ -61,66 +59,49 @@ def by_alltoall(tokens: Tokens, mesh: Mesh, num_experts: int) -> Way:
     sum_ND = received_ND.detach().requires_grad_()
     y_TD = dispatcher.combine(sum_ND, *plan, *handle)
     of_rows = received_ND.detach(), of_experts_here(weight_NK.detach(), number_NK)
-
-    def dispatch() -> tuple[Tensor, ...]:
-        return dispatcher.dispatch(tokens.h_TD, tokens.weight_TK, tokens.expert_TK, *plan)
-
-    def combine(of_N: Tensor = of_rows[0]) -> Tensor:
-        return dispatcher.combine(of_N, *plan, *handle)
-
-    def combine_grad() -> Tensor:
-        return torch.autograd.grad(y_TD, sum_ND, tokens.h_TD, retain_graph=True)[0]
-
-    def dispatch_grad() -> tuple[Tensor, ...]:
-        return torch.autograd.grad((received_ND, weight_NK), leaves, of_rows, retain_graph=True)
-
-    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=False)
+    return _way(
+        lambda: dispatcher.dispatch(tokens.h_TD, tokens.weight_TK, tokens.expert_TK, *plan),
+        lambda of_N=of_rows[0]: dispatcher.combine(of_N, *plan, *handle),
+        lambda: torch.autograd.grad(y_TD, sum_ND, tokens.h_TD, retain_graph=True)[0],
+        lambda: torch.autograd.grad((received_ND, weight_NK), leaves, of_rows, retain_graph=True),
+        captures=False,
+    )
 
 
 def by_symm(tokens: Tokens, rows: int, experts: int, block: int) -> Way:
     """The operations of `symm`: the first ``block`` rows for each rank go by copy engines, others by pull."""
-    given = tokens.h_TD, tokens.weight_TK, tokens.expert_TK
-    plan = tokens.plan
+    *given, plan = tokens
 
     def dispatch() -> tuple[Tensor, ...]:
         return ops.symm_dispatch(*given, *plan, rows, experts, 1, block)
 
     received_ND, weight_NK, number_NK, arrivals_PP = dispatch()
-    dweight_NK = of_experts_here(weight_NK, number_NK)
-
-    def combine(of_N: Tensor = received_ND) -> Tensor:
-        return ops.symm_combine(of_N, *plan, arrivals_PP, block)
-
-    def combine_grad() -> Tensor:
-        return ops.symm_combine_grad(tokens.h_TD, *plan, arrivals_PP, rows, block)
-
-    def dispatch_grad() -> tuple[Tensor, ...]:
-        way = plan.send_ends_P, plan.send_row_TW, arrivals_PP, block
-        return ops.symm_dispatch_grad(received_ND, dweight_NK, *way)
-
-    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=given[0].is_cuda)
+    dweight_NK, back = of_experts_here(weight_NK, number_NK), (plan.send_ends_P, plan.send_row_TW)
+    return _way(
+        dispatch,
+        lambda of_N=received_ND: ops.symm_combine(of_N, *plan, arrivals_PP, block),
+        lambda: ops.symm_combine_grad(tokens.h_TD, *plan, arrivals_PP, rows, block),
+        lambda: ops.symm_dispatch_grad(received_ND, dweight_NK, *back, arrivals_PP, block),
+        captures=tokens.h_TD.is_cuda,
+    )
 
 
 def by_buffer(tokens: Tokens, ranks: int, experts: int) -> Way:
     """The operations of `deepep` and `turbo`, through the buffer in use, with room for the worst case."""
-    rows = ranks * len(tokens.h_TD)
+    *given, _ = tokens
 
     def dispatch() -> tuple[Tensor, ...]:
-        return ops.buffer_dispatch(tokens.h_TD, tokens.weight_TK, tokens.expert_TK, rows, experts)
+        return ops.buffer_dispatch(*given, ranks * len(tokens.h_TD), experts)
 
     received_ND, weight_NK, number_NK, _, *handle = dispatch()
     dweight_NK = of_experts_here(weight_NK, number_NK)
-
-    def combine(of_N: Tensor = received_ND) -> Tensor:
-        return ops.buffer_combine(of_N, *handle)
-
-    def combine_grad() -> Tensor:
-        return ops.buffer_combine_grad(tokens.h_TD, *handle)
-
-    def dispatch_grad() -> tuple[Tensor, ...]:
-        return ops.buffer_dispatch_grad(received_ND, dweight_NK, number_NK, *handle)
-
-    return _way(dispatch, combine, combine_grad, dispatch_grad, captures=tokens.h_TD.is_cuda)
+    return _way(
+        dispatch,
+        lambda of_N=received_ND: ops.buffer_combine(of_N, *handle),
+        lambda: ops.buffer_combine_grad(tokens.h_TD, *handle),
+        lambda: ops.buffer_dispatch_grad(received_ND, dweight_NK, number_NK, *handle),
+        captures=tokens.h_TD.is_cuda,
+    )
 
 
 def of_experts_here(weight_NK: Tensor, number_NK: Tensor) -> Tensor:
@@ -142,12 +123,11 @@ def _way(
     captures: bool,
 ) -> Way:
     """The four exchanges, each called once for its results; `combine` takes other rows too."""
-    exchanges = (dispatch, combine, combine_grad, dispatch_grad)
-    calls: dict[str, Callable[[], object]] = dict(zip(EXCHANGES, exchanges, strict=True))
     y_TD = combine().detach()
     again_TD = combine(combine_grad())
     dh_TD, dweight_TK = dispatch_grad()
     results = {"y": y_TD, "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
+    calls = dict(zip(EXCHANGES, (dispatch, combine, combine_grad, dispatch_grad), strict=True))
     return Way(calls, results, captures)
 
 
@@ -181,10 +161,9 @@ def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) ->
     row_bytes, slot_bytes = shape.dtype.itemsize * shape.D, 4 * shape.K
     there = {"dispatch": row_bytes + 2 * slot_bytes, "combine_grad": row_bytes}
     back = {"combine": row_bytes, "dispatch_grad": row_bytes + slot_bytes}
-    if exchange == ALL_FOUR:
-        going, coming = sum(there.values()), sum(back.values())
-    else:
-        going, coming = there.get(exchange, 0), back.get(exchange, 0)
+    going, coming = (
+        sum(size for name, size in sizes.items() if exchange in (name, ALL_FOUR)) for sizes in (there, back)
+    )
     out = max(going * s + coming * a for s, a in zip(sent, arrived, strict=True))
     into = max(going * a + coming * s for s, a in zip(sent, arrived, strict=True))
     return out, max(out, into) / LINK_BYTES_PER_S * 1e3

@@ -1,19 +1,26 @@
-"""The ranks of a benchmark, which torchrun starts, and what becomes of an error on one of them."""
+"""The ranks of a benchmark, which torchrun starts, what becomes of an error on one of them, and their times.
+
+A sample is a number of rounds, which all ranks begin at once. In each turn of a round an exchange runs on a
+stream of its own and products on another, which then wait for each other. On a GPU all rounds are one graph
+where the exchange can be captured. A CPU runs one after the other.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from graphmoe.bench.cases import reason
+from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.host.environment import MULTICAST
 from graphmoe.runtime.ranks import Mesh, backend_of
@@ -22,6 +29,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=3)
 """For ranks to come together after what each did; the first call of a kernel compiles it."""
+ROUNDS = {"cuda": 8, "cpu": 1}
+"""Rounds of a sample, by device: ranks that come late at the first do not at the others."""
+WARM_UP_SAMPLES = 2
+PRIORITY = -1
+"""Priority of the stream of exchanges, before products; NCCL has streams of its own, of the usual one."""
+Call = Callable[[], object]
+Turn = tuple[Call | None, Call | None]
+"""An exchange, and products beside it."""
 
 
 class RanksFailed(Exception):
@@ -35,6 +50,10 @@ class RankGroup:
         self.device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh = Mesh(Layout(dp=self.size, ep=self.size))
+        on_gpu = device.type == "cuda"
+        # First in line for SMs that become free, or an exchange begins when the products end
+        self.exchanges = torch.cuda.Stream(priority=PRIORITY) if on_gpu else None
+        self.products = torch.cuda.Stream() if on_gpu else None
         self._objects = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._signal = torch.zeros(1, device=device)
 
@@ -56,7 +75,9 @@ class RankGroup:
             errors = self.gather(failed)
         except RuntimeError as error:
             log.error("rank %d of %d ends: the ranks did not come together: %s", self.rank, self.size, error)
-            _end()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(1)  # other ends of a process wait for its GPU, which may wait for other ranks
         if any(errors):
             found = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
             raise RanksFailed("; ".join(found))
@@ -72,6 +93,17 @@ class RankGroup:
         """Let what follows on the current stream begin on all ranks at once. No device sync on a GPU."""
         dist.all_reduce(self._signal)
 
+    def in_exchanges(self, call: Callable[[], T]) -> T:
+        """Run a call on the stream of exchanges, after what was queued and before what will be."""
+        if self.exchanges is None:
+            return call()
+        now = torch.cuda.current_stream()
+        self.exchanges.wait_stream(now)
+        with torch.cuda.stream(self.exchanges):
+            result = call()
+        now.wait_stream(self.exchanges)
+        return result
+
 
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
@@ -84,8 +116,67 @@ def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
     dist.destroy_process_group()
 
 
-def _end() -> NoReturn:
-    """End at once: other ends of a process wait for what its GPU does, which may wait for other ranks."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
+def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, captures: bool) -> list[float]:
+    """Milliseconds of a round in each sample: the slowest rank's, equal on all ranks. Collective.
+
+    A round is these turns, one after the other. Waits for the device.
+    """
+    rounds = ROUNDS[ranks.device.type]
+
+    def all_rounds() -> None:
+        for _ in range(rounds):
+            for turn in turns:
+                _take(ranks, *turn, exchange_first=captures)
+
+    run = _captured(ranks, all_rounds) if captures else all_rounds
+    times = [_sample_ms(ranks, run) for _ in range(WARM_UP_SAMPLES + repeats)]
+    of_ranks = ranks.gather(times[WARM_UP_SAMPLES:])
+    return [max(of_sample) / rounds for of_sample in zip(*of_ranks, strict=True)]
+
+
+def _take(ranks: RankGroup, exchange: Call | None, products: Call | None, *, exchange_first: bool) -> None:
+    """Queue both. An exchange that lets the host wait must come second, one that is captured packs first."""
+    if ranks.exchanges is None:
+        for call in (exchange, products):
+            if call is not None:
+                call()
+        return
+    now = torch.cuda.current_stream()
+    ranks.exchanges.wait_stream(now)
+    if products is not None and not exchange_first:
+        products()
+    if exchange is not None:
+        with torch.cuda.stream(ranks.exchanges), beside_products_on(now):
+            exchange()
+    if products is not None and exchange_first:
+        products()
+    now.wait_stream(ranks.exchanges)
+
+
+def _captured(ranks: RankGroup, run: Call) -> Call:
+    """The same as a graph's replay. It ran once before, so nothing is compiled or reserved in the capture."""
+    assert ranks.products is not None
+    with torch.cuda.stream(ranks.products):
+        run()
+    torch.cuda.synchronize()
+    ranks.gather(None)  # no rank replays while another captures
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=ranks.products, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def _sample_ms(ranks: RankGroup, run: Call) -> float:
+    if ranks.products is None:
+        ranks.meet()
+        started = time.perf_counter()
+        run()
+        return (time.perf_counter() - started) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(ranks.products):
+        ranks.meet()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)

@@ -10,18 +10,22 @@ import dataclasses
 import difflib
 import enum
 import inspect
+import itertools
 import json
 import os
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.box import Box
 from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from graphmoe.config.schema import ConfigError, OutputFormat
 
@@ -144,6 +148,27 @@ def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
             print(captured.get(), end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+
+
+def text_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: int = 1,
+    box: Box | None = None,
+    styles: Sequence[str | None] = (),
+) -> Table:
+    """A table for a terminal: ``left`` columns of names, which may break over lines, then numbers.
+
+    Cells are shown as they are. ``styles`` are those of the first rows.
+    """
+    table = Table(box=box, pad_edge=False, header_style="bold")
+    for place, column in enumerate(columns):
+        is_name = place < left
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
+    for row, style in itertools.zip_longest(rows, styles):
+        table.add_row(*map(Text, row), style=style)
+    return table
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,7 @@ def projected_chart(run: RunData) -> Chart | None:
     ]
     if peak is not None:
         traces.append(_bars("measured peak", ["measured"], [peak], "#8a94a3"))
-    layout = {
-        "barmode": "stack",
-        "xaxis": {"title": {"text": "GiB"}},
-        "yaxis": {"autorange": "reversed"},
-    }
+    layout = {"barmode": "stack", "xaxis": {"title": {"text": "GiB"}}, "yaxis": {"autorange": "reversed"}}
     most = max(place["total"] - sum(place.get(kind, 0.0) for kind in outside) for place in places)
     said = f"projected {most:.4g} GiB" + ("" if peak is None else f", measured {peak:.4g} GiB")
     notes = ["Not projected: the device's context, code of kernels, workspaces, rounding of the allocator."]

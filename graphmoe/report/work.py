@@ -35,7 +35,7 @@ def segments_section(run: RunData, max_trace_bytes: float) -> str:
 
 def _of_trace(path: Path) -> str:
     from graphmoe.trace.events import read_trace
-    from graphmoe.trace.reading import summarise
+    from graphmoe.trace.summary import summarise
 
     try:
         found = summarise(read_trace(path), 1)

@@ -8,24 +8,27 @@ python -m graphmoe.trace trace=a.trace.json.gz,b.trace.json.gz format=json
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.run.records import PROFILE_FOLDER
 from graphmoe.trace.events import rank_of, read_trace
-from graphmoe.trace.reading import summarise
-from graphmoe.trace.summary import Summary
-from graphmoe.trace.tables import Comparison, compare, comparison_text, summary_text, tracelens_report
+from graphmoe.trace.summary import Summary, summarise
+from graphmoe.trace.tables import Comparison, compare, comparison_text, summary_text
 
-PROG = "graphmoe.trace"
+TRACELENS = "TraceLens_generate_perf_report_pytorch"
+"""Command of github.com/AMD-AGI/TraceLens; PyPI's package ``tracelens`` is another project, never called."""
+TRACELENS_S = 1800
 
 
 @dataclass
@@ -48,7 +51,7 @@ class TraceArgs:
 
 def main(argv: list[str]) -> None:
     """Show what is asked."""
-    args = parse_args(TraceArgs, argv, prog=PROG)
+    args = parse_args(TraceArgs, argv, prog="graphmoe.trace")
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
     paths = args.trace or traces_of(args.run or [], args.rank)
@@ -57,15 +60,11 @@ def main(argv: list[str]) -> None:
     if args.run and args.rank is None and not compares:
         summaries[0].notes += _other_ranks(args.run[0], paths[0])
     comparison = compare(summaries[0], summaries[1], args.kernels) if compares else None
-    reports: list[Path] = []
-    for path in paths if args.tracelens else ():
-        report, problem = tracelens_report(path)
-        reports += [report] if report else []
-        if problem:
-            print(problem, file=sys.stderr)
+    reports = [report for path in paths if args.tracelens and (report := tracelens_report(path))]
+    shown = summary_text(summaries[0]) if comparison is None else comparison_text(comparison)
     emit(
         document(summaries, comparison, reports, args.kernels),
-        text(summaries, comparison, reports),
+        Group(shown, *(Text(f"TraceLens: {path}") for path in reports)),
         args.format,
     )
 
@@ -84,9 +83,8 @@ def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
     if rank is None:
         common = set.intersection(*map(set, of_runs))
         if not common:
-            there = ", ".join(
-                f"{run} has rank {_listed(found)}" for run, found in zip(runs, of_runs, strict=True)
-            )
+            pairs = zip(runs, of_runs, strict=True)
+            there = ", ".join(f"{run} has rank {_listed(found)}" for run, found in pairs)
             raise ConfigError(
                 f"no rank recorded in all: {there}; record the same profile.ranks, or use trace="
             )
@@ -131,19 +129,29 @@ def document(
             del segment["kernels"][num_kernels:]
     shown: dict[str, Any] = entries[0]
     if comparison is not None:
-        lists = {key: getattr(comparison, key) for key in ("figures", "segments", "kernels")}
-        rows = {
-            key: [{**dataclasses.asdict(row), "difference": row.difference} for row in each]
-            for key, each in lists.items()
-        }
+        keys = ("figures", "segments", "kernels")
+        rows = {key: [row._asdict() for row in getattr(comparison, key)] for key in keys}
         shown = {"traces": entries, "comparison": rows, "notes": comparison.notes}
     return {**shown, "tracelens": [str(path) for path in reports]} if reports else shown
 
 
-def text(summaries: list[Summary], comparison: Comparison | None, reports: list[Path]) -> RenderableType:
-    """The same as tables."""
-    shown = summary_text(summaries[0]) if comparison is None else comparison_text(comparison)
-    return Group(shown, *(Text(f"TraceLens: {path}") for path in reports))
+def tracelens_report(trace: Path) -> Path | None:
+    """Let TraceLens, if it is on PATH, write a workbook beside a trace; print why where it writes none."""
+    command = shutil.which(TRACELENS)
+    if command is None:
+        return None
+    report = trace.with_name(f"{trace.name.split('.')[0]}.tracelens.xlsx")
+    words = [command, "--profile_json_path", str(trace), "--output_xlsx_path", str(report)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TRACELENS_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{TRACELENS} of {trace}: {error}", file=sys.stderr)
+        return None
+    if done.returncode == 0 and report.exists():
+        return report
+    last = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
+    print(f"{TRACELENS} of {trace} ended with status {done.returncode}: {last}", file=sys.stderr)
+    return None
 
 
 def _problems(args: TraceArgs) -> Iterator[str]:

@@ -12,7 +12,7 @@ import math
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
@@ -30,31 +30,23 @@ DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
 }
 
 
-@dataclass(frozen=True)
-class HostEvent:
-    """An operation of torch, or a range that somebody named; times in microseconds."""
+class HostEvent(NamedTuple):
+    """An operation, a range that somebody named, or a call of the device's runtime; times in microseconds."""
 
     name: str
     thread: Thread
     start: float
     end: float
-    is_range: bool
     args: dict[str, Any]
+    is_range: bool = False
+    is_call: bool = False
+
+    @property
+    def correlation(self) -> int | None:
+        return self.args.get("correlation")
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of the device's runtime or driver."""
-
-    name: str
-    thread: Thread
-    start: float
-    end: float
-    correlation: int | None
-
-
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """A kernel, copy or memset of the device."""
 
     name: str
@@ -73,7 +65,7 @@ class Trace:
 
     path: Path
     host: list[HostEvent] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[HostEvent] = field(default_factory=list)
     activities: list[Activity] = field(default_factory=list)
     steps: list[HostEvent] = field(default_factory=list)
     """Ranges of training steps, on the thread that runs them."""
@@ -180,7 +172,7 @@ def _add(trace: Trace, event: _Event, where: str) -> None:
         raise FileError(f"{where}: ts={event.ts} and dur={event.dur} are no times")
     thread, name = (event.pid, event.tid), str(event.name or "")
     if category in HOST:
-        host = HostEvent(name, thread, start, end, category == "user_annotation", args)
+        host = HostEvent(name, thread, start, end, args, is_range=category == "user_annotation")
         trace.host.append(host)
         if host.is_range and name.startswith(STEP):
             trace.steps.append(host)
@@ -189,4 +181,4 @@ def _add(trace: Trace, event: _Event, where: str) -> None:
         kind, correlation = DEVICE[category], known.get("correlation")
         trace.activities.append(Activity(name, kind, start, end, stream, correlation, known.get("bytes")))
     else:
-        trace.calls.append(Call(name, thread, start, end, known.get("correlation")))
+        trace.calls.append(HostEvent(name, thread, start, end, args, is_call=True))

@@ -11,8 +11,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from graphmoe.trace.events import Activity, Call, HostEvent, Thread, Trace
+from graphmoe.trace.events import Activity, HostEvent, Thread, Trace
 
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _COMMUNICATION = re.compile(
@@ -27,8 +28,7 @@ _RANGE = re.compile(r"(?!(?:gloo|nccl|ucc|mpi):)([a-z_]+(?:\.\.[a-z_]+)?):([A-Za
 """Ranges but those of torch's process groups, such as gloo:send, which last until a message is there."""
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(NamedTuple):
     """Unit and part of it, such as attn and F; two empty strings outside of our ranges."""
 
     unit: str
@@ -38,8 +38,7 @@ class Owner:
 NOBODY = Owner("", "")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Position in the nest of ranges and operations of a thread."""
 
     owner: Owner = NOBODY
@@ -77,7 +76,7 @@ def owners_of(trace: Trace) -> Owners:
             while nest and nest[-1][0] <= event.start:
                 nest.pop()
             outer = nest[-1][1] if nest else Place()
-            if isinstance(event, Call):
+            if event.is_call:
                 owners.calls[index] = outer
                 continue
             owners.around[index], place = outer, _inside(event, outer)
@@ -120,17 +119,16 @@ def self_times(trace: Trace) -> Iterator[tuple[int, float]]:
 def _inside(event: HostEvent, outer: Place) -> Place:
     if event.is_range:
         named = unit_and_part(event.name)
-        return Place(Owner(*named)) if named else outer
+        return Place(named) if named else outer
     if event.name.startswith(_AUTOGRAD) and "Sequence number" in event.args:
         return Place(NOBODY, event.args["Sequence number"], event)
     return Place(outer.owner, outer.sequence, event)
 
 
-def _threads(trace: Trace) -> dict[Thread, list[tuple[HostEvent | Call, int]]]:
-    found: dict[Thread, list[tuple[HostEvent | Call, int]]] = defaultdict(list)
-    events: tuple[Sequence[HostEvent | Call], ...] = (trace.host, trace.calls)
-    for each in events:
-        for index, event in enumerate(each):
+def _threads(trace: Trace) -> dict[Thread, list[tuple[HostEvent, int]]]:
+    found: dict[Thread, list[tuple[HostEvent, int]]] = defaultdict(list)
+    for events in (trace.host, trace.calls):
+        for index, event in enumerate(events):
             found[event.thread].append((event, index))
     for listed in found.values():
         listed.sort(key=lambda pair: (pair[0].start, -pair[0].end))
@@ -147,7 +145,7 @@ def is_launch(name: str) -> bool:
     return bool(_LAUNCH.match(name))
 
 
-def unit_and_part(name: str) -> tuple[str, str] | None:
+def unit_and_part(name: str) -> Owner | None:
     """Unit and part that a range of ours names; None for any other range."""
     match = _RANGE.fullmatch(name)
-    return (match[1], match[2]) if match else None
+    return Owner(match[1], match[2]) if match else None

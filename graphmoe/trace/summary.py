@@ -1,14 +1,30 @@
-"""Numbers of a trace's steps."""
+"""Numbers of a trace's steps: of a GPU's kernels by the segments that launched them, else of the host."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphmoe.trace.events import Trace
-from graphmoe.trace.owners import Owner, step_of, unit_and_part
+from graphmoe.config.schema import ConfigError
+from graphmoe.run.records import STEP
+from graphmoe.segments import FULL_ITERATION
+from graphmoe.trace.events import Activity, HostEvent, Thread, Trace
+from graphmoe.trace.floors import Device
+from graphmoe.trace.owners import (
+    NOBODY,
+    Owner,
+    Owners,
+    Place,
+    is_communication,
+    is_launch,
+    owners_of,
+    self_times,
+    step_of,
+    unit_and_part,
+)
 
 OTHER = Owner("(no segment)", "")
 """Owner of kernels that run in a step outside of all ranges."""
@@ -16,6 +32,8 @@ BETWEEN = Owner("(between steps)", "")
 UNKNOWN = Owner("(unknown)", "")
 """Owner of kernels whose launch is not in the trace."""
 NAME_LENGTH = 200
+Launches = Mapping[int | None, tuple[HostEvent, Place]]
+"""Calls of the host and their places, by correlation."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +94,180 @@ class Summary:
         return "kernels" if self.on == "gpu" else "operations"
 
 
-def calls_of(trace: Trace) -> Counter[Owner]:
+def summarise(trace: Trace, num_kernels: int) -> Summary:
+    """Read a trace's steps. *Raises* ConfigError for one without any, or for a GPU that none of them used."""
+    if not trace.steps:
+        raise ConfigError(f"{trace.path} has no range {STEP}..., so no steps; profile.steps records such")
+    owners = owners_of(trace)
+    summary = (_of_gpu if trace.activities else _of_cpu)(trace, owners, num_kernels)
+    summary.segments.sort(key=lambda segment: -segment.ms)
+    summary.notes += _notes(summary)
+    return summary
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Time in which at least one of them is."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
+def _notes(summary: Summary) -> list[str]:
+    """Sentences that a reader needs to read the numbers."""
+    units = {segment.segment for segment in summary.segments}
+    notes = []
+    if summary.on == "cpu":
+        notes.append(
+            "no GPU in this trace: times are the host's. What a row has beyond its operations is Python, and "
+            "of several ranks waits for each other"
+        )
+    if FULL_ITERATION in units:
+        notes.append(
+            f"one graph has the whole step (graph.scope={FULL_ITERATION}), and its kernels say nothing of "
+            f"segments; they are in one row by name. graph.scope=layer tells segments apart"
+        )
+    if any(".." in unit for unit in units):
+        notes.append("a row such as attn..mlp is a compiled unit: its kernels are fused over its segments")
+    if UNKNOWN.unit in units:
+        notes.append(f"{UNKNOWN.unit}: kernels whose launch is not in the trace")
+    return notes
+
+
+def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
+    """Summarise ranges and operations."""
+    steps = len(trace.steps)
+    whole = sum(step.end - step.start for step in trace.steps)
+    spent = _spent_in_ranges(trace, owners)
+    times: dict[Owner, list[tuple[str, float, float | None]]] = defaultdict(list)
+    for index, own in self_times(trace):
+        event, place = trace.host[index], owners.host[index]
+        if step_of(trace.steps, event.start) is None:
+            continue
+        owner = owners.of(place)
+        times[OTHER if owner == NOBODY else owner].append((event.name, own, None))
+        if place.sequence is not None and owner != NOBODY:  # an eager backward is in no range
+            spent[owner] += own
+    spent[OTHER] = max(whole - sum(spent.values()), 0.0)
+    calls = _calls_of(trace)
+    summary = Summary(str(trace.path), trace.device, "cpu", trace.facts, steps, whole / steps / 1e3)
+    for owner, time in spent.items():
+        kernels = _largest(times[owner], steps, num_kernels)
+        each_ms, each_calls = time / steps / 1e3, calls[owner] / steps
+        summary.segments.append(SegmentTime(*owner, each_calls, each_ms, None, kernels))
+    return summary
+
+
+def _spent_in_ranges(trace: Trace, owners: Owners) -> dict[Owner, float]:
+    """Microseconds in each range of ours, without those in ranges inside it."""
+    spent: dict[Owner, float] = defaultdict(float)
+    for event, around in zip(trace.host, owners.around, strict=True):
+        named = unit_and_part(event.name) if event.is_range else None
+        if named and step_of(trace.steps, event.start) is not None:
+            spent[named] += event.end - event.start
+            if around.owner != NOBODY:
+                spent[around.owner] -= event.end - event.start
+    return spent
+
+
+def _of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
+    """Summarise kernels, copies and memsets. *Raises* ConfigError where no step launched any."""
+    steps, places = len(trace.steps), zip(trace.calls, owners.calls, strict=True)
+    launches: Launches = {c.correlation: (c, place) for c, place in places if c.correlation is not None}
+    owned: dict[Owner, list[Activity]] = defaultdict(list)
+    for activity in trace.activities:
+        owned[_owner(trace, owners, launches.get(activity.correlation))].append(activity)
+    inside = [a for owner, found in owned.items() if owner is not BETWEEN for a in found]
+    if not inside:
+        raise ConfigError(f"{trace.path} has no kernel that a step launched")
+    summary = _whole_steps(trace, min(a.start for a in inside), max(a.end for a in inside))
+    floors = _floors(trace.activities, launches, Device.of(trace))
+    calls = _calls_of(trace)
+    for owner, found in owned.items():
+        times = [(a.name, a.end - a.start, floors.get(id(a))) for a in found]
+        segment = SegmentTime(
+            *owner,
+            calls[owner] / steps,
+            length((a.start, a.end) for a in found) / steps / 1e3,
+            length((a.start, a.end) for a in found if is_communication(a)) / steps / 1e3,
+            _largest(times, steps, num_kernels),
+        )
+        summary.segments.append(segment)
+    return summary
+
+
+def _whole_steps(trace: Trace, begin: float, end: float) -> Summary:
+    """The numbers of the steps together, whose kernels run from ``begin`` to ``end``."""
+    steps = len(trace.steps)
+    running = [a for a in trace.activities if a.end > begin and a.start < end]
+    messages = [(a.start, a.end) for a in running if is_communication(a)]
+    kernels = [(a.start, a.end) for a in running if a.kind == "kernel" and not is_communication(a)]
+    busy = length((max(a.start, begin), min(a.end, end)) for a in running)
+    exposed, launching = length(messages + kernels) - length(kernels), _launching(trace)
+    by_stream: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for activity in running:
+        by_stream[activity.stream].append((activity.start, activity.end))
+    return Summary(
+        trace=str(trace.path),
+        device=trace.device,
+        on="gpu",
+        facts=trace.facts,
+        num_steps=steps,
+        step_ms=(end - begin) / steps / 1e3,
+        idle=1 - busy / (end - begin),
+        exposed_ms=exposed / steps / 1e3,
+        hidden_ms=(length(messages) - exposed) / steps / 1e3,
+        launch_ms=sum(call.end - call.start for call in launching) / steps / 1e3,
+        launches=len(launching) / steps,
+        streams={name: length(each) / steps / 1e3 for name, each in sorted(by_stream.items())},
+    )
+
+
+def _launching(trace: Trace) -> list[HostEvent]:
+    """The calls inside steps that launch kernels or graphs, without those inside another on their thread."""
+    found: list[HostEvent] = []
+    ends: dict[Thread, float] = defaultdict(lambda: -math.inf)
+    for call in trace.calls:
+        launches = is_launch(call.name) and step_of(trace.steps, call.start) is not None
+        if launches and call.start >= ends[call.thread]:
+            found.append(call)
+            ends[call.thread] = call.end
+    return found
+
+
+def _owner(trace: Trace, owners: Owners, found: tuple[HostEvent, Place] | None) -> Owner:
+    if found is None:
+        return UNKNOWN
+    call, place = found
+    if step_of(trace.steps, call.start) is None:
+        return BETWEEN
+    owner = owners.of(place)
+    return OTHER if owner == NOBODY else owner
+
+
+def _floors(activities: Sequence[Activity], launches: Launches, device: Device) -> dict[int, float | None]:
+    """Microseconds by the id of an activity; an operation's go to the longest kernel that it launched."""
+    floors: dict[int, float | None] = {id(activity): device.of_activity(activity) for activity in activities}
+    launched: dict[int, tuple[HostEvent, list[Activity]]] = {}
+    for activity in activities:
+        found = launches.get(activity.correlation)
+        operation = found[1].operation if found else None
+        if operation is not None and activity.kind == "kernel":
+            launched.setdefault(id(operation), (operation, []))[1].append(activity)
+    for operation, kernels in launched.values():
+        longest = max(kernels, key=lambda kernel: kernel.end - kernel.start)
+        floors[id(longest)] = device.of_operation(operation)
+    return floors
+
+
+def _calls_of(trace: Trace) -> Counter[Owner]:
     """Count the ranges of ours inside steps."""
-    named = [
-        unit_and_part(e.name) for e in trace.host if e.is_range and step_of(trace.steps, e.start) is not None
-    ]
-    return Counter(Owner(*each) for each in named if each)
+    ranges = (e for e in trace.host if e.is_range and step_of(trace.steps, e.start) is not None)
+    return Counter(owner for event in ranges if (owner := unit_and_part(event.name)))
 
 
-def largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
+def _largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
     """The names with the most time, of (name, microseconds, floor) each."""
     by_name: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for name, took, floor in times:

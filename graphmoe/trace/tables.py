@@ -1,24 +1,20 @@
-"""A trace's summary and the comparison of two as tables, and the workbook of AMD's TraceLens."""
+"""A trace's summary, and the comparison of two, as tables."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphmoe.trace.summary import SegmentTime, Summary
+from graphmoe.config.arguments import text_table
+from graphmoe.trace.summary import Summary
 
 SHOWN_NAME = 64
 """Characters of a kernel's name in a table; format=json has more."""
-TRACELENS = "TraceLens_generate_perf_report_pytorch"
-"""Command of github.com/AMD-AGI/TraceLens; PyPI's package ``tracelens`` is another project, never called."""
-TRACELENS_S = 1800
 _FIGURES = {
     "step ms": lambda s: s.step_ms,
     "GPU idle %": lambda s: None if s.idle is None else 100 * s.idle,
@@ -29,20 +25,14 @@ _FIGURES = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A figure of both; None where a trace does not have it."""
 
     name: str
     first: float | None
     second: float | None
-
-    @property
-    def difference(self) -> float | None:
-        """The second less the first; a name that only one trace has is 0 in the other."""
-        if self.first is None and self.second is None:
-            return None
-        return (self.second or 0.0) - (self.first or 0.0)
+    difference: float | None
+    """The second less the first; a name that only one trace has is 0 in the other."""
 
 
 @dataclass
@@ -66,54 +56,56 @@ def compare(first: Summary, second: Summary, num_kernels: int) -> Comparison:
         notes.append(f"the devices differ: {first.device} and {second.device}")
     return Comparison(
         (first.trace, second.trace),
-        [Row(name, value(first), value(second)) for name, value in _FIGURES.items()],
-        _compared(_segment_times(first), _segment_times(second)),
-        _compared(_kernel_times(first), _kernel_times(second))[:num_kernels],
+        _rows(*({name: value(s) for name, value in _FIGURES.items()} for s in (first, second))),
+        _sorted(_rows(_segment_times(first), _segment_times(second))),
+        _sorted(_rows(_kernel_times(first), _kernel_times(second)))[:num_kernels],
         " and ".join(dict.fromkeys([first.kinds, second.kinds])),
         notes,
     )
 
 
-def _compared(first: Mapping[str, float], second: Mapping[str, float]) -> list[Row]:
-    rows = [Row(name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second])]
+def _rows(first: Mapping[str, float | None], second: Mapping[str, float | None]) -> list[Row]:
+    pairs = ((name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second]))
+    return [Row(name, a, b, None if a is b is None else (b or 0.0) - (a or 0.0)) for name, a, b in pairs]
+
+
+def _sorted(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: -abs(row.difference or 0.0))
 
 
-def _segment_times(summary: Summary) -> dict[str, float]:
+def _segment_times(summary: Summary) -> dict[str, float | None]:
     return {f"{s.segment}:{s.part}" if s.part else s.segment: s.ms for s in summary.segments}
 
 
 def _kernel_times(summary: Summary) -> dict[str, float]:
     found: dict[str, float] = {}
-    for segment in summary.segments:
-        for kernel in segment.kernels:
-            found[kernel.name] = found.get(kernel.name, 0.0) + kernel.ms
+    for kernel in (kernel for segment in summary.segments for kernel in segment.kernels):
+        found[kernel.name] = found.get(kernel.name, 0.0) + kernel.ms
     return found
 
 
 def summary_text(summary: Summary) -> RenderableType:
     """The lines of the whole steps, then segments, then their largest kernels."""
     tables = (Text(), _segments(summary), Text(), _kernels(summary))
-    return Group(*map(Text, head(summary)), *tables, *_notes(summary.notes))
+    return Group(*map(Text, _head(summary)), *tables, *_notes(summary.notes))
 
 
 def comparison_text(comparison: Comparison) -> RenderableType:
     """Two traces side by side."""
-    names = ("first", "second")
-    paths = [Text(f"{name}: {path}") for name, path in zip(names, comparison.traces, strict=True)]
-    known = [row for row in comparison.figures if row.difference is not None]
-    tables = [
-        _side_by_side("step", known, names),
-        _side_by_side("segment, ms per step", comparison.segments, names),
-        _side_by_side(f"{comparison.kinds} that differ most, ms per step", comparison.kernels, names),
+    parts: list[RenderableType] = [
+        Text(f"{name}: {path}") for name, path in zip(("first", "second"), comparison.traces, strict=True)
     ]
-    parts: list[RenderableType] = [*paths]
-    for table in tables:
-        parts += [Text(), table]
+    for title, rows in {
+        "step": [row for row in comparison.figures if row.difference is not None],
+        "segment, ms per step": comparison.segments,
+        f"{comparison.kinds} that differ most, ms per step": comparison.kernels,
+    }.items():
+        cells = [(_short(name), _ms(a), _ms(b), _ms(more, "+")) for name, a, b, more in rows]
+        parts += [Text(), text_table([title, "first", "second", "difference"], cells, left=1)]
     return Group(*parts, *_notes(comparison.notes))
 
 
-def head(summary: Summary) -> Iterator[str]:
+def _head(summary: Summary) -> Iterator[str]:
     """The lines above the tables."""
     numbers, facts = summary.facts.get("steps"), summary.facts
     which = f"steps {numbers[0]} to {numbers[-1]}" if numbers else f"{summary.num_steps} steps"
@@ -123,7 +115,6 @@ def head(summary: Summary) -> Iterator[str]:
     if summary.on == "cpu":
         yield f"step {summary.step_ms:.3f} ms of the host"
         return
-    assert summary.idle is not None
     yield f"step {summary.step_ms:.3f} ms, GPU idle {summary.idle:.1%}"
     yield f"communication {summary.exposed_ms:.3f} ms exposed, {summary.hidden_ms:.3f} ms hidden"
     yield f"host {summary.launch_ms:.3f} ms in {summary.launches:.0f} launches"
@@ -131,52 +122,43 @@ def head(summary: Summary) -> Iterator[str]:
 
 
 def _segments(summary: Summary) -> Table:
-    table = _table("segment", "part", "calls", "ms", "of step", *_on_gpu(summary, "communication ms"))
-    for row in summary.segments:
-        share = f"{row.ms / summary.step_ms:.1%}" if summary.step_ms else "-"
-        message = "-" if row.communication_ms is None else f"{row.communication_ms:.3f}"
-        cells = (row.segment, row.part, _count(row.calls), f"{row.ms:.3f}", share)
-        table.add_row(*cells, *_on_gpu(summary, message))
-    return table
+    """A row for each segment; a column that a CPU has nothing for is left out."""
+    rows = [
+        (
+            row.segment,
+            row.part,
+            _count(row.calls),
+            _ms(row.ms),
+            f"{row.ms / summary.step_ms:.1%}" if summary.step_ms else "-",
+            _ms(row.communication_ms),
+        )
+        for row in summary.segments
+    ]
+    return _without_last(summary, ["segment", "part", "calls", "ms", "of step", "communication ms"], rows, 2)
 
 
 def _kernels(summary: Summary) -> Table:
+    rows = [
+        (
+            *(("", "") if place else (row.segment, row.part)),
+            _short(kernel.name),
+            _count(kernel.calls),
+            _ms(kernel.ms),
+            "unknown" if kernel.floor_ms is None else _ms(kernel.floor_ms),
+        )
+        for row in summary.segments
+        for place, kernel in enumerate(row.kernels)
+    ]
     kind = summary.kinds.removesuffix("s")
-    table = _table("segment", "part", kind, "calls", "ms", *_on_gpu(summary, "floor ms"), left=3)
-    for row in summary.segments:
-        for place, kernel in enumerate(row.kernels):
-            floor = "unknown" if kernel.floor_ms is None else f"{kernel.floor_ms:.3f}"
-            cells = (_short(kernel.name), _count(kernel.calls), f"{kernel.ms:.3f}")
-            table.add_row(*(("", "") if place else _name(row)), *cells, *_on_gpu(summary, floor))
-    return table
+    return _without_last(summary, ["segment", "part", kind, "calls", "ms", "floor ms"], rows, 3)
 
 
-def _on_gpu(summary: Summary, cell: str) -> tuple[str, ...]:
-    """A cell of a column that a trace of a CPU has nothing for."""
-    return (cell,) if summary.on == "gpu" else ()
+def _without_last(summary: Summary, columns: list[str], rows: Sequence[tuple[str, ...]], left: int) -> Table:
+    most = len(columns) - (summary.on == "cpu")
+    return text_table(columns[:most], [row[:most] for row in rows], left=left)
 
 
-def _name(row: SegmentTime) -> tuple[str, str]:
-    return row.segment, row.part
-
-
-def _side_by_side(title: str, rows: Sequence[Row], names: tuple[str, str]) -> Table:
-    table = _table(title, *names, "difference", left=1)
-    for row in rows:
-        cells = [_number(value) for value in (row.first, row.second)]
-        table.add_row(_short(row.name), *cells, _number(row.difference, "+"))
-    return table
-
-
-def _table(*columns: str, left: int = 2) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, column in enumerate(columns):
-        is_name = place < left  # a narrow terminal breaks names, never numbers
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
-    return table
-
-
-def _notes(notes: Sequence[str]) -> list[Text]:
+def _notes(notes: list[str]) -> list[Text]:
     return [Text(), *(Text(f"note: {note}") for note in notes)] if notes else []
 
 
@@ -188,22 +170,5 @@ def _count(calls: float) -> str:
     return "-" if not calls else f"{calls:g}" if calls == int(calls) else f"{calls:.1f}"
 
 
-def _number(value: float | None, sign: str = "") -> str:
+def _ms(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.3f}"
-
-
-def tracelens_report(trace: Path) -> tuple[Path | None, str | None]:
-    """Let TraceLens, if it is on PATH, write a workbook beside a trace; return the file or the problem."""
-    command = shutil.which(TRACELENS)
-    if command is None:
-        return None, None
-    report = trace.with_name(f"{trace.name.split('.')[0]}.tracelens.xlsx")
-    words = [command, "--profile_json_path", str(trace), "--output_xlsx_path", str(report)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TRACELENS_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{TRACELENS} of {trace}: {error}"
-    if done.returncode or not report.exists():
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        return None, f"{TRACELENS} of {trace} ended with status {done.returncode}: {' '.join(last)}"
-    return report, None

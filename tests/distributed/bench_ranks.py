@@ -12,9 +12,11 @@ from typing import cast
 import torch
 
 from graphmoe.bench import dispatch_ways
-from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchRow, DispatchSuite, dispatch_cases
+from graphmoe.bench.cases import Row
+from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
 from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.config.schema import DispatcherChoice
+from graphmoe.runtime.dispatch.vendors import close_vendor
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.buffer_fakes import fake_package
 from tests.distributed.vendor_trips import PACKAGES
@@ -30,7 +32,7 @@ class Suite:
     broken: str = ""
     """The function of `dispatch_ways` by whose ways rank 1 gets other rows than were sent."""
 
-    def __call__(self, ranks: Ranks, folder: Path) -> list[DispatchRow]:
+    def __call__(self, ranks: Ranks, folder: Path) -> list[Row]:
         if self.broken:
             whole = getattr(dispatch_ways, self.broken)
 
@@ -45,7 +47,7 @@ class Suite:
             suite = DispatchSuite(RankGroup(CPU), repeats=2)
             cases = dispatch_cases(TINY, "0.8", [DispatcherChoice.deepep])
             rows = [r for case in cases if case.name.startswith(self.prefixes) for r in suite.run(case)]
-            suite.close()
+            close_vendor()
             return rows
         finally:
             del sys.modules["deep_ep"]
@@ -53,7 +55,7 @@ class Suite:
                 setattr(dispatch_ways, self.broken, whole)
 
 
-def too_few_experts(ranks: Ranks, folder: Path) -> list[DispatchRow]:
+def too_few_experts(ranks: Ranks, folder: Path) -> list[Row]:
     """Run a shape with fewer experts than ranks and slots need."""
     shape = dataclasses.replace(TINY["v2_lite"], E=2)
     return DispatchSuite(RankGroup(CPU), repeats=1).run(DispatchCase("small", shape, "natural", "pull"))

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from graphmoe.bench.arguments import compose_config
-from graphmoe.bench.run_rows import projected
+from graphmoe.bench.projection_suite import projected
 from graphmoe.config.schema import (
     ConfigError,
     DataConfig,

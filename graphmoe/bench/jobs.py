@@ -1,4 +1,7 @@
-"""Fresh processes for a function or a training job, whose memory and caches of the device go with them."""
+"""Runs of training that the suites step, ladder and projection measure, each in a process of its own.
+
+A process takes its memory and the caches of the device with it.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,75 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from graphmoe.bench.cases import reason
-from graphmoe.config.schema import ConfigError
+from graphmoe.bench.arguments import BenchArgs, compose_config
+from graphmoe.bench.cases import FLOPS_PER_S, Row, chosen, one_by_one, reason, times_of
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.model.flops import flops_per_token
 from graphmoe.run.files import METRICS_FILE, SUMMARY_FILE
 from graphmoe.runtime.host.signals import die_with_parent, end_with_parent
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+UNREAD = (
+    "train.val_batches=0",
+    "checkpoint=none",
+    "checkpoint.interval=0",
+    "log.tensorboard=false",
+    "log.report=false",
+    "log.progress=false",
+)
+"""Overrides of every run, so that only steps are timed."""
 END_S = 10
 """Seconds that a process may take to end after it has given its result, and a job after each signal."""
 SHOWN = 4000
 """Characters of a failed job's output that are logged, since its folder goes."""
+
+
+class RunCase(NamedTuple):
+    """One run: the row to fill, whose overrides are all that the run sets."""
+
+    name: str
+    row: Row
+
+
+def run_cases(
+    cases: Sequence[RunCase],
+    args: BenchArgs,
+    measure: Callable[[Row, RunConfig], Row],
+    brief: Callable[[Row], str],
+) -> list[Row]:
+    """Rows of the chosen runs with the numbers that ``measure`` gives of a row and its configuration.
+
+    A run that fails leaves the reason there. *Raises* ConfigError for a choice of none.
+    """
+
+    def run(case: RunCase) -> list[Row]:
+        row = case.row | {"error": None}
+        try:
+            return [row | measure(row, compose_config(*row["overrides"]))]
+        except (ConfigError, ProcessFailed, OSError) as error:
+            return [row | {"error": " ".join(str(error).split())}]
+
+    return one_by_one(chosen(cases, args.only), run, brief, args.out)
+
+
+def steps_words(steps: int) -> list[str]:
+    """Overrides of a run of so many steps, which the host waits for only at the end."""
+    return [f"train.steps={steps}", f"train.log_interval={steps}"]
+
+
+def rates_of_steps(config: RunConfig, ranks: int, samples_ms: Sequence[float]) -> Row:
+    """Times of steps, and rates of one rank, against the model's FLOPs, evenly shared by the ranks."""
+    assert config.data.seq_len is not None
+    tokens = config.train.global_batch_size * config.data.seq_len
+    flops = flops_per_token(config.model, config.data.seq_len).total * tokens
+    floor_ms = flops / FLOPS_PER_S / ranks * 1e3
+    times = times_of(samples_ms, floor_ms)
+    rate = tokens / times["median_ms"] * 1e3 / ranks
+    tflops = FLOPS_PER_S / 1e12 / times["time_over_floor"]
+    return {"tokens": tokens, "floor_ms": floor_ms, **times, "tokens_per_s": rate, "tflops": tflops}
 
 
 class ProcessFailed(Exception):
@@ -52,7 +111,12 @@ def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: fl
         patience_s = END_S
     except (EOFError, OSError):  # it died, perhaps while it sent
         process.join(END_S)
-        raise ProcessFailed(_ended(process.exitcode)) from None
+        code = process.exitcode or 0
+        if code < 0:
+            names = {each.value: each.name for each in signal.Signals}
+            killed = f"its process was killed by {names.get(-code, f'signal {-code}')}"
+            raise ProcessFailed(killed) from None
+        raise ProcessFailed(f"its process ended with status {process.exitcode}") from None
     finally:
         process.join(patience_s)
         process.kill()
@@ -73,13 +137,6 @@ def _run(sender: Connection, function: Callable[..., Any], arguments: tuple[Any,
     except Exception as error:
         traceback.print_exc()
         sender.send((None, reason(error)))
-
-
-def _ended(status: int | None) -> str:
-    if status is not None and status < 0:
-        names = {each.value: each.name for each in signal.Signals}
-        return f"its process was killed by {names.get(-status, f'signal {-status}')}"
-    return f"its process ended with status {status}"
 
 
 def train(overrides: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphmoe.config.schema import ComputeDtype, DispatcherChoice, RunConfig, Transport
+from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ExpertsBackend, RunConfig, Transport
 from graphmoe.plan.experts import (
     Load,
     balanced_load,
@@ -25,6 +25,7 @@ from graphmoe.plan.experts import (
 )
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import StagePieces
 from graphmoe.segments import FULL_ITERATION, segments_of
 
@@ -49,6 +50,10 @@ class Plan:
     """Micro-batches of a step on each rank."""
     tokens: int
     """Tokens that each rank routes at once."""
+    recompute: Recompute
+    """Parts that the backward computes again."""
+    experts: ExpertsBackend
+    """Kernels of the routed experts that are asked for; auto leaves the choice to their measured times."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,4 +113,6 @@ def plan_of(config: RunConfig, num_ranks: int) -> Plan:
         transport_of_run(config),
         num_micro_batches(config, layout),
         routed_tokens(config, layout),
+        Recompute.of(config.recompute),
+        config.moe.experts,
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from graphmoe.config.schema import AttentionKind, ConfigError, DispatcherChoice, RecomputeConfig, RunConfig
+from graphmoe.config.schema import AttentionKind, ConfigError, DispatcherChoice, RunConfig
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.costs.activations import made_again
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import AXES, Axis, Layout
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import StagePieces
 from graphmoe.segments import FULL_ITERATION, segments_of
 
@@ -34,7 +35,7 @@ def own_buffer_bytes(
     config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
 ) -> dict[str, float]:
     """Return the bytes by purpose that follow from the rank's own work; communication is not among them."""
-    working = working_bytes(sizes, config.recompute, stages)
+    working = working_bytes(sizes, Recompute.of(config.recompute), stages)
     return {
         "tables": _tables(sizes, stages),
         "dispatch": dispatch_bytes(sizes, config.moe.dispatcher) if _num_moe(sizes, stages) else 0,
@@ -43,7 +44,7 @@ def own_buffer_bytes(
     }
 
 
-def working_bytes(sizes: Sizes, recompute: RecomputeConfig, stages: Sequence[StagePieces]) -> float:
+def working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePieces]) -> float:
     """Return the most bytes that the backward of a layer, or the loss, needs for itself at a time.
 
     A backward needs the gradients of what a segment keeps, and the part of the layer that is made again.
@@ -52,7 +53,7 @@ def working_bytes(sizes: Sizes, recompute: RecomputeConfig, stages: Sequence[Sta
     model, e = sizes.model, sizes.element_bytes
     found = [0.0]
     layers = _layers(sizes, stages)
-    if not recompute.layer_ids:  # one of each kind stands for all
+    if not recompute.layers:  # one of each kind stands for all
         layers = [*{index < model.num_dense_layers: index for index in layers}.values()]
     for index in layers:
         segments = [_attention_work(sizes)]

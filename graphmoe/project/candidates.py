@@ -30,7 +30,7 @@ VIRTUAL_STAGES = (2, 3, 4, 6)
 """Numbers of virtual stages that are tried with schedules that take any."""
 
 
-class Recompute(NamedTuple):
+class RecomputeChoice(NamedTuple):
     """A kind of recompute, and the words for it."""
 
     words: str
@@ -128,24 +128,24 @@ class Candidates:
                 words.append("pipeline.virtual_stages=null")
         return " ".join(words)
 
-    def _kinds(self) -> list[Recompute]:
+    def _kinds(self) -> list[RecomputeChoice]:
         """Return the kinds of recompute, the configured one alone where the command line has one."""
         model = self.config.model
         if any(key.partition(".")[0] == "recompute" for key in self.fixed):
-            return [Recompute("", self.config.recompute)]
+            return [RecomputeChoice("", self.config.recompute)]
         mlps = ["mlp"] if model.num_dense_layers else []
         if has_experts(model):
             mlps += ["shared_experts"] * bool(model.shared_ffn_size) + ["moe_experts"]
         kinds = [
-            Recompute("recompute=none", RecomputeConfig()),
-            Recompute("recompute.ops=[layernorm]", RecomputeConfig(ops=["layernorm"])),
-            Recompute("recompute.segments=[attn]", RecomputeConfig(segments=["attn"])),
-            Recompute(f"recompute.segments=[{','.join(mlps)}]", RecomputeConfig(segments=mlps)),
-            Recompute("recompute=all", RecomputeConfig(all=True)),
+            RecomputeChoice("recompute=none", RecomputeConfig()),
+            RecomputeChoice("recompute.ops=[layernorm]", RecomputeConfig(ops=["layernorm"])),
+            RecomputeChoice("recompute.segments=[attn]", RecomputeConfig(segments=["attn"])),
+            RecomputeChoice(f"recompute.segments=[{','.join(mlps)}]", RecomputeConfig(segments=mlps)),
+            RecomputeChoice("recompute=all", RecomputeConfig(all=True)),
         ]
         if self.config.recompute == RecomputeConfig():
             return kinds
-        return [Recompute(_recompute_words(kind.config), kind.config) for kind in kinds]
+        return [RecomputeChoice(_recompute_words(kind.config), kind.config) for kind in kinds]
 
     def _dimensions(self) -> Iterator[ParallelConfig]:
         config, model, ranks = self.config.parallel, self.config.model, self.num_ranks

@@ -18,9 +18,10 @@ from graphmoe.plan.pipeline.check import in_flight, largest
 from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_batches, pipeline_of
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import StagePieces, all_pieces
 from graphmoe.project.buffers import communication_bytes, own_buffer_bytes
-from graphmoe.project.candidates import Candidate, Recompute
+from graphmoe.project.candidates import Candidate, RecomputeChoice
 from graphmoe.project.memory import state_bytes
 from graphmoe.project.step_time import (
     host_seconds,
@@ -67,7 +68,7 @@ class Estimates:
     """Estimates of one model on one kind of card; what candidates have in common is computed once."""
 
     def __init__(
-        self, config: RunConfig, kinds: Sequence[Recompute], speeds: Speeds, *, on_nvidia: bool
+        self, config: RunConfig, kinds: Sequence[RecomputeChoice], speeds: Speeds, *, on_nvidia: bool
     ) -> None:
         self.config, self.model, self.kinds = config, config.model, kinds
         self.speeds, self.on_nvidia = speeds, on_nvidia
@@ -191,7 +192,7 @@ class Estimates:
         config, sizes = self._sizes[like]
         config = replace(config, recompute=self.kinds[kind].config)
         times = stage_times(config, sizes, self.speeds, pieces)
-        kept = stage_activations(sizes, config.recompute, pieces)
+        kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
         return _Stage(
             total_time(times),
             host_seconds(config, times, self.speeds),

@@ -20,6 +20,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan, pipeline_of
 from graphmoe.plan.plan import Plan
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import all_pieces
 from graphmoe.project.buffers import buffer_bytes, ranks_of
 from graphmoe.run.files import PROJECTION_FILE, write_json
@@ -70,7 +71,7 @@ def exact_memory(
         layout = replace(layout, embed_on=plan.embed_on)
     sizes, model = Sizes.from_config(config, layout, on_nvidia=on_nvidia), config.model
     pieces = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
-    stages = [stage_activations(sizes, config.recompute, own) for own in pieces]
+    stages = [stage_activations(sizes, Recompute.of(config.recompute), own) for own in pieces]
     of_stage = [sum(kept.total() for kept in parts.values()) for parts in stages]
     activations: Sequence[float] = of_stage if plan is None else peaks(plan.table, of_stage)
     lanes: Sequence[float] = [1] if plan is None else peaks(plan.table, [1] * len(stages))

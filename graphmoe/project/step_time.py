@@ -16,6 +16,7 @@ from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches
 from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import StagePieces, all_pieces
 from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
@@ -116,9 +117,10 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
     counts = config.moe.dispatcher is DispatcherChoice.alltoall
     if pieces.embed:
         found.append(embed_time(sizes, speeds))
+    recompute = Recompute.of(config.recompute)
     of_mtp = [model.num_layers + k for k in pieces.mtp]
     indices = (*pieces.layers, *of_mtp)
-    for times in times_of_layers(sizes, speeds, config.recompute, indices, host_counts=counts, hidden=hidden):
+    for times in times_of_layers(sizes, speeds, recompute, indices, host_counts=counts, hidden=hidden):
         found += times
     found += [join_time(sizes, speeds)] * len(of_mtp)
     if pieces.loss:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphmoe.config.schema import ConfigError, ExpertsBackend, PassesConfig, RunConfig
+from graphmoe.config.schema import ConfigError, ExpertsBackend, PassesConfig
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
@@ -28,7 +28,7 @@ from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.job_cache import JobCache
-from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
+from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.compile.report import REPORT_FILE, to_json, to_text
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.overlap.runner import Overlap
@@ -59,7 +59,6 @@ class Execution:
         self.capture = Capture(name, device, config.graph.warmup_steps) if scope != "none" else None
         """Capture of graphs; None where nothing is captured."""
         units = UnitCapture(plan.captured, self.capture) if self.capture and plan.captured else None
-        self._recompute = Recompute.of(config.recompute)
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
         """Overlap of two micro-batches in turns; None where one follows the other."""
         assert config.compile.cache_dir is not None
@@ -68,7 +67,7 @@ class Execution:
         self._compiled: CompiledSegments | None = None
         if config.compile.enabled:
             self._compiled = CompiledSegments(
-                self._runner, optimizer.gradient_of, units, self._recompute, self.overlap
+                self._runner, optimizer.gradient_of, units, plan.recompute, self.overlap
             )
         self._dump: Path | None = None
         self._cache: JobCache | None = None
@@ -81,14 +80,14 @@ class Execution:
         On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
         cannot run.
         """
-        if self._recompute:
-            log.info("the backward computes again: %s", self._recompute.words())
-        refuse_waiting_experts(self.config, self.plan.dtype, self.device, fuses=self.fuses)
+        if self.plan.recompute:
+            log.info("the backward computes again: %s", self.plan.recompute.words())
+        refuse_waiting_experts(self.plan, self.device, fuses=self.fuses)
         log.info("moe.sync_free_stage=%d", self.config.moe.sync_free_stage)
         if self._compiled is None:
             self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
             self.experts = experts  # for a later start that compiles
-            return RecomputedSegments(self._recompute) if self._recompute else run_segments
+            return RecomputedSegments(self.plan.recompute) if self.plan.recompute else run_segments
         import_compilers()
         if self.device.type == "cpu":
             _need_compiler()
@@ -103,7 +102,7 @@ class Execution:
         elif has_experts(self.config.model):
             self.experts = self.ranks.on_first(lambda: self._choose(experts))
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
-        if self.fuses and "moe_act" in self._recompute.parts:
+        if self.fuses and "moe_act" in self.plan.recompute.parts:
             self._warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
         self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
         return self._compiled
@@ -166,8 +165,8 @@ class Execution:
             log.info(line)
         for line in self._cache.lines(self._compiled.reports):
             log.info(line)
-        if self._recompute and not any(unit.recomputed for unit in self._compiled.reports):
-            log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
+        if self.plan.recompute and not any(unit.recomputed for unit in self._compiled.reports):
+            log.warning("recompute has no effect: nothing of %s would be kept", self.plan.recompute.words())
 
     def _runner(self, trains: bool) -> PassRunner:
         knobs: dict[str, dict[str, Any]] = {
@@ -182,7 +181,7 @@ class Execution:
         return {f"passes.{name}": value for name, value in passes.items() if value != default[name]}
 
     def _experts_set(self) -> dict[str, Any]:
-        requested = self.config.moe.experts
+        requested = self.plan.experts
         return {} if requested is ExpertsBackend.auto else {"moe.experts": requested.value}
 
     def _warn(self, because: str, unused: dict[str, Any]) -> None:
@@ -190,7 +189,7 @@ class Execution:
             log.warning("%s=%s has no effect with %s", key, value, because)
 
     def _choose(self, remembered: str) -> str:
-        requested = self.config.moe.experts
+        requested = self.plan.experts
         shape = mlp_shape(self.plan)
         sync_free = self.config.moe.sync_free_stage >= EXPERTS_STAGE
         if requested is ExpertsBackend.auto and remembered:
@@ -220,13 +219,12 @@ def mlp_shape(plan: Plan) -> MlpShape:
     )
 
 
-def refuse_waiting_experts(
-    config: RunConfig, dtype: torch.dtype, device: torch.device, *, fuses: bool
-) -> None:
+def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> None:
     """Raise ConfigError where the experts' products would wait for the host and their stage forbids it.
 
     ``fuses`` says whether the pass fuse_experts runs.
     """
+    config, dtype = plan.config, plan.dtype
     stage, scope = config.moe.sync_free_stage, config.graph.scope
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
     if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
@@ -234,7 +232,7 @@ def refuse_waiting_experts(
     needed = []
     if not fuses:
         needed.append("compile.enabled=true with the pass fuse_experts")
-    if config.moe.experts is ExpertsBackend.torch:
+    if plan.experts is ExpertsBackend.torch:
         needed.append("moe.experts=auto")
     if not needed:
         return

@@ -111,7 +111,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
-    if config.parallel.pp == 1:
+    if plan.pipeline is None:
         for key in ("schedule", "virtual_stages", "microbatches", "layout", "costs"):
             if (value := getattr(config.pipeline, key)) != getattr(PipelineConfig(), key):
                 log.warning("pipeline.%s=%s has no effect with parallel.pp=1", key, value)
@@ -121,7 +121,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
             "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
             config.pipeline.schedule,
         )
-    if ranks.is_first and (slower := run_slower_than_1f1b(config, ranks.size)):
+    if ranks.is_first and (slower := run_slower_than_1f1b(plan)):
         log.warning("pipeline.schedule=%s", slower)
     has_effect = {
         "receive_budget": plan.reads_peers,
@@ -131,7 +131,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
         if value != getattr(MoEConfig, key):
             text = getattr(value, "value", value)
             log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, text, plan.dispatcher.value)
-    if config.profile.pipeline and config.parallel.pp == 1:
+    if config.profile.pipeline and plan.pipeline is None:
         log.warning("profile.pipeline=true has no effect with parallel.pp=1")
     if config.profile.ranks != ProfileConfig().ranks and not config.profile.steps:
         log.warning("profile.ranks=%s has no effect without profile.steps", config.profile.ranks)

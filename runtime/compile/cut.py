@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from graphmoe.passes.fuse_experts import hidden_only
 from graphmoe.passes.split_backward import RECOMPUTED, VIEWS
-from graphmoe.runtime.compile.recompute import UnitRecompute, refuse_random_numbers
+from graphmoe.plan.recompute import UnitRecompute
+from graphmoe.runtime.compile.recompute import refuse_random_numbers
 from graphmoe.runtime.torch_compat import is_recomputed, mark_kept, mark_recomputed, partition, remove_marks
 
 aten = torch.ops.aten

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from graphmoe.passes.matching import SAME_ELEMENTS, is_cast, is_op
 from graphmoe.passes.split_backward import SplitBackward, split_backward
 from graphmoe.passes.table import MadeBy, PassReport, PassRunner
+from graphmoe.plan.recompute import NOTHING, UnitRecompute
 from graphmoe.runtime.compile.cut import (
     Halves,
     OutputViews,
@@ -26,7 +27,6 @@ from graphmoe.runtime.compile.cut import (
     take_off_borders,
     take_off_views,
 )
-from graphmoe.runtime.compile.recompute import NOTHING, UnitRecompute
 from graphmoe.runtime.compile.tracing import trace_forward
 from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph, lazy_graph_modules
 

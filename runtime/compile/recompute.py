@@ -1,13 +1,12 @@
-"""Recompute: values that the backward computes again instead of keeping them, and the eager way to do it.
+"""The eager way to compute again in the backward what `graphmoe.plan.recompute.Recompute` names.
 
 Compiled units do it by their graphs, `graphmoe.runtime.compile.cut`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,72 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from graphmoe.config.schema import ConfigError, RecomputeConfig
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.units import Unit, joined
 from graphmoe.runtime.torch_compat import draws_random_numbers
-from graphmoe.segments import LAYER_SEGMENTS, Executor, Segment, run_segments
-
-
-@dataclass(frozen=True)
-class UnitRecompute:
-    """Recompute in one compile unit. Equal for units that are treated alike."""
-
-    regions: tuple[frozenset[str], ...] = ()
-    """Runs of neighbouring segments, each computed again from what enters it."""
-    parts: frozenset[str] = frozenset()
-    """Pieces of segments whose results are not kept."""
-
-    def __bool__(self) -> bool:
-        return bool(self.regions or self.parts)
-
-
-NOTHING = UnitRecompute()
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Recompute that a run asks for; none without arguments."""
-
-    all: bool = False
-    segments: frozenset[str] = frozenset()
-    parts: frozenset[str] = frozenset()
-    layers: frozenset[int] = frozenset()
-    """Layers to which ``segments`` and ``parts`` apply; whole layers where there are none of these."""
-
-    @classmethod
-    def of(cls, config: RecomputeConfig) -> Recompute:
-        """Take the recompute from a checked configuration."""
-        names = (config.segments, config.ops, config.layer_ids)
-        return cls(config.all, *(frozenset(given) for given in names))  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return bool(self.all or self.segments or self.parts or self.layers)
-
-    def words(self) -> str:
-        """Name for a log the segments that are computed again, and their layers."""
-        named = ", ".join(sorted(self.segments | self.parts)) or "all segments"
-        layers = ", ".join(map(str, sorted(self.layers)))
-        return f"{named} of {f'layers {layers}' if layers else 'every layer'}"
-
-    def covers(self, segment: Segment) -> bool:
-        """Return whether the segment is computed again as a whole; what came from other ranks is kept."""
-        if segment.name not in LAYER_SEGMENTS or segment.stream == "comm" or not self._reaches(segment):
-            return False
-        named = self.segments or self.parts
-        return self.all or segment.name in self.segments or bool(self.layers and not named)
-
-    def of_unit(self, segments: Sequence[Segment]) -> UnitRecompute:
-        """Return the recompute in neighbouring segments of a layer."""
-        covered = [run for again, run in self.runs(segments) if again]
-        regions = tuple(frozenset(segment.name for segment in run) for run in covered)
-        return UnitRecompute(regions, self.parts if any(map(self._reaches, segments)) else frozenset())
-
-    def runs(self, segments: Sequence[Segment]) -> list[tuple[bool, list[Segment]]]:
-        """Return runs of neighbouring segments, covered or not, in their order."""
-        return [(covered, [*run]) for covered, run in itertools.groupby(segments, key=self.covers)]
-
-    def _reaches(self, segment: Segment) -> bool:
-        return segment.layer is not None and (not self.layers or segment.layer in self.layers)
+from graphmoe.segments import Executor, Segment, run_segments
 
 
 class RecomputedSegments:

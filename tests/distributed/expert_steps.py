@@ -16,9 +16,9 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.recompute import Recompute
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.training import as_traced

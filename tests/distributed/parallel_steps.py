@@ -19,9 +19,10 @@ from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
+from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
+from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.training import as_traced
 from tests.runs import config

@@ -8,8 +8,8 @@ import torch
 
 from graphmoe.config.schema import RecomputeConfig
 from graphmoe.passes.table import PassRunner, select_passes
+from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.recompute import Recompute
 from tests.runs import config
 from tests.runtime.test_compiled import model_of
 

@@ -12,12 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.plan.recompute import Recompute, UnitRecompute
 from graphmoe.runtime.compile.cut import root_of
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import (
-    Recompute,
     RecomputedSegments,
-    UnitRecompute,
     executor_outside_graphs,
 )
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
@@ -278,7 +277,7 @@ def test_layers_treated_alike_share_a_compilation_and_others_do_not(graphs_as_th
 
 def test_recompute_covers_segments_by_their_names_and_layers():
     def covered(wanted: Recompute) -> list[tuple[int | None, str]]:
-        return [(s.layer, s.name) for s in pieces if wanted.covers(s)]
+        return [(s.layer, s.name) for s in pieces if wanted.covers(s.name, s.layer)]
 
     names = ("embed", "attn", "moe_router", "moe_experts", "loss")
     pieces = [

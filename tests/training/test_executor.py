@@ -16,13 +16,18 @@ from graphmoe.training.executor import Execution, mlp_shape, refuse_waiting_expe
 from tests.runs import config, trainer_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32 = "bf16", "fp32"
 COMPILED, STAGE_3 = "compile.enabled=true", "moe.sync_free_stage=3"
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def refuse(words, compute, device, *, fuses):
+    plan = plan_of(config(*words, f"precision.compute={compute}"), 1)
+    refuse_waiting_experts(plan, device, fuses=fuses)
 
 
 @pytest.fixture
@@ -46,10 +51,10 @@ def rocm(hopper, monkeypatch):
 )
 def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(hopper, words, fuses, needed):
     run = config(*words)
-    refuse_waiting_experts(run, BF16, GPU, fuses=fuses)
-    refuse_waiting_experts(run, FP32, CPU, fuses=fuses)
+    refuse(words, BF16, GPU, fuses=fuses)
+    refuse(words, FP32, CPU, fuses=fuses)
     with pytest.raises(ConfigError) as caught:
-        refuse_waiting_experts(run, FP32, GPU, fuses=fuses)
+        refuse(words, FP32, GPU, fuses=fuses)
     assert str(caught.value).startswith(f"moe.sync_free_stage={run.moe.sync_free_stage} (graph.scope=")
     wanted = (
         f"torch.float32 on this device; use {needed}, precision.compute=bf16, or moe.sync_free_stage=auto"
@@ -59,9 +64,9 @@ def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(hopper, wor
 
 @pytest.mark.parametrize("scope", ["full_iteration", "layer", "moe", "[moe_experts]"])
 def test_a_scope_that_needs_the_stage_is_named_beside_it(rocm, scope):
-    run = config(f"graph.scope={scope}", COMPILED)
+    words = (f"graph.scope={scope}", COMPILED)
     with pytest.raises(ConfigError) as caught:
-        refuse_waiting_experts(run, BF16, GPU, fuses=False)
+        refuse(words, BF16, GPU, fuses=False)
     assert "needs 3): the experts may not wait for the host" in str(caught.value)
     assert str(caught.value).endswith("or graph.scope=none with moe.sync_free_stage=auto")
     assert "precision" not in str(caught.value)  # bf16 waits there too
@@ -82,7 +87,7 @@ def test_a_scope_that_needs_the_stage_is_named_beside_it(rocm, scope):
     ids=str,
 )
 def test_fused_experts_lower_stages_and_dense_models_are_not_refused(hopper, words, fuses):
-    refuse_waiting_experts(config(*words), FP32, GPU, fuses=fuses)
+    refuse(words, FP32, GPU, fuses=fuses)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.config.schema import AttentionKind, RecomputeConfig
+from graphmoe.config.schema import AttentionKind
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import StagePieces, normalises
 
 DENSE_SEGMENTS = ("attn", "mlp")
@@ -40,7 +41,7 @@ class Kept(NamedTuple):
     """Part, of `graphmoe.segments.PARTS`, with which the tensor is made again."""
 
 
-def stage_activations(sizes: Sizes, recompute: RecomputeConfig, pieces: StagePieces) -> dict[str, Bytes]:
+def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -> dict[str, Bytes]:
     """Count what a stage keeps of one micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
     model, found = sizes.model, dict[str, Bytes]()
     dense = model.num_dense_layers
@@ -62,18 +63,17 @@ def stage_activations(sizes: Sizes, recompute: RecomputeConfig, pieces: StagePie
     return found
 
 
-def layer_activations(sizes: Sizes, recompute: RecomputeConfig, index: int) -> Bytes:
+def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
     """Count what a layer keeps beside its input, its result included; MTP layers have the last indices."""
     is_dense = index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
-    again = frozenset(name for name in segments if covers(recompute, name, index))
-    here = not recompute.layer_ids or index in recompute.layer_ids
-    return _layer(sizes, is_dense, again, frozenset(recompute.ops if here else ())).copy()
+    again = frozenset(name for name in segments if recompute.covers(name, index))
+    return _layer(sizes, is_dense, again, recompute.parts_of(index)).copy()
 
 
-def made_again(sizes: Sizes, recompute: RecomputeConfig, index: int) -> float:
+def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
     """Bytes that the backward of a layer makes a second time."""
-    whole = layer_activations(sizes, RecomputeConfig(), index)
+    whole = layer_activations(sizes, Recompute(), index)
     return max(whole.total() - layer_activations(sizes, recompute, index).total(), 0)
 
 
@@ -105,14 +105,6 @@ def _kept(
         return region is None or any(regions.get(reader) != region for reader in tensor.readers)
 
     return _sum(tensor for tensor in tensors if is_kept(tensor))
-
-
-def covers(recompute: RecomputeConfig, segment: str, index: int) -> bool:
-    """Return True where a segment of a layer is made again as a whole."""
-    if recompute.layer_ids and index not in recompute.layer_ids:
-        return False
-    named = recompute.segments or recompute.ops
-    return recompute.all or segment in recompute.segments or bool(recompute.layer_ids and not named)
 
 
 def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:

@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, RecomputeConfig, RunConfig
+from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, RunConfig
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import default_rates
 from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, times_of_layers
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.recompute import Recompute
 
-NOTHING_AGAIN = RecomputeConfig()
+NOTHING_AGAIN = Recompute()
 
 
 class PartCost(NamedTuple):
@@ -41,7 +42,7 @@ class PartCost(NamedTuple):
 def modelled_parts(
     model: ModelConfig,
     seq_len: int,
-    recompute: RecomputeConfig = NOTHING_AGAIN,
+    recompute: Recompute = NOTHING_AGAIN,
     *,
     expert_ranks: int = 1,
     joint_experts: bool = False,

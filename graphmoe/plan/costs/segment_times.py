@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from graphmoe.config.schema import RecomputeConfig
-from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, covers, layer_activations
+from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, layer_activations
 from graphmoe.plan.costs.layer_parts import along_tp, attention_parts, experts, gate, swiglu, travelling_bytes
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Product, Speeds
+from graphmoe.plan.recompute import Recompute
 
 MOVED = 1.5
 """Number of times that each byte which the forward keeps crosses the card's memory in the forward."""
@@ -36,7 +36,7 @@ class SegmentTime:
 def layer_times(
     sizes: Sizes,
     speeds: Speeds,
-    recompute: RecomputeConfig,
+    recompute: Recompute,
     index: int,
     *,
     host_counts: bool,
@@ -49,12 +49,12 @@ def layer_times(
     made together with the gradients of their inputs.
     """
     model = sizes.model
-    kept = layer_activations(sizes, RecomputeConfig(), index)
+    kept = layer_activations(sizes, Recompute(), index)
     if index < model.num_dense_layers:
         times = [_attention(sizes, speeds, kept), _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)]
     else:
         times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
-    if recompute == RecomputeConfig():
+    if not recompute:
         return times
     again = second_forward(sizes, speeds, recompute, index)
     return [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
@@ -63,7 +63,7 @@ def layer_times(
 def times_of_layers(
     sizes: Sizes,
     speeds: Speeds,
-    recompute: RecomputeConfig,
+    recompute: Recompute,
     indices: Iterable[int],
     *,
     host_counts: bool,
@@ -73,7 +73,7 @@ def times_of_layers(
     found: dict[tuple[bool, bool], list[SegmentTime]] = {}
     times = []
     for index in indices:
-        like = index < sizes.model.num_dense_layers, index in recompute.layer_ids
+        like = index < sizes.model.num_dense_layers, index in recompute.layers
         if like not in found:
             found[like] = layer_times(sizes, speeds, recompute, index, host_counts=host_counts, hidden=hidden)
         times.append(found[like])
@@ -176,17 +176,16 @@ def _scaled(time: SegmentTime, by: int) -> SegmentTime:
     return SegmentTime(time.name, time.forward * by, time.inputs * by, time.weights * by, time.exchange * by)
 
 
-def second_forward(sizes: Sizes, speeds: Speeds, recompute: RecomputeConfig, index: int) -> dict[str, float]:
+def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> dict[str, float]:
     """Return the seconds of what is made again for one micro-batch, by segment.
 
     The last product of a piece that runs again is skipped, as nothing reads it; dispatch and combine are too.
     """
     model, is_dense = sizes.model, index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
-    whole = {name for name in segments if covers(recompute, name, index)}
-    here = not recompute.layer_ids or index in recompute.layer_ids
-    parts = {*recompute.ops} if here else set[str]()
-    kept = layer_activations(sizes, RecomputeConfig(), index)
+    whole = {name for name in segments if recompute.covers(name, index)}
+    parts = recompute.parts_of(index)
+    kept = layer_activations(sizes, Recompute(), index)
     kept_now = layer_activations(sizes, recompute, index)
     found = {
         name: MOVED * max(kept[name] - kept_now[name], 0) / speeds.hbm

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.plan import num_micro_batches, pipeline_of
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.pipeline.simulate import simulate
 from graphmoe.plan.pipeline.timeline import Timeline
+from graphmoe.plan.plan import Plan
 
 PLAIN = "1f1b"
 SIMULATED = 16
 """Most micro-batches, for each rank of a pipeline, that are simulated: tables of thousands take seconds."""
 
 
-def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
+def run_slower_than_1f1b(plan: Plan) -> str | None:
     """Return `slower_than_1f1b` of a run's own schedule, by modelled or given times. *Raises* ConfigError."""
-    if config.parallel.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
+    config, layout = plan.config, plan.layout
+    if plan.pipeline is None or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
         return None  # what pairs hide is not known here
-    layout = Layout.of(config.parallel, num_ranks)
     most = SIMULATED * layout.pp * config.train.micro_batch_size * layout.dp
     train = replace(config.train, global_batch_size=min(config.train.global_batch_size, most))
 
@@ -30,16 +30,15 @@ def run_slower_than_1f1b(config: RunConfig, num_ranks: int) -> str | None:
         if name != own.schedule:
             own = replace(own, schedule=name, virtual_stages=None, layout=None)
         try:
-            plan = pipeline_of(replace(config, train=train, pipeline=own), layout)
+            pipeline = pipeline_of(replace(config, train=train, pipeline=own), layout)
         except ConfigError:
             return None
-        return simulate(plan.table, plan.costs) if plan else None
+        return simulate(pipeline.table, pipeline.costs) if pipeline else None
 
     words = slower_than_1f1b(config.pipeline.schedule, timeline_of)
-    count = num_micro_batches(config, layout)
     if words is None or train == config.train:
         return words
-    return f"{words} ({SIMULATED * layout.pp} of {count} micro-batches)"
+    return f"{words} ({SIMULATED * layout.pp} of {plan.num_micro_batches} micro-batches)"
 
 
 def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:

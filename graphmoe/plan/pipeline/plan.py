@@ -16,6 +16,7 @@ from graphmoe.plan.pipeline.costs import measured_parts
 from graphmoe.plan.pipeline.layouts import parse_layout, pieces_of, short_layout
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
 from graphmoe.plan.pipeline.simulate import Costs
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import StagePieces, needs_embedding
 
 
@@ -117,7 +118,7 @@ def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
 
     With pipeline.costs a part takes its measured time, of which F, I and W take their modelled shares.
     """
-    model, seq_len, again = config.model, config.data.seq_len or 1, config.recompute
+    model, seq_len, again = config.model, config.data.seq_len or 1, Recompute.of(config.recompute)
     is_joint = dispatcher_of(config.moe, config.parallel) is DispatcherChoice.alltoall
     ranks = expert_ranks(model, layout)
     parts = modelled_parts(model, seq_len, again, expert_ranks=ranks, joint_experts=is_joint)

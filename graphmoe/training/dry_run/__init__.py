@@ -114,7 +114,7 @@ def _step(plan: Plan, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog]:
     with FakeTensorMode(allow_fallback_kernels=False):
         model = fake_model(plan, mesh, plan.own_stages(mesh.index("pp")))
         optimizer = Optimizer(model, config.optim, config.train, mesh)
-        segments = fake_executor(config, current, optimizer.gradient_of)
+        segments = fake_executor(plan, current, optimizer.gradient_of)
         micro_batches = micro_batches_of(
             plan,
             model,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config.schema import AttentionBackend, RunConfig
+from graphmoe.config.schema import AttentionBackend
 from graphmoe.model.build import build_model
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
@@ -17,7 +17,7 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.stages import StagePieces
-from graphmoe.runtime.compile.recompute import Recompute, RecomputedSegments
+from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
@@ -57,10 +57,10 @@ def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Tr
 
 
 def fake_executor(
-    config: RunConfig, current: CurrentSegment, gradient_of: Callable[[Tensor], Gradient] | None = None
+    plan: Plan, current: CurrentSegment, gradient_of: Callable[[Tensor], Gradient] | None = None
 ) -> Executor:
     """Return an executor that keeps for the backward the tensors that the run's own keeps."""
-    recompute = Recompute.of(config.recompute)
+    config, recompute = plan.config, plan.recompute
     if not config.compile.enabled:
         return NotedSegments(RecomputedSegments(recompute) if recompute else run_segments, current)
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphmoe.config.schema import ComputeDtype, ModelConfig, RunConfig
+from graphmoe.config.schema import ComputeDtype, ModelConfig
 from graphmoe.model.sizes import state_bytes
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.pipeline.actions import Action, Table, Together
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan
-from graphmoe.plan.plan import DTYPES, Plan
+from graphmoe.plan.plan import Plan
 from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
@@ -113,7 +113,7 @@ def _kept(model: ModelConfig, of_kinds: dict[str, _Forward], stage: StagePieces)
 
 def _of_kinds(plan: Plan) -> dict[str, _Forward]:
     """Measure forwards of a micro-batch through each kind of part, on tensors without data."""
-    config, layout, model = plan.config, plan.layout, plan.config.model
+    layout, model = plan.layout, plan.config.model
     nothing = StagePieces(False, range(0), range(0), False)
     parts = {"loss": replace(nothing, mtp=range(model.mtp_depth, model.mtp_depth), loss=True)}
     if model.num_dense_layers:
@@ -130,26 +130,25 @@ def _of_kinds(plan: Plan) -> dict[str, _Forward]:
             with FakeTensorMode(allow_fallback_kernels=False):
                 stages = [*parts.values()]
                 whole = fake_model(plan, mesh, stages)
-                return {kind: _forward(config, mesh, whole, stage) for kind, stage in parts.items()}
+                return {kind: _forward(plan, mesh, whole, stage) for kind, stage in parts.items()}
         finally:
             use_groups(None)
 
 
-def _forward(config: RunConfig, mesh: Mesh, model: Transformer, stage: StagePieces) -> _Forward:
+def _forward(plan: Plan, mesh: Mesh, model: Transformer, stage: StagePieces) -> _Forward:
+    config = plan.config
     assert config.data.seq_len is not None
     rows, width = config.train.micro_batch_size, config.model.hidden_size
     tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64)
     shape = rows, config.data.seq_len // mesh.layout.size("cp_tp"), width
     count = 1 + config.model.mtp_depth if stage.loss else 1
-    received = tuple(
-        torch.empty(shape, dtype=DTYPES[config.precision.compute], requires_grad=True) for _ in range(count)
-    )
+    received = tuple(torch.empty(shape, dtype=plan.dtype, requires_grad=True) for _ in range(count))
     memory, current = MemoryLog(), CurrentSegment()
     memory.hold("there", [*model.parameters(), *model.buffers(), tokens])
     watch = StepWatch(CollectiveLog(mesh), memory, current)
     watch.phase = "forward"
     with watch:
-        output = model.stage(stage, received, tokens, tokens, fake_executor(config, current))
+        output = model.stage(stage, received, tokens, tokens, fake_executor(plan, current))
     kept = memory.now["forward"]
     del output
     return _Forward(kept, memory.peak_bytes - sum(memory.held.values()) - kept)

@@ -10,6 +10,7 @@ from graphmoe.plan.costs.activations import RECEIVED, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import pieces_of
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import all_pieces
 from graphmoe.training import dry_run as dry
 from graphmoe.training.dry_run.memory import MemoryLog
@@ -93,7 +94,8 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     found = Counter(EndOfForward.left)
     found[""] = max(found[""] - rotary_bytes(run) - OF_THE_STEP, 0)
     sizes = Sizes.from_config(run, Layout.of(run.parallel, run.launch.fake_world), on_nvidia=False)
-    kept = stage_activations(sizes, run.recompute, all_pieces(run.model.num_layers, run.model.mtp_depth))
+    whole = all_pieces(run.model.num_layers, run.model.mtp_depth)
+    kept = stage_activations(sizes, Recompute.of(run.recompute), whole)
     projected = sum(kept.values(), Counter())
     if run.parallel.ep > 1 and run.moe.dispatcher.value == "alltoall":
         found["travels"] = sum(found.pop(name, 0) for name in TRAVELS)
@@ -105,8 +107,8 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
 def test_stages_together_keep_the_activations_of_the_whole_model_and_those_received():
     run = config(*MODEL, "model.mtp_depth=1")
     sizes = Sizes.from_config(run, Layout(), on_nvidia=False)
-    whole = stage_activations(sizes, run.recompute, all_pieces(2, 1))
-    stages = [stage_activations(sizes, run.recompute, pieces) for pieces in pieces_of("Et|t|m|L", 2, 1, 4)]
+    whole = stage_activations(sizes, Recompute(), all_pieces(2, 1))
+    stages = [stage_activations(sizes, Recompute(), pieces) for pieces in pieces_of("Et|t|m|L", 2, 1, 4)]
     together = sum((kept for stage in stages for kept in stage.values()), Counter())
     received = [stage.get(RECEIVED, {}).get(RECEIVED, 0) for stage in stages]
     assert received == [0, sizes.state, sizes.state, 2 * sizes.state]

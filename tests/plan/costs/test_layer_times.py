@@ -29,6 +29,7 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.experts import balanced_load
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.stages import all_pieces
 from graphmoe.project.step_time import message_seconds, stage_times, total_time
 
@@ -149,7 +150,7 @@ def test_a_ring_waits_for_what_its_products_do_not_cover_and_for_the_last_gradie
 def again(run: RunConfig, index: int = 1, **recompute: object) -> tuple[dict[str, float], Sizes, Speeds]:
     """Seconds of what runs again, without what is moved or launched."""
     sizes, speeds = sizes_of(run, 8), Speeds(replace(H200, hbm_tb_per_s=ENDLESS), PEAK)
-    found = second_forward(sizes, speeds, RecomputeConfig(**recompute), index)
+    found = second_forward(sizes, speeds, Recompute.of(RecomputeConfig(**recompute)), index)
     return {name: seconds for name, seconds in found.items() if seconds > 1e-12}, sizes, speeds
 
 
@@ -183,7 +184,7 @@ def test_parts_run_again_where_they_are_and_beside_whole_segments():
     found, _, _ = again(run, ops=["mla_up_proj"])
     assert found == pytest.approx({"attn": parts.up.forward}) and parts.up.forward < parts.before.forward
     assert again(run, ops=["layernorm"])[0] == {}  # moves data alone
-    moved = second_forward(sizes, Speeds(H200, PEAK), RecomputeConfig(ops=["layernorm"]), 1)
+    moved = second_forward(sizes, Speeds(H200, PEAK), Recompute(parts=frozenset({"layernorm"})), 1)
     assert moved["attn"] > 0 and moved["moe_experts"] == 0
     found, _, _ = again(run, segments=["moe_experts"], ops=["core_attn"])
     assert {*found} == {"attn", "moe_experts"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Together
-from graphmoe.plan.pipeline.timeline import Span, Timeline
+from graphmoe.plan.pipeline.simulate import Span, Timeline
 
 F0, B0, I0, W0 = (Action(kind, 0, 0) for kind in ("F", "B", "I", "W"))
 

@@ -127,7 +127,9 @@ def _way(
     again_TD = combine(combine_grad())
     dh_TD, dweight_TK = dispatch_grad()
     results = {"y": y_TD, "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
-    calls = dict(zip(EXCHANGES, (dispatch, combine, combine_grad, dispatch_grad), strict=True))
+    calls: dict[str, Callable[[], object]] = dict(
+        zip(EXCHANGES, (dispatch, combine, combine_grad, dispatch_grad), strict=True)
+    )
     return Way(calls, results, captures)
 
 

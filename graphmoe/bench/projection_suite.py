@@ -16,9 +16,8 @@ from graphmoe.bench.jobs import UNREAD, RunCase, run_cases, steps_words, train
 from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
 from graphmoe.ops.timing import spread
 from graphmoe.plan.costs.hardware import Card
-from graphmoe.plan.costs.rates import rates_of
+from graphmoe.plan.costs.rates import Speeds, rates_of
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules.check import resolve

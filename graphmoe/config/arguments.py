@@ -27,7 +27,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphmoe.config.schema import ConfigError, OutputFormat
+from graphmoe.config.choices import OutputFormat
+from graphmoe.config.ranges import ConfigError
 
 Args = TypeVar("Args")
 

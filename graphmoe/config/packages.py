@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.ranges import ConfigError
 
 
 class Package(NamedTuple):

@@ -1,13 +1,21 @@
-"""Ranges of the schema's numbers, beside the fields: ``steps: Annotated[int, POSITIVE] = 1000``."""
+"""Ranges of values, beside the fields (``steps: Annotated[int, POSITIVE] = 1000``), and their rules."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import enum
 import functools
+import math
+import os
+import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message says what to type instead."""
 
 
 class Range(NamedTuple):
@@ -41,6 +49,8 @@ MANY_RANKS = AtMost(100_000)
 MANY_LAYERS = AtMost(2000)  # each is an object of its own
 INT32 = AtMost(2**31 - 1)
 FP32, PATH = Mark.fp32, Mark.path
+LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+LARGEST_BELOW_ONE = 1 - 2**-24
 
 Count = Annotated[int, POSITIVE]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
@@ -59,6 +69,11 @@ class SchemaField(NamedTuple):
     marks: tuple[Any, ...]
     """Range, AtMost and Mark that stand beside it."""
 
+    @property
+    def items(self) -> Sequence[Any]:
+        """Values of a list, or the one value."""
+        return self.value if isinstance(self.value, list) else [self.value]
+
 
 def fields_of(config: Any) -> Iterator[SchemaField]:
     """List the fields of all sections of a configuration."""
@@ -74,10 +89,64 @@ def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Type and marks of each field; those of ``RankCount | None`` stand inside the union."""
     hints, marked = typing.get_type_hints(section), typing.get_type_hints(section, include_extras=True)
     kinds = {name: [hint, *typing.get_args(hint)] for name, hint in marked.items()}
-    return {
-        name: (
-            hints[name],
-            tuple(mark for kind in kinds[name] for mark in getattr(kind, "__metadata__", ())),
-        )
-        for name in hints
-    }
+    found = {name: [m for kind in kinds[name] for m in getattr(kind, "__metadata__", ())] for name in hints}
+    return {name: (hint, tuple(found[name])) for name, hint in hints.items()}
+
+
+def type_rules(field: SchemaField) -> Iterator[str]:
+    """Name values with which other rules cannot compute.
+
+    They are items of another type than their list's and texts that are not UTF-8, which OmegaConf takes,
+    integers of more than 64 bits, and those above the limit that stands beside the field.
+    """
+    key, values = field.key, field.value
+    if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
+        wanted = {int: "whole numbers", str: "texts"}[field.hint.__args__[0]]
+        yield f"{key}={values} must be a list of {wanted}"
+    texts = [*values, *values.values()] if isinstance(values, dict) else field.items
+    if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
+        yield f"{key}={ascii(values)} has half a character; write it in UTF-8"
+    limit = next((mark.limit for mark in field.marks if isinstance(mark, AtMost)), 2**63 - 1)
+    for value in (item for item in field.items if isinstance(item, int)):
+        digits = str(value)
+        shown = digits if len(digits) < 30 else f"{digits[:10]}...({len(digits)} digits)"
+        if not -(2**63) <= value < 2**63:
+            yield f"{key}={shown} needs more than 64 bits; use at most {limit}"
+        elif value > limit:
+            yield f"{key}={shown} is too large; use at most {limit}"
+
+
+def range_rules(field: SchemaField) -> Iterator[str]:
+    """Refuse numbers out of their range; infinity and NaN are out of every range."""
+    for mark in field.marks:
+        if not isinstance(mark, Range) or field.value is None:
+            continue
+        if not math.isfinite(field.value):
+            yield f"{field.key}={field.value} must be finite and {mark.wanted}"
+        elif not mark.holds(field.value):
+            yield f"{field.key}={field.value} must be {mark.wanted}"
+
+
+def form_rules(field: SchemaField) -> Iterator[str]:
+    """Name paths that no file can have, and numbers that become 0, infinite or 1 in fp32."""
+    key, value = field.key, field.value
+    for path in field.items if PATH in field.marks else ():
+        if path and not is_path(path):
+            yield f"{key}={ascii(path)[1:-1]} can name no file; use at most 255 bytes between slashes"
+    if FP32 not in field.marks or not math.isfinite(value) or value == 0:
+        return  # other rules refuse those out of range
+    held = ctypes.c_float(value).value
+    if not LEAST_FP32 <= abs(held) <= MOST_FP32:
+        rounded = "too small for" if abs(held) < LEAST_FP32 else "infinite in"
+        yield f"{key}={value} is {rounded} fp32; use a number from {LEAST_FP32:.2g} to {MOST_FP32:.2g}"
+    elif any(isinstance(mark, Range) and mark.holds(value) and not mark.holds(held) for mark in field.marks):
+        yield f"{key}={value} is {held:.0f} in fp32; use at most {LARGEST_BELOW_ONE:.8f}"
+
+
+def is_path(text: str) -> bool:
+    """Return True where a file system can have a file of this name."""
+    try:
+        parts = os.fsencode(text).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text and max(map(len, parts)) < 256 and len(text) < 2048

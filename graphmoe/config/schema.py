@@ -53,11 +53,9 @@ from graphmoe.config.ranges import (
     CountOrZero,
     RankCount,
     Size,
+    is_path,
 )
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message says what to type instead."""
+from graphmoe.config.ranges import ConfigError as ConfigError
 
 
 @dataclass
@@ -350,15 +348,6 @@ def cache_root(configured: str | None = None) -> Path:
             f"compile.cache_dir, data.cache_dir or GRAPHMOE_CACHE"
         )
     return folder
-
-
-def is_path(text: str) -> bool:
-    """Return True where a file system can have a file of this name."""
-    try:
-        parts = os.fsencode(text).split(b"/")
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in text and max(map(len, parts)) < 256 and len(text) < 2048
 
 
 def compiled_folder(configured: str | None = None) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.ranges import ConfigError
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
-from graphmoe.plan.stages import StagePieces
+from graphmoe.plan.pipeline.layouts import StagePieces
 
 __all__ = ["LossOutput", "Transformer", "build_model", "init_weights", "materialise"]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from graphmoe.config.schema import DpShard, ModelConfig
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of
-from graphmoe.plan.stages import StagePieces, all_pieces, any_of, needs_embedding, normalises
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, any_of, needs_embedding, normalises
 
 COMPONENTS = {
     "mtp.": "mtp",

@@ -26,7 +26,7 @@ from graphmoe.model.rope import own_positions, rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout, layout_of
-from graphmoe.plan.stages import StagePieces, all_pieces, any_of, needs_embedding, normalises
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, any_of, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
 
 

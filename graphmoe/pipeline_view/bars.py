@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
-from graphmoe.plan.pipeline.timeline import Span, Timeline
+from graphmoe.plan.pipeline.simulate import Span, Timeline
 
 BarKind = Literal["F", "B", "I", "W", "comm"]
 COLOURS: dict[BarKind, str] = {

@@ -19,15 +19,13 @@ from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.pipeline_view.arguments import CostKeys, ViewArgs
 from graphmoe.pipeline_view.bars import Panel
 from graphmoe.pipeline_view.sources import modelled_costs
-from graphmoe.plan.costs.part_times import PartCost, modelled_parts, stage_costs
+from graphmoe.plan.costs.segment_times import PartCost, modelled_parts, stage_costs
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.balance import default_layout
-from graphmoe.plan.pipeline.comparison import slower_than_1f1b
-from graphmoe.plan.pipeline.layouts import parse_layout, pieces_of
+from graphmoe.plan.pipeline.layouts import StagePieces, parse_layout, pieces_of
+from graphmoe.plan.pipeline.plan import slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
-from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.timeline import Timeline
-from graphmoe.plan.stages import StagePieces
+from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
 
 DEFAULT_RANKS, DEFAULT_COST = 4, 1000.0
 _WORDS = {

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view.bars import Panel
-from graphmoe.plan.costs.part_times import PartCost
+from graphmoe.plan.costs.segment_times import PartCost
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.check import TableError
-from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.timeline import Timeline, table_of
+from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate, table_of
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 
 MS_PER_US = 1e-3

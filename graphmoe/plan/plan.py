@@ -24,9 +24,9 @@ from graphmoe.plan.experts import (
     worst_load,
 )
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
+from graphmoe.plan.pipeline.layouts import StagePieces
+from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of, run_slower_than_1f1b
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import StagePieces
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 DTYPES = {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.fp32: torch.float32}
@@ -93,6 +93,10 @@ class Plan:
     def room(self, factor: float = 1.0) -> Load:
         """Return the room for ``factor`` times the receive budget."""
         return capacity(self.config.moe, self.config.model, self.layout, self.tokens, factor)
+
+    def slower_than_1f1b(self) -> str | None:
+        """Name a schedule to use instead where the run's own is slower than 1f1b by simulation."""
+        return run_slower_than_1f1b(self.config, self.layout)
 
     def own_stages(self, place: int) -> Sequence[StagePieces]:
         """Return the stages of a place along pp, in the model's order; none where layers are not shared."""

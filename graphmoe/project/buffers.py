@@ -10,8 +10,8 @@ from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.costs.activations import made_again
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import AXES, Axis, Layout
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import StagePieces
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 COMMUNICATOR_BYTES = 128 * 2**20

@@ -10,9 +10,8 @@ from graphmoe.config.schema import RunConfig
 from graphmoe.model.flops import flops_per_token
 from graphmoe.ops.timing import FLUSH_BYTES
 from graphmoe.plan.costs.hardware import Card
-from graphmoe.plan.costs.rates import rates_of, source_of_rates
+from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
 from graphmoe.project.arguments import Assumptions, ProjectArgs

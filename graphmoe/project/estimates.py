@@ -10,16 +10,16 @@ from typing import NamedTuple
 from graphmoe.config.schema import DispatcherChoice, ModelConfig, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.activations import stage_activations
+from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_batches, pipeline_of
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import StagePieces, all_pieces
 from graphmoe.project.buffers import communication_bytes, own_buffer_bytes
 from graphmoe.project.candidates import Candidate, RecomputeChoice
 from graphmoe.project.memory import state_bytes

@@ -18,10 +18,10 @@ from graphmoe.plan.costs.activations import Bytes, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peaks
+from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, pipeline_of
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import all_pieces
 from graphmoe.project.buffers import buffer_bytes, ranks_of
 from graphmoe.run.files import PROJECTION_FILE, write_json
 

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.plan.costs.rates import rates_of, source_of_rates
-from graphmoe.plan.costs.speeds import Speeds
+from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
 from graphmoe.plan.rules.run import recompute_rules
 from graphmoe.project.arguments import ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Candidate, Candidates, without_advice

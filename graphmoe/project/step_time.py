@@ -10,14 +10,14 @@ from graphmoe.config.schema import DispatcherChoice, RunConfig
 from graphmoe.model.flops import flops_per_token
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
+from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, times_of_layers
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.layout import Axis
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import StagePieces, all_pieces
 from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
 

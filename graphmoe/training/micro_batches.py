@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from graphmoe.model.transformer import LossOutput, Transformer
-from graphmoe.plan.stages import StagePieces
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.segments import Executor
 

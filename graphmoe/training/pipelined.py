@@ -14,11 +14,11 @@ from torch import Tensor
 
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.pipeline.transfers import Channel, channels_of
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import lanes_of

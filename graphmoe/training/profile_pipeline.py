@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.timeline import Span, Timeline, timeline_of
+from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import memory_gib
 from graphmoe.runtime.host.files import dispensable

@@ -28,7 +28,6 @@ from graphmoe.config.schema import (
 from graphmoe.data import DataError
 from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, to_json
@@ -121,7 +120,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
             "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
             config.pipeline.schedule,
         )
-    if ranks.is_first and (slower := run_slower_than_1f1b(plan)):
+    if ranks.is_first and (slower := plan.slower_than_1f1b()):
         log.warning("pipeline.schedule=%s", slower)
     has_effect = {
         "receive_budget": plan.reads_peers,

@@ -13,8 +13,8 @@ from graphmoe.model.moe import ROUTER_STATS, update_selection_bias
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.layout import Axis
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
 from graphmoe.training.micro_batches import MicroBatches

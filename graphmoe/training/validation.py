@@ -8,7 +8,7 @@ from torch import Tensor
 from graphmoe.config.schema import TrainConfig
 from graphmoe.data import Corpus, first_batches
 from graphmoe.model.transformer import LossOutput, Transformer
-from graphmoe.plan.stages import StagePieces
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums

@@ -27,7 +27,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import read_json
 from graphmoe.plan.pipeline.actions import Action, Placement, Step, Together
-from graphmoe.plan.pipeline.timeline import Span, Timeline, Track, timeline_of
+from graphmoe.plan.pipeline.simulate import Span, Timeline, Track, timeline_of
 from graphmoe.runtime.host.files import replace_text
 
 FILE_NAME = "pipeline.json"

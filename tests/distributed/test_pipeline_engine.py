@@ -8,8 +8,7 @@ import torch
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.schedules import forward_only, make_table
-from graphmoe.plan.pipeline.simulate import Costs
-from graphmoe.plan.pipeline.timeline import timeline_of
+from graphmoe.plan.pipeline.simulate import Costs, timeline_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy_pipeline import Case, Recorded, in_one_process
 

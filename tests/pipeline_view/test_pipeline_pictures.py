@@ -15,7 +15,7 @@ from graphmoe.pipeline_view.bars import COLOURS, Panel, bars_of, idle_shares, su
 from graphmoe.pipeline_view.chart import draw_chart
 from graphmoe.pipeline_view.page import timeline_figure, write_page
 from graphmoe.plan.pipeline.actions import Action
-from graphmoe.plan.pipeline.timeline import Span
+from graphmoe.plan.pipeline.simulate import Span
 from tests.pipeline_timelines import folded_in_turns, long_timeline, two_ranks
 
 

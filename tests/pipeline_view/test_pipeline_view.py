@@ -16,7 +16,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view import __main__ as tool
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.pipeline_view.sources import median_costs
-from graphmoe.plan.costs.part_times import modelled_parts
+from graphmoe.plan.costs.segment_times import modelled_parts
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate

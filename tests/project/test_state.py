@@ -7,8 +7,8 @@ from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.stages import all_pieces
 from graphmoe.project.memory import state_bytes
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh

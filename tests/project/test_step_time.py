@@ -19,8 +19,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
-from graphmoe.plan.costs.rates import CLASSES, NVIDIA, rates_of
-from graphmoe.plan.costs.speeds import Speeds
+from graphmoe.plan.costs.rates import CLASSES, NVIDIA, Speeds, rates_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.check import resolve
 from graphmoe.project.arguments import Assumptions, ProjectArgs, completed

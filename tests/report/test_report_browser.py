@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphmoe.command.sweep.folder import Job, JobStatus
-from graphmoe.command.sweep.page import write_page as write_sweep_page
+from graphmoe.command.sweep.process import write_page as write_sweep_page
 from graphmoe.pipeline_view.bars import Panel
 from graphmoe.pipeline_view.page import write_page as write_pipeline_page
 from graphmoe.plan.pipeline.schedules import make_table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphmoe.plan.pipeline.actions import Action
-from graphmoe.plan.pipeline.timeline import Span
+from graphmoe.plan.pipeline.simulate import Span
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.profile_pipeline import _Part, in_common_time

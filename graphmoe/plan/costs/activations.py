@@ -16,8 +16,8 @@ from typing import NamedTuple
 from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.config.schema import AttentionKind
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.pipeline.layouts import StagePieces, normalises
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import StagePieces, normalises
 
 DENSE_SEGMENTS = ("attn", "mlp")
 MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from graphmoe.config.schema import AttentionKind, ModelConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
+from graphmoe.plan.costs.rates import FP32, Product, Sides, Speeds
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.costs.speeds import FP32, Product, Sides, Speeds
 from graphmoe.plan.experts import balanced_load
 
 

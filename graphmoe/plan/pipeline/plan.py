@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, RunConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.costs.part_times import modelled_message, modelled_parts, stage_costs
+from graphmoe.plan.costs.segment_times import modelled_message, modelled_parts, stage_costs
 from graphmoe.plan.experts import dispatcher_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.actions import Placement, Table
-from graphmoe.plan.pipeline.balance import balanced_layout, default_layout
-from graphmoe.plan.pipeline.costs import measured_parts
-from graphmoe.plan.pipeline.layouts import parse_layout, pieces_of, short_layout
+from graphmoe.plan.pipeline.balance import balanced_layout, default_layout, measured_parts
+from graphmoe.plan.pipeline.layouts import StagePieces, needs_embedding, parse_layout, pieces_of, short_layout
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
-from graphmoe.plan.pipeline.simulate import Costs
+from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import StagePieces, needs_embedding
 
 
 @dataclass(frozen=True)
@@ -189,3 +187,59 @@ def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield from schedule_rules(
             pipeline.schedule, layout.pp, count, pipeline.virtual_stages, overlap=pipeline.ep_overlap
         )
+
+
+PLAIN = "1f1b"
+SIMULATED = 16
+"""Most micro-batches, for each rank of a pipeline, that are simulated: tables of thousands take seconds."""
+
+
+def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
+    """Return `slower_than_1f1b` of a run's own schedule, by modelled or given times. *Raises* ConfigError."""
+    if layout.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
+        return None  # what pairs hide is not known here
+    most = SIMULATED * layout.pp * config.train.micro_batch_size * layout.dp
+    train = replace(config.train, global_batch_size=min(config.train.global_batch_size, most))
+
+    def timeline_of(name: str) -> Timeline | None:
+        own = replace(config.pipeline, microbatches=None)
+        if name != own.schedule:
+            own = replace(own, schedule=name, virtual_stages=None, layout=None)
+        try:
+            pipeline = pipeline_of(replace(config, train=train, pipeline=own), layout)
+        except ConfigError:
+            return None
+        return simulate(pipeline.table, pipeline.costs) if pipeline else None
+
+    words = slower_than_1f1b(config.pipeline.schedule, timeline_of)
+    if words is None or train == config.train:
+        return words
+    return f"{words} ({SIMULATED * layout.pp} of {num_micro_batches(config, layout)} micro-batches)"
+
+
+def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:
+    """Return words that name a schedule to use instead; None where ``schedule`` is no slower than 1f1b.
+
+    ``timeline_of`` simulates a schedule with the same ranks and micro-batches; None where it can't run.
+    """
+    if schedule == PLAIN:
+        return None
+    own, plain = timeline_of(schedule), timeline_of(PLAIN)
+    if own is None or plain is None or own.makespan <= plain.makespan * (1 + 1e-9):
+        return None
+    kept = max(own.peak_activations)
+    found = ((name, timeline_of(name)) for name in SCHEDULES if name not in (schedule, PLAIN))
+    others = {PLAIN: plain, **{name: timeline for name, timeline in found if timeline}}
+    fitting = {name: t for name, t in others.items() if max(t.peak_activations) <= kept}
+    best = min(fitting, key=lambda name: fitting[name].makespan, default=None)
+    if best is None or fitting[best].makespan >= own.makespan:
+        instead = "no schedule that keeps so few is faster"
+    else:
+        instead = f"use {best}, the fastest that keeps no more: {_shown(fitting[best])}"
+    return (
+        f"{schedule} is slower than {PLAIN} by simulation: {_shown(own)}, {PLAIN} {_shown(plain)}; {instead}"
+    )
+
+
+def _shown(timeline: Timeline) -> str:
+    return f"bubble {timeline.bubble:.1%} with {max(timeline.peak_activations):g} activations"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from graphmoe.config.ranges import fields_of
+from graphmoe.config.ranges import fields_of, form_rules, range_rules, type_rules
 from graphmoe.config.schema import (
     ComputeDtype,
     ConfigError,
@@ -27,7 +27,6 @@ from graphmoe.plan.rules.experts import (
     stage_rules,
     vendor_dispatch_rules,
 )
-from graphmoe.plan.rules.fields import form_rules, range_rules, type_rules
 from graphmoe.plan.rules.model import model_rules, router_rules
 from graphmoe.plan.rules.parallel import (
     batch_rules,

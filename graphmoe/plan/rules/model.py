@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from graphmoe.config.ranges import fields_of
+from graphmoe.config.ranges import fields_of, range_rules, type_rules
 from graphmoe.config.schema import (
     AttentionKind,
     GroupScore,
@@ -15,7 +15,6 @@ from graphmoe.config.schema import (
     ScoreFunction,
 )
 from graphmoe.plan.layout import divisors
-from graphmoe.plan.rules.fields import range_rules, type_rules
 
 
 def model_problems(model: ModelConfig) -> list[str]:

@@ -15,8 +15,8 @@ from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.table import PassRunner, select_passes
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll

@@ -13,9 +13,9 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.pipeline.actions import Action, Table, Together
 from graphmoe.plan.pipeline.check import peaks
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.plan import Plan
-from graphmoe.plan.stages import StagePieces
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog

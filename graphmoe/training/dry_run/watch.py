@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.plan.pipeline.actions import Kind, Step, parts
-from graphmoe.plan.pipeline.timeline import Track
+from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Channel, Message
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs
 from graphmoe.runtime.torch_compat import in_backward

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_overrides
-from graphmoe.command.sweep.page import job_curves, sweep_table, write_page
+from graphmoe.command.sweep.process import job_curves, sweep_table, write_page
 from graphmoe.report.comparison import curves_figure
 from graphmoe.report.curves import MAX_POINTS
 from graphmoe.run.files import METRICS_FILE

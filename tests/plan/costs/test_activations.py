@@ -9,9 +9,8 @@ import pytest
 from graphmoe.plan.costs.activations import RECEIVED, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.layouts import pieces_of
+from graphmoe.plan.pipeline.layouts import all_pieces, pieces_of
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import all_pieces
 from graphmoe.training import dry_run as dry
 from graphmoe.training.dry_run.memory import MemoryLog
 from tests.runs import config, slow_but

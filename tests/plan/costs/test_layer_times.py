@@ -23,14 +23,13 @@ from graphmoe.plan.costs.layer_parts import (
     swiglu,
     travelling_bytes,
 )
-from graphmoe.plan.costs.rates import NVIDIA, TIMES
+from graphmoe.plan.costs.rates import NVIDIA, TIMES, Speeds
 from graphmoe.plan.costs.segment_times import MOVED, second_forward
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.costs.speeds import Speeds
 from graphmoe.plan.experts import balanced_load
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.recompute import Recompute
-from graphmoe.plan.stages import all_pieces
 from graphmoe.project.step_time import message_seconds, stage_times, total_time
 
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name in TIMES else 1.0 for f in fields(NVIDIA)})

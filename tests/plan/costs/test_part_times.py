@@ -9,7 +9,7 @@ import pytest
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.pipeline_view.plans import load_preset
-from graphmoe.plan.costs.part_times import modelled_parts, stage_costs
+from graphmoe.plan.costs.segment_times import modelled_parts, stage_costs
 from graphmoe.plan.pipeline.balance import default_layout
 from graphmoe.plan.pipeline.layouts import parse_layout, pieces_of
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from graphmoe.plan.pipeline.comparison import run_slower_than_1f1b, slower_than_1f1b
+from graphmoe.plan.pipeline.plan import slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.plan import plan_of
@@ -44,11 +44,11 @@ def test_the_words_say_where_no_schedule_that_keeps_so_few_is_faster():
 def test_a_run_of_many_micro_batches_is_compared_by_some_of_them():
     words = (*TINY, "launch.nproc=4", "parallel.pp=4", "model.num_layers=6", "pipeline.schedule=v_half")
     began = time.monotonic()
-    run_slower_than_1f1b(plan_of(config(*words, "train.global_batch_size=40000"), 4))
+    plan_of(config(*words, "train.global_batch_size=40000"), 4).slower_than_1f1b()
     assert time.monotonic() - began < 10
     slow = (*words[:-1], "pipeline.schedule=v_min", "compile.enabled=false")
     plans = (plan_of(config(*slow, f"train.global_batch_size={n}"), 4) for n in (128, 40000))
-    few, many = map(run_slower_than_1f1b, plans)
+    few, many = (plan.slower_than_1f1b() for plan in plans)
     assert few is not None and many == f"{few} (64 of 20000 micro-batches)"
 
 

@@ -10,9 +10,8 @@ import torch
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
-from graphmoe.plan.costs.part_times import modelled_parts, stage_costs
-from graphmoe.plan.pipeline.balance import balanced_layout
-from graphmoe.plan.pipeline.costs import measured_parts
+from graphmoe.plan.costs.segment_times import modelled_parts, stage_costs
+from graphmoe.plan.pipeline.balance import balanced_layout, measured_parts
 
 
 def test_a_stage_costs_the_sum_of_its_parts():

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.layouts import MAX_SIGNS, parse_layout, pieces_of, short_layout
-from graphmoe.plan.stages import StagePieces
+from graphmoe.plan.pipeline.layouts import MAX_SIGNS, StagePieces, parse_layout, pieces_of, short_layout
 
 EXAMPLE = "Et|(tt|)*6L"
 

@@ -6,8 +6,7 @@ import pytest
 
 from graphmoe.plan.pipeline.actions import Placement, Together
 from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.timeline import Timeline
+from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
 
 
 def rows(timeline: Timeline, track="compute"):

@@ -11,8 +11,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.plan.pipeline.simulate import Costs, simulate
-from graphmoe.plan.pipeline.timeline import Span, Timeline, table_of, timeline_of
+from graphmoe.plan.pipeline.simulate import Costs, Span, Timeline, simulate, table_of, timeline_of
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines
 from tests.pipeline_timelines import folded_in_turns
 

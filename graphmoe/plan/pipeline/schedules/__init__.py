@@ -16,9 +16,9 @@ from graphmoe.plan.pipeline.schedules.one_f_one_b import (
     gpipe,
     interleaved,
     one_forward_one_backward,
+    zb1p,
 )
 from graphmoe.plan.pipeline.schedules.v_shaped import v_half, v_min, zbv
-from graphmoe.plan.pipeline.schedules.zero_bubble import zb1p
 from graphmoe.plan.pipeline.simulate import Costs
 
 Build = Callable[..., Table]

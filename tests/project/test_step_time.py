@@ -19,7 +19,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
-from graphmoe.plan.costs.rates import CLASSES, NVIDIA, Speeds, rates_of
+from graphmoe.plan.costs.rates import CLASSES, Speeds, default_rates, rates_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.check import resolve
 from graphmoe.project.arguments import Assumptions, ProjectArgs, completed
@@ -29,6 +29,7 @@ from graphmoe.project.tables import render
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config
 
+NVIDIA = default_rates(is_nvidia=True)
 RAW = Path(__file__).parents[2] / "docs/benchmarks/projection_h200"
 EIGHT = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=16")
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from graphmoe.config.arguments import nearest
 from graphmoe.config.schema import ConfigError
@@ -60,135 +66,21 @@ class Rates:
 
 
 LARGEST = 1e300
+_DENSE, _GROUPED, _SCORES = (
+    ("square root of the weight's elements", "rows"),
+    ("width of an expert", "rows of an expert"),
+    ("size of a query head", "tokens of a sequence"),
+)
 CLASSES = {
-    "dense": ("square root of the weight's elements", "rows"),
-    "dense_weights": ("square root of the weight's elements", "rows"),
-    "dense_weights_added": ("square root of the weight's elements", "rows"),
-    "grouped": ("width of an expert", "rows of an expert"),
-    "grouped_weights": ("width of an expert", "rows of an expert"),
-    "grouped_weights_added": ("width of an expert", "rows of an expert"),
+    **dict.fromkeys(("dense", "dense_weights", "dense_weights_added"), _DENSE),
+    **dict.fromkeys(("grouped", "grouped_weights", "grouped_weights_added"), _GROUPED),
     "router": ("experts", "tokens"),
     "head": ("hidden size", "tokens"),
-    "attention_forward": ("size of a query head", "tokens of a sequence"),
-    "attention_backward": ("size of a query head", "tokens of a sequence"),
+    **dict.fromkeys(("attention_forward", "attention_backward"), _SCORES),
 }
 """Rates that may be points, and their two sizes: the first picks a class, the second is interpolated."""
 TIMES = ("segment_us", "host_us")
 MAY_BE_ZERO = (*TIMES, "hidden_exchange", "hidden_gradients")
-
-
-def _points(shares: Mapping[int, Mapping[int, float]]) -> tuple[Point, ...]:
-    """Return shares by first and second size as points."""
-    return tuple((kind, size, share) for kind, sizes in shares.items() for size, share in sizes.items())
-
-
-NVIDIA = Rates(
-    dense=_points(
-        {
-            1086: {512: 0.13, 2048: 0.362, 4096: 0.486, 16384: 0.665},
-            1448: {512: 0.182, 2048: 0.446, 4096: 0.547, 16384: 0.681},
-            2048: {512: 0.335, 2048: 0.616, 4096: 0.705, 16384: 0.77},
-            3396: {512: 0.509, 2048: 0.746, 4096: 0.754, 16384: 0.795},
-            4096: {512: 0.6, 2048: 0.749, 4096: 0.777, 16384: 0.783},
-            9385: {512: 0.692, 2048: 0.787, 4096: 0.799, 16384: 0.725},
-        }
-    ),
-    dense_weights=_points(
-        {
-            1086: {512: 0.0795, 2048: 0.223, 4096: 0.343, 16384: 0.559},
-            1448: {512: 0.12, 2048: 0.346, 4096: 0.492, 16384: 0.702},
-            2048: {512: 0.178, 2048: 0.442, 4096: 0.584, 16384: 0.766},
-            3396: {512: 0.203, 2048: 0.445, 4096: 0.565, 16384: 0.727},
-            4096: {512: 0.207, 2048: 0.471, 4096: 0.606, 16384: 0.759},
-            9385: {512: 0.218, 2048: 0.498, 4096: 0.6, 16384: 0.668},
-        }
-    ),
-    dense_weights_added=_points(
-        {
-            1086: {512: 0.0711, 2048: 0.203, 4096: 0.326, 16384: 0.543},
-            1448: {512: 0.105, 2048: 0.315, 4096: 0.471, 16384: 0.692},
-            2048: {512: 0.149, 2048: 0.394, 4096: 0.554, 16384: 0.755},
-            3396: {512: 0.171, 2048: 0.413, 4096: 0.54, 16384: 0.717},
-            4096: {512: 0.177, 2048: 0.437, 4096: 0.576, 16384: 0.753},
-            9385: {512: 0.189, 2048: 0.459, 4096: 0.57, 16384: 0.657},
-        }
-    ),
-    grouped=_points(
-        {
-            768: {256: 0.426, 1024: 0.551},
-            1408: {48: 0.17, 384: 0.489, 1536: 0.557},
-            2048: {1024: 0.645},
-        }
-    ),
-    grouped_weights=_points(
-        {
-            768: {256: 0.265, 1024: 0.387},
-            1408: {48: 0.0783, 384: 0.316, 1536: 0.449},
-            2048: {1024: 0.423},
-        }
-    ),
-    grouped_weights_added=_points(
-        {
-            768: {256: 0.128, 1024: 0.305},
-            1408: {48: 0.0268, 384: 0.173, 1536: 0.401},
-            2048: {1024: 0.36},
-        }
-    ),
-    router=_points(
-        {
-            64: {512: 0.00897, 4096: 0.028, 16384: 0.0377},
-            128: {4096: 0.0357},
-            256: {4096: 0.0451},
-        }
-    ),
-    head=_points(
-        {
-            2048: {512: 0.626, 4096: 0.679, 16384: 0.639},
-        }
-    ),
-    attention_forward=_points(
-        {
-            128: {1024: 0.447, 4096: 0.593, 8192: 0.62},
-            192: {512: 0.283, 2048: 0.478, 4096: 0.539},
-        }
-    ),
-    attention_backward=_points(
-        {
-            128: {1024: 0.239, 4096: 0.383, 8192: 0.427},
-            192: {512: 0.146, 2048: 0.278, 4096: 0.328},
-        }
-    ),
-    hbm=0.86,
-    node=0.62,
-    network=0.8,
-    hidden_exchange=0.8,
-    hidden_gradients=0.2,
-    segment_us=8.4,
-    host_us=360,
-)
-"""Measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
-cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). Assumed are the network, the shares
-that other work hides, and that other cards reach the same shares."""
-AMD = Rates(
-    dense=0.5,
-    dense_weights=0.45,
-    dense_weights_added=0.4,
-    grouped=0.42,
-    grouped_weights=0.35,
-    grouped_weights_added=0.3,
-    router=0.04,
-    head=0.45,
-    attention_forward=0.35,
-    attention_backward=0.28,
-    hbm=0.75,
-    node=0.65,
-    network=0.8,
-    hidden_exchange=0.8,
-    hidden_gradients=0.2,
-    segment_us=30,
-    host_us=350,
-)
-"""Assumed, lower than NVIDIA's: nothing was measured on these cards by this project."""
 
 
 def share_at(share: Share, kind: float, size: float) -> float:
@@ -199,19 +91,21 @@ def share_at(share: Share, kind: float, size: float) -> float:
     if isinstance(share, float | int):
         return share
     nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
-    points = sorted((point[1], point[2]) for point in share if point[0] == nearest_kind)
-    below = [point for point in points if point[0] <= size] or points[:1]
-    above = [point for point in points if point[0] >= size] or points[-1:]
-    (low, first), (high, last) = below[-1], above[0]
-    if low == high:
-        return first
-    part = math.log(size / low) / math.log(high / low)
-    return math.exp((1 - part) * math.log(first) + part * math.log(last))
+    points = np.log(sorted(point[1:] for point in share if point[0] == nearest_kind))
+    return math.exp(np.interp(math.log(size), points[:, 0], points[:, 1]))
 
 
-def default_rates(card: Card) -> Rates:
-    """Return the rates of a card for which no others are given."""
-    return NVIDIA if card.is_nvidia else AMD
+@functools.cache
+def default_rates(*, is_nvidia: bool) -> Rates:
+    """Return the rates of a vendor's cards where no others are given.
+
+    NVIDIA's were measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
+    cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). The network and the shares that
+    other work hides are assumed, and so is that other cards reach the same shares. All of AMD's are assumed,
+    lower than NVIDIA's.
+    """
+    file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
+    return _with(None, json.loads(file.read_text(encoding="utf-8")))
 
 
 def source_of_rates(card: Card, path: Path | None) -> str:
@@ -230,10 +124,10 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
     The file holds an object of rates, or a document of ``graphmoe.bench suite=calibrate``, whose ``rates``
     are one.
     """
-    rates = default_rates(card)
+    rates = default_rates(is_nvidia=card.is_nvidia)
     if path is None:
         return rates
-    names = [field.name for field in fields(Rates)]
+    names = [field.name for field in dataclasses.fields(Rates)]
     try:
         given = read_json(path, dict[str, Any])
     except FileError as error:
@@ -244,24 +138,26 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
     wrong = [_wrong(name, value) for name, value in given.items() if name in names]
     if problems := [*unknown, *(problem for problem in wrong if problem)]:
         raise ConfigError(f"rates={path}: {'; '.join(problems)}")
-    as_points = {name: _plain(value) for name, value in given.items()}
-    return replace(rates, **as_points)
+    return _with(rates, given)
 
 
-def _plain(value: Any) -> Any:
-    return tuple(tuple(point) for point in value) if isinstance(value, list) else value
+def _with(rates: Rates | None, given: Mapping[str, Any]) -> Rates:
+    """Return rates with those given, whose lists become tuples."""
+    points: dict[str, Any] = {
+        name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()
+    }
+    return replace(rates, **points) if rates else Rates(**points)
 
 
 def _wrong(name: str, value: Any) -> str | None:
     """Return the problem of a rate, with the valid values; None where it has none."""
     if name in CLASSES and isinstance(value, list):
-        if value and all(_is_point(point) for point in value):
+        if value and all(map(_is_point, value)):
             return None
         kind, size = CLASSES[name]
         return f"{name} must be a share, or points [{kind}, {size}, share] with sizes and shares above 0"
-    is_time = name in TIMES
-    limit = "microseconds, 0 or more" if is_time else "a share of the peak, 0 to 1"
-    if not _is_number(value) or value < 0 or (not is_time and value > 1):
+    limit = "microseconds, 0 or more" if name in TIMES else "a share of the peak, 0 to 1"
+    if not _is_number(value) or not 0 <= value <= (LARGEST if name in TIMES else 1):
         return f"{name}={value} must be {limit}"
     if value == 0 and name not in MAY_BE_ZERO:
         return f"{name}=0 would take for ever; use a share above 0"
@@ -269,9 +165,8 @@ def _wrong(name: str, value: Any) -> str | None:
 
 
 def _is_point(point: Any) -> bool:
-    if not (isinstance(point, Sequence) and len(point) == 3 and all(map(_is_number, point))):
-        return False
-    return min(point) > 0 and point[2] <= 1
+    is_triple = isinstance(point, Sequence) and len(point) == 3 and all(map(_is_number, point))
+    return is_triple and min(point) > 0 and point[2] <= 1
 
 
 def _is_number(value: Any) -> bool:
@@ -304,9 +199,8 @@ class Speeds:
     def weights_seconds(self, flops: float, name: str, kind: float, size: float) -> float:
         """Seconds of a product that makes weight gradients, by the rate ``name``, on average of a step."""
         stored, added = (getattr(self.rates, rate) for rate in (name, f"{name}_added"))
-        return (1 - self.adding) * self.seconds(flops, stored, kind, size) + self.adding * self.seconds(
-            flops, added, kind, size
-        )
+        first, later = (self.seconds(flops, share, kind, size) for share in (stored, added))
+        return (1 - self.adding) * first + self.adding * later
 
     def stored(self, elements: float) -> float:
         """Seconds to read and write a weight's gradient in fp32, and to read the sum that it is added to."""

@@ -286,8 +286,8 @@ def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple
     run = RunConfig(model=model)
     run.data.seq_len, run.train.micro_batch_size = seq_len, 1
     run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, DispatcherChoice.local
-    layout = Layout(ep=expert_ranks)
-    return Sizes.from_config(run, layout, on_nvidia=True), Speeds(H200, default_rates(H200), adding=1.0)
+    speeds = Speeds(H200, default_rates(is_nvidia=True), adding=1.0)
+    return Sizes.from_config(run, Layout(ep=expert_ranks), on_nvidia=True), speeds
 
 
 def _part(letter: str, times: Sequence[SegmentTime]) -> PartCost:

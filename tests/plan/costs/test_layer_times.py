@@ -23,7 +23,7 @@ from graphmoe.plan.costs.layer_parts import (
     swiglu,
     travelling_bytes,
 )
-from graphmoe.plan.costs.rates import NVIDIA, TIMES, Speeds
+from graphmoe.plan.costs.rates import TIMES, Speeds, default_rates
 from graphmoe.plan.costs.segment_times import MOVED, second_forward
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import balanced_load
@@ -32,6 +32,7 @@ from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.step_time import message_seconds, stage_times, total_time
 
+NVIDIA = default_rates(is_nvidia=True)
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name in TIMES else 1.0 for f in fields(NVIDIA)})
 ENDLESS = 1e30
 FREE = replace(

@@ -204,7 +204,6 @@ def _check_output(args: ConvertArgs) -> None:
 
 
 def _open(args: ConvertArgs, kind: FolderKind) -> Source:
-    """The weights to convert, checked against their own configuration."""
     folder = args.from_
     if kind is FolderKind.hf:
         opened = open_hf(folder)
@@ -226,13 +225,11 @@ def _open(args: ConvertArgs, kind: FolderKind) -> Source:
 
 
 def _hf_dtypes(opened: HfFolder) -> dict[str, torch.dtype]:
-    """The dtype of each of our tensors: the one that all weights of the folder share."""
     common = opened.dtype()
     return {piece.ours: common for piece in opened.pieces}
 
 
 def _hf_reader(opened: HfFolder) -> Callable[[str, Index], Tensor]:
-    """Reads one of our tensors, put together from the published ones."""
     shapes = shapes_of(opened.config)
     parts: dict[str, list[Any]] = {name: [] for name in shapes}
     for piece in opened.pieces:
@@ -267,7 +264,6 @@ def _dtype_of(name: str, found: torch.dtype, asked: WeightDtype) -> torch.dtype:
 
 
 def _run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
-    """The tokenizer.json that a run names, or its own, and id and name of what ends a document."""
     config, run = read_stored_run(folder)
     place, data = config.parent, run.data
     named = tokenizer_file(data.tokenizer or place)

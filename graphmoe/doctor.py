@@ -276,7 +276,6 @@ def render(document: dict[str, Any]) -> Group:
 
 
 def _library_parts(libraries: list[dict[str, Any]]) -> list[RenderableType]:
-    """The table of optional libraries, and how to install each one that cannot be used."""
     table = _table("Optional libraries", ("library", "", "version", "enables"))
     commands: list[RenderableType] = []
     for found in libraries:
@@ -300,7 +299,6 @@ def _version_table(document: dict[str, Any]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]] = ()) -> Table:
-    """A table whose long cells wrap."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, overflow="fold")
@@ -340,7 +338,6 @@ def _topology() -> str | None:
 
 @functools.cache
 def _num_gpus() -> int:
-    """Usable GPUs, 0 for a CPU build or without a driver."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

@@ -98,13 +98,11 @@ def describe(
 
 
 def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
-    """Bytes by kind, and all."""
     rounded = {name: round(size) for name, size in kinds.items()}
     return {**rounded, "total": sum(rounded.values())}
 
 
 def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
-    """Return the figures that do not depend on ranks."""
     counts, flops = count_parameters(model), flops_per_token(model, seq_len)
     return {
         "model": model.name,
@@ -141,7 +139,6 @@ def render(document: dict[str, Any]) -> Group:
 
 
 def _parameter_table(parameters: dict[str, dict[str, int]]) -> Table:
-    """Total and active parameters of each component that the model has."""
     total, active = parameters["total"], parameters["active"]
     scale, unit = (1e9, "B") if total["full"] >= 1e9 else (1e6, "M")
     table = _table("component", "total", "active", f"total {unit}", f"active {unit}")
@@ -161,7 +158,6 @@ def _parameter_table(parameters: dict[str, dict[str, int]]) -> Table:
 
 
 def _flops_table(flops: dict[str, Any]) -> Table:
-    """FLOPs of one token, by component and direction."""
     scale, unit = (1e9, "GFLOP") if flops["total"] >= 1e9 else (1e6, "MFLOP")
     table = _table("component", f"forward {unit}", f"forward + backward {unit}")
     for name, number in flops["forward_components"].items():
@@ -196,7 +192,6 @@ def _memory_table(document: dict[str, Any]) -> Table:
 
 
 def _table(first: str, *numbers: str) -> Table:
-    """Return an empty table whose columns after the first are right-aligned."""
     table = Table(first)
     for name in numbers:
         table.add_column(name, justify="right")
@@ -204,7 +199,6 @@ def _table(first: str, *numbers: str) -> Table:
 
 
 def _words(name: str) -> str:
-    """Return the label for a key of a document."""
     return name.replace("_", " ")
 
 

@@ -163,7 +163,6 @@ def _dry_run(config: RunConfig) -> None:
 
 
 def _train_here(config: RunConfig) -> dict[str, Any]:
-    """Train in this process as the only worker; return the summary."""
     from graphmoe.runtime.ranks import Ranks
     from graphmoe.training.run import open_worker
 
@@ -268,7 +267,6 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
 
 
 def _written(path: Path) -> int | None:
-    """Return the time at which a file was written; None if there is none."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 

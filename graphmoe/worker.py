@@ -100,7 +100,6 @@ def _set_environment(config: RunConfig) -> None:
 
 
 def _join(config: RunConfig) -> Ranks:
-    """Join the ranks of the job, by a process group if there are several."""
     import torch
     import torch.distributed as dist
 
@@ -156,7 +155,6 @@ def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path
 
 
 def _base(path: Path, config: RunConfig) -> Path:
-    """Return the folder for a run of this file: the one it lies in, if that is a run's, or the usual one."""
     from graphmoe.run.files import CONFIG_FILE
 
     return path.parent if path.name == CONFIG_FILE else Path("outputs", config.run.name).absolute()

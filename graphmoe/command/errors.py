@@ -128,7 +128,6 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
 
 
 def _overrides(argv: Sequence[str]) -> list[Override]:
-    """Return the arguments that Hydra can read as overrides."""
     parser = OverridesParser.create()
     found: list[Override] = []
     for word in argv:

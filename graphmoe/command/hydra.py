@@ -120,7 +120,6 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
 
 
 def _sweep_dir(resume: str | None, new: str) -> str:
-    """Return the folder of a sweep: the one to go on with, or a new one."""
     return str(Path(resume).expanduser()) if resume else new
 
 

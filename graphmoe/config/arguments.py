@@ -243,7 +243,6 @@ def _filled(
 
 
 def _convert(text: str, hint: Any) -> Any:
-    """Return the value that ``text`` spells for a field of type ``hint``."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         if text.lower() in ("none", "null"):

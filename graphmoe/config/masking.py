@@ -110,7 +110,6 @@ def masked_line(text: str) -> str:
 
 
 def _place(plain: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """Return the section that has a dotted key."""
     place: Any = plain
     *path, name = key.split(".")
     for part in path:

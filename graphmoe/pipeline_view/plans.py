@@ -19,7 +19,7 @@ from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.pipeline_view.arguments import CostKeys, ViewArgs
 from graphmoe.pipeline_view.bars import Panel
 from graphmoe.pipeline_view.sources import modelled_costs
-from graphmoe.plan.costs.segment_times import PartCost, modelled_parts, stage_costs
+from graphmoe.plan.costs.segment_times import SegmentTime, modelled_parts, stage_costs
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.balance import default_layout
 from graphmoe.plan.pipeline.layouts import StagePieces, parse_layout, pieces_of
@@ -48,7 +48,7 @@ class Plan:
     """Layout string."""
     stages: tuple[StagePieces, ...] = ()
     """Pieces of the layout's stages."""
-    costs: tuple[PartCost, ...] = ()
+    costs: tuple[SegmentTime, ...] = ()
     """Seconds of one sequence by stage, where a model is given."""
     slower: str | None = None
     """Warning that the schedule is slower than 1f1b, with one to use instead; None where it is not."""
@@ -127,7 +127,7 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
     if layout is None and model is not None:
         layout = default_layout(model, args.seq_len, placement.rank_of)
     stages: tuple[StagePieces, ...] = ()
-    costs: list[PartCost] = []
+    costs: list[SegmentTime] = []
     if layout is not None:
         pieces = parse_layout(layout, key="layout")
         letters = "".join(pieces)
@@ -177,7 +177,7 @@ def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> 
     return args.stages or fitting, virtual
 
 
-def _costs(keys: CostKeys, placement: Placement, stages: Sequence[PartCost]) -> Costs:
+def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) -> Costs:
     """Return the costs of stages: modelled where the model is known, else equal."""
     activation = None if keys.activation_gib is None else keys.activation_gib * 2**30
     f, b, w = (DEFAULT_COST if given is None else given for given in (keys.f, keys.b, keys.w))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view.bars import Panel
-from graphmoe.plan.costs.segment_times import PartCost
+from graphmoe.plan.costs.segment_times import SegmentTime
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.check import TableError
 from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate, table_of
@@ -19,7 +19,9 @@ from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 MS_PER_US = 1e-3
 
 
-def modelled_costs(stages: Sequence[PartCost], placement: Placement, forward: float, equal: Costs) -> Costs:
+def modelled_costs(
+    stages: Sequence[SegmentTime], placement: Placement, forward: float, equal: Costs
+) -> Costs:
     """Scale modelled costs of stages so that a rank's forward takes ``forward`` in the mean of ranks.
 
     Transfers, savings and activations are those of ``equal``.

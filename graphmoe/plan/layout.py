@@ -131,7 +131,6 @@ class Layout:
         return _offsets([sizes[i] for i in chosen], [strides[i] for i in chosen])
 
     def _embed_groups(self) -> list[tuple[int, ...]]:
-        """Return for each place along tp the ranks with the embedding, and groups of the others."""
         holders: dict[int, tuple[int, ...]] = {}
         others = []
         for group in self.groups("dp_cp"):

@@ -11,7 +11,7 @@ from graphmoe.config.schema import DispatcherChoice, ModelConfig, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
-from graphmoe.plan.costs.segment_times import SegmentTime
+from graphmoe.plan.costs.segment_times import SegmentTime, sum_of
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
@@ -28,7 +28,6 @@ from graphmoe.project.step_time import (
     message_seconds,
     reduction_seconds,
     stage_times,
-    total_time,
     update_seconds,
 )
 
@@ -194,7 +193,7 @@ class Estimates:
         times = stage_times(config, sizes, self.speeds, pieces)
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
         return _Stage(
-            total_time(times),
+            sum_of("", times),
             host_seconds(config, times, self.speeds),
             float(sum(part.total() for part in kept.values())),
         )

@@ -11,7 +11,14 @@ from graphmoe.model.flops import flops_per_token
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import Speeds
-from graphmoe.plan.costs.segment_times import SegmentTime, embed_time, head_time, join_time, times_of_layers
+from graphmoe.plan.costs.segment_times import (
+    SegmentTime,
+    embed_time,
+    head_time,
+    join_time,
+    sum_of,
+    times_of_layers,
+)
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
@@ -63,7 +70,7 @@ def step_time(
     speeds = replace(speeds, adding=(count - 1) / count)
     stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
     times = [stage_times(config, sizes, speeds, pieces) for pieces in stages]
-    totals = [total_time(of_stage) for of_stage in times]
+    totals = [sum_of("", of_stage) for of_stage in times]
     busy = [
         sum(totals[number].total for number in (plan.placement.stages_of(place) if plan else (0,)))
         for place in range(layout.pp)
@@ -126,12 +133,6 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
     if pieces.loss:
         found.append(head_time(sizes, speeds, model.mtp_depth + 1))
     return found
-
-
-def total_time(times: list[SegmentTime]) -> SegmentTime:
-    """Sum segments into one without a name."""
-    kinds = ("forward", "inputs", "weights", "exchange")
-    return SegmentTime("", *(sum(getattr(time, kind) for time in times) for kind in kinds))
 
 
 def _by_segment(times: list[SegmentTime]) -> tuple[dict[str, float], dict[str, float]]:

@@ -72,7 +72,6 @@ def _variables() -> list[str]:
 
 
 def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock]:
-    """Return locks on ``count`` GPUs, as soon as so many are free."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} is not this user's, and GPUs are leased there; remove it, or set TMPDIR")

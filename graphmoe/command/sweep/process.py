@@ -166,7 +166,6 @@ class RunningSweep:
 
 
 def _settle(job: Job) -> None:
-    """Set the state of a job whose process ended before it could."""
     gone = job.pid == os.getpid() or not psutil.pid_exists(job.pid)
     if job.status is JobStatus.running and job.host == socket.gethostname() and gone:
         job.status = JobStatus.interrupted
@@ -174,7 +173,6 @@ def _settle(job: Job) -> None:
 
 
 def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[str]]) -> None:
-    """Refuse a folder that holds no sweep to go on with, or another one."""
     earlier = jobs_of(folder) if folder.is_dir() else []
     if resume is None:
         if earlier:
@@ -210,7 +208,6 @@ def _planned_jobs(config: DictConfig) -> list[list[str]]:
 
 
 def _command(resume: Path | None = None) -> str:
-    """Return this command line, or the one that goes on with its sweep."""
     words = [word for word in masked_overrides(sys.argv[1:]) if not word.startswith("sweep.resume=")]
     words += [f"sweep.resume={_word(resume)}"] if resume else []
     return shlex.join(["python", "-m", "graphmoe.train", *words])
@@ -227,7 +224,6 @@ def _word(folder: Path) -> str:
 
 
 def _document(job: Job, words: Sequence[str]) -> dict[str, Any]:
-    """Return a job as sweep.json has it: its summary and the sweep's own facts."""
     return {
         "job": job.number,
         "status": job.status.value,

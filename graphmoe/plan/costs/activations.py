@@ -93,7 +93,6 @@ def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset
 def _kept(
     tensors: Iterable[Kept], segments: Sequence[str], again: frozenset[str], parts: frozenset[str]
 ) -> Bytes:
-    """Sum the tensors that a layer keeps where the segments in ``again`` run again."""
     regions: dict[str, int] = {}
     for number, (runs_again, run) in enumerate(itertools.groupby(segments, again.__contains__)):
         regions.update({name: number for name in run if runs_again})
@@ -238,7 +237,6 @@ def _embed(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _join(sizes: Sizes) -> Iterator[Kept]:
-    """Yield the state so far and the embedding of a later token, both normed, and their product."""
     yield from _embed(sizes)
     yield Kept("embed", 3 * sizes.state + 8 * sizes.tokens)
 

@@ -119,7 +119,6 @@ def _latents_gathered(sizes: Sizes, speeds: Speeds) -> float:
 
 
 def _key_sizes(sizes: Sizes) -> tuple[int, int]:
-    """Elements of a key head and of a value head."""
     model = sizes.model
     if model.attention is AttentionKind.gqa:
         return model.head_dim, model.head_dim

@@ -142,7 +142,6 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
 
 
 def _with(rates: Rates | None, given: Mapping[str, Any]) -> Rates:
-    """Return rates with those given, whose lists become tuples."""
     points: dict[str, Any] = {
         name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()
     }
@@ -150,7 +149,6 @@ def _with(rates: Rates | None, given: Mapping[str, Any]) -> Rates:
 
 
 def _wrong(name: str, value: Any) -> str | None:
-    """Return the problem of a rate, with the valid values; None where it has none."""
     if name in CLASSES and isinstance(value, list):
         if value and all(map(_is_point, value)):
             return None
@@ -263,5 +261,4 @@ class Speeds:
 
 
 def _in_node(ranks: int, stride: int) -> int:
-    """Return the number of ranks, of ``ranks`` that are ``stride`` apart, in one node."""
     return max(min(ranks, GPUS_PER_NODE // stride), 1)

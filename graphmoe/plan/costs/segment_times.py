@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, RunConfig
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, layer_activations
@@ -22,9 +21,10 @@ MOVED = 1.5
 
 @dataclass(frozen=True)
 class SegmentTime:
-    """Seconds of a segment for one micro-batch."""
+    """Seconds of a segment, of a part of the model or of a stage for one micro-batch."""
 
     name: str
+    """Name of the segment; for others their letters in layout strings."""
     forward: float = 0.0
     inputs: float = 0.0
     """Gradients of the segment's inputs, with their exchange and with what is made again."""
@@ -36,6 +36,16 @@ class SegmentTime:
     @property
     def total(self) -> float:
         return self.forward + self.inputs + self.weights
+
+    def scaled(self, by: float) -> SegmentTime:
+        times = (self.forward, self.inputs, self.weights, self.exchange)
+        return SegmentTime(self.name, *(time * by for time in times))
+
+
+def sum_of(name: str, times: Iterable[SegmentTime]) -> SegmentTime:
+    """Add times up under another name."""
+    values = [(time.forward, time.inputs, time.weights, time.exchange) for time in times]
+    return SegmentTime(name, *map(sum, zip(*values, strict=True)))
 
 
 def layer_times(
@@ -97,14 +107,14 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
         flops = 3 * 2 * sizes.tokens * d * vocabulary
         forward = speeds.seconds(flops, rates.head, d, sizes.tokens) + 2 * sizes.state / speeds.hbm
         scaled = speeds.stored(d * vocabulary) + 3 * sizes.state / speeds.hbm
-        return _scaled(SegmentTime("loss", forward, scaled), depths)
+        return SegmentTime("loss", forward, scaled).scaled(depths)
     product = speeds.dense(sizes.gathered, [(d, vocabulary / tp)])
     moved = 4 * sizes.element_bytes * sizes.gathered * vocabulary / tp / speeds.hbm
     gather = along_tp(sizes, speeds)
     once = SegmentTime(
         "loss", product.forward + moved + gather, product.inputs + gather, product.weights, 2 * gather
     )
-    return _scaled(once, depths)
+    return once.scaled(depths)
 
 
 def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
@@ -177,10 +187,6 @@ def _segment(
     )
 
 
-def _scaled(time: SegmentTime, by: int) -> SegmentTime:
-    return SegmentTime(time.name, time.forward * by, time.inputs * by, time.weights * by, time.exchange * by)
-
-
 def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> dict[str, float]:
     """Return the seconds of what is made again for one micro-batch, by segment.
 
@@ -227,27 +233,6 @@ def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: in
 NOTHING_AGAIN = Recompute()
 
 
-class PartCost(NamedTuple):
-    """Cost of a part of the model, such as its seconds."""
-
-    letter: str
-    """Letter of the part in layout strings."""
-    forward: float
-    inputs: float
-    """Cost of the gradients of the part's inputs."""
-    weights: float
-    """Cost of the gradients of the part's weights."""
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.inputs + self.weights
-
-    def taking(self, total: float) -> PartCost:
-        """Return the part with another total, of which the three costs keep their shares."""
-        by = total / self.total if self.total else 0.0
-        return PartCost(self.letter, self.forward * by, self.inputs * by, self.weights * by)
-
-
 def modelled_parts(
     model: ModelConfig,
     seq_len: int,
@@ -255,7 +240,7 @@ def modelled_parts(
     *,
     expert_ranks: int = 1,
     joint_experts: bool = False,
-) -> list[PartCost]:
+) -> list[SegmentTime]:
     """Return the seconds of one sequence in each part, in the order of the model: E, layers, MTP layers, L.
 
     Whatever card runs, they are the times of an H200, from a step's second micro-batch on. It has each part
@@ -264,15 +249,13 @@ def modelled_parts(
     of their inputs.
     """
     sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
-    depths = model.mtp_depth
-
-    indices = range(model.num_layers + depths)
+    depths, indices = model.mtp_depth, range(model.num_layers + model.mtp_depth)
     layers = times_of_layers(sizes, speeds, recompute, indices, host_counts=joint_experts, hidden=0.0)
     return [
-        _part("E", [embed_time(sizes, speeds)]),
-        *(_part("t", times) for times in layers[: model.num_layers]),
-        *(_part("m", [*times, join_time(sizes, speeds)]) for times in layers[model.num_layers :]),
-        _part("L", [head_time(sizes, speeds, depths + 1)]),
+        sum_of("E", [embed_time(sizes, speeds)]),
+        *(sum_of("t", times) for times in layers[: model.num_layers]),
+        *(sum_of("m", [*times, join_time(sizes, speeds)]) for times in layers[model.num_layers :]),
+        sum_of("L", [head_time(sizes, speeds, depths + 1)]),
     ]
 
 
@@ -290,17 +273,8 @@ def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple
     return Sizes.from_config(run, Layout(ep=expert_ranks), on_nvidia=True), speeds
 
 
-def _part(letter: str, times: Sequence[SegmentTime]) -> PartCost:
-    sums = (sum(getattr(time, kind) for time in times) for kind in ("forward", "inputs", "weights"))
-    return PartCost(letter, *sums)
-
-
-def stage_costs(pieces: Sequence[str], parts: Sequence[PartCost]) -> list[PartCost]:
-    """Sum the parts of each stage; the letter of a sum is the stage's piece."""
-    assert "".join(pieces) == "".join(part.letter for part in parts)
-    found, rest = [], iter(parts)
-    for piece in pieces:
-        own = list(itertools.islice(rest, len(piece)))
-        sums = (sum(part[field] for part in own) for field in (1, 2, 3))  # type: ignore[misc]
-        found.append(PartCost(piece, *sums))
-    return found
+def stage_costs(pieces: Sequence[str], parts: Sequence[SegmentTime]) -> list[SegmentTime]:
+    """Sum the parts of each stage; the name of a sum is the stage's piece."""
+    assert "".join(pieces) == "".join(part.name for part in parts)
+    rest = iter(parts)
+    return [sum_of(piece, itertools.islice(rest, len(piece))) for piece in pieces]

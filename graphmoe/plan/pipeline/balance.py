@@ -38,7 +38,7 @@ def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> 
     ``rank_of`` has the rank of each stage.
     *Raises* ConfigError where there are more stages than parts.
     """
-    return balanced_layout([(part.letter, part.total) for part in modelled_parts(model, seq_len)], rank_of)
+    return balanced_layout([(part.name, part.total) for part in modelled_parts(model, seq_len)], rank_of)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -120,7 +120,6 @@ def _even_ranks(sums: Sequence[float], rank_of: Sequence[int], borders: Borders)
 
 
 def _descend(borders: Borders, key: Callable[[Borders], Key]) -> Borders:
-    """Move to the best neighbour as long as it is better."""
     here = key(borders)
     while True:
         best, found = min(((key(other), other) for other in _neighbours(borders)), default=(here, borders))
@@ -197,7 +196,6 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
 
 
 def _is_unit(words: Sequence[str], segments: Sequence[str]) -> bool:
-    """Return True where the words are the first and the last of neighbouring segments of a layer."""
     return (
         len(words) == 2 and {*words} <= {*segments} and segments.index(words[0]) <= segments.index(words[1])
     )

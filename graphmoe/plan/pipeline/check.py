@@ -86,7 +86,6 @@ def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_shape(table: Table) -> None:
-    """Check that each rank has a list, that stages are on ranks that exist, and that pairs are F and B."""
     placement = table.placement
     if len(table.ranks) != placement.num_ranks:
         raise TableError(f"{table.schedule}: steps of {len(table.ranks)} ranks for {placement.num_ranks}")
@@ -102,7 +101,6 @@ def _check_shape(table: Table) -> None:
 
 
 def _check_work(table: Table, rank: int) -> None:
-    """Check that a rank does F, and B or both I and W, once for each of its stages and micro-batches."""
     found = Counter(table.actions(rank))
     for action in found:
         if not 0 <= action.stage < table.placement.num_stages:
@@ -121,7 +119,6 @@ def _check_work(table: Table, rank: int) -> None:
 
 
 def _check_kinds(schedule: str, rank: int, forward: Action, done: list[Action]) -> None:
-    """Check the actions ``done`` of a rank with one micro-batch of one stage."""
     who, kinds = f"{schedule}: rank {rank}", "".join(action.kind for action in done)
     backwards = ", ".join(map(str, done[1:]))
     if "F" not in kinds:
@@ -136,7 +133,6 @@ def _check_kinds(schedule: str, rank: int, forward: Action, done: list[Action]) 
 
 
 def _check_order(table: Table, rank: int) -> None:
-    """Check that micro-batches of each stage come in increasing order, forward as well as backward."""
     last: dict[tuple[str, int], Action] = {}
     for action in table.actions(rank):
         if action.kind == "W":

@@ -158,7 +158,6 @@ def _check_order(source: _Source, letters: list[_Sign]) -> None:
 
 
 def _check_count(source: _Source, pieces: list[list[_Sign]], char: str, key: str, wanted: int) -> None:
-    """Raise ConfigError unless ``char`` is there as often as the model has such layers."""
     letters = [sign for piece in pieces for sign in piece]
     found = [sign for sign in letters if sign.char == char]
     if len(found) == wanted:
@@ -171,7 +170,6 @@ def _check_count(source: _Source, pieces: list[list[_Sign]], char: str, key: str
 
 
 def _numbered(pieces: list[str]) -> tuple[StagePieces, ...]:
-    """Return the stages of checked pieces."""
     stages: list[StagePieces] = []
     layer = mtp = 0
     for piece in pieces:
@@ -217,7 +215,6 @@ class _Parser:
         return found
 
     def _item(self, char: str) -> list[_Sign]:
-        """Return a letter, a border, or the contents of parentheses."""
         sign = self.chars[self.next]
         self.next += 1
         if char == "|" or char in _LETTERS:
@@ -235,7 +232,6 @@ class _Parser:
         self.source.fail(sign.at, f"'{char}' is no letter of a layout; use {_VALID}")
 
     def _count(self, item: list[_Sign]) -> int:
-        """Return the number after a star."""
         star = self.chars[self.next]
         self.next += 1
         what = f"{item[0].char}*3" if len(item) == 1 else "(...)*3"
@@ -257,5 +253,4 @@ class _Parser:
         return int(digits[-9:]) if not digits[:-9].strip("0") else MAX_SIGNS + 1
 
     def _peek(self) -> str:
-        """Return the next character, '' at the end."""
         return self.chars[self.next].char if self.next < len(self.chars) else ""

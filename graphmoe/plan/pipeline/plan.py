@@ -95,7 +95,6 @@ def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def _balanced(config: RunConfig, placement: Placement) -> str:
-    """Return the layout of a run that names none. *Raises* ConfigError."""
     if not config.pipeline.costs:
         return default_layout(config.model, config.data.seq_len or 1, placement.rank_of)
     try:
@@ -123,10 +122,11 @@ def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
     message = modelled_message(model, seq_len)
     if config.pipeline.costs:
         before = sum(part.total for part in parts)
-        parts = [part.taking(ms) for part, (_, ms) in zip(parts, _given_parts(config), strict=True)]
+        given = zip(parts, _given_parts(config), strict=True)
+        parts = [part.scaled(ms / part.total if part.total else 0.0) for part, (_, ms) in given]
         message *= sum(part.total for part in parts) / before
     if not config.compile.enabled:
-        parts = [part._replace(inputs=part.inputs + part.weights, weights=0.0) for part in parts]
+        parts = [replace(part, inputs=part.inputs + part.weights, weights=0.0) for part in parts]
     stages = stage_costs(parse_layout(text), parts)
     forward, inputs, weights = (
         tuple(getattr(stage, kind) for stage in stages) for kind in ("forward", "inputs", "weights")
@@ -135,7 +135,6 @@ def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
 
 
 def _given_parts(config: RunConfig) -> list[tuple[str, float]]:
-    """Return letters and milliseconds by pipeline.costs. *Raises* ConfigError."""
     given = dict(map(_cost, config.pipeline.costs))
     if len(given) < len(config.pipeline.costs):
         raise ConfigError("a part has several times; give it one")
@@ -143,7 +142,6 @@ def _given_parts(config: RunConfig) -> list[tuple[str, float]]:
 
 
 def _cost(entry: str) -> tuple[str, float]:
-    """Split an entry into a part of the model and its milliseconds."""
     name, _, value = entry.partition(":")
     try:
         return name, float(value)
@@ -167,7 +165,6 @@ def num_micro_batches(config: RunConfig, layout: Layout) -> int:
 
 
 def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Yield violated rules of the schedule, for ranks whose number is known."""
     pipeline, train = config.pipeline, config.train
     if pipeline.layout is not None and pipeline.costs:
         yield (

@@ -70,7 +70,6 @@ def transfers_of(table: Table, rank: int) -> Transfers:
 
 
 def _sent(table: Table, rank: int) -> list[Message]:
-    """Return all messages of a rank, in the order in which it sends them."""
     placement = table.placement
     found = []
     for action in table.actions(rank):
@@ -132,7 +131,6 @@ def _times_replaced(table: Table, rank: int, sent: list[Message]) -> dict[Messag
 
 
 def _times_read(table: Table, rank: int) -> dict[Action, int]:
-    """Return the step of a rank that reads each result."""
     num_stages = table.placement.num_stages
     return {
         need: time
@@ -144,7 +142,6 @@ def _times_read(table: Table, rank: int) -> dict[Action, int]:
 
 
 def _times_made(table: Table, rank: int) -> dict[Action, int]:
-    """Return the step of a rank that makes each result."""
     return {result(action): time for time, step in enumerate(table.ranks[rank]) for action in parts(step)}
 
 

@@ -143,7 +143,6 @@ def seq_len_of(config: RunConfig) -> int:
 
 
 def _name_rules(name: str) -> Iterator[str]:
-    """Refuse names that no folder of a run can have."""
     if name in ("", ".", "..") or set("/\\\0") & set(name):
         yield f"run.name='{name}' can name no folder; use one without slashes, as run.name=my-run"
     elif not name.isprintable() or len(name.encode()) > LONGEST_NAME:

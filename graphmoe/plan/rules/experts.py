@@ -213,6 +213,5 @@ def _too_low(stage: int, scope: str | list[str], compiles: bool) -> Iterator[str
 
 
 def _without(waiting: Sequence[str], scope: str | list[str], compiles: bool) -> str:
-    """Return the scope without some of its segments."""
     kept = [name for name in (segments_of(scope) or CAPTURABLE) if name not in waiting and compiles]
     return f"[{','.join(kept)}]" if kept else "none"

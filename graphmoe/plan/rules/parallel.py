@@ -155,7 +155,6 @@ def _undivided_heads(parallel: ParallelConfig, model: ModelConfig) -> tuple[str,
 
 
 def _shared(model: ModelConfig, seq_len: int) -> Iterator[tuple[str, int, str]]:
-    """Yield key, value and meaning of each size that is cut along tp."""
     yield "model.num_heads", model.num_heads, "attention heads"
     if model.attention is AttentionKind.gqa:
         yield "model.num_kv_heads", model.num_kv_heads, "key-value heads"

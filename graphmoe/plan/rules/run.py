@@ -249,7 +249,6 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
 
 
 def _layers_with(name: str, model: ModelConfig) -> range:
-    """Return the layers that have a segment or a part, none if the model has it nowhere."""
     end = model.num_layers + model.mtp_depth
     moe = range(model.num_dense_layers, end)
     having = {

@@ -24,13 +24,13 @@ from graphmoe.plan.costs.layer_parts import (
     travelling_bytes,
 )
 from graphmoe.plan.costs.rates import TIMES, Speeds, default_rates
-from graphmoe.plan.costs.segment_times import MOVED, second_forward
+from graphmoe.plan.costs.segment_times import MOVED, second_forward, sum_of
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import balanced_load
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.recompute import Recompute
-from graphmoe.project.step_time import message_seconds, stage_times, total_time
+from graphmoe.project.step_time import message_seconds, stage_times
 
 NVIDIA = default_rates(is_nvidia=True)
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name in TIMES else 1.0 for f in fields(NVIDIA)})
@@ -62,7 +62,7 @@ def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parall
     sizes = sizes_of(run, 8)
     speeds, config = Speeds(FREE, PEAK), run.model
     pieces = all_pieces(config.num_layers, config.mtp_depth)
-    seconds = total_time(stage_times(run, sizes, speeds, pieces)).total
+    seconds = sum_of("", stage_times(run, sizes, speeds, pieces)).total
     tokens = SEQ_LEN // (sizes.layout.cp * sizes.layout.tp)
     routers = 3 * 2 * sizes.num_moe_layers * config.hidden_size * config.num_experts
     flops = tokens * (flops_per_token(config, SEQ_LEN).total + routers)
@@ -75,7 +75,7 @@ def test_a_dispatch_whose_rows_the_host_counts_waits_for_two_launches():
     speeds = Speeds(FREE, replace(PEAK, host_us=100.0))
 
     def forward() -> float:
-        return total_time(stage_times(run, sizes_of(run, 8), speeds, pieces)).forward
+        return sum_of("", stage_times(run, sizes_of(run, 8), speeds, pieces)).forward
 
     counted = forward()
     run.moe.dispatcher = DispatcherChoice.symm

@@ -20,7 +20,7 @@ PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "mo
 def test_the_default_layout_fits_its_model(name):
     model = load_preset(name)
     parts = modelled_parts(model, 4096)
-    letters = "".join(part.letter for part in parts)
+    letters = "".join(part.name for part in parts)
     assert letters == "E" + "t" * model.num_layers + "m" * model.mtp_depth + "L"
     for num_stages in (1, 2, 4, 5):
         layout = default_layout(model, 4096, range(num_stages))

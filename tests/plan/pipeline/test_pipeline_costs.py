@@ -10,7 +10,7 @@ import torch
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
-from graphmoe.plan.costs.segment_times import modelled_parts, stage_costs
+from graphmoe.plan.costs.segment_times import modelled_parts, stage_costs, sum_of
 from graphmoe.plan.pipeline.balance import balanced_layout, measured_parts
 
 
@@ -18,7 +18,7 @@ def test_a_stage_costs_the_sum_of_its_parts():
     model = ModelConfig(num_layers=3, mtp_depth=1)
     parts = modelled_parts(model, 64)
     stages = stage_costs(["Et", "ttmL"], parts)
-    assert stages[0] == ("Et", *(parts[0][kind] + parts[1][kind] for kind in (1, 2, 3)))
+    assert stages[0] == sum_of("Et", parts[:2]) and stages[0].forward == parts[0].forward + parts[1].forward
     assert stages[1].total == pytest.approx(sum(part.total for part in parts[2:]))
 
 

@@ -163,5 +163,4 @@ def _later(time: Array | float, period: float) -> Array:
 
 
 def _first_least(values: Array, axis: int) -> npt.NDArray[np.intp]:
-    """Return the index of the least value, and of the first where several are equal up to rounding."""
     return np.asarray(np.argmin(np.round(values, 8), axis=axis))

@@ -79,7 +79,6 @@ def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) 
 def _turns(
     rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int
 ) -> tuple[list[Action], list[Action]]:
-    """Return the forwards and the backwards of a rank, in order, in full rounds."""
     stages = range(rank, num_ranks * virtual_stages, num_ranks)
     forwards: list[Action] = []
     backwards: list[Action] = []

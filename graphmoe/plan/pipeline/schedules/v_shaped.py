@@ -76,7 +76,6 @@ def _table(schedule: str, num_ranks: int, num_micro_batches: int, limit: int, co
 
 @functools.lru_cache(maxsize=1024)
 def _best_block(costs: Costs, num_ranks: int, num_micro_batches: int, limit: int) -> tuple[Block, float]:
-    """Return the block, and the patience, with which so many micro-batches end first."""
     tried = [(block, patience) for block in _blocks(costs, num_ranks, limit) for patience in PATIENCE]
     ends = [_run(block, costs, num_micro_batches, limit, patience)[1] for block, patience in tried]
     least = min(ends)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.fx
 
-from graphmoe.training.pipelined import Pipelined
+from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.trainer import Trainer
 
 WORDS = ("passes.extra=[tests.faults:nothing]",)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 MOVES = {
     "graphmoe.runtime.ranks": "graphmoe.runtime.launch.world",
-    "graphmoe.training.stop": "graphmoe.stop.flag",
+    "graphmoe.training.validation": "graphmoe.held.out",
     "graphmoe.optim.reduction": "graphmoe.sums.reduction",
     "graphmoe.training.step_rows": "graphmoe.rows",
     "graphmoe.command.sweep.job": "graphmoe.command.job",

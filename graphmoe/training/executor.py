@@ -35,7 +35,7 @@ from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments
-from graphmoe.training.pipelined import StageOptions
+from graphmoe.training.micro_batches import StageOptions
 
 log = logging.getLogger(__name__)
 
@@ -48,76 +48,83 @@ class Execution:
         plan: Plan,
         device: torch.device,
         optimizer: StepOptimizer,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
+        folder: Path,
+        experts: str,
     ) -> None:
-        self.plan, self.config, self.device, self.optimizer = plan, plan.config, device, optimizer
-        self.ranks = ranks or Ranks()
-        self.experts = ""
-        """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
+        """Make the executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
+
+        On a GPU ``moe.experts=auto`` may measure kernels here. *Raises* ConfigError for a backend that
+        cannot run.
+        """
         config, scope = plan.config, plan.config.graph.scope
+        self._plan, self._config, self._ranks, self._folder = plan, config, ranks, folder
+        self.device = device
         name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
         self.capture = Capture(name, device, config.graph.warmup_steps) if scope != "none" else None
         """Capture of graphs; None where nothing is captured."""
-        units = UnitCapture(plan.captured, self.capture) if self.capture and plan.captured else None
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
         """Overlap of two micro-batches in turns; None where one follows the other."""
+        self.experts = experts
+        """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
+        names = [spec.name for spec in select_passes(config.passes, {})]
+        self.fuses = config.compile.enabled and "fuse_experts" in names
+        """True where the routed experts run as one operation."""
+        self.compiled: CompiledSegments | None = None
+        self._recompute = plan.recompute
+        if self._recompute:
+            log.info("the backward computes again: %s", self._recompute.words())
+        refuse_waiting_experts(plan, device, fuses=self.fuses)
+        log.info("moe.sync_free_stage=%d", config.moe.sync_free_stage)
+        self.execute: Executor = run_segments
+        requested, default = plan.experts, asdict(PassesConfig())
+        unused = {} if requested is ExpertsBackend.auto else {"moe.experts": requested.value}
+        if config.compile.enabled:
+            self._compile(device, optimizer)
+            if not self.fuses:
+                _warn("the pass fuse_experts off", unused)
+            elif "moe_act" in self._recompute.parts:
+                _warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
+        else:
+            if self._recompute:
+                self.execute = RecomputedSegments(self._recompute)
+            changed = {k: v for k, v in asdict(config.passes).items() if v != default[k]}
+            _warn("compile.enabled=false", {f"passes.{key}": v for key, v in changed.items()} | unused)
+
+    def _compile(self, device: torch.device, optimizer: StepOptimizer) -> None:
+        config, ranks, capture = self._config, self._ranks, self.capture
+        import_compilers()
+        if device.type == "cpu":
+            _need_compiler()
         assert config.compile.cache_dir is not None
         folder = Path(config.compile.cache_dir) if config.compile.cache else None
-        self._store = CompileCache(folder, shared=config.compile.cache_shared)
-        self._compiled: CompiledSegments | None = None
-        if config.compile.enabled:
-            self._compiled = CompiledSegments(
-                self._runner, optimizer.gradient_of, units, plan.recompute, self.overlap
-            )
-        self._dump: Path | None = None
-        self._cache: JobCache | None = None
+        store = CompileCache(folder, shared=config.compile.cache_shared)
+        dump = self._folder / "graphs" if config.passes.dump and ranks.is_first else None
+        # Before the choice of experts' kernels, which compiles those that it measures.
+        self._cache = JobCache(store, facts_of(config, select_passes(config.passes, {}), device), ranks)
+        if self.fuses and has_experts(config.model):
+            self.experts = ranks.on_first(lambda: chosen_experts(self._plan, device, store, self.experts))
+            log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
+
+        def runner(trains: bool) -> PassRunner:
+            knobs: dict[str, dict[str, Any]] = {
+                "fuse_loss": {"needs_grad": trains},
+                "fuse_experts": {"backend": self.experts},
+            }
+            return PassRunner(select_passes(config.passes, knobs), dump)
+
+        units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
+        self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
+        self.compiled.turns, self.compiled.measured = self._cache.turns, self._cache.measured
         self._published = 0
         """Graphs that were compiled when the cache was last added to."""
-
-    def start(self, folder: Path, experts: str) -> Executor:
-        """Return the executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
-
-        On a GPU ``moe.experts=auto`` may measure kernels here. Raises ConfigError for a backend that
-        cannot run.
-        """
-        if self.plan.recompute:
-            log.info("the backward computes again: %s", self.plan.recompute.words())
-        refuse_waiting_experts(self.plan, self.device, fuses=self.fuses)
-        log.info("moe.sync_free_stage=%d", self.config.moe.sync_free_stage)
-        if self._compiled is None:
-            self._warn("compile.enabled=false", self._passes_set() | self._experts_set())
-            self.experts = experts  # for a later start that compiles
-            return RecomputedSegments(self.plan.recompute) if self.plan.recompute else run_segments
-        import_compilers()
-        if self.device.type == "cpu":
-            _need_compiler()
-        self._dump = folder / "graphs" if self.config.passes.dump and self.ranks.is_first else None
-        # Before the choice of experts' kernels, which compiles those that it measures.
-        passes = select_passes(self.config.passes, {})
-        self._cache = JobCache(self._store, facts_of(self.config, passes, self.device), self.ranks)
-        self._compiled.turns, self._compiled.measured = self._cache.turns, self._cache.measured
-        if not self.fuses:
-            self._warn("the pass fuse_experts off", self._experts_set())
-            self.experts = experts
-        elif has_experts(self.config.model):
-            self.experts = self.ranks.on_first(lambda: self._choose(experts))
-            log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
-        if self.fuses and "moe_act" in self.plan.recompute.parts:
-            self._warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
-        self.optimizer.compile(functools.partial(self._compiled.in_place, "optimizer"))
-        return self._compiled
-
-    @property
-    def fuses(self) -> bool:
-        """True where the routed experts run as one operation."""
-        passes = select_passes(self.config.passes, {})
-        return self._compiled is not None and "fuse_experts" in [spec.name for spec in passes]
+        self.execute = self.compiled
+        optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
 
     def stage_options(self) -> StageOptions:
         """Return what a pipeline's stages ask of this executor."""
-        waits = 1 if self.capture is None else self.capture.warmup_steps + (not self.plan.captures_step)
-        compiled = self._compiled
-        if compiled is None:
+        waits = 1 if self.capture is None else self.capture.warmup_steps + (not self._plan.captures_step)
+        if (compiled := self.compiled) is None:
             return StageOptions(overlap=self.overlap, waiting_steps=waits)
         return StageOptions(
             compiled.deferring, self.overlap, compiled.lane if compiled.captures else None, waits
@@ -125,13 +132,13 @@ class Execution:
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
-        if self._compiled is None or self._cache is None:
+        if self.compiled is None:
             return
-        graphs = sum(report.graphs for report in self._compiled.reports)
-        if any(self.ranks.gather(graphs > self._published)):
+        graphs = sum(report.graphs for report in self.compiled.reports)
+        if any(self._ranks.gather(graphs > self._published)):
             scope = self.capture.report.scope if self.capture else "none"
-            notes = {"model": self.config.model.name, "device": device_name(self.device), "scope": scope}
-            self._cache.publish(self._content(), {**notes, "graphs": graphs})
+            notes = {"model": self._config.model.name, "device": device_name(self.device), "scope": scope}
+            self._cache.publish(self._content(self.compiled), {**notes, "graphs": graphs})
         self._published = graphs
 
     def warn_if_uncaptured(self) -> None:
@@ -145,61 +152,45 @@ class Execution:
                 self.capture.warmup_steps,
             )
 
-    def write_report(self, folder: Path) -> None:
+    def write_report(self) -> None:
         """Write compile_report.json."""
-        if self._compiled is not None:
-            with dispensable(folder / REPORT_FILE):
-                (folder / REPORT_FILE).write_text(json.dumps(self._content(), indent=1) + "\n")
+        if self.compiled is not None:
+            with dispensable(self._folder / REPORT_FILE):
+                text = json.dumps(self._content(self.compiled), indent=1)
+                (self._folder / REPORT_FILE).write_text(f"{text}\n")
 
-    def _content(self) -> dict[str, Any]:
-        assert self._compiled is not None and self._cache is not None
-        compiled = self._compiled
+    def report(self) -> None:
+        """Log the compile summary and write compile_report.json."""
+        self.write_report()
+        if self.compiled is None:
+            return
+        for line in (*to_text(self.compiled.reports).splitlines(), *self._cache.lines(self.compiled.reports)):
+            log.info(line)
+        if self._recompute and not any(unit.recomputed for unit in self.compiled.reports):
+            log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
+
+    def _content(self, compiled: CompiledSegments) -> dict[str, Any]:
         return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)
 
-    def report(self, folder: Path) -> None:
-        """Log the compile summary and write compile_report.json."""
-        self.write_report(folder)
-        if self._compiled is None or self._cache is None:
-            return
-        for line in to_text(self._compiled.reports).splitlines():
-            log.info(line)
-        for line in self._cache.lines(self._compiled.reports):
-            log.info(line)
-        if self.plan.recompute and not any(unit.recomputed for unit in self._compiled.reports):
-            log.warning("recompute has no effect: nothing of %s would be kept", self.plan.recompute.words())
 
-    def _runner(self, trains: bool) -> PassRunner:
-        knobs: dict[str, dict[str, Any]] = {
-            "fuse_loss": {"needs_grad": trains},
-            "fuse_experts": {"backend": self.experts},
-        }
-        return PassRunner(select_passes(self.config.passes, knobs), self._dump)
+def _warn(because: str, unused: dict[str, Any]) -> None:
+    for key, value in unused.items():
+        log.warning("%s=%s has no effect with %s", key, value, because)
 
-    def _passes_set(self) -> dict[str, Any]:
-        """Return the keys of the passes that differ from their defaults."""
-        default, passes = asdict(PassesConfig()), asdict(self.config.passes)
-        return {f"passes.{name}": value for name, value in passes.items() if value != default[name]}
 
-    def _experts_set(self) -> dict[str, Any]:
-        requested = self.plan.experts
-        return {} if requested is ExpertsBackend.auto else {"moe.experts": requested.value}
-
-    def _warn(self, because: str, unused: dict[str, Any]) -> None:
-        for key, value in unused.items():
-            log.warning("%s=%s has no effect with %s", key, value, because)
-
-    def _choose(self, remembered: str) -> str:
-        requested = self.plan.experts
-        shape = mlp_shape(self.plan)
-        sync_free = self.config.moe.sync_free_stage >= EXPERTS_STAGE
-        if requested is ExpertsBackend.auto and remembered:
-            try:
-                return choose_backends(remembered, shape, self.device, self._store, sync_free=sync_free)
-            except ConfigError as error:
-                log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
-        # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
-        sync_free = sync_free or requested is not ExpertsBackend.torch
-        return choose_backends(requested.value, shape, self.device, self._store, sync_free=sync_free)
+def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, remembered: str) -> str:
+    """Return the backends of the experts, those that a checkpoint remembers where they can run."""
+    requested = plan.experts
+    shape = mlp_shape(plan)
+    sync_free = plan.config.moe.sync_free_stage >= EXPERTS_STAGE
+    if requested is ExpertsBackend.auto and remembered:
+        try:
+            return choose_backends(remembered, shape, device, store, sync_free=sync_free)
+        except ConfigError as error:
+            log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
+    # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
+    sync_free = sync_free or requested is not ExpertsBackend.torch
+    return choose_backends(requested.value, shape, device, store, sync_free=sync_free)
 
 
 def mlp_shape(plan: Plan) -> MlpShape:
@@ -229,9 +220,7 @@ def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> 
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
     if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
         return
-    needed = []
-    if not fuses:
-        needed.append("compile.enabled=true with the pass fuse_experts")
+    needed = [] if fuses else ["compile.enabled=true with the pass fuse_experts"]
     if plan.experts is ExpertsBackend.torch:
         needed.append("moe.experts=auto")
     if not needed:

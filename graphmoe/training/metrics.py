@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from graphmoe.config.schema import ConfigError, LogConfig
+from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.metrics_file import cut_metrics
@@ -116,14 +117,11 @@ class MetricsWriter:
 class NoMetrics(MetricsWriter):
     """Writer of ranks that write no metrics."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self) -> None: ...
 
-    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
-        pass
+    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 def to_json(
@@ -131,59 +129,45 @@ def to_json(
 ) -> dict[str, Any]:
     """Return the metrics.jsonl object of a step."""
     values = row.values
-    return {
+    found = {
         "step": row.step,
-        "loss": values["loss"],
-        "grad_norm": values["grad_norm"],
-        "lr": values["lr"],
+        **{name: values[name] for name in ("loss", "grad_norm", "lr")},
         **throughput.of(row.seconds),
         "memory_gib": round(memory_gib, 3),
         "step_s": row.seconds,
         "tokens": tokens,
         "epoch": round(epoch, 6),
-        "mtp_loss": values["mtp_loss"],
-        "balance_loss": values["balance_loss"],
-        "z_loss": values["z_loss"],
-        "router_entropy": values["router_entropy"],
+        **{name: values[name] for name in ("mtp_loss", *ROUTER_STATS)},
         "load_max_over_mean": row.load,
         "rank_load": values["rank_load"],
         "skipped": bool(values["skipped"]),
         "skipped_total": int(values["skipped_total"]),
-        **({"receive_load": values["receive_load"]} if "receive_load" in values else {}),
     }
+    if "receive_load" in values:
+        found["receive_load"] = values["receive_load"]
+    return found
 
 
 def log_line(row: dict[str, Any], total_steps: int) -> str:
     """Format a step on one line for people."""
-    parts = [
-        f"step {row['step']:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {row['loss']:.4f}",
-        f"grad norm {row['grad_norm']:.3f}",
-        f"lr {row['lr']:.2e}",
-        f"{row['tokens_per_s']:,.0f} tokens/s",
-        f"{row['tflops']:.3g} TFLOP/s",
-    ]
-    if row["mfu"] is not None:
-        parts.append(f"MFU {100 * row['mfu']:.1f}%")
-    parts.append(f"{row['memory_gib']:.2f} GiB")
-    if row["load_max_over_mean"]:
-        loads = "/".join(f"{load:.1f}" for load in row["load_max_over_mean"][:8])
-        more = "/.." if len(row["load_max_over_mean"]) > 8 else ""
-        parts.append(f"load max/mean {loads}{more}")
-        parts.append(f"entropy {row['router_entropy']:.2f} balance {row['balance_loss']:.3f}")
-    if row["rank_load"] > 1:
-        parts.append(f"rank load {row['rank_load']:.2f}")
-    if "receive_load" in row:
-        parts.append(f"receive load {row['receive_load']:.2f}")
-    if row["z_loss"]:
-        parts.append(f"z {row['z_loss']:.3f}")
-    if row["mtp_loss"]:
-        parts.append(f"mtp {row['mtp_loss']:.4f}")
-    if row["skipped"]:
-        is_large = math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
-        cause = "the gradient's square overflows fp32" if is_large else "not finite"
-        parts.append(f"SKIPPED: {cause} ({row['skipped_total']} so far)")
-    return "  ".join(parts)
+    loads, more = row["load_max_over_mean"][:8], "/.." if len(row["load_max_over_mean"]) > 8 else ""
+    is_large = math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+    cause = "the gradient's square overflows fp32" if is_large else "not finite"
+    parts = (  # each where its condition holds
+        (True, f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"),
+        (True, f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}"),
+        (True, f"{row['tokens_per_s']:,.0f} tokens/s  {row['tflops']:.3g} TFLOP/s"),
+        (row["mfu"] is not None, f"MFU {100 * (row['mfu'] or 0):.1f}%"),
+        (True, f"{row['memory_gib']:.2f} GiB"),
+        (loads, f"load max/mean {'/'.join(f'{load:.1f}' for load in loads)}{more}"),
+        (loads, f"entropy {row['router_entropy']:.2f} balance {row['balance_loss']:.3f}"),
+        (row["rank_load"] > 1, f"rank load {row['rank_load']:.2f}"),
+        ("receive_load" in row, f"receive load {row.get('receive_load', 0):.2f}"),
+        (row["z_loss"], f"z {row['z_loss']:.3f}"),
+        (row["mtp_loss"], f"mtp {row['mtp_loss']:.4f}"),
+        (row["skipped"], f"SKIPPED: {cause} ({row['skipped_total']} so far)"),
+    )
+    return "  ".join(text for holds, text in parts if holds)
 
 
 def _finite(value: Any) -> Any:

@@ -1,19 +1,48 @@
-"""Micro-batches of a step through a model that is whole on its rank, one after the other or in turns."""
+"""Micro-batches of a step: through a model that is whole on its rank, or through its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.pipeline.layouts import StagePieces
+from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.pipeline.transfers import Channel, channels_of
+from graphmoe.plan.plan import Plan
 from graphmoe.runtime.overlap.runner import Overlap
+from graphmoe.runtime.pipeline.channels import Channels, Spec
+from graphmoe.runtime.pipeline.engine import Pipeline, lanes_of
+from graphmoe.runtime.pipeline.overlapped import OverlappedStage
+from graphmoe.runtime.pipeline.stages import Deferring
+from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
+
+log = logging.getLogger(__name__)
 
 Add = Callable[[StagePieces, LossOutput], None]
 """Takes what a stage has made of a micro-batch, in the order of micro-batches for each stage."""
+OpenChannels = Callable[[Iterable[Channel], Sequence[Sequence[int]], torch.device], Channels]
+
+
+class StageOptions(NamedTuple):
+    """Choices of the executor that change how stages run."""
+
+    deferring: Deferring | None = None
+    """Context in which compiled units leave weight gradients for later; None without compiled units."""
+    overlap: Overlap | None = None
+    lane: Callable[[Hashable], AbstractContextManager[None]] | None = None
+    """Context with the captured graphs of one lane; None without captured units."""
+    waiting_steps: int = 0
+    """Number of first steps of a program in which the host waits: those that compile or capture."""
 
 
 class MicroBatches(Protocol):
@@ -31,6 +60,20 @@ class MicroBatches(Protocol):
         ...
 
 
+def micro_batches_of(
+    plan: Plan,
+    model: Transformer,
+    execute: Executor,
+    mesh: Mesh,
+    options: StageOptions,
+    open_channels: OpenChannels = Channels,
+) -> MicroBatches:
+    """Return the runner of a run's micro-batches. A collective."""
+    if plan.pipeline is None:
+        return OneAfterTheOther(model, execute, plan.global_micro_batches, options.overlap)
+    return Pipelined(plan, model, execute, mesh, options, open_channels)
+
+
 class OneAfterTheOther:
     """`MicroBatches` of a model that is whole; with overlap the backward of one beside the next's forward."""
 
@@ -43,34 +86,110 @@ class OneAfterTheOther:
         (self.pieces,) = model.stages
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        overlap = overlap_in_use(self.overlap, self.model)
+        overlap = _overlap_in_use(self.overlap, self.model)
         for tokens in batches:
-            tokens = tokens.to(self.device, non_blocking=True)
-            add(self.pieces, self._forward_and_backward(tokens, overlap))
+            forward = functools.partial(self._forward, tokens.to(self.device, non_blocking=True))
+            output = overlap.forward(forward) if overlap else forward()
+            total = output.total / self.num_global
+            if overlap:
+                overlap.backward(total)  # may still have to run at the end
+            else:
+                total.backward()
+            add(self.pieces, output)
         if overlap:
             overlap.finish()
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
         for tokens in batches:
-            tokens = tokens.to(self.device, non_blocking=True)
-            add(self.pieces, self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute))
+            add(self.pieces, self._forward(tokens.to(self.device, non_blocking=True)))
 
-    def _forward_and_backward(self, tokens: Tensor, overlap: Overlap | None) -> LossOutput:
-        """Run both; with overlap the backward may still have to run at the end."""
-
-        def forward() -> LossOutput:
-            return self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
-
-        output = overlap.forward(forward) if overlap else forward()
-        total = output.total / self.num_global
-        if overlap:
-            overlap.backward(total)
-        else:
-            total.backward()
-        return output
+    def _forward(self, tokens: Tensor) -> LossOutput:
+        return self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
 
 
-def overlap_in_use(overlap: Overlap | None, model: Transformer) -> Overlap | None:
+class Pipelined:
+    """`MicroBatches` by the schedule of a plan. Making one is collective."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Transformer,
+        execute: Executor,
+        mesh: Mesh,
+        options: StageOptions,
+        open_channels: OpenChannels = Channels,
+    ) -> None:
+        config, pipeline = plan.config, plan.pipeline
+        assert pipeline is not None and config.data.seq_len is not None
+        log.info(pipeline.describe())
+        self.model, self.execute, self.num_global = model, execute, plan.global_micro_batches
+        self.device = next(model.parameters()).device
+        self.overlap, self._lane = options.overlap, options.lane
+        self._waiting_steps = options.waiting_steps
+        self._num_run: Counter[tuple[bool, Dispatcher | None]] = Counter()
+        """Steps and validations run so far, of each program."""
+        self._batches: list[Tensor] = []
+        self._add: Add | None = None
+        table, place = pipeline.table, mesh.index("pp")
+        self.stages = pipeline.own_stages(place)
+        self._lanes = lanes_of(table, place)
+        positions = config.data.seq_len // plan.layout.size("cp_tp")
+        shape = config.train.micro_batch_size, positions, config.model.hidden_size
+        message = Spec(shape, next(model.parameters()).dtype)
+        # A stage is given a hidden state, and one more for each later token predicted from before it.
+        counts = [0, *(1 + stage.mtp.stop for stage in pipeline.stages[:-1]), 0]
+        runs = {
+            number: OverlappedStage(
+                functools.partial(self._run, number),
+                (message,) * counts[number],
+                (message,) * counts[number + 1],
+                options.deferring if SCHEDULES[table.schedule].splits_backward else None,
+                lambda: _overlap_in_use(self.overlap, self.model),
+            )
+            for number in self.stages
+        }
+        self.channels = open_channels(channels_of(table), mesh.layout.groups("pp"), self.device)
+        self.pipeline = Pipeline(table, place, runs, self.channels, copies=self._lane is not None)
+
+    def train(self, batches: Iterable[Tensor], add: Add) -> None:
+        """Train on the same batches as all ranks along pp."""
+        self._begin(batches, add, self._waiting_steps)
+        self.pipeline.train()
+        if self.overlap:
+            self.overlap.finish()
+
+    def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
+        self._begin(batches, add, 1)
+        self.pipeline.evaluate(len(batches))
+
+    def _begin(self, batches: Iterable[Tensor], add: Add, waiting: int) -> None:
+        """Take the batches; the first ``waiting`` times of each program compile or capture."""
+        self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
+        self._add = add
+        program = torch.is_grad_enabled(), self.model.dispatcher  # each rung of a ladder has its own
+        self.channels.by_host = self._num_run[program] < waiting
+        if waiting and self.channels.has_nccl and not self._num_run[program]:
+            what = "steps" if program[0] else "validations"
+            log.info("%d first %s: messages go through the memory of the hosts, slowly", waiting, what)
+        self._num_run[program] += 1
+
+    def _run(
+        self, number: int, micro_batch: int, received: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Run a stage: hidden states for the next one, and the term of the loss."""
+        assert self._add is not None
+        pieces, tokens = self.stages[number], self._batches[micro_batch]
+        trains = self._lane is not None and torch.is_grad_enabled()
+        lane = (
+            self._lane((number, self._lanes[number, micro_batch])) if self._lane and trains else nullcontext()
+        )
+        with lane:
+            output = self.model.stage(pieces, received, tokens[:, :-1], tokens[:, 1:], self.execute)
+        self._add(pieces, output)
+        return output.carried, output.total / self.num_global
+
+
+def _overlap_in_use(overlap: Overlap | None, model: Transformer) -> Overlap | None:
     """Return the overlap, or None where the host counts arriving rows and would wait between units."""
     dispatcher = model.dispatcher
     return overlap if dispatcher is not None and dispatcher.capacity is not None else None

@@ -6,18 +6,19 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.experts import Load
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import free_bytes
+from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.capture.step import Step
 from graphmoe.runtime.dispatch import make_room
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
-from graphmoe.training.executor import Execution
 from graphmoe.training.step_rows import StepRows
 
 
@@ -51,11 +52,7 @@ class RetryingSteps:
             self._rows.append(step, self.run(batches))
             return
         self._launch(_Launched(step, list(batches), self._ladder.rung))
-        self._confirm(but=1)
-
-    def settle(self) -> None:
-        """Confirm all launched steps, before anybody reads their results."""
-        self._confirm(but=0)
+        self.settle(but=1)
 
     def _launch(self, launched: _Launched) -> None:
         # Pinned memory is read only; what stands for a graph on a CPU spoils what it is given.
@@ -63,8 +60,8 @@ class RetryingSteps:
         self._rows.append(launched.step, self.run(given))
         self._open.append(launched)
 
-    def _confirm(self, but: int) -> None:
-        """Wait for the rows of all launched steps but the last ``but``."""
+    def settle(self, but: int = 0) -> None:
+        """Confirm all launched steps but the last ``but``, before anybody reads their results."""
         while len(self._open) > but:
             assert self._ladder is not None
             step, _, rung = self._open[0]
@@ -92,13 +89,19 @@ class RetryingSteps:
 
 
 def receive_ladder(
-    plan: Plan, mesh: Mesh, ranks: Ranks, model: Transformer, execution: Execution
+    plan: Plan,
+    mesh: Mesh,
+    ranks: Ranks,
+    model: Transformer,
+    device: torch.device,
+    capture: Capture | None,
+    *,
+    fused: bool,
 ) -> ReceiveLadder | None:
     """Return what makes more room where it is too little; None where there is always enough."""
-    capture, device = execution.capture, execution.device
     if model.dispatcher is None or model.dispatcher.capacity is None:
         return None
-    rungs = rungs_of(plan, mesh, fused=execution.fuses)
+    rungs = rungs_of(plan, mesh, fused=fused)
 
     def use(rung: Rung) -> None:
         make_room(plan, mesh, rung.dispatcher, device)

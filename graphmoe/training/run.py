@@ -19,10 +19,6 @@ from graphmoe.config.schema import (
     DeviceChoice,
     DispatcherChoice,
     DpShard,
-    MoEConfig,
-    OptimConfig,
-    PipelineConfig,
-    ProfileConfig,
     RunConfig,
 )
 from graphmoe.data import DataError
@@ -110,11 +106,28 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
-    if plan.pipeline is None:
-        for key in ("schedule", "virtual_stages", "microbatches", "layout", "costs"):
-            if (value := getattr(config.pipeline, key)) != getattr(PipelineConfig(), key):
-                log.warning("pipeline.%s=%s has no effect with parallel.pp=1", key, value)
-    elif SCHEDULES[config.pipeline.schedule].splits_backward and not config.compile.enabled:
+    is_alone, zero1 = plan.pipeline is None, config.parallel.dp_shard is DpShard.zero1
+    of_stages = ("schedule", "virtual_stages", "microbatches", "layout", "costs")
+    uses_buckets, dispatcher = zero1 and ranks.size > 1, f"with moe.dispatcher={plan.dispatcher.value}"
+    for unused, section, keys, because in (
+        (is_alone, "pipeline", of_stages, "with parallel.pp=1"),
+        (not plan.reads_peers, "moe", ("receive_budget",), dispatcher),
+        (plan.dispatcher is not DispatcherChoice.symm, "moe", ("transport",), dispatcher),
+        (is_alone, "profile", ("pipeline",), "with parallel.pp=1"),
+        (not config.profile.steps, "profile", ("ranks",), "without profile.steps"),
+        (
+            not uses_buckets,
+            "optim",
+            ("bucket_mb",),
+            f"with {'one rank' if zero1 else 'parallel.dp_shard=fsdp2'}",
+        ),
+    ):
+        given = getattr(config, section)
+        for key in keys if unused else ():
+            if (value := getattr(given, key)) != getattr(type(given)(), key):
+                text = "true" if value is True else getattr(value, "value", value)
+                log.warning("%s.%s=%s has no effect %s", section, key, text, because)
+    if not is_alone and SCHEDULES[config.pipeline.schedule].splits_backward and not config.compile.enabled:
         log.warning(
             "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "
             "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
@@ -122,22 +135,6 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
         )
     if ranks.is_first and (slower := plan.slower_than_1f1b()):
         log.warning("pipeline.schedule=%s", slower)
-    has_effect = {
-        "receive_budget": plan.reads_peers,
-        "transport": plan.dispatcher is DispatcherChoice.symm,
-    }
-    for key, value in ((key, getattr(config.moe, key)) for key, has in has_effect.items() if not has):
-        if value != getattr(MoEConfig, key):
-            text = getattr(value, "value", value)
-            log.warning("moe.%s=%s has no effect with moe.dispatcher=%s", key, text, plan.dispatcher.value)
-    if config.profile.pipeline and plan.pipeline is None:
-        log.warning("profile.pipeline=true has no effect with parallel.pp=1")
-    if config.profile.ranks != ProfileConfig().ranks and not config.profile.steps:
-        log.warning("profile.ranks=%s has no effect without profile.steps", config.profile.ranks)
-    zero1 = config.parallel.dp_shard is DpShard.zero1
-    if config.optim.bucket_mb != OptimConfig.bucket_mb and (ranks.size == 1 or not zero1):
-        given, why = config.optim.bucket_mb, "one rank" if zero1 else "parallel.dp_shard=fsdp2"
-        log.warning("optim.bucket_mb=%g has no effect with %s", given, why)
 
 
 @contextmanager
@@ -152,7 +149,9 @@ def _summarise(
     trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
     """Write summary.json; ``memory`` is that of each rank's trainer."""
-    started = trainer.first_step_s
+    started, launched = trainer.first_step_s, os.environ.get(LAUNCHED_AT)
+    if started is not None and launched:  # from the command, or the job of a sweep, to this process
+        started += psutil.Process().create_time() - float(launched)
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     summary = {
         "finished": finished,
@@ -162,7 +161,7 @@ def _summarise(
         **summarise(read_rows(folder / METRICS_FILE)),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,
-        "time_to_first_step_s": None if started is None else started + _seconds_after_launch(),
+        "time_to_first_step_s": started,
     }
     summary["sample"] = sample_of(trainer) if finished else None
     _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")
@@ -176,9 +175,3 @@ def _write(path: Path, text: str, moment: str) -> None:
         raise RunFailed(
             f"{path} cannot be written {moment}: {error.strerror}; make room and start the same command again"
         ) from error
-
-
-def _seconds_after_launch() -> float:
-    """Return the seconds from the command, or the job of a sweep, to this process; 0 in the command's own."""
-    launched = os.environ.get(LAUNCHED_AT)
-    return psutil.Process().create_time() - float(launched) if launched else 0.0

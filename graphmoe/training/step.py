@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,40 +18,6 @@ from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
 from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.step_rows import RECEIVED, device_row
-
-
-@dataclass
-class Made:
-    """Sums over this rank's micro-batches so far, on the device."""
-
-    losses: Tensor
-    """Cross-entropy, multi-token-prediction loss, and ``ROUTER_STATS``, of those the mean of all layers."""
-    counts_LE: Tensor
-    """Slots routed to each expert, int32; 0 for layers of other ranks."""
-    counted_LE: Tensor
-    """Slots that balance losses count: ``counts_LE`` itself, but where `Router.counts_apart`."""
-    received_load: Tensor | None = None
-    """The most that arrived at once, a `graphmoe.plan.experts.Load`; None where no room is planned."""
-
-    @classmethod
-    def none(cls, model: Transformer, device: torch.device) -> Made:
-        shape = model.num_moe_layers, model.config.num_experts
-        losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
-        counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
-        apart = any(router.counts_apart for router in model.routers())
-        return cls(losses, counts_LE, torch.zeros_like(counts_LE) if apart else counts_LE)
-
-    def add(self, model: Transformer, pieces: StagePieces, output: LossOutput) -> None:
-        """Add a micro-batch of a stage."""
-        layers = model.moe_layers(pieces)
-        stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
-        self.losses += torch.cat([output.cross_entropy[None], output.mtp[None], stats])
-        self.counts_LE[layers.start : layers.stop] += output.counts_LE
-        if output.counted_LE is not None:
-            self.counted_LE[layers.start : layers.stop] += output.counted_LE
-        if output.received_load is not None:
-            earlier, load = self.received_load, output.received_load
-            self.received_load = load if earlier is None else torch.maximum(earlier, load)
 
 
 class TrainStep:
@@ -104,22 +69,34 @@ class TrainStep:
         Of all ranks: expert loads are summed; the receive load is the most that arrived anywhere at once, a
         `graphmoe.plan.experts.Load`, or None where no room is planned.
         """
-        made = Made.none(self.model, self.device)
+        model, loads = self.model, list[Tensor]()
+        losses = torch.zeros(2 + len(ROUTER_STATS), device=self.device)
+        shape = model.num_moe_layers, model.config.num_experts
+        counts_LE = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        apart = any(router.counts_apart for router in model.routers())
+        counted_LE = torch.zeros_like(counts_LE) if apart else counts_LE  # slots that balance losses count
 
         def add(pieces: StagePieces, output: LossOutput) -> None:
-            made.add(self.model, pieces, output)
-            self._tell_routers(made.counted_LE, self.model.moe_layers(pieces))
+            layers = model.moe_layers(pieces)
+            stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
+            losses.add_(torch.cat([output.cross_entropy[None], output.mtp[None], stats]))
+            counts_LE[layers.start : layers.stop] += output.counts_LE
+            if output.counted_LE is not None:
+                counted_LE[layers.start : layers.stop] += output.counted_LE
+            if output.received_load is not None:
+                loads.append(output.received_load)
+            self._tell_routers(counted_LE, layers)
 
         self.optimizer.start_gather()
         self.micro_batches.train(batches, add)
-        self._tell_routers(torch.zeros_like(made.counts_LE), self.routers)
+        self._tell_routers(torch.zeros_like(counts_LE), self.routers)
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
-        axes: list[tuple[Axis, Tensor]] = [("dp_pp", made.losses), ("world", made.counts_LE)]
-        if made.received_load is not None:
-            axes.append(("world", one_of_all(made.received_load, self.mesh)))
-        losses, counts_LE, *loads = self._summed(axes)
-        named = zip(("loss", "mtp_loss", *ROUTER_STATS), losses / self.plan.global_micro_batches, strict=True)
-        return dict(named), counts_LE, loads[0].amax(dim=0) if loads else None
+        axes: list[tuple[Axis, Tensor]] = [("dp_pp", losses), ("world", counts_LE)]
+        if loads:
+            axes.append(("world", one_of_all(torch.stack(loads).amax(dim=0), self.mesh)))
+        total, slots_LE, *most = self._summed(axes)
+        named = zip(("loss", "mtp_loss", *ROUTER_STATS), total / self.plan.global_micro_batches, strict=True)
+        return dict(named), slots_LE, most[0].amax(dim=0) if most else None
 
     def _summed(self, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
         """Sum each over the ranks of its axis; tensors of the same ranks are sent together."""

@@ -184,12 +184,7 @@ class StepClock:
 
 def seconds(interval: Interval) -> float:
     """Length of an interval that the device has finished, without its pauses."""
-    return sum(_seconds(start, end) for start, end in interval)
-
-
-def _seconds(start: Mark, end: Mark) -> float:
-    if isinstance(start, float):
-        assert isinstance(end, float)
-        return end - start
-    assert not isinstance(end, float)
-    return start.elapsed_time(end) / 1e3
+    return sum(
+        end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3  # type: ignore
+        for start, end in interval
+    )

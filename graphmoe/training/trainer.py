@@ -8,11 +8,14 @@ steps, a step later where steps are captured, and only then learns of skipped st
 from __future__ import annotations
 
 import logging
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config.masking import to_plain
@@ -36,21 +39,19 @@ from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
-from graphmoe.runtime.launch.stamps import Heartbeat
-from graphmoe.runtime.ranks import Mesh, Ranks
+from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
+from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
 from graphmoe.training.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
-from graphmoe.training.pipelined import Pipelined, micro_batches_of
-from graphmoe.training.profile_pipeline import PipelineProfile
-from graphmoe.training.profile_steps import StepTrace
+from graphmoe.training.micro_batches import Pipelined, micro_batches_of
+from graphmoe.training.profile import PipelineProfile, StepTrace
 from graphmoe.training.rerun import RetryingSteps, receive_ladder
 from graphmoe.training.saves import Saves
 from graphmoe.training.start_state import named_source, random_state, restore_random_state, seed_everything
 from graphmoe.training.step import TrainStep
 from graphmoe.training.step_rows import StepRow, StepRows
-from graphmoe.training.stop import StopFlag
 from graphmoe.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -61,65 +62,85 @@ class Trainer:
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress, ranks: Ranks | None = None) -> None:
         """Build all parts, and load the state to start from. A collective, as all that follows."""
-        config = plan.config
-        assert config.data.seq_len is not None
+        config, layout = plan.config, plan.layout
+        train, data = config.train, config.data
+        assert data.seq_len is not None
         self.plan, self.config, self.folder, self.progress = plan, config, folder, progress
-        self.ranks = ranks or Ranks()
-        self.mesh = Mesh(plan.layout)
-        use_groups(self.mesh)
-        self.device = open_device(config.run.device)
-        open_dispatcher(plan, self.mesh, self.device)
-        seed_everything(config.train.seed, config.precision, self.device)
+        self.ranks = ranks = ranks or Ranks()
+        self.mesh = mesh = Mesh(layout)
+        use_groups(mesh)
+        self.device = device = open_device(config.run.device)
+        open_dispatcher(plan, mesh, device)
+        seed_everything(train.seed, config.precision, device)
         self.corpus: Corpus = open_data(
-            config.data,
-            seq_len=config.data.seq_len,
-            vocab_size=config.model.vocab_size,
-            check=self.ranks.local_index == 0,
+            data, seq_len=data.seq_len, vocab_size=config.model.vocab_size, check=ranks.local_index == 0
         )
-        self.model, self.optimizer = build(plan, self.device, self.mesh)
-        self.execution = Execution(plan, self.device, self.optimizer, self.ranks)
-        self.loader = self._loader()
+        self.model, self.optimizer = build(plan, device, mesh)
+        self.loader = Loader(
+            self.corpus.train,
+            micro_batch_size=train.micro_batch_size,
+            global_batch_size=train.global_batch_size,
+            rank=layout.index("dp", ranks.rank),
+            world_size=layout.dp,
+            prefetch=data.prefetch,
+            pin_memory=device.type == "cuda",
+        )
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
-        self.saves = Saves(self.store, config, self.ranks)
-        self.rows = StepRows(
-            min(config.train.log_interval, config.train.steps) + 2,  # those of the steps launched meanwhile
-            (self.model.num_moe_layers, config.model.num_experts),
-            self.device,
-            planned=self.model.dispatcher is not None and self.model.dispatcher.capacity is not None,
-        )
-        self.throughput = self._throughput()
-        self.stop_flag = StopFlag(self.ranks)
-        self.capture = self.execution.capture
-        first_steps = self.capture.warmup_steps + 1 if self.capture else 1
-        self.heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
-        self._pending: tuple[int, float] | None = None
-        """Last step whose metrics are due to be written, and the epoch after it."""
-        self.step = 0
+        self.saves = Saves(self.store, config, ranks)
+        self.step, self.experts = 0, ""
+        self.stopped_by: str | None = None
+        """Name of the signal that ended the run early, if one did."""
         self.first_step_s: float | None = None
         self.memory = 0.0, 0.0
         """Peak of this rank, and what was taken of its device after the last step, in GiB."""
-        self.stopped_by: str | None = None
-        """Name of the signal that ended the run early, if one did."""
-        self.execute = self.optimizer.executor(self.execution.start(folder, self._restore()))
-        micro_batches = micro_batches_of(
-            plan, self.model, self.execute, self.mesh, self.execution.stage_options()
+        self._pending: tuple[int, float] | None = None
+        """Last step whose metrics are due to be written, and the epoch after it."""
+        self._restore()
+        self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.experts)
+        self.capture, self.experts = self.execution.capture, self.execution.experts
+        self.rows = StepRows(
+            min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile
+            (self.model.num_moe_layers, config.model.num_experts),
+            device,
+            planned=self.model.dispatcher is not None and self.model.dispatcher.capacity is not None,
         )
-        self.train_step = TrainStep(plan, self.model, self.optimizer, micro_batches, self.mesh)
-        self._captured = self._captured_run()
-        ladder = receive_ladder(plan, self.mesh, self.ranks, self.model, self.execution)
+        self.throughput = Throughput(
+            train.global_batch_size * data.seq_len,
+            flops_per_token(config.model, data.seq_len).total,
+            device_name(device),
+            config.log.peak_tflops,
+            ranks.size,
+        )
+        self.stop_flag = StopFlag(ranks)
+        first_steps = self.capture.warmup_steps + 1 if self.capture else 1
+        self.heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
+        self.execute = self.optimizer.executor(self.execution.execute)
+        micro_batches = micro_batches_of(plan, self.model, self.execute, mesh, self.execution.stage_options())
+        self.train_step = TrainStep(plan, self.model, self.optimizer, micro_batches, mesh)
+        places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
+        own_folder = folder if ranks.is_first else None
+        self._captured = CapturedRun(self.train_step, plan, self.capture, device, places, own_folder)
+        ladder = receive_ladder(
+            plan, mesh, ranks, self.model, device, self.capture, fused=self.execution.fuses
+        )
         # A step is TrainStep, replayed by CapturedRun, run again by RetryingSteps where it found no room.
         self.steps = RetryingSteps(self._captured, self.rows, self.optimizer.void, self.heartbeat, ladder)
         self.validation = Validation(
-            config.train, self.corpus, self.model, micro_batches, self.mesh, self.heartbeat, ladder
+            train, self.corpus, self.model, micro_batches, mesh, self.heartbeat, ladder
         )
-        self.trace = self._step_trace()
+        self.trace: StepTrace | None = None
+        """Recorder of the steps of ``profile.steps``; None where no such step is left."""
+        if (steps := config.profile.steps) and self.step >= steps[-1]:
+            log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, self.step)
+        elif steps:
+            self.trace = StepTrace(config, folder, ranks, device, self.heartbeat, self.rows.clock)
         self.pipeline_profile: PipelineProfile | None = None
         if isinstance(micro_batches, Pipelined) and config.profile.pipeline:
             self.pipeline_profile = PipelineProfile(
-                plan, micro_batches, self.mesh, self.rows.clock, folder, self.step
+                plan, micro_batches, mesh, self.rows.clock, folder, self.step
             )
         self.metrics: MetricsWriter = NoMetrics()
-        self.ranks.on_first(self._open_metrics)
+        ranks.on_first(self._open_metrics)
 
     def run(self) -> bool:
         """Train to the last step, or until a signal asks to stop; return whether the run is finished."""
@@ -128,17 +149,15 @@ class Trainer:
             stop = stack.enter_context(StopSignal())
             garbage = stack.enter_context(GarbageCollection(self.config.host))
             stack.callback(self.corpus.bad_records.log_total, "this run's data")
-            stack.callback(self.corpus.check.close)
-            stack.callback(self.metrics.close)
-            stack.callback(self.store.close)
-            stack.callback(self.loader.close)
+            for end in (self.corpus.check, self.metrics, self.store, self.loader):
+                stack.callback(end.close)
             stack.callback(self._captured.release)
             stack.push(self.heartbeat.leave)
             if self.trace:
                 stack.callback(self.trace.drop)
             if self.step == 0:
                 self._validate()
-            signal = self._loop(stop, garbage)
+            stopped_by = self._loop(stop, garbage)
             if self.trace:
                 self.trace.finish()
             self._flush()
@@ -150,14 +169,14 @@ class Trainer:
             self.optimizer.gather()  # for who reads the model after training
             self.execution.keep_code()
             if self.ranks.is_first:
-                self.execution.write_report(self.folder)  # validation may have compiled after the first step
+                self.execution.write_report()  # validation may have compiled after the first step
         close_dispatcher()
         self.execution.warn_if_uncaptured()
-        if signal and not finished:
-            self.stopped_by = signal
+        if stopped_by and not finished:
+            self.stopped_by = stopped_by
             log.warning(
                 "%s: stopped after step %d%s",
-                signal,
+                stopped_by,
                 self.step,
                 f", which is saved: a run in {self.folder} goes on from there"
                 if self.config.checkpoint.enabled
@@ -169,8 +188,8 @@ class Trainer:
         """Run steps up to the last, or to a signal at any rank; return the name of the signal."""
         self.rows.clock.restart()
         while self.step < self.config.train.steps:
-            if signal := self.stop_flag.signal(stop.received):
-                return signal
+            if stopped_by := self.stop_flag.signal(stop.received):
+                return stopped_by
             self.corpus.check.raise_damage()
             self._train_step()
             garbage.after_step(self.step)
@@ -190,11 +209,12 @@ class Trainer:
             self.steps(self.step + 1, batches)
         self.step += 1
         if self.first_step_s is None:
-            self._synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self.first_step_s = seconds_since_process_start()
             with self.rows.clock.paused():
                 if self.ranks.is_first:
-                    self.execution.report(self.folder)
+                    self.execution.report()
                 self.execution.keep_code()
         self.progress.advance(self.step)
         self._report_pending()
@@ -214,33 +234,6 @@ class Trainer:
             self._save(wait=last)
         if validates or saves:
             self.rows.clock.restart()
-
-    def _loader(self) -> Loader:
-        train, data, layout = self.config.train, self.config.data, self.plan.layout
-        return Loader(
-            self.corpus.train,
-            micro_batch_size=train.micro_batch_size,
-            global_batch_size=train.global_batch_size,
-            rank=layout.index("dp", self.ranks.rank),
-            world_size=layout.dp,
-            prefetch=data.prefetch,
-            pin_memory=self.device.type == "cuda",
-        )
-
-    def _captured_run(self) -> CapturedRun:
-        places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
-        folder = self.folder if self.ranks.is_first else None
-        return CapturedRun(self.train_step, self.plan, self.capture, self.device, places, folder)
-
-    def _step_trace(self) -> StepTrace | None:
-        """Return the recorder of the steps of ``profile.steps``; None where no such step is left."""
-        if not (steps := self.config.profile.steps):
-            return None
-        if self.step >= steps[-1]:
-            log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, self.step)
-            return None
-        clock = self.rows.clock
-        return StepTrace(self.config, self.folder, self.ranks, self.device, self.heartbeat, clock)
 
     def _flush(self) -> None:
         """Report the metrics of all steps so far."""
@@ -295,7 +288,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(),
             "random": random_state(),
-            "experts": self.execution.experts,
+            "experts": self.experts,
             "step": self.step,
         }
 
@@ -303,11 +296,8 @@ class Trainer:
         self.heartbeat.slow(f"the checkpoint of step {self.step}")
         self.saves.save(self.step, self._state(), wait=wait)
 
-    def _restore(self) -> str:
-        """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from.
-
-        Returns the backends of the experts that the checkpoint's run used, or nothing.
-        """
+    def _restore(self) -> None:
+        """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from."""
         store, state = self.store, self._state()
         source = None if store.latest() else self.config.checkpoint.resume_from
         # absent before a checkpoint kept them; what only the checkpoint has is added
@@ -319,9 +309,9 @@ class Trainer:
         if found is None:
             self._cut_metrics(-1)
             self._import_weights()
-            return ""
+            return
         self.saves.taken(store, found, state)
-        self.step = state["step"]
+        self.step, self.experts = state["step"], state.get("experts", "")
         if self.step > self.config.train.steps:
             raise ConfigError(
                 f"train.steps={self.config.train.steps}, but {store.folder} is at step {self.step} already; "
@@ -337,15 +327,14 @@ class Trainer:
         log.info(
             "continuing after step %d of %s (%d later metrics rows cut)", self.step, store.folder, dropped
         )
-        return state.get("experts", "")
 
     def _cut_metrics(self, step: int) -> int:
         return self.ranks.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
 
     def _open_metrics(self) -> None:
-        config, folder, plain = self.config, self.folder, to_plain(self.config)
+        config, plain = self.config, to_plain(self.config)
         name, steps = config.run.name, config.train.steps
-        self.metrics = MetricsWriter(folder, config.log, name, self.step, plain, steps)
+        self.metrics = MetricsWriter(self.folder, config.log, name, self.step, plain, steps)
 
     def _import_weights(self) -> None:
         """Start from the weights of checkpoint.init_from, if it names any."""
@@ -358,21 +347,44 @@ class Trainer:
                 raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
             log.info("weights taken from %s (%s)", folder, kind.value)
 
-    def _throughput(self) -> Throughput:
-        config = self.config
-        assert config.data.seq_len is not None
-        tokens = config.train.global_batch_size * config.data.seq_len
-        flops = flops_per_token(config.model, config.data.seq_len).total
-        name, peak = device_name(self.device), config.log.peak_tflops
-        return Throughput(tokens, flops, name, peak, self.ranks.size)
-
     def _peak_gib(self) -> float:
         earlier = self.pipeline_profile.earlier_peak_gib if self.pipeline_profile else 0.0
         return max(memory_gib(self.device), earlier)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+class StopFlag:
+    """Flag that tells the other ranks of a signal between two steps, and reads the flags of the time before.
+
+    So nobody waits for a message: it had a whole step to arrive. It travels between the hosts, in a group
+    of its own. Every rank builds it and calls it at the same points.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if ranks.size > 1 else None
+        self._sent: tuple[Tensor, dist.Work] | None = None
+
+    def signal(self, received: str | None) -> str | None:
+        """Name of the signal to stop for, the same on all ranks; ``received`` is what this one got.
+
+        It is a call later than ``received``; on one rank it is ``received``, at once.
+        """
+        if self._group is None:
+            return received
+        agreed = self.close()
+        if agreed is None:
+            flag = torch.tensor(signal.Signals[received] if received else 0, dtype=torch.int32)
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._sent = flag, work
+        return agreed
+
+    def close(self) -> str | None:
+        """Wait for the last message, which every rank has sent; return the signal that it names."""
+        if self._sent is None:
+            return None
+        (flag, work), self._sent = self._sent, None
+        wait_for(work.wait)
+        number = int(flag)
+        return signal.Signals(number).name if number else None
 
 
 def _due(step: int, interval: int) -> bool:

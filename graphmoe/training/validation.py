@@ -69,12 +69,9 @@ class Validation:
 
         self.micro_batches.evaluate(mine, add)
         (total,) = sums(self.mesh.group("dp_pp"), total)
-        return wait_for(total.item), not loads or self._has_room(torch.stack(loads).amax(dim=0))
-
-    def _has_room(self, received_load: Tensor) -> bool:
-        """Return whether there was room at every rank."""
-        assert self.model.dispatcher is not None
-        room = self.model.dispatcher.capacity
-        (loads,) = sums(self.mesh.group("world"), one_of_all(received_load, self.mesh))
-        rows, slots = loads.amax(dim=0).tolist()
-        return room is None or (rows <= room.rows and slots <= room.slots)
+        value, has_room, dispatcher = wait_for(total.item), True, self.model.dispatcher
+        if loads and dispatcher is not None and (room := dispatcher.capacity) is not None:
+            most = one_of_all(torch.stack(loads).amax(dim=0), self.mesh)
+            rows, slots = sums(self.mesh.group("world"), most)[0].amax(dim=0).tolist()
+            has_room = rows <= room.rows and slots <= room.slots
+        return value, has_room

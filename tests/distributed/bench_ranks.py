@@ -18,8 +18,8 @@ from graphmoe.bench.rank_group import RankGroup, RanksFailed
 from graphmoe.config.schema import DispatcherChoice
 from graphmoe.runtime.dispatch.vendors import close_vendor
 from graphmoe.runtime.ranks import Ranks
-from tests.distributed.buffer_fakes import fake_package
-from tests.distributed.vendor_trips import PACKAGES
+from tests.distributed.fake_vendors import fake_package
+from tests.distributed.trips import PACKAGES
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.pipeline.overlapped import OverlappedStage
 from graphmoe.runtime.pipeline.stages import BackwardOf, Tensors
 from graphmoe.segments import FULL_ITERATION
-from graphmoe.training.pipelined import Pipelined
+from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, SCALARS
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Outcome, Training, without_rank_load

@@ -106,7 +106,7 @@ class Training:
         trainer, rows, written = quiet_trainer(self.config, folder, ranks)
         assert isinstance(trainer.metrics, Recorder)
         writes = not isinstance(trainer.metrics.inner, NoMetrics)
-        compiled = trainer.execution._compiled
+        compiled = trainer.execution.compiled
         if compiled is not None and ranks.size > 1 and not self.traced:
             # As where torch's caches are graphmoe's own: what one rank has compiled the others load.
             compiled.turns = CompileTurns(Path(ranks.on_first(lambda: tempfile.mkdtemp(dir=folder))))

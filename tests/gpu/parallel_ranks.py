@@ -11,11 +11,9 @@ from torch import Tensor
 
 from graphmoe.model.build import build_model
 from graphmoe.ops import collectives as ops
-from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.ranks import Mesh, Ranks
-from tests.distributed.parallel_steps import batch
+from tests.distributed.steps import batch, compiling
 from tests.gpu.tiny import GPU
 from tests.runs import config
 
@@ -94,11 +92,7 @@ class CapturedStep:
             layout=self.layout,
             rank=mesh.rank,
         )
-        passes = run_config.passes
-        runner = CompiledSegments(
-            lambda trains: PassRunner(select_passes(passes, {"fuse_loss": {"needs_grad": trains}}))
-        )
-        execute = (runner,) if self.compiled else ()
+        execute = (compiling(run_config, folder),) if self.compiled else ()
         tokens, labels = (each.cuda() for each in batch(0, run_config.model.vocab_size, "none"))
         batches = [tuple(t.cuda() for t in batch(number, 512, "some")) for number in (0, 1)]
 

@@ -10,7 +10,7 @@ import pytest
 from graphmoe.trace.__main__ import trace_of
 from graphmoe.trace.events import read_trace
 from graphmoe.trace.summary import summarise
-from graphmoe.training.profile_steps import StepTrace
+from graphmoe.training.profile import StepTrace
 from tests.gpu.tiny import GPU, UNREAD
 from tests.runs import metrics, numbers, train_in
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.ranks import Ranks, sums
-from graphmoe.training.stop import StopFlag
+from graphmoe.training.trainer import StopFlag
 from tests.distributed.ranks import run_ranks
 
 

@@ -29,11 +29,10 @@ from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.segments import run_segments
 from graphmoe.training.dry_run import collectives, dry_run, run_watched
 from graphmoe.training.dry_run.collectives import CollectiveLog, WrongGroup, check_experts, check_groups
-from graphmoe.training.dry_run.memory import MemoryLog, bytes_inside
 from graphmoe.training.dry_run.model import BalancedAllToAll
 from graphmoe.training.dry_run.report import FILE, render, verdict
-from graphmoe.training.dry_run.watch import StepWatch, WatchedChannels
-from graphmoe.training.pipelined import StageOptions, micro_batches_of
+from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, bytes_inside
+from graphmoe.training.micro_batches import StageOptions, micro_batches_of
 from graphmoe.training.step import TrainStep
 from tests.distributed.ranks import Job
 from tests.runs import command, config

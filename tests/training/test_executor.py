@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.training import executor as execution
-from graphmoe.training.executor import Execution, mlp_shape, refuse_waiting_experts
+from graphmoe.training.executor import chosen_experts, mlp_shape, refuse_waiting_experts
 from tests.runs import config, trainer_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -111,8 +110,7 @@ def test_backends_that_wait_are_left_out_where_the_stage_forbids_them(monkeypatc
     monkeypatch.setattr(execution, "choose_backends", choose)
     for remembered, requested in (("torch,torch,torch", "auto"), ("", "auto"), ("", "torch")):
         run = config(*words, COMPILED, f"moe.experts={requested}")
-        made = Execution(plan_of(run, 1), CPU, SimpleNamespace(gradient_of=None))
-        assert made._choose(remembered) == (remembered or requested)
+        assert chosen_experts(plan_of(run, 1), CPU, None, remembered) == (remembered or requested)
     # auto takes only those that never wait, whatever the stage; a checkpoint's and named ones may at 0 and 1
     assert asked == [("torch,torch,torch", auto), ("auto", True), ("torch", torchs)]
 

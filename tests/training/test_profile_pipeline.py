@@ -6,7 +6,7 @@ from graphmoe.plan.pipeline.actions import Action
 from graphmoe.plan.pipeline.simulate import Span
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.profile_pipeline import _Part, in_common_time
+from graphmoe.training.profile import _Part, in_common_time
 from graphmoe.training.run import warn_of_unused
 from tests.runs import config
 

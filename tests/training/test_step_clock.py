@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from graphmoe.plan.layout import Layout
-from graphmoe.training import profile_pipeline as pipeline_profile
-from graphmoe.training.profile_pipeline import PipelineProfile
+from graphmoe.training import profile as pipeline_profile
+from graphmoe.training.profile import PipelineProfile
 from graphmoe.training.step_rows import StepClock, seconds
 from tests.runs import config, metrics, trainer_in
 

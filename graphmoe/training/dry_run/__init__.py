@@ -13,28 +13,22 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphmoe.config.schema import AttentionBackend, RunConfig
-from graphmoe.ops.collectives import use_groups
 from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan.layout import Axis
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.runtime.ranks import Mesh
-from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.training.dry_run.collectives import CollectiveLog
-from graphmoe.training.dry_run.memory import MemoryLog
-from graphmoe.training.dry_run.model import fake_executor, fake_model
-from graphmoe.training.dry_run.rank import ShownRank
-from graphmoe.training.dry_run.segments import CurrentSegment, GraphSegments
-from graphmoe.training.dry_run.watch import StepWatch, WatchedChannels, WatchedSteps
-from graphmoe.training.micro_batches import Add, MicroBatches
-from graphmoe.training.pipelined import Pipelined, StageOptions, micro_batches_of
+from graphmoe.training.dry_run.model import GraphSegments, fake_executor, fake_mesh, fake_model
+from graphmoe.training.dry_run.rank import projected_bytes, shown_rank
+from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
+from graphmoe.training.micro_batches import Add, Pipelined, StageOptions, micro_batches_of
 from graphmoe.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -49,45 +43,45 @@ NOT_COUNTED = (
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:
-    """Run the step of a `ShownRank`; return the collectives and memory that it would have, as plain values.
+    """Run the step of a rank; return the collectives and memory that it would have, as plain values.
 
     ``config`` is resolved. *Raises* ConfigError for a layout that does not fit the ranks, WrongGroup where
     a collective is not among the ranks that the layout says.
     """
-    launch = config.launch
+    launch, started = config.launch, time.perf_counter()
     assert launch.fake_world is not None
     _say_what_is_left_out(config)
-    started = time.perf_counter()
     plan = plan_of(config, launch.fake_world)
-    layout, shown = plan.layout, ShownRank.of(plan)
-    with fake_process_group(launch.fake_world, shown.rank):
-        mesh = Mesh(layout)
-        use_groups(mesh)
-        try:
-            collectives, memory = _step(plan, mesh)
-        finally:
-            use_groups(None)
-    micro_batches = plan.num_micro_batches
-    alike = 1 if plan.pipeline else micro_batches
-    times = {"forward": alike, "backward": alike}
+    layout, pipeline = plan.layout, plan.pipeline
+    projected = projected_bytes(plan, pipeline) if pipeline else []
+    rank = shown_rank(plan, projected)
+    place = layout.index("pp", rank)
+    collectives, memory = _step(plan, rank)
+    alike = 1 if pipeline else plan.num_micro_batches
     card = round(launch.fake_memory_gb * 2**30)
+    axes: tuple[Axis, ...] = ("dp", "cp", "tp", "pp", "edp", "ep", "etp")
     return {
         "model": config.model.name,
         "world": launch.fake_world,
-        "rank": shown.rank,
-        "layout": {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")},
+        "rank": rank,
+        "layout": {axis: layout.size(axis) for axis in axes},
         "seq_len": config.data.seq_len,
         "micro_batch_size": config.train.micro_batch_size,
         "global_batch_size": config.train.global_batch_size,
-        "micro_batches": micro_batches,
+        "micro_batches": plan.num_micro_batches,
         "recompute_all": config.recompute.all,
         "compute": config.precision.compute.value,
-        "groups": {
-            axis: list(layout.group(axis, shown.rank))
-            for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")
+        "groups": {axis: list(layout.group(axis, rank)) for axis in axes},
+        "pipeline": pipeline
+        and {
+            "schedule": pipeline.table.schedule,
+            "layout": pipeline.layout,
+            "pp_rank": place,
+            "stages": [*pipeline.placement.stages_of(place)],
+            "pieces": pipeline.pieces_of_place(place),
+            "projected_bytes_by_pp_rank": projected,
         },
-        "pipeline": shown.to_json(),
-        "collectives": collectives.to_json(times),
+        "collectives": collectives.to_json({"forward": alike, "backward": alike}),
         "memory": {
             "state_bytes": {kind: size for kind, size in memory.held.items() if size},
             "peak_bytes": memory.peak_bytes,
@@ -105,16 +99,15 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _step(plan: Plan, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog]:
+def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
     """Run forward and backward of micro-batches, and the update."""
-    config = plan.config
-    collectives, memory, current = CollectiveLog(mesh), MemoryLog(), CurrentSegment()
-    watch = StepWatch(collectives, memory, current)
-    # A fallback would run what has no fake on zeros, as large as what they stand for.
-    with FakeTensorMode(allow_fallback_kernels=False):
+    config, memory = plan.config, MemoryLog()
+    with fake_mesh(plan, rank) as mesh:
+        collectives = CollectiveLog(mesh)
+        watch = StepWatch(collectives, memory)
         model = fake_model(plan, mesh, plan.own_stages(mesh.index("pp")))
         optimizer = Optimizer(model, config.optim, config.train, mesh)
-        segments = fake_executor(plan, current, optimizer.gradient_of)
+        segments = fake_executor(plan, watch, optimizer.gradient_of)
         micro_batches = micro_batches_of(
             plan,
             model,
@@ -129,38 +122,24 @@ def _step(plan: Plan, mesh: Mesh) -> tuple[CollectiveLog, MemoryLog]:
 
 def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
     """Run the step with one micro-batch of zeros, with a pipeline with all of them."""
-    assert isinstance(step.optimizer, Optimizer)
-    for kind, tensors in _state(step.model, step.optimizer).items():
+    config, optimizer, micro_batches = step.plan.config, step.optimizer, step.micro_batches
+    assert isinstance(optimizer, Optimizer) and config.data.seq_len is not None
+    for kind, tensors in _state(step.model, optimizer).items():
         memory.hold(kind, tensors)
-    count = 1
-    if isinstance(step.micro_batches, Pipelined):
-        step.micro_batches.pipeline.recorder = WatchedSteps(watch)
+    count, train = 1, micro_batches.train
+    if isinstance(micro_batches, Pipelined):
+        micro_batches.pipeline.recorder = WatchedSteps(watch)
         count = step.plan.num_micro_batches
-    step.micro_batches = _Watched(step.micro_batches, watch)
+
+    def watched(batches: Iterable[Tensor], add: Add) -> None:
+        watch.phase = "forward"
+        train(batches, add)
+        watch.phase = "update"
+
+    micro_batches.train = watched  # type: ignore[method-assign]
+    shape = config.train.micro_batch_size, config.data.seq_len + 1
     with watch:
-        step(_batches(step.plan.config, count))
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """Micro-batches that tell the watch when they begin and end."""
-
-    inner: MicroBatches
-    watch: StepWatch
-
-    def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        self.watch.phase = "forward"
-        self.inner.train(batches, add)
-        self.watch.phase = "update"
-
-    def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
-        self.inner.evaluate(batches, add)
-
-
-def _batches(config: RunConfig, count: int) -> Iterator[Tensor]:
-    assert config.data.seq_len is not None
-    for _ in range(count):
-        yield torch.zeros(config.train.micro_batch_size, config.data.seq_len + 1, dtype=torch.int64)
+        step(torch.zeros(shape, dtype=torch.int64) for _ in range(count))
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:

@@ -6,15 +6,15 @@ A collective is an operation of c10d, which names a process group, or one of our
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from graphmoe.plan.layout import AXES, Axis, Layout
 from graphmoe.runtime.ranks import Mesh
@@ -42,8 +42,7 @@ class WrongGroup(RuntimeError):
     """Process group with other ranks, or another order of them, than the layout has."""
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """Kind of calls."""
 
     phase: str
@@ -67,7 +66,7 @@ class CollectiveLog:
 
     def __init__(self, mesh: Mesh) -> None:
         check_groups(mesh)
-        self.counts: dict[Collective, int] = {}
+        self.counts: Counter[Collective] = Counter()
         self._mesh = mesh
         self._axes: dict[tuple[int, ...], tuple[Axis, ...]] = {}
         for axis in AXES:
@@ -77,34 +76,45 @@ class CollectiveLog:
 
     def saw(self, func: Any, args: tuple[Any, ...], result: Any, phase: str) -> None:
         """Count an operation that ran, if it is a collective."""
+        layout, own = self._mesh.layout, self._mesh.rank
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d":
             group = next((g for a in args if (g := process_group_in(a)) is not None), None)
             if group is None:
                 return
-            ranks = tuple(dist.get_process_group_ranks(group))
+            ranks, holding = tuple(dist.get_process_group_ranks(group)), args
             if name in MESSAGES:
-                self._add(phase, NAMES.get(name, name), ("pp",), self._way(name, ranks), args)
-                return
-            if ranks not in self._axes:
+                axes: tuple[Axis, ...] = ("pp",)
+                ranks = self._way(name, ranks)
+            elif ranks not in self._axes:
                 raise WrongGroup(
                     f"{name} among ranks {list(ranks)}, which are those of no axis of the layout"
                 )
-            wanted = AXIS_OF.get(name)
-            if wanted is not None and wanted not in self._axes[ranks]:
-                raise WrongGroup(
-                    f"{name} among ranks {list(ranks)}, and those of {wanted} are "
-                    f"{list(self._mesh.layout.group(wanted, self._mesh.rank))}"
-                )
-            self._add(phase, NAMES.get(name, name.strip("_")), self._axes[ranks], ranks, args)
+            else:
+                axes = self._axes[ranks]
+                if (wanted := AXIS_OF.get(name)) is not None and wanted not in axes:
+                    raise WrongGroup(
+                        f"{name} among ranks {list(ranks)}, and those of {wanted} are "
+                        f"{list(layout.group(wanted, own))}"
+                    )
         elif namespace == "graphmoe" and name not in LOCAL:
             given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
-            if "axis" in given:
-                axis: Axis = given["axis"]
-                ranks = self._mesh.layout.group(axis, self._mesh.rank)
-                if given.get("size", len(ranks)) != len(ranks):
-                    raise WrongGroup(f"{name} of {given['size']} ranks along {axis}, which has {len(ranks)}")
-                self._add(phase, name, (axis,), ranks, (args, result))
+            if "axis" not in given:
+                return
+            axes, holding = (given["axis"],), (args, result)
+            ranks = layout.group(axes[0], own)
+            if given.get("size", len(ranks)) != len(ranks):
+                raise WrongGroup(f"{name} of {given['size']} ranks along {axes[0]}, which has {len(ranks)}")
+        else:
+            return
+        tensors = [leaf for leaf in pytree.tree_leaves(holding) if isinstance(leaf, Tensor)]
+        largest = max(tensors, key=bytes_of, default=None)
+        shape: tuple[int, ...] = ()
+        dtype, size = torch.uint8, 0
+        if largest is not None:
+            shape, dtype, size = tuple(largest.shape), largest.dtype, bytes_of(largest)
+        operation, of_type = NAMES.get(name, name.strip("_")), str(dtype).removeprefix("torch.")
+        self.counts[Collective(phase, operation, axes, ranks, shape, of_type, size)] += 1
 
     def _way(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return source and destination of a message in a channel of these ranks."""
@@ -114,20 +124,10 @@ class CollectiveLog:
         (peer,) = {*ranks} - {own}
         return (own, peer) if name == "send" else (peer, own)
 
-    def _add(
-        self, phase: str, operation: str, axes: tuple[Axis, ...], ranks: tuple[int, ...], holding: Any
-    ) -> None:
-        largest = max(_tensors(holding), key=_size, default=None)
-        shape, dtype = ((), torch.uint8) if largest is None else (tuple(largest.shape), largest.dtype)
-        size = 0 if largest is None else _size(largest)
-        name = str(dtype).removeprefix("torch.")
-        call = Collective(phase, operation, axes, ranks, shape, name, size)
-        self.counts[call] = self.counts.get(call, 0) + 1
-
     def to_json(self, times: dict[str, int]) -> list[dict[str, Any]]:
         """List each kind of call with its count in a step; phases happen as often as ``times`` says."""
         return [
-            {**dataclasses.asdict(call), "count": count * times.get(call.phase, 1)}
+            {**call._asdict(), "count": count * times.get(call.phase, 1)}
             for call, count in self.counts.items()
         ]
 
@@ -185,13 +185,5 @@ def _places(layout: Layout, axis: Axis) -> dict[int, int]:
     return {rank: place for group in layout.groups(axis) for place, rank in enumerate(group)}
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
-
-
-def _size(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -1,33 +1,56 @@
-"""Model and executor of a dry run: tensors have a shape and no data."""
+"""Mesh, model and executor of a dry run: tensors have a shape and no data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.model.build import build_model
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
+from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
+from graphmoe.runtime.compile.code import Compiled
+from graphmoe.runtime.compile.cut import said_of
+from graphmoe.runtime.compile.executor import CompiledSegments, UnitReport
 from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
-from graphmoe.runtime.torch_compat import tensors_of
-from graphmoe.segments import Executor, run_segments
-from graphmoe.training.dry_run.segments import CurrentSegment, GraphSegments, NotedSegments
+from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group, tensors_of, without_modes
+from graphmoe.segments import Executor, Segment, run_segments
+from graphmoe.training.dry_run.watch import StepWatch
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
+    """Give the mesh of a rank whose groups send nothing; tensors made inside have no data."""
+    with fake_process_group(plan.layout.size("world"), rank):
+        mesh = Mesh(plan.layout)
+        use_groups(mesh)
+        try:
+            # A fallback would run what has no fake on zeros, as large as what they stand for.
+            with FakeTensorMode(allow_fallback_kernels=False):
+                yield mesh
+        finally:
+            use_groups(None)
 
 
 def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Transformer:
-    """Build a rank's part of the model without data, inside a FakeTensorMode.
+    """Build a rank's part of the model without data, inside ``fake_mesh``.
 
     Its dispatcher assumes balanced experts where the host would count rows.
     """
@@ -57,21 +80,36 @@ def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Tr
 
 
 def fake_executor(
-    plan: Plan, current: CurrentSegment, gradient_of: Callable[[Tensor], Gradient] | None = None
+    plan: Plan, watch: StepWatch, gradient_of: Callable[[Tensor], Gradient] | None = None
 ) -> Executor:
-    """Return an executor that keeps for the backward the tensors that the run's own keeps."""
+    """Return an executor that keeps for the backward the tensors that the run's own keeps.
+
+    It tells the watch the segment of each operation.
+    """
     config, recompute = plan.config, plan.recompute
-    if not config.compile.enabled:
-        return NotedSegments(RecomputedSegments(recompute) if recompute else run_segments, current)
+    if config.compile.enabled:
 
-    def runner(trains: bool) -> PassRunner:
-        knobs: dict[str, dict[str, Any]] = {
-            "fuse_loss": {"needs_grad": trains},
-            "fuse_experts": {"backend": "triton"},
-        }
-        return PassRunner(select_passes(config.passes, knobs), None)
+        def runner(trains: bool) -> PassRunner:
+            knobs: dict[str, dict[str, Any]] = {
+                "fuse_loss": {"needs_grad": trains},
+                "fuse_experts": {"backend": "triton"},
+            }
+            return PassRunner(select_passes(config.passes, knobs), None)
 
-    return GraphSegments(current, runner, gradient_of, recompute=recompute)
+        return GraphSegments(watch, runner, gradient_of, recompute=recompute)
+    execute: Executor = RecomputedSegments(recompute) if recompute else run_segments
+
+    def run(segment: Segment, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        watch.segment = segment.name
+        return segment.run(*tensors)
+
+    def told(
+        segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        noted = [replace(segment, run=functools.partial(run, segment)) for segment in segments]
+        return execute(noted, tensors, keep)
+
+    return told
 
 
 def _fake(meta: Tensor) -> Tensor:
@@ -82,6 +120,40 @@ def _fake(meta: Tensor) -> Tensor:
         if hasattr(meta, "parallel"):
             fake.parallel = meta.parallel  # type: ignore[attr-defined]
     return fake
+
+
+class GraphSegments(CompiledSegments):
+    """``CompiledSegments`` up to the compiler: traced, rewritten by passes, cut into F, I and W.
+
+    So what is kept between forward and backward is what a compiled run keeps. Inside a graph each
+    operation has a result of its own, where a compiler would join several.
+    """
+
+    def __init__(self, watch: StepWatch, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._watch = watch
+
+    def _compile(self, *arguments: Any) -> Any:
+        with without_modes():  # a trace has a mode of its own, and nothing that it makes is of the step
+            code, report = super()._compile(*arguments)
+            code.compile_rest()
+            return code, report
+
+    def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
+        report.graphs += 1
+        watch = self._watch
+
+        class Noting(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                watch.segment = said_of(n, "segment") or ""
+                return super().run_node(n)
+
+        # A new interpreter each time: an old one would hold what it has computed.
+        return lambda *tensors: Noting(graph).run(*tensors)
+
+    def _add(self, report: UnitReport) -> None:
+        self.reports.append(report)
+        log.info("traced %s: %d graphs in %.1f s", report.unit, report.graphs, report.seconds)
 
 
 class BalancedAllToAll(AllToAll):

@@ -1,8 +1,14 @@
-"""Watch over a dry step: each operation goes to the logs of collectives and of memory."""
+"""Watch over a dry step: each operation goes to the counts of collectives and of bytes.
+
+Counted are tensors, and what our operations take for themselves. A real allocator rounds up and leaves
+gaps, and libraries hold memory of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,41 +16,104 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.pipeline.actions import Kind, Step, parts
 from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Channel, Message
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs
-from graphmoe.runtime.torch_compat import in_backward
-from graphmoe.training.dry_run.collectives import CollectiveLog
-from graphmoe.training.dry_run.memory import MemoryLog, bytes_inside
-from graphmoe.training.dry_run.segments import CurrentSegment
+from graphmoe.runtime.torch_compat import in_backward, storage_of
+from graphmoe.training.dry_run.collectives import CollectiveLog, bytes_of
+
+
+class MemoryLog:
+    """Memory of tensors from their first sight to their end, by kind. Views of one memory count once."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = {}
+        """Live bytes by kind."""
+        self.held: dict[str, int] = {}
+        """Bytes of ``hold``."""
+        self.peak: dict[str, int] = {}
+        """The same when their sum was largest."""
+        self.by_segment: dict[str, int] = {}
+        """Live bytes that the forward made, by the segment that made them."""
+        self.peak_by_segment: dict[str, int] = {}
+        self.peak_phase = ""
+        self.peaks: dict[str, int] = {}
+        """Largest sum in each phase."""
+        self._live: set[int] = set()
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors, which are there all the time, as of this kind; before anything is seen."""
+        for tensor in tensors:
+            self._add(tensor, kind)
+        self.held = dict(self.now)
+
+    def saw(self, result: Any, phase: str, segment: str = "") -> None:
+        """Count the result of a segment's operation; new memory is of the phase's kind."""
+        if isinstance(result, list | tuple):
+            for item in result:
+                self.saw(item, phase, segment)
+        elif isinstance(result, Tensor):
+            self._add(result, phase, segment)
+        self._note(phase)
+
+    def borrowed(self, size: int, phase: str) -> None:
+        """Count bytes that an operation took for itself: beside all live ones, and gone."""
+        self._change("inside", size)
+        self._note(phase)
+        self._change("inside", -size)
+
+    def _note(self, phase: str) -> None:
+        total = sum(self.now.values())
+        self.peaks[phase] = max(self.peaks.get(phase, 0), total)
+        if total > self.peak_bytes:
+            self.peak, self.peak_phase = dict(self.now), phase
+            self.peak_by_segment = dict(self.by_segment)
+
+    def _add(self, tensor: Tensor, kind: str, segment: str = "") -> None:
+        key, storage = storage_of(tensor)
+        if key in self._live:
+            return
+        size = storage.nbytes()
+        self._live.add(key)
+        self._change(kind, size, segment)
+
+        def end() -> None:
+            self._live.remove(key)
+            self._change(kind, -size, segment)
+
+        weakref.finalize(storage, end).atexit = False
+
+    def _change(self, kind: str, size: int, segment: str = "") -> None:
+        self.now[kind] = self.now.get(kind, 0) + size
+        if kind == "forward":
+            self.by_segment[segment] = self.by_segment.get(segment, 0) + size
 
 
 class StepWatch(TorchDispatchMode):
     """Dispatch mode that logs each operation with its phase: forward, backward or update."""
 
-    def __init__(
-        self,
-        collectives: CollectiveLog,
-        memory: MemoryLog,
-        current: CurrentSegment | None = None,
-        *,
-        has_data: bool = False,
-    ) -> None:
+    def __init__(self, collectives: CollectiveLog, memory: MemoryLog, *, has_data: bool = False) -> None:
         """``has_data``: the tensors are real."""
         super().__init__()
         self.phase = "update"
         """Phase of the next operations, until autograd begins a backward."""
+        self.segment = ""
+        """Name of the segment whose operations run."""
         self._collectives, self._memory, self._has_data = collectives, memory, has_data
-        self._current = current or CurrentSegment()
 
     @contextmanager
-    def within(self, phase: str, segment: str) -> Iterator[None]:
-        """Count the block for another phase and segment."""
-        before = self.phase, self._current.segment
-        self.phase, self._current.segment = phase, segment
+    def message(self, message: Message) -> Iterator[None]:
+        """Count the block for the phase of what is sent or received."""
+        before = self.phase, self.segment
+        self.phase, self.segment = _phase(message.content.kind), "messages"
         yield
-        self.phase, self._current.segment = before
+        self.phase, self.segment = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,14 +124,10 @@ class StepWatch(TorchDispatchMode):
         if in_backward():
             self.phase = "backward"
         self._collectives.saw(func, args, result, self.phase)
-        self._memory.saw(result, self.phase, self._current.segment)
+        self._memory.saw(result, self.phase, self.segment)
         if inside := bytes_inside(func, args):
             self._memory.borrowed(inside, self.phase)
         return result
-
-
-MESSAGES = "messages"
-"""Stands for a segment in what is said of memory."""
 
 
 class WatchedSteps:
@@ -97,13 +162,49 @@ class WatchedChannels(Channels):
         self._watch = watch
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        with self._watch.within(_phase(message.content.kind), MESSAGES):
+        with self._watch.message(message):
             super().send(message, tensors)
 
     def receive(self, message: Message, specs: Specs) -> Arrival:
-        with self._watch.within(_phase(message.content.kind), MESSAGES):
+        with self._watch.message(message):
             return super().receive(message, specs)
 
 
 def _phase(kind: Kind) -> str:
     return "forward" if kind == "F" else "backward"
+
+
+def bytes_inside(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that an operation of ours takes on a GPU while it runs: nobody sees its tensors."""
+    namespace, _, name = func.name().partition("::")
+    return _OF_OURS[name](*args) if namespace == "graphmoe" and name in _OF_OURS else 0
+
+
+def _logits(h_TD: Tensor, w_VD: Tensor, *_: Any) -> int:
+    """The logits of a chunk (graphmoe/ops/linear_cross_entropy_kernels.py)."""
+    tokens, vocabulary, size = h_TD.shape[0], w_VD.shape[0], h_TD.element_size()
+    return min(rows_per_chunk(tokens, vocabulary, size), tokens) * vocabulary * size
+
+
+def _expert_rows(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, _: Tensor, slot_R: Tensor, *__: Any) -> int:
+    """Activations and results of the rows, before their sum (graphmoe/ops/grouped_mlp/triton_steps.py)."""
+    return slot_R.shape[0] * (w_down.shape[1] + w_down.shape[2]) * x_TD.element_size()
+
+
+def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, *_: Any) -> int:
+    """Gradients of the rows, before their sum."""
+    return h_RH.shape[0] * dy_TD.shape[1] * dy_TD.element_size()
+
+
+def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:
+    """The parts of a sum one behind the other, where they do not lie so in the tensor."""
+    return bytes_of(x) if math.prod(x.shape[:dim]) > 1 else 0
+
+
+_OF_OURS: dict[str, Callable[..., int]] = {
+    "linear_cross_entropy": _logits,
+    "grouped_mlp": _expert_rows,
+    "grouped_mlp_dgrad": _expert_row_gradients,
+    "all_gather": lambda x, axis, size, dim: size * _scattered(x, axis, size, dim),
+    "reduce_scatter": _scattered,
+}

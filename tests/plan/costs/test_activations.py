@@ -12,7 +12,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces, pieces_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.training import dry_run as dry
-from graphmoe.training.dry_run.memory import MemoryLog
+from graphmoe.training.dry_run.watch import MemoryLog
 from tests.runs import config, slow_but
 
 MODEL = (

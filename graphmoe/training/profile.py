@@ -1,0 +1,278 @@
+"""Recording of steps: by torch's profiler, or as the timelines of a pipeline."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.plan.costs.hardware import peak_tflops
+from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
+from graphmoe.plan.plan import Plan
+from graphmoe.run.files import display_path
+from graphmoe.run.machine import device_name, memory_gib
+from graphmoe.run.records import FACTS, PROFILE_FOLDER, STEP, trace_file
+from graphmoe.runtime.host.files import dispensable
+from graphmoe.runtime.launch.stamps import Heartbeat
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines
+from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
+from graphmoe.runtime.torch_compat import (
+    start_memory_history,
+    stop_memory_history,
+    write_memory_history,
+)
+from graphmoe.segments import ranges_wanted
+from graphmoe.training.micro_batches import Pipelined
+from graphmoe.training.step_rows import StepClock
+
+log = logging.getLogger(__name__)
+
+KEPT_STEPS = 20
+"""The last recorded ones, which the file of timelines holds."""
+
+
+class StepTrace:
+    """Recorder of the steps of ``profile.steps`` on the ranks of ``profile.ranks``.
+
+    Before the first one all ranks wait until all profilers have started, after the last one until all files
+    are written; ranks that record wait for their device. Both are pauses of the steps' clock, and other steps
+    have nothing of it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        ranks: Ranks,
+        device: torch.device,
+        heartbeat: Heartbeat,
+        clock: StepClock,
+    ) -> None:
+        steps = config.profile.steps
+        self._first, self._last = steps[0], steps[-1]
+        self._config, self._ranks, self._device, self._heartbeat = config, ranks, device, heartbeat
+        self._clock, self._on_gpu = clock, device.type == "cuda"
+        self._folder = folder / PROFILE_FOLDER
+        self._is_wanted = ranks.rank in config.profile.ranks
+        self._is_open = False
+        self._profiler: profile | None = None
+        self._done: list[int] = []
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record the block, a step of training, if it is among the steps."""
+        if not self._first <= number <= self._last:
+            yield
+            return
+        self._heartbeat.slow(f"step {number}, which is profiled")
+        if not self._is_open:
+            self._is_open = True
+            with self._clock.paused():
+                if self._is_wanted:
+                    self._profiler = self._started()
+                self._ranks.barrier()
+        self._done.append(number)
+        with ExitStack() as recorded:
+            if self._is_wanted:
+                recorded.enter_context(ranges_wanted())
+                recorded.enter_context(record_function(f"{STEP}{number}"))
+            yield
+        if number == self._last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was recorded, if a window of steps is open. A collective."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with self._clock.paused():
+            written: list[str] = []
+            if self._profiler is not None:
+                _synchronize(self._device)
+                self._profiler.add_metadata_json(FACTS, json.dumps(self._facts()))
+                written = self._write(self._profiler)
+                self._profiler = None
+            names = ", ".join(chain.from_iterable(self._ranks.gather(written)))
+        log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
+        log.info("python -m graphmoe.trace run=%s reads them", display_path(self._folder.parent))
+
+    def drop(self) -> None:
+        """Stop recording and write nothing: the run ends with an error."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+            if self._on_gpu:
+                stop_memory_history()
+
+    def _started(self) -> profile:
+        _synchronize(self._device)
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        profiler = profile(activities=kinds, record_shapes=True)
+        if self._on_gpu:
+            start_memory_history()
+        else:
+            log.info("profile.steps: a CPU has no history of memory; times are those of the host")
+        with warnings.catch_warnings():  # torch 2.11 says that of several windows the last one stays
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            profiler.start()
+        return profiler
+
+    def _write(self, profiler: profile) -> list[str]:
+        """Write this rank's files; returns their names."""
+        profiler.stop()
+        rank, written = self._ranks.rank, list[str]()
+        trace, memory = trace_file(rank), f"rank{rank}.memory.pickle"
+        with dispensable(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / trace))
+            written.append(trace)
+            if self._on_gpu:
+                write_memory_history(self._folder / memory)
+                written.append(memory)
+        if self._on_gpu:
+            stop_memory_history()
+        return written
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the facts of the run that graphmoe.trace reads."""
+        name = device_name(self._device)
+        scope = self._config.graph.scope
+        return {
+            "run": self._config.run.name,
+            "rank": self._ranks.rank,
+            "num_ranks": self._ranks.size,
+            "steps": self._done,
+            "device": name,
+            "peak_tflops": self._config.log.peak_tflops or peak_tflops(name),
+            "graph_scope": scope if isinstance(scope, str) else [*scope],
+            "compiled": self._config.compile.enabled,
+            "torch": torch.__version__,
+        }
+
+
+class PipelineProfile:
+    """Recorder of logged steps of the pipeline of rank 0; other ranks do nothing.
+
+    Recorded steps begin with a wait for the device and all ranks, and are brought together in a pause of the
+    steps' clock; no other step has anything of it.
+    """
+
+    earlier_peak_gib = 0.0
+    """The most memory in use before counting it began anew; 0.0 where it never did."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        micro_batches: Pipelined,
+        mesh: Mesh,
+        clock: StepClock,
+        folder: Path,
+        done: int,
+    ) -> None:
+        """Keep steps up to ``done`` of the folder's file. A collective."""
+        assert plan.pipeline is not None
+        self._interval, self._last = plan.config.train.log_interval, plan.config.train.steps
+        self._table, self._folder, self._clock = plan.pipeline.table, folder, clock
+        self._pipeline, self._device = micro_batches.pipeline, micro_batches.device
+        self._place = mesh.index("pp")
+        groups = mesh.layout.groups("pp")
+        self._group, _ = dist.new_subgroups_by_enumeration(
+            [list(group) for group in groups], backend="gloo", timeout=PATIENCE
+        )
+        self._is_wanted = 0 in mesh.layout.group("pp", mesh.rank)
+        self._recorder = Recorder(self._device, lambda: dist.barrier(self._group))
+        self._timelines = self._earlier(done) if mesh.rank == 0 else {}
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record the block, a step of training, if it is a logged one."""
+        if not self._is_wanted or (number % self._interval and number != self._last):
+            yield
+            return
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            self.earlier_peak_gib = max(self.earlier_peak_gib, memory_gib(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._pipeline.recorder = self._recorder
+        try:
+            yield
+        finally:
+            self._pipeline.recorder = None
+        with self._clock.paused():
+            spans = self._recorder.spans(self._place)
+            peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else None
+            self._keep(number, _Part(platform.node(), self._recorder.began_ns, spans, peak))
+
+    def _keep(self, number: int, part: _Part) -> None:
+        """Bring the parts of all ranks to the first, which writes them. A collective of the pipeline."""
+        first = self._place == 0
+        parts: list[_Part] | None = [part] * self._table.placement.num_ranks if first else None
+        dist.gather_object(part, parts, group=self._group, group_dst=0)
+        if parts is None:
+            return
+        table, peaks = self._table, [part.peak_bytes for part in parts if part.peak_bytes is not None]
+        self._timelines[number] = timeline_of(
+            table.schedule, table.placement, table.num_micro_batches, in_common_time(parts), peaks or None
+        )
+        for step in [*self._timelines][:-KEPT_STEPS]:
+            del self._timelines[step]
+        with dispensable(self._folder / FILE_NAME):
+            write_timelines(self._folder / FILE_NAME, self._timelines)
+
+    def _earlier(self, done: int) -> dict[int, Timeline]:
+        """Read the timelines of earlier steps, where they are of the same schedule."""
+        if not (path := self._folder / FILE_NAME).exists():
+            return {}
+        try:
+            found = read_timelines(path)
+        except ConfigError as error:
+            log.warning("%s, and is written anew", error)
+            return {}
+        table = self._table
+        same = table.schedule, table.placement, table.num_micro_batches
+        return {
+            step: timeline
+            for step, timeline in found.items()
+            if step <= done and (timeline.schedule, timeline.placement, timeline.num_micro_batches) == same
+        }
+
+
+class _Part(NamedTuple):
+    """One rank's recording of a step."""
+
+    host: str
+    began_ns: int
+    spans: list[Span]
+    """From its own zero."""
+    peak_bytes: int | None
+    """The most that was allocated; None on a CPU."""
+
+
+def in_common_time(parts: Sequence[_Part]) -> list[Span]:
+    """Return the spans of all ranks from one zero.
+
+    On one host by its clock; clocks of several differ by more than ranks do in leaving a barrier.
+    """
+    first = parts[0]
+    one_host = all(part.host == first.host for part in parts)
+    found = []
+    for part in parts:
+        moved = (part.began_ns - first.began_ns) / 1e3 if one_host else 0.0
+        found += [Span(s.rank, s.track, s.step, s.start + moved, s.end + moved) for s in part.spans]
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

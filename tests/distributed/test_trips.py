@@ -1,0 +1,169 @@
+"""Tokens there and back between ranks on a CPU: every dispatcher gives bitwise what ``alltoall`` gives.
+
+Libraries of vendors are replaced by fakes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphmoe.plan.layout import Layout
+from tests.distributed.ranks import run_ranks
+from tests.distributed.trips import EXPERTS, PACKAGES, Checks, GradientsOfSlots, TooLittleRoom, Trip
+from tests.tolerances import assert_gradient_close, relative_error
+
+pytestmark = pytest.mark.slow
+LAYOUTS = {
+    "ep=2": Layout(dp=2, ep=2),
+    "etp=2": Layout(dp=2, etp=2),
+    "ep=4": Layout(dp=4, ep=4),
+    "ep=2 etp=2": Layout(dp=4, ep=2, etp=2),
+    "ep=2 edp=2": Layout(dp=4, ep=2),
+}
+BF16, EP, ETP = torch.bfloat16, LAYOUTS["ep=2"], LAYOUTS["etp=2"]
+LAST, SECOND, OWN = "all on the last two experts", "all to the second rank", "nothing from the first rank"
+BLOCKS = (0, 2, 10)
+"""Sizes: none, one that some pairs of ranks exceed, and one that no pair fills."""
+SYMM = {f"{name}, block {b}": Trip("symm", LAYOUTS[name], block=b) for name in LAYOUTS for b in BLOCKS}
+for b in BLOCKS:
+    for name in ("etp=2", "ep=4", "ep=2 etp=2"):
+        SYMM[f"{name}, block {b}, {LAST}"] = Trip("symm", LAYOUTS[name], LAST, b, top_k=2)
+    SYMM[f"bf16, block {b}"] = Trip("symm", LAYOUTS["ep=2 etp=2"], block=b, dtype=BF16)
+    SYMM[f"fp64, block {b}"] = Trip("symm", LAYOUTS["ep=4"], block=b, dtype=torch.float64)
+    SYMM[f"one slot, block {b}"] = Trip("symm", LAYOUTS["ep=4"], block=b, top_k=1)
+SYMM["aot_eager"] = Trip("symm", LAYOUTS["ep=2 etp=2"], block=2, backend="aot_eager")
+SYMM["inductor"] = Trip("symm", EP, backend="inductor")
+SHORT = {
+    "too few rows": Trip("symm", EP, rows=6),
+    "too few rows behind blocks": Trip("symm", EP, block=2, rows=6),
+    "no row behind blocks": Trip("symm", LAYOUTS["ep=4"], block=2, rows=8),
+}
+VENDORS = {
+    f"{kind}, {routing}, {backend}": Trip(
+        kind, EP, routing, dtype=BF16, backend=backend, tokens=13, hidden=16 if kind in PACKAGES else 10
+    )
+    for kind in (*PACKAGES, "nvshmem")
+    for routing in ("natural", SECOND, OWN)
+    for backend in ("eager", "aot_eager")
+}
+OF_NVSHMEM = {"dtype": BF16, "tokens": 13, "hidden": 10}
+VENDORS["nvshmem, etp"] = Trip("nvshmem", ETP, **OF_NVSHMEM)
+VENDORS["nvshmem, just room"] = Trip("nvshmem", EP, SECOND, rows=26, **OF_NVSHMEM)
+TRIPS = SYMM | VENDORS
+OF_BUFFER = {"dtype": BF16, "tokens": 13, "hidden": 16}
+OTHERS = {
+    "overflow": Trip("nvshmem", EP, SECOND, rows=25, **OF_NVSHMEM),
+    "gradients of slots": GradientsOfSlots("deepep", EP, **OF_BUFFER),
+    "room": TooLittleRoom("deepep", EP, **OF_BUFFER),
+}
+CHECKS = {
+    **{f"checks of symm, block {b}": Checks("symm", ETP, block=b, rows=18) for b in BLOCKS[:2]},
+    "checks of deepep": Checks("deepep", EP, **OF_BUFFER),
+    "checks of nvshmem": Checks("nvshmem", EP, dtype=BF16, tokens=13, hidden=16),
+}
+CASES = TRIPS | SHORT | OTHERS | CHECKS
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Results of each case, by rank."""
+    found = {}
+    for size in (2, 4):
+        cases = {name: case for name, case in CASES.items() if case.layout.size("world") == size}
+        found |= run_ranks(tmp_path_factory.mktemp(f"ranks_{size}"), cases, size)
+    return found
+
+
+@pytest.mark.parametrize("name", TRIPS)
+def test_values_and_gradients_are_bitwise_those_of_alltoall(results, name):
+    for found in results[name]:
+        wanted, actual, live = found.wanted, found.actual, found.live_A
+        here = wanted["number"] >= 0
+        assert wanted["number"].equal(actual["number"][live])
+        assert wanted["received"].equal(actual["received"][live])
+        assert wanted["weight"][here].equal(actual["weight"][live][here])
+        for key in ("out", "dh", "dweight"):
+            assert actual[key].dtype == wanted[key].dtype
+            assert actual[key].equal(wanted[key]) and actual[key].any(), key
+
+
+@pytest.mark.parametrize("name", TRIPS)
+def test_a_trip_by_alltoall_is_that_of_the_definition_and_sends_a_token_to_a_rank_once(results, name):
+    trip, layout = TRIPS[name], TRIPS[name].layout
+    for rank, found in enumerate(results[name]):
+        for key, value in trip.by_definition(rank).items():
+            if trip.dtype is BF16:  # a sum over ranks of rounded numbers
+                assert relative_error(found.wanted[key].float(), value) < 2e-2, key
+            else:
+                assert_gradient_close(found.wanted[key].float(), value)
+        group, local = layout.group("ep_etp", rank), EXPERTS // layout.ep
+        blocks = [set((chosen // local).tolist()) for chosen in trip.inputs(rank)[2]]
+        expected = [sum(i // layout.etp in block for block in blocks) for i in range(len(group))]
+        assert found.wanted["sent"].tolist() == expected
+        of_others = [results[name][other].wanted["sent"][layout.index("ep_etp", rank)] for other in group]
+        assert found.wanted["arrived"].tolist() == [int(count) for count in of_others]
+        assert len(found.wanted["number"]) == sum(map(int, of_others))
+
+
+@pytest.mark.parametrize("name", [*TRIPS, *SHORT])
+def test_rows_behind_those_that_arrived_are_of_no_expert_and_the_room_is_told(results, name):
+    trip, found = CASES[name], results[name]
+    for rank, one in enumerate(found):
+        actual, arrived = one.actual, len(one.wanted["received"])
+        dead = torch.ones(trip.num_rows, dtype=torch.bool)
+        dead[one.live_A[one.live_A < trip.num_rows]] = False
+        assert (actual["number"][dead] == -1).all()
+        assert len(actual["number"]) == trip.num_rows and actual["number"].dtype == torch.int32
+        assert int(actual["room"]) == arrived or trip.block
+        if trip.kind in ("symm", "nvshmem"):
+            group, index = trip.layout.group("ep_etp", rank), trip.layout.index("ep_etp", rank)
+            arrivals = actual["arrivals"]
+            assert all(arrivals.equal(found[other].actual["arrivals"]) for other in group)
+            assert int(arrivals[:, index].sum()) == arrived
+
+
+def test_cases_route_as_their_names_say(results):
+    for name, trip in SYMM.items():
+        arrivals = results[name][0].actual["arrivals"]
+        assert trip.block != 2 or (arrivals > 2).any()
+        assert trip.block < 10 or (arrivals < trip.block).all()
+        assert LAST not in name or trip.layout.ep == 1 or (arrivals.sum(0) == 0).any()
+    for kind in (*PACKAGES, "nvshmem"):
+        assert [int(found.actual["room"]) for found in results[f"{kind}, {SECOND}, eager"]] == [0, 26]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_rows_that_do_not_fit_are_left_out_and_count_as_zeros(results, name):
+    trip, lost = SHORT[name], 0
+    for found in results[name]:
+        wanted, actual = found.wanted, found.actual
+        fits = found.live_A < trip.num_rows
+        lost += int((~fits).sum())
+        for key in ("received", "number"):
+            assert actual[key][found.live_A[fits]].equal(wanted[key][fits])
+        assert all(bool(actual[key].isfinite().all()) for key in ("out", "dh", "dweight"))
+        same = (actual["out"] == wanted["out"]).all(1)
+        assert actual["out"][same].equal(wanted["out"][same])
+    assert lost > 0
+    assert any(not found.actual["out"].equal(found.wanted["out"]) for found in results[name])
+
+
+def test_where_the_rows_of_one_rank_do_not_fit_nothing_is_sent_and_the_host_can_tell(results):
+    for rank, found in enumerate(results["overflow"]):
+        assert int(found.actual["room"]) == [0, 26][rank]
+        assert (found.actual["number"] == -1).all() and not found.actual["received"].any()
+        assert not any(found.actual[key].any() for key in ("out", "dh", "dweight"))
+
+
+def test_the_gradient_of_a_weight_comes_from_the_rank_of_its_expert_alone(results):
+    assert all(bool((gradient == 1).all()) for gradient in results["gradients of slots"])
+
+
+def test_room_for_less_than_all_tokens_is_refused_before_rows_are_written(results):
+    assert results["room"] == ["24 rows are not a multiple of 13 tokens"] * 2
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_torch_accepts_the_operations(results, name):
+    assert results[name] == [4, 4]

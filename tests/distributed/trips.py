@@ -1,0 +1,254 @@
+"""Trips of tokens to the ranks of their experts and back, as cases of `tests.distributed.ranks`.
+
+Each dispatcher must give bitwise what ``alltoall`` gives, and that is checked by the definition of a trip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.config.schema import DispatcherChoice, ModelConfig
+from graphmoe.ops import symm
+from graphmoe.ops.collectives import use_groups
+from graphmoe.ops.dispatch import send_plan
+from graphmoe.ops.symm.collective import positions
+from graphmoe.plan.experts import Load
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.dispatch import deepep, nvshmem
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.dispatch.deepep import DeepEP
+from graphmoe.runtime.dispatch.nvshmem import Nvshmem, PeerRows
+from graphmoe.runtime.dispatch.symm import Symm, make_peers
+from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows
+from graphmoe.runtime.ranks import Mesh, Ranks
+from tests.distributed.fake_vendors import fake_exchange, fake_package
+
+EXPERTS, SLOTS = 8, 99
+PACKAGES = {
+    "deepep": ("deepep", "deep_ep"),
+    "turbo": ("primus_turbo", "primus_turbo.pytorch.deep_ep"),
+    "turbo with another tensor": ("primus_turbo", "primus_turbo.pytorch.deep_ep", True),
+}
+LIKELIHOODS = {
+    "natural": (3.0, 1, 1, 1, 9, 9, 1, 0),
+    "all on the last two experts": (0.0, 0, 0, 0, 0, 0, 1, 1),  # ranks of other experts receive nothing
+    "all to the second rank": (0.0,) * 4 + (1.0,) * 4,
+    "nothing from the first rank": (1.0,) * EXPERTS,
+}
+Results = dict[str, Tensor]
+
+
+@dataclass
+class Exchanged:
+    """Results of one trip, by `AllToAll` and by the dispatcher, on the host."""
+
+    wanted: Results
+    actual: Results
+    live_A: Tensor
+    """Positions of the rows that arrived, in the order of arrival."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A trip around experts that only scale, forward and backward."""
+
+    kind: str
+    """alltoall, symm, nvshmem, or one of ``PACKAGES``."""
+    layout: Layout
+    routing: str = "natural"
+    block: int = 0
+    """As `Symm.block`."""
+    top_k: int = 3
+    dtype: torch.dtype = torch.float32
+    backend: str = "eager"
+    """Compiler of the two halves of the dispatcher."""
+    rows: int | None = None
+    """Rows of the received tensors; without it, all that can arrive, and a few more for symm."""
+    tokens: int = 9
+    hidden: int = 5
+    device: str = "cpu"
+
+    @property
+    def size(self) -> int:
+        return self.layout.size("ep_etp")
+
+    @property
+    def num_rows(self) -> int:
+        if self.rows is not None:
+            return self.rows
+        return self.size * max(self.tokens, self.block) + (7 if self.kind == "symm" else 0)
+
+    def inputs(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """h, weights, experts of each slot and the gradient of the result, of a rank or another seed."""
+        generator = torch.Generator().manual_seed(rank)
+        shape = self.tokens, self.hidden
+        h, dy = (torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(2))
+        weight = torch.rand(self.tokens, self.top_k, generator=generator).to(self.device)
+        likelihood = torch.tensor(LIKELIHOODS[self.routing]).expand(self.tokens, -1)
+        expert = torch.multinomial(likelihood, self.top_k, generator=generator).int()
+        if self.routing == "nothing from the first rank" and rank % self.size == 0:
+            expert = torch.arange(self.top_k, dtype=torch.int32).repeat(self.tokens, 1)
+        return h.requires_grad_(), weight.requires_grad_(), expert.to(self.device), dy
+
+    def __call__(self, ranks: Ranks, folder: Path) -> Any:
+        mesh = Mesh(self.layout)
+        use_groups(mesh)
+        with self.opened(mesh) as dispatcher:
+            found = self.on_ranks(ranks, mesh, dispatcher)
+        use_groups(None)
+        return found
+
+    def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> Any:
+        inputs = self.inputs(ranks.rank)
+        wanted = self.travel(AllToAll(mesh, EXPERTS), *inputs)
+        way = dispatcher if self.backend == "eager" else _Compiled(dispatcher, self.backend)
+        actual = self.travel(way, *inputs)
+        return Exchanged(on_host(wanted), on_host(actual), self.live(actual, wanted, mesh).cpu())
+
+    def live(self, actual: Results, wanted: Results, mesh: Mesh) -> Tensor:
+        if self.kind == "symm":
+            return positions(actual["arrivals"], mesh.index("ep_etp"), self.block)
+        return torch.arange(len(wanted["number"]))
+
+    def travel(self, dispatcher: Any, h: Tensor, weight: Tensor, expert: Tensor, dy: Tensor) -> Results:
+        """Received and returned rows, handle and gradients. No device sync where no dispatcher waits."""
+        plan = send_plan(expert, EXPERTS, self.layout.ep, self.layout.etp)
+        received, of_slots, number, *rest = dispatcher.dispatch(h, weight, expert, *plan)
+        room, handle = ([], rest) if dispatcher.capacity is None else (rest[:1], rest[1:])
+        scale = torch.where(number >= 0, of_slots * (number + 2), 0 * of_slots).sum(1, keepdim=True)
+        made = (received.to(torch.promote_types(received.dtype, torch.float32)) * scale).to(received.dtype)
+        out = dispatcher.combine(made, *plan, *handle)
+        dh, dweight = torch.autograd.grad(out, (h, weight), dy)
+        results = {"out": out, "dh": dh, "dweight": dweight, "received": received, "weight": of_slots}
+        results |= {"number": number, **dict(zip(["room"], room, strict=False))}
+        results |= dict(zip(dispatcher.handle, handle, strict=True))
+        return {name: tensor.detach() for name, tensor in results.items()}
+
+    def by_definition(self, rank: int) -> Results:
+        """Results of a rank's tokens, in fp32."""
+        h, weight, expert, dy = (x.detach().cpu().float() for x in self.inputs(rank))
+        scale = self.layout.etp * (expert % (EXPERTS // self.layout.ep) + 2)
+        total = (weight * scale).sum(1, keepdim=True)
+        return {"out": total * h, "dh": total * dy, "dweight": (h * dy).sum(1, keepdim=True) * scale}
+
+    @contextmanager
+    def opened(self, mesh: Mesh) -> Iterator[Any]:
+        """Give the dispatcher; on a CPU with fakes of the vendors' libraries."""
+        group, experts, ranks = mesh.group("ep_etp"), EXPERTS // self.layout.ep, self.size
+        assert group is not None
+        room, on_gpu = Load(self.num_rows, SLOTS), self.device == "cuda"
+        if self.kind == "alltoall":
+            yield AllToAll(mesh, EXPERTS)
+        elif self.kind == "symm":
+            symm.use_peers(make_peers(mesh, torch.device(self.device)))
+            yield Symm(room, experts, self.layout.etp, self.block)
+        elif self.kind == "nvshmem" and on_gpu:
+            model = ModelConfig(hidden_size=self.hidden, num_experts=EXPERTS, top_k=self.top_k)
+            device = torch.device("cuda", torch.cuda.current_device())
+            open_rows(model, mesh, self.tokens, self.num_rows, self.dtype, device)
+            yield Nvshmem(room, experts, self.layout.etp)
+            close_vendor()
+        elif self.kind == "nvshmem":
+            with fake_exchange() as fake:
+                sizes = (self.tokens, self.top_k * self.layout.etp, self.num_rows, self.hidden, self.dtype)
+                size = nvshmem.bytes_of(*sizes, self.top_k, ranks)
+                nvshmem.use_rows(PeerRows(group, size, torch.device("cpu")))
+                yield Nvshmem(room, experts, self.layout.etp)
+                nvshmem.use_rows(None)
+            assert fake.exchanges
+        elif on_gpu:
+            open_buffer(DispatcherChoice(self.kind), mesh, self.hidden)
+            yield DeepEP.of(ranks, self.tokens, experts, SLOTS)
+            close_vendor()
+        else:
+            package: Any = fake_package(*PACKAGES[self.kind])
+            buffer: Any = deepep.open_buffer(package, group, self.hidden)
+            deepep.use_buffer(buffer)
+            yield DeepEP.of(ranks, self.tokens, experts, SLOTS)
+            deepep.close_buffer()
+            assert buffer.destroyed
+
+
+class _Compiled:
+    """A dispatcher whose two halves are traced without a break."""
+
+    def __init__(self, dispatcher: Any, backend: str) -> None:
+        torch._dynamo.reset()
+        self.capacity, self.handle = dispatcher.capacity, dispatcher.handle
+        self.dispatch = torch.compile(dispatcher.dispatch, backend=backend, fullgraph=True)
+        self.combine = torch.compile(dispatcher.combine, backend=backend, fullgraph=True)
+
+
+def on_host(results: Results) -> Results:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in results.items()}
+
+
+@dataclass(frozen=True)
+class Checks(Trip):
+    """Torch's checks of the operations: registration, fakes and, of symm, tracing."""
+
+    def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> int:
+        h, weight, expert, dy = self.inputs(ranks.rank)
+        plan = send_plan(expert, EXPERTS, self.layout.ep, self.layout.etp)
+        ops, experts, etp = torch.ops.graphmoe, EXPERTS // self.layout.ep, self.layout.etp
+        tokens, sizes = (h, weight, expert), (self.num_rows, experts)
+        if self.kind == "symm":
+            _, _, _, arrivals = sent = _checked(ops.symm_dispatch, *tokens, *plan, *sizes, etp, self.block)
+            received, of_slots = (x.detach() for x in sent[:2])
+            back = (*plan, arrivals, self.block)
+            _checked(ops.symm_dispatch_grad, received, of_slots, *plan[1:3], arrivals, self.block)
+            _checked(ops.symm_combine, received.clone().requires_grad_(), *back)
+            _checked(ops.symm_combine_grad, dy, *plan, arrivals, self.num_rows, self.block)
+            return 4
+        detached = [x.detach() for x in tokens]
+        if self.kind == "nvshmem":
+            received, of_slots, _, _, arrivals = _checked(ops.nvshmem_dispatch, *detached, *plan, *sizes, etp)
+            _checked(ops.nvshmem_combine, received, *plan, arrivals)
+            _checked(ops.nvshmem_combine_grad, dy, *plan, arrivals, self.num_rows)
+            _checked(ops.nvshmem_dispatch_grad, received, of_slots, *plan, arrivals)
+            return 4
+        received, of_slots, number, _, *handle = _checked(ops.buffer_dispatch, *detached, *sizes)
+        received, of_slots = received.nan_to_num(), of_slots.nan_to_num()
+        _checked(ops.buffer_combine, received, *handle)
+        _checked(ops.buffer_combine_grad, dy, *handle)
+        _checked(ops.buffer_dispatch_grad, received, of_slots, number, *handle)
+        return 4
+
+
+def _checked(operation: Any, *arguments: Any) -> Any:
+    tests = ["test_schema", "test_faketensor"]
+    if any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        tests += ["test_autograd_registration", "test_aot_dispatch_static"]
+    torch.library.opcheck(operation.default, arguments, test_utils=tests)
+    return operation(*arguments)
+
+
+@dataclass(frozen=True)
+class GradientsOfSlots(Trip):
+    """Gradients of all received weights, of slots of experts elsewhere too, which a buffer sends as 0."""
+
+    def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> Tensor:
+        h, weight, expert, _ = self.inputs(ranks.rank)
+        _, received, _, room, *_ = dispatcher.dispatch(h, weight, expert)
+        return torch.autograd.grad(received[: int(room)].sum(), weight)[0]
+
+
+@dataclass(frozen=True)
+class TooLittleRoom(Trip):
+    """The error of ranks that have more tokens than there is room for."""
+
+    def on_ranks(self, ranks: Ranks, mesh: Mesh, dispatcher: Any) -> str:
+        room = Load(self.size * (self.tokens - 1), SLOTS)
+        try:
+            dataclasses.replace(dispatcher, capacity=room).dispatch(*self.inputs(ranks.rank)[:3])
+        except AssertionError as error:
+            return str(error)
+        return ""

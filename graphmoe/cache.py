@@ -19,9 +19,8 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.console import Group
 from rich.markup import escape
-from rich.table import Table
 
-from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.config.schema import ConfigError, OutputFormat, compiled_folder
 from graphmoe.runtime.cache.folders import TAG_FILE
 from graphmoe.runtime.cache.key import BASE, differences
@@ -29,7 +28,6 @@ from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.cache.upkeep import (
     Held,
     Pruned,
-    Verified,
     bytecode_sizes,
     holdings,
     prune,
@@ -74,15 +72,27 @@ def main(argv: list[str]) -> None:
     cache = CompileCache(folder)
     if args.action is Action.list:
         held = holdings(cache)
-        emit(list_document(cache, held), list_text(cache, held), args.format)
+        document = list_document(cache, held)
+        emit(document, list_text(document, held), args.format)
     elif args.action is Action.verify:
         found = verify(cache)
-        emit(verify_document(found), verify_text(found), args.format)
+        document = {"files": found.num_files, "damaged": found.damaged, "lacking": found.lacking}
+        emit(document, verify_text(document), args.format)
         if found.damaged or found.lacking:
             sys.exit(1)
     else:
         gone = prune(cache, max_bytes)
-        emit(prune_document(gone), prune_text(gone), args.format)
+        document = {
+            "bytes_before": gone.bytes_before,
+            "bytes_after": gone.bytes_after,
+            "entries": [entry.key for entry in gone.entries],
+            "files": gone.num_files,
+            "waiting_bytes": gone.waiting_bytes,
+            "damaged": gone.num_damaged,
+            "work_folders": gone.work_folders,
+            "bytecode_folders": gone.bytecode_folders,
+        }
+        emit(document, prune_text(gone), args.format)
 
 
 def parse_size(text: str) -> int:
@@ -121,63 +131,42 @@ def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
     }
 
 
-def list_text(cache: CompileCache, held: list[Held]) -> Group:
+def list_text(document: dict[str, Any], held: list[Held]) -> Group:
     """The entries as a table for a terminal; of those that look alike, what differs from the first."""
-    table = Table(title=escape(str(cache.folder)), title_justify="left", box=SIMPLE)
-    for name in ("key", "last used", "size", "graphs", "what"):
-        table.add_column(
-            name, justify="right" if name in ("size", "graphs") else "left", no_wrap=name != "what"
-        )
     first: dict[str, Held] = {}
-    for one, row in zip(held, list_document(cache, held)["entries"], strict=True):
-        what = f"{row['model'] or '?'} on {row['device'] or '?'}, scope {_scope(row['scope'])}"
+    rows = []
+    for one, row in zip(held, document["entries"], strict=True):
+        scope = row["scope"]
+        shown = f"[{','.join(scope)}]" if isinstance(scope, list) else scope or "?"
+        what = f"{row['model'] or '?'} on {row['device'] or '?'}, scope {shown}"
         other = differences(one.entry.facts, first.setdefault(what, one).entry.facts)
-        table.add_row(
-            row["key"][:8],
-            row["last_used"],
-            shown_size(row["bytes"]),
-            str(row["graphs"] or "?"),
-            escape("; ".join([what, *other])),
+        words = "; ".join([what, *other])
+        rows.append(
+            [words, row["key"][:8], row["last_used"], shown_size(row["bytes"]), str(row["graphs"] or "?")]
         )
     entries = "1 entry" if len(held) == 1 else f"{len(held)} entries"
-    total = f"{entries}, {shown_size(total_bytes(cache))} in all"
-    if bytecode := sum(bytecode_sizes(cache).values()):
+    total = f"{entries}, {shown_size(document['total_bytes'])} in all"
+    if bytecode := document["bytecode_bytes"]:
         total += f", of it {shown_size(bytecode)} Python's bytecode"
-    return Group(table, total)
+    return Group(
+        escape(document["cache_dir"]),
+        text_table(("what", "key", "last used", "size", "graphs"), rows, box=SIMPLE),
+        total,
+    )
 
 
-def verify_document(found: Verified) -> dict[str, Any]:
-    """Counts of checked and names of damaged files."""
-    return {"files": found.num_files, "damaged": found.damaged, "lacking": found.lacking}
-
-
-def verify_text(found: Verified) -> str:
-    """The same in words."""
-    lines = [f"{found.num_files - len(found.damaged)} of {found.num_files} files are whole"]
-    if found.damaged:
-        lines[0] += f"; set aside: {len(found.damaged)}"
-    for key, paths in found.lacking.items():
+def verify_text(document: dict[str, Any]) -> str:
+    damaged, files = len(document["damaged"]), document["files"]
+    lines = [f"{files - damaged} of {files} files are whole"]
+    if damaged:
+        lines[0] += f"; set aside: {damaged}"
+    for key, paths in document["lacking"].items():
         lines.append(f"entry {key} goes on without these, which its next job compiles again:")
         lines += [f"  {path}" for path in paths]
     return "\n".join(lines)
 
 
-def prune_document(gone: Pruned) -> dict[str, Any]:
-    """Sizes and names of removed entries."""
-    return {
-        "bytes_before": gone.bytes_before,
-        "bytes_after": gone.bytes_after,
-        "entries": [entry.key for entry in gone.entries],
-        "files": gone.num_files,
-        "waiting_bytes": gone.waiting_bytes,
-        "damaged": gone.num_damaged,
-        "work_folders": gone.work_folders,
-        "bytecode_folders": gone.bytecode_folders,
-    }
-
-
 def prune_text(gone: Pruned) -> str:
-    """The same in words."""
     lines = [
         f"entry {entry.key} ({entry.notes.get('model', '?')}, last used {_date(entry.last_used)}) is gone"
         for entry in gone.entries
@@ -198,10 +187,6 @@ def shown_size(num_bytes: int) -> str:
     power = min(max(int(math.log(max(num_bytes, 1), 1000)), 0), 4)
     unit = ("B", "KB", "MB", "GB", "TB")[power]
     return f"{num_bytes / 1000**power:.{1 if power else 0}f} {unit}"
-
-
-def _scope(scope: Any) -> str:
-    return f"[{','.join(scope)}]" if isinstance(scope, list) else str(scope or "?")
 
 
 def _date(seconds: float) -> str:

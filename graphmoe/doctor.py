@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -91,34 +90,30 @@ def examine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python, of this project and of its packages; None where one is missing."""
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    if torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
-    found: dict[str, str | None] = {"python": platform.python_version(), "graphmoe": graphmoe.__version__}
-    found |= {name: _version(name) for name in VERSIONED}
-    return found | {"torch build": build}
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    return {
+        "python": platform.python_version(),
+        "graphmoe": graphmoe.__version__,
+        **{name: _version(name) for name in VERSIONED},
+        "torch build": f"ROCm {torch.version.hip}" if torch.version.hip else cuda,
+    }
 
 
 def devices() -> list[dict[str, Any]]:
     """Name, memory, architecture, known bf16 peak and NUMA node of each GPU."""
-    found: list[dict[str, Any]] = []
-    for index in range(_num_gpus()):
-        properties = torch.cuda.get_device_properties(index)
-        architecture = f"sm_{properties.major}{properties.minor}"
-        if torch.version.hip:
-            architecture = properties.gcnArchName
-        found.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-                "architecture": architecture,
-                "multiprocessors": properties.multi_processor_count,
-                "peak_bf16_tflops": peak_tflops(properties.name),
-                "numa_node": node_of_gpu(index),
-            }
-        )
-    return found
+    every = [torch.cuda.get_device_properties(index) for index in range(_num_gpus())]
+    return [
+        {
+            "index": index,
+            "name": found.name,
+            "memory_gib": round(found.total_memory / 2**30, 1),
+            "architecture": found.gcnArchName if torch.version.hip else f"sm_{found.major}{found.minor}",
+            "multiprocessors": found.multi_processor_count,
+            "peak_bf16_tflops": peak_tflops(found.name),
+            "numa_node": node_of_gpu(index),
+        }
+        for index, found in enumerate(every)
+    ]
 
 
 def host() -> dict[str, Any]:
@@ -199,9 +194,7 @@ def probe_nccl() -> Finding:
     name = "RCCL" if torch.version.hip else "NCCL"
     if not (dist.is_available() and dist.is_nccl_available()):
         return Finding(name, False, "not in this build of torch")
-    from torch.cuda import nccl
-
-    return Finding(name, True, ".".join(map(str, nccl.version())))
+    return Finding(name, True, ".".join(map(str, torch.cuda.nccl.version())))
 
 
 def probe_gloo() -> Finding:
@@ -253,62 +246,47 @@ def examine_package(package: Package) -> dict[str, Any]:
 
 def render(document: dict[str, Any]) -> Group:
     """The findings as coloured tables for a terminal."""
-    parts: list[RenderableType] = [_version_table(document)]
+    shown = {name: name.replace("_gib", " GiB").replace("_", " ") for name in document["host"]}
+    facts = {shown[name]: value for name, value in document["host"].items()}
+    rows: list[list[Any]] = [[name, version or "missing"] for name, version in document["versions"].items()]
+    parts = [_table("Versions and host", ("what", "found"), rows + [[*fact] for fact in facts.items()])]
     if document["environment"]:
-        rows = [[escape(value or "") for value in row.values()] for row in document["environment"]]
+        rows = [[value or "" for value in row.values()] for row in document["environment"]]
         parts.append(_table("Environment", ("variable", "set here", "a run on a GPU sets", "by key"), rows))
     if document["devices"]:
-        rows = [
-            ["unknown" if value is None else str(value) for value in device.values()]
-            for device in document["devices"]
-        ]
-        parts.append(_table("GPUs", DEVICE_COLUMNS, rows))
+        parts.append(_table("GPUs", DEVICE_COLUMNS, [[*device.values()] for device in document["devices"]]))
     else:
         parts.append("[yellow]No usable GPU: runs use the CPU.[/yellow]")
     if peers := document["links"]["peer_access"]:
-        rows = [[str(index), *map(_mark, row)] for index, row in enumerate(peers)]
-        parts.append(_table("Peer access", ["from \\ to", *map(str, range(len(peers)))], rows))
+        rows = [[index, *row] for index, row in enumerate(peers)]
+        parts.append(_table("Peer access", ["from \\ to", *range(len(peers))], rows))
     if document["links"]["topology"]:
         parts.append(Text(document["links"]["topology"], overflow="fold"))
-    rows = [[each["name"], _mark(each["ok"]), escape(each["detail"])] for each in document["capabilities"]]
+    rows = [[each["name"], each["ok"], each["detail"]] for each in document["capabilities"]]
     parts.append(_table("Capabilities", ("capability", "", "detail"), rows))
-    return Group(*parts, *_library_parts(document["libraries"]))
+    libraries = document["libraries"]
+    rows = [[a["name"], a["state"] == "installed", a["version"] or "", a["enables"]] for a in libraries]
+    parts.append(_table("Optional libraries", ("library", "", "version", "enables"), rows))
+    if unusable := [found for found in libraries if found["state"] != "installed"]:
+        lines = [f"  {found['name']} ({found['state']}): {found['install']}" for found in unusable]
+        parts.append(Text("\n".join(["To install:", *lines])))
+    return Group(*parts)
 
 
-def _library_parts(libraries: list[dict[str, Any]]) -> list[RenderableType]:
-    table = _table("Optional libraries", ("library", "", "version", "enables"))
-    commands: list[RenderableType] = []
-    for found in libraries:
-        usable = found["state"] == "installed"
-        table.add_row(found["name"], _mark(usable), found["version"] or "", escape(found["enables"]))
-        if not usable:
-            commands.append(Text(f"  {found['name']} ({found['state']}): {found['install']}"))
-    return [table, "To install:", *commands] if commands else [table]
-
-
-def _version_table(document: dict[str, Any]) -> Table:
-    table = _table("Versions and host", ("what", "found"))
-    for name, version in document["versions"].items():
-        table.add_row(name, version or "[yellow]missing[/yellow]")
-    table.add_section()
-    for name, value in document["host"].items():
-        table.add_row(
-            name.replace("_gib", " GiB").replace("_", " "), "unknown" if value is None else str(value)
-        )
-    return table
-
-
-def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]] = ()) -> Table:
+def _table(title: str, columns: Sequence[object], rows: Iterable[Iterable[object]]) -> RenderableType:
+    """Return a table whose long cells wrap; True and False are yes in green and no in red."""
     table = Table(title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(str(name), overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(_cell, row))
     return table
 
 
-def _mark(ok: bool) -> str:
-    return "[green]yes[/green]" if ok else "[red]no[/red]"
+def _cell(value: object) -> Text:
+    if isinstance(value, bool):
+        return Text("yes", "green") if value else Text("no", "red")
+    return Text("unknown" if value is None else str(value))
 
 
 def _replay_small_graph() -> float:

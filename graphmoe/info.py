@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
 from graphmoe.command.hydra import hydra_app
-from graphmoe.config.arguments import emit
+from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.schema import ConfigError, DpShard, ModelConfig, RunConfig
 from graphmoe.model.flops import flops_per_token
 from graphmoe.model.sizes import count_parameters, state_bytes
@@ -141,31 +143,29 @@ def render(document: dict[str, Any]) -> Group:
 def _parameter_table(parameters: dict[str, dict[str, int]]) -> Table:
     total, active = parameters["total"], parameters["active"]
     scale, unit = (1e9, "B") if total["full"] >= 1e9 else (1e6, "M")
-    table = _table("component", "total", "active", f"total {unit}", f"active {unit}")
     labels = {"full": "all", "body": "without embedding, head, norms, mtp"}
-    for name, number in total.items():
-        if name == "full":
-            table.add_section()
-        if number:
-            shown = (
-                f"{number:,}",
-                f"{active[name]:,}",
-                f"{number / scale:.3f}",
-                f"{active[name] / scale:.3f}",
-            )
-            table.add_row(labels.get(name, _words(name)), *shown)
-    return table
+    rows = [
+        (
+            labels.get(name, name),
+            f"{number:,}",
+            f"{active[name]:,}",
+            f"{number / scale:.3f}",
+            f"{active[name] / scale:.3f}",
+        )
+        for name, number in total.items()
+        if number
+    ]
+    return _table(("component", "total", "active", f"total {unit}", f"active {unit}"), rows)
 
 
 def _flops_table(flops: dict[str, Any]) -> Table:
     scale, unit = (1e9, "GFLOP") if flops["total"] >= 1e9 else (1e6, "MFLOP")
-    table = _table("component", f"forward {unit}", f"forward + backward {unit}")
-    for name, number in flops["forward_components"].items():
-        if number:
-            table.add_row(_words(name), f"{number / scale:.3f}", f"{3 * number / scale:.3f}")
-    table.add_section()
-    table.add_row("all", f"{flops['forward'] / scale:.3f}", f"{flops['total'] / scale:.3f}")
-    return table
+    parts = [(name, n, 3 * n) for name, n in flops["forward_components"].items() if n]
+    rows = [
+        (name, f"{forward / scale:.3f}", f"{both / scale:.3f}")
+        for name, forward, both in [*parts, ("all", flops["forward"], flops["total"])]
+    ]
+    return _table(("component", f"forward {unit}", f"forward + backward {unit}"), rows)
 
 
 def _memory_table(document: dict[str, Any]) -> Table:
@@ -183,23 +183,13 @@ def _memory_table(document: dict[str, Any]) -> Table:
             columns[f"{word}: pp rank {place}, {' '.join(rank['pieces'])}"] = rank["memory_bytes"]
     elif num_ranks > 1:
         columns[f"{unit} on each of {num_ranks}"] = document["memory_bytes_per_rank"]
-    table = _table("state", *columns)
-    for name in memory:
-        if name == "total":
-            table.add_section()
-        table.add_row(_words(name), *(f"{sizes.get(name, 0) / scale:,.3f}" for sizes in columns.values()))
-    return table
+    rows = [(name, *(f"{sizes.get(name, 0) / scale:,.3f}" for sizes in columns.values())) for name in memory]
+    return _table(("state", *columns), rows)
 
 
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(first)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    shown = [(name.replace("_", " "), *numbers) for name, *numbers in rows]
+    return text_table(columns, shown, box=SIMPLE_HEAD)
 
 
 if __name__ == "__main__":

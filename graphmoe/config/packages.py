@@ -23,60 +23,46 @@ class Package(NamedTuple):
     """Built against torch or a driver, so that it may be installed and still not load."""
 
 
+_BUILT = "pip install --no-build-isolation"
+_OWN = "pip install 'graphmoe[{}]'"
+_TURBO = "'primus-turbo[pytorch]' --extra-index-url https://amd-agi.github.io/Primus-Turbo/simple/"
+_TE_KEYS = "model.attention_backend=te, moe.experts=te"
+_TURBO_KEYS = "model.attention_backend=turbo, moe.experts=turbo, moe.dispatcher=turbo"
+_DEEPEP = f"{_BUILT} git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 VENDORS = {
     "te": Package(
-        "transformer_engine",
-        "transformer-engine",
-        "model.attention_backend=te, moe.experts=te",
-        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
-        is_native=True,
+        "transformer_engine", "transformer-engine", _TE_KEYS, f"{_BUILT} 'transformer-engine[pytorch]'", True
     ),
-    "turbo": Package(
-        "primus_turbo",
-        "primus-turbo",
-        "model.attention_backend=turbo, moe.experts=turbo, moe.dispatcher=turbo",
-        "pip install --no-build-isolation 'primus-turbo[pytorch]' "
-        "--extra-index-url https://amd-agi.github.io/Primus-Turbo/simple/",
-        is_native=True,
-    ),
-    "deepep": Package(
-        "deep_ep",
-        "deep_ep",
-        "moe.dispatcher=deepep",
-        "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1",
-        is_native=True,
-    ),
+    "turbo": Package("primus_turbo", "primus-turbo", _TURBO_KEYS, f"{_BUILT} {_TURBO}", True),
+    "deepep": Package("deep_ep", "deep_ep", "moe.dispatcher=deepep", _DEEPEP, True),
 }
 """Packages behind backends and dispatchers, by the word that asks for them."""
 TRITON = Package(
-    "triton",
-    "triton",
-    "compile.enabled=true on a GPU, moe.experts=triton",
-    "pip install triton",
-    is_native=True,
+    "triton", "triton", "compile.enabled=true on a GPU, moe.experts=triton", "pip install triton", True
 )
-SUBMITIT = Package(
-    "submitit", "hydra-submitit-launcher", "hydra/launcher=slurm", "pip install 'graphmoe[slurm]'"
-)
+SUBMITIT = Package("submitit", "hydra-submitit-launcher", "hydra/launcher=slurm", _OWN.format("slurm"))
 PLUGINS = {
     "launcher/joblib": Package(
-        "joblib", "hydra-joblib-launcher", "hydra/launcher=joblib", "pip install 'graphmoe[sweeps]'"
+        "joblib", "hydra-joblib-launcher", "hydra/launcher=joblib", _OWN.format("sweeps")
     ),
     "sweeper/optuna": Package(
-        "optuna", "hydra-optuna-sweeper", "hydra/sweeper=optuna", "pip install 'graphmoe[optuna]'"
+        "optuna", "hydra-optuna-sweeper", "hydra/sweeper=optuna", _OWN.format("optuna")
     ),
     "launcher/submitit_slurm": SUBMITIT,
     "launcher/submitit_local": SUBMITIT,
 }
 """Packages that bring an option of Hydra's groups."""
+_EXTRAS = {
+    "datasets": ("data=hf", "hf"),
+    "pyarrow": ("data=files with .parquet files", "hf"),
+    "wandb": ("log.wandb=true", "wandb"),
+    "transformers": ("tests against its models", "dev"),
+    "matplotlib": ("plots in the documentation", "dev"),
+}
 PACKAGES = (
     TRITON,
     *VENDORS.values(),
-    Package("datasets", "datasets", "data=hf", "pip install 'graphmoe[hf]'"),
-    Package("pyarrow", "pyarrow", "data=files with .parquet files", "pip install 'graphmoe[hf]'"),
-    Package("wandb", "wandb", "log.wandb=true", "pip install 'graphmoe[wandb]'"),
-    Package("transformers", "transformers", "tests against its models", "pip install 'graphmoe[dev]'"),
-    Package("matplotlib", "matplotlib", "plots in the documentation", "pip install 'graphmoe[dev]'"),
+    *(Package(name, name, enables, _OWN.format(extra)) for name, (enables, extra) in _EXTRAS.items()),
     *dict.fromkeys(PLUGINS.values()),
 )
 """All optional packages."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from graphmoe.config.schema import DpShard, ModelConfig
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of
-from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, any_of, needs_embedding, normalises
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 
 COMPONENTS = {
     "mtp.": "mtp",
@@ -109,11 +109,11 @@ def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePiece
     stages, parts = [*stages], _parts(model, layout)
     layers = sorted(i for stage in stages for i in stage.layers)
     kinds = ["dense" if i < model.num_dense_layers else "moe" for i in layers]
-    if any_of(stages, lambda stage: needs_embedding(stage, tied=model.tie_embeddings)):
+    if any(needs_embedding(stage, tied=model.tie_embeddings) for stage in stages):
         kinds.insert(0, "embed")
-    if any_of(stages, lambda stage: normalises(stage, model.mtp_depth)):
+    if any(normalises(stage, model.mtp_depth) for stage in stages):
         kinds.append("norm")
-    if any_of(stages, lambda stage: stage.loss) and not model.tie_embeddings:
+    if any(stage.loss for stage in stages) and not model.tie_embeddings:
         kinds.append("head")
     kinds += ["mtp" for stage in stages for _ in stage.mtp]
     return [weight for kind in kinds for weight in parts[kind].values()]

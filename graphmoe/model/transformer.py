@@ -7,7 +7,6 @@ Suffixes: B batch, S sequence, V vocabulary, D hidden, L MoE layers, E experts, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from graphmoe.model.rope import own_positions, rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout, layout_of
-from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, any_of, needs_embedding, normalises
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
 
 
@@ -117,30 +116,29 @@ class Transformer(nn.Module):
         """By which tokens travel, in all layers; None where they stay on their rank."""
         self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
         """Stages that `stage` can run, in the order of the model."""
-        here = functools.partial(any_of, self.stages)
-        embeds = here(lambda stage: needs_embedding(stage, tied=config.tie_embeddings))
+        embeds = any(needs_embedding(stage, tied=config.tie_embeddings) for stage in self.stages)
         self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp) if embeds else Elsewhere()
 
         def layer(i: int) -> nn.Module:
-            if not here(lambda stage: i in stage.layers):
+            if not any(i in stage.layers for stage in self.stages):
                 return Elsewhere()
             if i < config.num_dense_layers:
                 return DenseLayer(config, layout)
             return MoELayer(config, execution, layout, dispatcher)
 
         def mtp_layer(k: int) -> nn.Module:
-            on_this_rank = here(lambda stage: k in stage.mtp)
+            on_this_rank = any(k in stage.mtp for stage in self.stages)
             return MtpLayer(config, execution, layout, dispatcher) if on_this_rank else Elsewhere()
 
         self.layers = nn.ModuleList(map(layer, range(config.num_layers)))
         self.loss_head = LossHead(
             config,
             layout,
-            has_norm=here(lambda stage: normalises(stage, config.mtp_depth)),
-            has_head=here(lambda stage: stage.loss),
+            has_norm=any(normalises(stage, config.mtp_depth) for stage in self.stages),
+            has_head=any(stage.loss for stage in self.stages),
         )
         self.mtp = nn.ModuleList(map(mtp_layer, range(config.mtp_depth)))
-        if config.tie_embeddings and here(lambda stage: stage.loss):
+        if config.tie_embeddings and any(stage.loss for stage in self.stages):
             tie_head(self)
         if embeds and len(layout.embed_on) > 1:
             parallel = replace(layout_of(self.embed.weight), summed_over="embed")

@@ -7,8 +7,9 @@ multi-token-prediction layer, ``L`` the loss (final norm, head and loss), ``|`` 
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -28,11 +29,6 @@ class StagePieces:
 def all_pieces(num_layers: int, mtp_depth: int) -> StagePieces:
     """Return the pieces of the one stage of a model that is not cut."""
     return StagePieces(True, range(num_layers), range(mtp_depth), True)
-
-
-def any_of(stages: Iterable[StagePieces], holds: Callable[[StagePieces], bool]) -> bool:
-    """Return True where ``holds`` is true for one of the stages."""
-    return any(map(holds, stages))
 
 
 def needs_embedding(stage: StagePieces, *, tied: bool) -> bool:
@@ -87,15 +83,10 @@ def pieces_of(
 def short_layout(pieces: Sequence[str]) -> str:
     """Write the pieces as a layout with repetitions, from which `parse_layout` makes the same pieces."""
     shown = ""
-    start = 0
-    while start < len(pieces):
-        end = start
-        while end < len(pieces) and pieces[end] == pieces[start]:
-            end += 1
-        piece = re.sub(r"(\w)\1{3,}", lambda run: f"{run[1]}*{len(run[0])}", pieces[start])
-        repeated, plain = f"({piece}|)*{end - start}", f"{piece}|" * (end - start)
-        shown += repeated if len(repeated) < len(plain) else plain
-        start = end
+    for each, same in itertools.groupby(pieces):
+        count = len([*same])
+        piece = re.sub(r"(\w)\1{3,}", lambda run: f"{run[1]}*{len(run[0])}", each)
+        shown += min(f"{piece}|" * count, f"({piece}|)*{count}", key=len)
     return shown.removesuffix("|")
 
 
@@ -170,13 +161,12 @@ def _check_count(source: _Source, pieces: list[list[_Sign]], char: str, key: str
 
 
 def _numbered(pieces: list[str]) -> tuple[StagePieces, ...]:
-    stages: list[StagePieces] = []
-    layer = mtp = 0
-    for piece in pieces:
-        next_layer, next_mtp = layer + piece.count("t"), mtp + piece.count("m")
-        stages.append(StagePieces("E" in piece, range(layer, next_layer), range(mtp, next_mtp), "L" in piece))
-        layer, mtp = next_layer, next_mtp
-    return tuple(stages)
+    def ranges(char: str) -> Iterator[range]:
+        ends = itertools.accumulate((piece.count(char) for piece in pieces), initial=0)
+        return itertools.starmap(range, itertools.pairwise(ends))
+
+    parts = zip(pieces, ranges("t"), ranges("m"), strict=True)
+    return tuple(StagePieces("E" in piece, layers, mtp, "L" in piece) for piece, layers, mtp in parts)
 
 
 def _counted(number: int, noun: str) -> str:

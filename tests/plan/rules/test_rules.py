@@ -2,338 +2,215 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from omegaconf import OmegaConf
 
 from graphmoe.config.schema import RunConfig
 from graphmoe.plan.rules.check import violations
 
-RULES = [
-    (
-        "moe.dispatcher=symm",
-        "parallel.etp is 1; use moe.dispatcher=auto or local",
-    ),
-    (
-        "parallel.ep=2 parallel.etp=2 moe.dispatcher=symm launch.nproc=2 launch.nodes=2",
-        "a node's 2 ranks are no multiple of parallel.ep * parallel.etp = 4; share the experts out to a "
-        "divisor of 2, or",
-    ),
-    *(
-        (
-            f"parallel.pp=2 pipeline.schedule={schedule} passes.{words}",
-            f"pipeline.schedule={schedule} makes weight gradients apart from those of inputs; let the pass "
-            "split_backward run",
-        )
-        for schedule, words in (("zb1p", "disabled=[split_backward]"), ("zbv", "enabled=[fuse_experts]"))
-    ),
-    (
-        "parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0",
-        "moe.receive_budget=0 must be a number greater than 0, or worst_case",
-    ),
-    (
-        "parallel.ep=2 moe.dispatcher=symm moe.receive_budget=most",
-        "moe.receive_budget='most' must be a number greater than 0, or worst_case",
-    ),
-    (
-        "parallel.ep=2 pipeline.ep_overlap=true",
-        "moe.dispatcher=alltoall has none; use moe.dispatcher=symm",
-    ),
-    (
-        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true graph.scope=layer",
-        "between those that graph.scope=layer captures; use graph.scope=full_iteration or none",
-    ),
-    (
-        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true parallel.dp_shard=fsdp2",
-        "parallel.dp_shard=fsdp2 gathers one; use parallel.dp_shard=zero1",
-    ),
-    (
-        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true compile.enabled=false",
-        "pipeline.ep_overlap=true runs compiled units; use compile.enabled=true",
-    ),
-    (
-        "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true passes.disabled=[split_backward]",
-        "let the pass split_backward run",
-    ),
-    (
-        "parallel.tp=2 model.num_heads=3",
-        "parallel.tp=2 does not divide model.num_heads=3, the attention heads that its ranks share; "
-        "use tp=1, or model.num_heads=2 or 4",
-    ),
-    (
-        "parallel.tp=4 model.attention=gqa model.num_kv_heads=2",
-        "model.num_kv_heads=2, the key-value heads that its ranks share; use tp=1 or 2, or "
-        "model.num_kv_heads=4 or 8",
-    ),
-    ("parallel.tp=2 model.dense_ffn_size=9", "model.dense_ffn_size=9, the width of the dense MLP"),
-    ("parallel.tp=2 model.shared_ffn_size=9", "model.shared_ffn_size=9, the width of the shared experts"),
-    ("parallel.tp=2 model.vocab_size=4097", "model.vocab_size=4097, the rows of embedding and head"),
-    ("parallel.tp=2 data.seq_len=63", "data.seq_len=63, the tokens of a sequence"),
-    ("parallel.tp=2 model.context_length=63", "data.seq_len=63, the tokens of a sequence"),
-    ("model.num_dense_layers=5", "exceeds model.num_layers=4; use 0 to 4"),
-    ("model.attention=gqa model.num_kv_heads=3", "does not divide model.num_heads=4; use one of [1, 2, 4]"),
-    ("model.attention=gqa model.num_kv_heads=0", "model.num_kv_heads=0 does not divide"),
-    ("model.attention=gqa model.head_dim=7", "model.head_dim=7 must be even"),
-    ("model.qk_rope_head_dim=5", "model.qk_rope_head_dim=5 must be even"),
-    ("model.qk_norm=true", "model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false"),
-    ("model.rope_scaling=yarn model.yarn_factor=0.5", "model.yarn_factor=0.5 must be 1 or greater"),
-    ("model.rope_scaling=yarn model.yarn_factor=.nan", "model.yarn_factor=nan must be 1 or greater"),
-    ("model.rope_scaling=yarn model.yarn_beta_fast=0.5", "model.yarn_beta_slow=1.0; swap them"),
-    ("model.top_k=9", "model.top_k=9 exceeds model.num_experts=8; use 1 to 8"),
-    (
-        "model.softmax_after_topk=true model.score_function=sigmoid",
-        "model.softmax_after_topk=true needs model.score_function=softmax, not sigmoid",
-    ),
-    ("model.softmax_after_topk=true model.renormalise=true", "has no effect with"),
-    ("model.num_groups=3", "does not divide model.num_experts=8; use one of [1, 2, 4, 8]"),
-    ("model.num_groups=2 model.topk_groups=3", "exceeds model.num_groups=2; use 1 to 2"),
-    ("model.num_groups=8 model.topk_groups=1", "leaves 1 experts for model.top_k=2; use topk_groups=2"),
-    ("data.bpe_vocab_size=5000", "data.bpe_vocab_size=5000 must be from 300 to model.vocab_size=4096"),
-    ("model.attention_backend=te", "use auto or sdpa, or compile.enabled=false"),
-    ("data.bpe_vocab_size=299", "data.bpe_vocab_size=299 must be from 300"),
-    ("data.source=files data.tokenizer=t", "data.source=files needs data.paths, e.g. 'data.paths=["),
-    ("data.source=memmap", "data.source=memmap needs data.paths"),
-    ("data.source=files data.paths=[a]", "data.source=files needs data.tokenizer"),
-    ("data.source=hf data.tokenizer=t", "data.source=hf needs data.hf_name"),
-    ("data.seq_len=5000", "data.seq_len=5000 exceeds model.context_length=4096; use at most 4096"),
-    ("data.seq_len=0", "data.seq_len=0 must be greater than 0"),
-    ("data.seq_len=2 model.mtp_depth=2", "leaves no label for model.mtp_depth=2; use at least 3"),
-    ("log.peak_tflops=0", "log.peak_tflops=0.0 must be greater than 0"),
-    ("optim.wsd_decay_fraction=0", "never decays; use a share above 0, or optim.schedule=constant"),
-    (
-        "optim.schedule=wsd optim.wsd_decay_fraction=0.5 train.steps=100 optim.warmup_steps=51",
-        "train.steps=100 those from 50 on decay (optim.wsd_decay_fraction=0.5); use at most "
-        "optim.warmup_steps=50",
-    ),
-    ("train.seed=9223372036854775808", "train.seed=9223372036854775808 needs more than 64 bits"),
-    (f"model.hidden_size={'7' * 400}", "model.hidden_size=7777777777...(400 digits) needs more than 64 bits"),
+SYMM = "parallel.ep=8 moe.dispatcher=symm train.global_batch_size=64"
+SHORT = {
+    "PIPELINE": "launch.nproc=2 launch.nodes=1 parallel.pp=2",
+    "OVERLAP": "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true",
+    "VENDOR": "model.hidden_size=2048 model.num_experts=64 launch.nproc=8 train.global_batch_size=96 "
+    "train.micro_batch_size=1",
+}
+TABLE = """
+moe.dispatcher=symm | parallel.etp is 1; use moe.dispatcher=auto or local
+parallel.ep=2 parallel.etp=2 moe.dispatcher=symm launch.nproc=2 launch.nodes=2
+    | ranks are no multiple of parallel.ep * parallel.etp = 4; share the experts out to a divisor of 2, or
+parallel.pp=2 pipeline.schedule=zb1p passes.disabled=[split_backward] | let the pass split_backward run
+parallel.pp=2 pipeline.schedule=zbv passes.enabled=[fuse_experts] | inputs; let the pass split_backward run
+parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0 | must be a number greater than 0, or worst_case
+parallel.ep=2 moe.dispatcher=symm moe.receive_budget=most | must be a number greater than 0, or worst_case
+parallel.ep=2 pipeline.ep_overlap=true | moe.dispatcher=alltoall has none; use moe.dispatcher=symm
+OVERLAP graph.scope=layer | those that graph.scope=layer captures; use graph.scope=full_iteration or none
+OVERLAP parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 gathers one; use parallel.dp_shard=zero1
+OVERLAP compile.enabled=false | pipeline.ep_overlap=true runs compiled units; use compile.enabled=true
+OVERLAP passes.disabled=[split_backward] | let the pass split_backward run
+parallel.tp=2 model.num_heads=3 | attention heads that its ranks share; use tp=1, or model.num_heads=2 or 4
+parallel.tp=4 model.attention=gqa model.num_kv_heads=2 | share; use tp=1 or 2, or model.num_kv_heads=4 or 8
+parallel.tp=2 model.dense_ffn_size=9 | model.dense_ffn_size=9, the width of the dense MLP
+parallel.tp=2 model.shared_ffn_size=9 | model.shared_ffn_size=9, the width of the shared experts
+parallel.tp=2 model.vocab_size=4097 | model.vocab_size=4097, the rows of embedding and head
+parallel.tp=2 data.seq_len=63 | data.seq_len=63, the tokens of a sequence
+parallel.tp=2 model.context_length=63 | data.seq_len=63, the tokens of a sequence
+model.num_dense_layers=5 | exceeds model.num_layers=4; use 0 to 4
+model.attention=gqa model.num_kv_heads=3 | does not divide model.num_heads=4; use one of [1, 2, 4]
+model.attention=gqa model.num_kv_heads=0 | model.num_kv_heads=0 does not divide
+model.attention=gqa model.head_dim=7 | model.head_dim=7 must be even
+model.qk_rope_head_dim=5 | model.qk_rope_head_dim=5 must be even
+model.qk_norm=true | model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false
+model.rope_scaling=yarn model.yarn_factor=0.5 | model.yarn_factor=0.5 must be 1 or greater
+model.rope_scaling=yarn model.yarn_factor=.nan | model.yarn_factor=nan must be 1 or greater
+model.rope_scaling=yarn model.yarn_beta_fast=0.5 | model.yarn_beta_slow=1.0; swap them
+model.top_k=9 | model.top_k=9 exceeds model.num_experts=8; use 1 to 8
+model.softmax_after_topk=true model.score_function=sigmoid | needs model.score_function=softmax, not sigmoid
+model.softmax_after_topk=true model.renormalise=true | has no effect with
+model.num_groups=3 | does not divide model.num_experts=8; use one of [1, 2, 4, 8]
+model.num_groups=2 model.topk_groups=3 | exceeds model.num_groups=2; use 1 to 2
+model.num_groups=8 model.topk_groups=1 | leaves 1 experts for model.top_k=2; use topk_groups=2
+data.bpe_vocab_size=5000 | data.bpe_vocab_size=5000 must be from 300 to model.vocab_size=4096
+model.attention_backend=te | use auto or sdpa, or compile.enabled=false
+data.bpe_vocab_size=299 | data.bpe_vocab_size=299 must be from 300
+data.source=files data.tokenizer=t | data.source=files needs data.paths, e.g. 'data.paths=[
+data.source=memmap | data.source=memmap needs data.paths
+data.source=files data.paths=[a] | data.source=files needs data.tokenizer
+data.source=hf data.tokenizer=t | data.source=hf needs data.hf_name
+data.seq_len=5000 | data.seq_len=5000 exceeds model.context_length=4096; use at most 4096
+data.seq_len=0 | data.seq_len=0 must be greater than 0
+data.seq_len=2 model.mtp_depth=2 | leaves no label for model.mtp_depth=2; use at least 3
+log.peak_tflops=0 | log.peak_tflops=0.0 must be greater than 0
+optim.wsd_decay_fraction=0 | never decays; use a share above 0, or optim.schedule=constant
+optim.schedule=wsd optim.wsd_decay_fraction=0.5 train.steps=100 optim.warmup_steps=51
+    | those from 50 on decay (optim.wsd_decay_fraction=0.5); use at most optim.warmup_steps=50
+train.seed=9223372036854775808 | train.seed=9223372036854775808 needs more than 64 bits
+train.global_batch_size=10 train.micro_batch_size=4 | use e.g. micro_batch_size=2 or global_batch_size=12
+launch.nproc=8 train.global_batch_size=48 | micro_batch_size=4 times 8 workers; use a multiple of 32
+launch.nproc=8 parallel.tp=2 train.global_batch_size=24 | times 4 data-parallel ranks; use a multiple of 16
+parallel.cp=4 parallel.cp_method=alltoall model.num_heads=6
+    | of parallel.tp=1 has 6, cannot be shared so; use parallel.cp_method=ring, or parallel.cp=1 or 2 or 3
+parallel.cp=2 parallel.tp=2 parallel.cp_method=alltoall model.attention=gqa model.num_kv_heads=2
+    | of which a rank of parallel.tp=2 has 1, cannot be shared so; use parallel.cp_method=ring
+parallel.cp=2 data.seq_len=65 | * parallel.tp=1 ranks: it is no multiple of 2; use data.seq_len=64 or 66
+parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60 | of 8; use data.seq_len=56 or 64
+parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false
+    | by parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall
+parallel.cp=0 | parallel.cp=0 must be greater than 0
+parallel.pp=2 parallel.dp_shard=fsdp2 | has many under way; use parallel.dp_shard=zero1
+parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true
+    | use profile.pipeline=false, or another graph.scope
+PIPELINE pipeline.schedule=zbb | pipeline.schedule=zbb is unknown; use one of gpipe, 1f1b, interleaved
+PIPELINE pipeline.microbatches=3 | ranks is 4; use pipeline.microbatches=4, or train.global_batch_size=12
+PIPELINE train.global_batch_size=1 train.micro_batch_size=2 | e.g. micro_batch_size=1 or global_batch_size=2
+PIPELINE pipeline.layout=EttttL | use 1 border |
+PIPELINE pipeline.costs=[moo:1] | pipeline.costs=['moo:1']: 'moo'
+PIPELINE pipeline.costs=[moe:1,moe:2] | a part has several times
+PIPELINE pipeline.costs=[moe] | 'moe' must be a part and its milliseconds
+PIPELINE pipeline.costs=[dense:1] | or the time of the whole part, moe
+PIPELINE pipeline.costs=[dense:1,moe:-2,loss:1] | the time of 'moe' is -2.0 ms
+PIPELINE pipeline.layout=Ett|ttL pipeline.costs=[moe:1] | leave one out
+launch.nproc=8 launch.nodes=1 parallel.pp=8 | of which each stage needs one; use 1 to 6 stages
+PIPELINE pipeline.schedule=zbv pipeline.virtual_stages=3 | pipeline.virtual_stages=3
+launch.nproc=6 launch.nodes=1 parallel.tp=4 | parallel.pp=1 = 4 does not divide the 6 ranks
+launch.nproc=4 launch.nodes=1 parallel.ep=8 | does not divide the 4 ranks of a pipeline stage
+checkpoint.init_from=a checkpoint.resume_from=b | use one of the two
+recompute.all=true recompute.segments=[attn] recompute.layer_ids=[1]
+    | leave out recompute.segments=['attn'] and recompute.layer_ids=[1], or use recompute.all=false
+recompute.segments=[attn,loss,embed] | 'loss', 'embed'] has loss, embed; use attn, mlp, moe_router, moe_pre
+recompute.segments=[attn,mlp,attn] | names attn twice; name each once
+recompute.ops=[moe_act,norm] | has norm; use layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts
+recompute.ops=[layernorm] compile.enabled=false | use compile.enabled=true, or recompute.segments
+recompute.layer_ids=[-1,2] | recompute.layer_ids=[-1, 2] has -1; use 0 to 3
+recompute.layer_ids=[4,5] model.mtp_depth=1 | has 5; use 0 to 4
+recompute.layer_ids=[1,1] | recompute.layer_ids=[1, 1] names 1 twice
+recompute.segments=[moe_router] recompute.layer_ids=[9] | has 9; use 0 to 3
+recompute.segments=[attn,moe_experts] recompute.layer_ids=[0] | it out, or name some of the layers 1 to 3
+recompute.segments=[shared_experts] model.shared_ffn_size=0 | shared_experts, which the model has
+recompute.ops=[mla_up_proj] model.attention=gqa | recompute.ops names mla_up_proj, which the model
+recompute.ops=[mlp] model.num_dense_layers=0 | names mlp, which the model has not; leave it out
+recompute.segments=[moe_router] model.num_dense_layers=4 | names moe_router, which the model has not
+graph.scope=attn | graph.scope=attn is one segment; name it in a list: 'graph.scope=[attn]'
+graph.scope=[attn,attn] | names a segment twice; name each once
+graph.scope=full_iteration moe.sync_free_stage=2 compile.enabled=false
+    | use moe.sync_free_stage=3 or auto, or graph.scope=none
+moe.sync_free_stage=4 | moe.sync_free_stage=4 must be auto, 0, 1, 2 or 3
+moe.sync_free_stage=most | moe.sync_free_stage='most' must be auto, 0, 1, 2 or 3
+moe.sync_free_stage="1" | moe.sync_free_stage='1' must be auto, 0, 1, 2 or 3
+moe.sync_free_stage=true | moe.sync_free_stage=True must be auto, 0, 1, 2 or 3
+moe.sync_free_stage=1.0 | moe.sync_free_stage=1.0 must be auto, 0, 1, 2 or 3
+moe.sync_free_stage=[1] | moe.sync_free_stage=[1] must be auto, 0, 1, 2 or 3
+moe.sync_free_stage=0 graph.scope=partial | use moe.sync_free_stage=1 or auto, or graph.scope=[attn]
+moe.sync_free_stage=2 graph.scope=moe | use moe.sync_free_stage=3 or auto, or graph.scope=[moe_router,
+moe.sync_free_stage=2 graph.scope=[moe_experts] | use moe.sync_free_stage=3 or auto, or graph.scope=none
+moe.sync_free_stage=1 graph.scope=full_iteration
+    | or graph.scope=[embed,attn,mlp,moe_router,moe_preprocess,shared_experts,loss]
+moe.sync_free_stage=1 graph.scope=all | graph.scope=all has all; use one of
+parallel.ep=2 graph.scope=moe | arrive; use graph.scope=[moe_router,moe_preprocess], or moe.dispatcher=symm
+parallel.etp=2 graph.scope=full_iteration moe.sync_free_stage=3 compile.enabled=false
+    | use graph.scope=none, or moe.dispatcher=symm
+moe.dispatcher=alltoall moe.sync_free_stage=2 | use moe.sync_free_stage=1 or auto, or moe.dispatcher=local
+parallel.ep=2 moe.sync_free_stage=0 graph.scope=partial | moe.sync_free_stage=1 or auto, or graph.
+parallel.ep=3 model.num_experts=8 | cannot be split over parallel.ep=3; use a divisor of 8: 1, 2, 4, 8
+parallel.etp=6 model.expert_ffn_size=16 | be split over parallel.etp=6; use a divisor of 16: 1, 2, 4, 8, 16
+parallel.ep=2 model.num_dense_layers=4 | parallel.ep=2 shares out experts, and the model has none
+parallel.ep=2 moe.dispatcher=local | use moe.dispatcher=auto or alltoall
+parallel.ep=0 | parallel.ep=0 must be greater than 0
+profile.steps=[[]] | profile.steps=[[]] must be a list of whole numbers
+train.global_batch_size=65537 train.micro_batch_size=1 | of a rank in each step; use at most 65536
+VENDOR moe.dispatcher=deepep parallel.ep=2 parallel.etp=2 | shares each out to several; use parallel.etp=1
+VENDOR moe.dispatcher=turbo parallel.ep=2 parallel.etp=2 | shares each out to several; use parallel.etp=1
+VENDOR moe.dispatcher=deepep | parallel.ep=1; use parallel.ep of these, or moe.dispatcher=auto
+VENDOR moe.dispatcher=deepep parallel.ep=16 launch.nproc=16 | moe.dispatcher=alltoall, or symm within a node
+VENDOR moe.dispatcher=deepep parallel.ep=2 model.num_experts=512 | parallel.ep=2 are 256; use more ranks
+VENDOR moe.dispatcher=deepep parallel.ep=2 precision.compute=fp32
+    | use precision.compute=bf16, or moe.dispatcher=alltoall
+VENDOR moe.dispatcher=deepep parallel.ep=2 model.hidden_size=2880
+    | rows of a multiple of 256 numbers, 7936 at most, and model.hidden_size=2880; use such a size, or
+VENDOR moe.dispatcher=deepep parallel.ep=2 model.hidden_size=8192 | 7936 at most, and model.hidden_size=8192
+VENDOR moe.dispatcher=turbo parallel.ep=2 model.hidden_size=2052 | of 8 numbers, and model.hidden_size=2052
+VENDOR moe.dispatcher=deepep parallel.ep=8 model.top_k=33 | 32 experts of a token, and model.top_k=33; use
+VENDOR moe.dispatcher=nvshmem parallel.ep=2 parallel.etp=3 model.expert_ffn_size=48 launch.nproc=6
+    | parallel.ep=2 * parallel.etp=3 = 6; use such a product, or moe.dispatcher=alltoall, or
+VENDOR moe.dispatcher=nvshmem | * parallel.etp=1 = 1; use such a product, or moe.dispatcher=auto
+"""
+"""Words, which break one rule, and what the violation says."""
+RULES = [tuple(rule.split(" | ")) for rule in re.sub(r"\n    \|", " |", TABLE).strip().splitlines()]
+RULES += [
     (f"run.name={'a' * 201}", "use at most 200 bytes, all of them printable"),
     ("run.name=a\u200bb", "use at most 200 bytes, all of them printable"),
     ("run.name=a/b", "run.name='a/b' can name no folder; use one without slashes"),
     ("run.name=..", "run.name='..' can name no folder"),
     ("run.name=''", "run.name='' can name no folder"),
-    (
-        "train.global_batch_size=10 train.micro_batch_size=4",
-        "is not a multiple of train.micro_batch_size=4; use e.g. micro_batch_size=2 or global_batch_size=12",
-    ),
-    ("launch.nproc=8 train.global_batch_size=48", "micro_batch_size=4 times 8 workers; use a multiple of 32"),
-    (
-        "launch.nproc=8 parallel.tp=2 train.global_batch_size=24",
-        "train.micro_batch_size=4 times 4 data-parallel ranks; use a multiple of 16",
-    ),
-    (
-        "parallel.cp=4 parallel.cp_method=alltoall model.num_heads=6",
-        "parallel.cp_method=alltoall gives each rank of parallel.cp=4 a part of the heads, and "
-        "model.num_heads=6, of which a rank of parallel.tp=1 has 6, cannot be shared so; use "
-        "parallel.cp_method=ring, or parallel.cp=1 or 2 or 3",
-    ),
-    (
-        "parallel.cp=2 parallel.tp=2 parallel.cp_method=alltoall model.attention=gqa model.num_kv_heads=2",
-        "model.num_kv_heads=2, of which a rank of parallel.tp=2 has 1, cannot be shared so; use "
-        "parallel.cp_method=ring",
-    ),
-    (
-        "parallel.cp=2 data.seq_len=65",
-        "data.seq_len=65 cannot be cut into shares of parallel.cp=2 * parallel.tp=1 ranks: it is no "
-        "multiple of 2; use data.seq_len=64 or 66",
-    ),
-    (
-        "parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60",
-        "data.seq_len=60 cannot be cut into chunks of 2 * cp=8, in shares of parallel.cp=4 * parallel.tp=2 "
-        "ranks: it is no multiple of 8; use data.seq_len=56 or 64",
-    ),
-    (
-        "parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false",
-        "model.attention_backend=te cannot attend to a part of the keys, as parallel.cp=2 by "
-        "parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall",
-    ),
-    ("parallel.cp=0", "parallel.cp=0 must be greater than 0"),
-    ("parallel.pp=2 parallel.dp_shard=fsdp2", "has many under way; use parallel.dp_shard=zero1"),
-    (
-        "parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true",
-        "use profile.pipeline=false, or another graph.scope",
-    ),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.schedule=zbb",
-        "pipeline.schedule=zbb is unknown; use one of gpipe, 1f1b, interleaved",
-    ),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.microbatches=3",
-        "ranks is 4; use pipeline.microbatches=4, or train.global_batch_size=12",
-    ),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 train.global_batch_size=1 train.micro_batch_size=2",
-        "use e.g. micro_batch_size=1 or global_batch_size=2",
-    ),
-    ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.layout=EttttL", "use 1 border |"),
-    ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moo:1]", "pipeline.costs=['moo:1']: 'moo'"),
-    ("launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moe:1,moe:2]", "a part has several times"),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[moe]",
-        "'moe' must be a part and its milliseconds",
-    ),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[dense:1]",
-        "or the time of the whole part, moe",
-    ),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.costs=[dense:1,moe:-2,loss:1]",
-        "the time of 'moe' is -2.0 ms",
-    ),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.layout=Ett|ttL pipeline.costs=[moe:1]",
-        "leave one out",
-    ),
-    ("launch.nproc=8 launch.nodes=1 parallel.pp=8", "of which each stage needs one; use 1 to 6 stages"),
-    (
-        "launch.nproc=2 launch.nodes=1 parallel.pp=2 pipeline.schedule=zbv pipeline.virtual_stages=3",
-        "pipeline.virtual_stages=3",
-    ),
-    ("launch.nproc=6 launch.nodes=1 parallel.tp=4", "parallel.pp=1 = 4 does not divide the 6 ranks"),
-    ("launch.nproc=4 launch.nodes=1 parallel.ep=8", "does not divide the 4 ranks of a pipeline stage"),
-    ("checkpoint.init_from=a checkpoint.resume_from=b", "use one of the two"),
-    (
-        "recompute.all=true recompute.segments=[attn] recompute.layer_ids=[1]",
-        "leave out recompute.segments=['attn'] and recompute.layer_ids=[1], or use recompute.all=false",
-    ),
-    (
-        "recompute.segments=[attn,loss,embed]",
-        "recompute.segments=['attn', 'loss', 'embed'] has loss, embed; use attn, mlp, moe_router, moe_pre",
-    ),
-    ("recompute.segments=[attn,mlp,attn]", "names attn twice; name each once"),
-    (
-        "recompute.ops=[moe_act,norm]",
-        "has norm; use layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts",
-    ),
-    (
-        "recompute.ops=[layernorm] compile.enabled=false",
-        "and compile.enabled=false; use compile.enabled=true, or recompute.segments",
-    ),
-    ("recompute.layer_ids=[-1,2]", "recompute.layer_ids=[-1, 2] has -1; use 0 to 3"),
-    ("recompute.layer_ids=[4,5] model.mtp_depth=1", "has 5; use 0 to 4"),
-    ("recompute.layer_ids=[1,1]", "recompute.layer_ids=[1, 1] names 1 twice"),
-    ("recompute.segments=[moe_router] recompute.layer_ids=[9]", "has 9; use 0 to 3"),
-    (
-        "recompute.segments=[attn,moe_experts] recompute.layer_ids=[0]",
-        "names moe_experts, which no layer of recompute.layer_ids=[0] has; leave it out, or name some of the "
-        "layers 1 to 3",
-    ),
-    ("recompute.segments=[shared_experts] model.shared_ffn_size=0", "shared_experts, which the model has"),
-    ("recompute.ops=[mla_up_proj] model.attention=gqa", "recompute.ops names mla_up_proj, which the model"),
-    ("recompute.ops=[mlp] model.num_dense_layers=0", "names mlp, which the model has not; leave it out"),
-    ("recompute.segments=[moe_router] model.num_dense_layers=4", "names moe_router, which the model has not"),
-    ("graph.scope=attn", "graph.scope=attn is one segment; name it in a list: 'graph.scope=[attn]'"),
-    ("graph.scope=[attn,attn]", "names a segment twice; name each once"),
-    (
-        "graph.scope=full_iteration moe.sync_free_stage=2 compile.enabled=false",
-        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
-    ),
-    ("moe.sync_free_stage=4", "moe.sync_free_stage=4 must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=most", "moe.sync_free_stage='most' must be auto, 0, 1, 2 or 3"),
-    ('moe.sync_free_stage="1"', "moe.sync_free_stage='1' must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=true", "moe.sync_free_stage=True must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=1.0", "moe.sync_free_stage=1.0 must be auto, 0, 1, 2 or 3"),
-    ("moe.sync_free_stage=[1]", "moe.sync_free_stage=[1] must be auto, 0, 1, 2 or 3"),
-    (
-        "moe.sync_free_stage=0 graph.scope=partial",
-        "graph.scope=partial captures moe_router, moe_preprocess, which may wait for the host at "
-        "moe.sync_free_stage=0; use moe.sync_free_stage=1 or auto, or graph.scope=[attn]",
-    ),
-    (
-        "moe.sync_free_stage=2 graph.scope=moe",
-        "captures moe_dispatch, moe_experts, moe_combine, which may wait for the host at "
-        "moe.sync_free_stage=2; use moe.sync_free_stage=3 or auto, or graph.scope=[moe_router,",
-    ),
-    (
-        "moe.sync_free_stage=2 graph.scope=[moe_experts]",
-        "use moe.sync_free_stage=3 or auto, or graph.scope=none",
-    ),
-    (
-        "moe.sync_free_stage=1 graph.scope=full_iteration",
-        "or graph.scope=[embed,attn,mlp,moe_router,moe_preprocess,shared_experts,loss]",
-    ),
-    ("moe.sync_free_stage=1 graph.scope=all", "graph.scope=all has all; use one of"),
-    (
-        "parallel.ep=2 graph.scope=moe",
-        "graph.scope=moe captures moe_dispatch, moe_experts, moe_combine, and moe.dispatcher=alltoall lets "
-        "the host count the rows that arrive; use graph.scope=[moe_router,moe_preprocess], or "
-        "moe.dispatcher=symm",
-    ),
-    (
-        "parallel.etp=2 graph.scope=full_iteration moe.sync_free_stage=3 compile.enabled=false",
-        "use graph.scope=none, or moe.dispatcher=symm",
-    ),
-    (
-        "moe.dispatcher=alltoall moe.sync_free_stage=2",
-        "moe.sync_free_stage=2 promises that dispatch does not wait for the host, and "
-        "moe.dispatcher=alltoall lets the host count the rows that arrive; use moe.sync_free_stage=1 or "
-        "auto, or moe.dispatcher=local",
-    ),
-    ("parallel.ep=2 moe.sync_free_stage=0 graph.scope=partial", "moe.sync_free_stage=1 or auto, or graph."),
-    (
-        "parallel.ep=3 model.num_experts=8",
-        "model.num_experts=8 cannot be split over parallel.ep=3; use a divisor of 8: 1, 2, 4, 8",
-    ),
-    (
-        "parallel.etp=6 model.expert_ffn_size=16",
-        "model.expert_ffn_size=16 cannot be split over parallel.etp=6; use a divisor of 16: 1, 2, 4, 8, 16",
-    ),
-    ("parallel.ep=2 model.num_dense_layers=4", "parallel.ep=2 shares out experts, and the model has none"),
-    ("parallel.ep=2 moe.dispatcher=local", "use moe.dispatcher=auto or alltoall"),
-    ("parallel.ep=0", "parallel.ep=0 must be greater than 0"),
-    *(
-        (
-            f"launch.endpoint={endpoint}",
-            f"launch.endpoint={shown or endpoint} must be host:port with a port from",
-        )
-        for endpoint, shown in (
-            ("node0", None),
-            (":29500", None),
-            ("node0:0", None),
-            ("node0:65536", None),
-            ("node0:\u00b2", "node0:\\xb2"),
-            ("a/b:29500", None),
-            ("node0:+1", None),
-            (f"node0:{'1' * 5000}", None),
-        )
-    ),
-    ("profile.steps=[[]]", "profile.steps=[[]] must be a list of whole numbers"),
     (f"recompute.layer_ids=[{10**400}]", "needs more than 64 bits"),
     (f"checkpoint.resume_from={'y' * 300}", "can name no file; use at most 255 bytes between slashes"),
-    (
-        "train.global_batch_size=65537 train.micro_batch_size=1",
-        "train.global_batch_size=65537 is 65537 micro-batches of a rank in each step; use at most 65536",
-    ),
+    (f"launch.endpoint=node0:{'1' * 5000}", "must be host:port with a port from"),
 ]
+ENDPOINTS = ("node0", ":29500", "node0:0", "node0:65536", "node0:\u00b2", "a/b:29500", "node0:+1")
+RULES += [
+    (f"launch.endpoint={text}", f"={ascii(text)[1:-1]} must be host:port with a port") for text in ENDPOINTS
+]
+FINE = """
+launch.nproc=4 parallel.tp=4 train.global_batch_size=4
+launch.nproc=8 parallel.tp=2 train.global_batch_size=16
+launch.nproc=2 parallel.tp=4
+SYMM launch.nproc=8 launch.nodes=2
+SYMM launch.nproc=16 launch.nodes=1
+SYMM launch.nproc=8
+VENDOR moe.dispatcher=deepep parallel.ep=8
+VENDOR moe.dispatcher=deepep parallel.ep=2 model.hidden_size=7936 model.top_k=32 graph.scope=full_iteration
+VENDOR moe.dispatcher=turbo parallel.ep=4 model.hidden_size=2880 model.top_k=33
+VENDOR moe.dispatcher=turbo parallel.ep=8 model.hidden_size=8192 graph.scope=layer
+VENDOR moe.dispatcher=nvshmem parallel.ep=8 parallel.etp=2 precision.compute=fp32 launch.nproc=16
+VENDOR moe.dispatcher=nvshmem parallel.ep=2 graph.scope=moe moe.sync_free_stage=3
+"""
+"""Batches over data-parallel ranks alone, ranks of nodes that are counted later, and what vendors carry."""
 
 
-@pytest.mark.parametrize("words, message", RULES, ids=[words for words, _ in RULES])
-def test_a_broken_rule_is_the_one_violation_and_says_what_would_do(words, message):
+def broken(words: str) -> list[str]:
+    for name, meaning in {**SHORT, "SYMM": SYMM}.items():
+        words = words.replace(name, meaning)
+    # later words win, as on a command line
     merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(words.split()))
-    found = violations(OmegaConf.to_object(merged))
+    return violations(OmegaConf.to_object(merged))
+
+
+@pytest.mark.parametrize("words, message", RULES, ids=[words[:80] for words, _ in RULES])
+def test_a_broken_rule_is_the_one_violation_and_says_what_would_do(words, message):
+    found = broken(words)
     assert len(found) == 1 and message in found[0]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "launch.nproc=4 parallel.tp=4 train.global_batch_size=4",
-        "launch.nproc=8 parallel.tp=2 train.global_batch_size=16",
-        "launch.nproc=2 parallel.tp=4",  # on two nodes, whose number is known when they meet
-    ],
-)
-def test_batches_are_split_over_data_parallel_ranks_only(words):
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(words.split()))
-    assert violations(OmegaConf.to_object(merged)) == []
+def test_what_breaks_no_rule_is_taken():
+    assert [(words, found) for words in ["", *FINE.strip().splitlines()] if (found := broken(words))] == []
 
 
-@pytest.mark.parametrize(
-    "words", ["launch.nproc=8 launch.nodes=2", "launch.nproc=16 launch.nodes=1", "launch.nproc=8"]
-)
-def test_ranks_that_share_experts_by_symm_may_be_those_of_one_node_of_several(words):
-    given = ["parallel.ep=8", "moe.dispatcher=symm", "train.global_batch_size=64", *words.split()]
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(given))
-    assert violations(OmegaConf.to_object(merged)) == []
-
-
-def test_the_default_configuration_breaks_no_rule():
-    assert violations(RunConfig()) == []
+@pytest.mark.parametrize("dispatcher", ["deepep", "turbo"])
+def test_the_advice_leads_no_group_of_several_nodes_into_another_refusal(dispatcher):
+    nodes = "parallel.ep=16 launch.nproc=8 launch.nodes=2 launch.endpoint=node0:29500"
+    (message,) = broken(f"VENDOR moe.dispatcher={dispatcher} {nodes}")
+    advised = re.findall(r"moe\.dispatcher=(\w+)", message.partition("; use ")[2])
+    assert advised
+    assert [found for to in advised if (found := broken(f"VENDOR moe.dispatcher={to} {nodes}"))] == []

@@ -1,102 +1,20 @@
-"""Limits of the vendors' dispatchers, and errors where their packages are not installed."""
+"""Vendors' dispatchers on the devices of a run: errors where they cannot run, and their buffers."""
 
 from __future__ import annotations
 
-import re
 import sys
 import types
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.rules.check import violations
 from graphmoe.runtime.dispatch import deepep, nvshmem, vendors
 from graphmoe.runtime.dispatch.vendors import check_dispatcher, open_buffer, vendor_dispatcher
 from graphmoe.runtime.ranks import Ranks
 from tests.vendor_api import bind, install_module, recorded_signature
-
-VALID = (
-    "model.hidden_size=2048 model.num_experts=64 launch.nproc=8 train.global_batch_size=96 "
-    "train.micro_batch_size=1"
-)
-RULES = [
-    (
-        "deepep",
-        "parallel.ep=2 parallel.etp=2",
-        "parallel.etp=2 shares each out to several; use parallel.etp=1",
-    ),
-    (
-        "turbo",
-        "parallel.ep=2 parallel.etp=2",
-        "parallel.etp=2 shares each out to several; use parallel.etp=1",
-    ),
-    ("deepep", "", "parallel.ep=1; use parallel.ep of these, or moe.dispatcher=auto"),
-    (
-        "deepep",
-        "parallel.ep=16 launch.nproc=16",
-        "parallel.ep=16; use parallel.ep of these, or moe.dispatcher=alltoall, or symm within a node",
-    ),
-    (
-        "deepep",
-        "parallel.ep=2 model.num_experts=512",
-        "up to 128 experts of a rank, and model.num_experts=512 over parallel.ep=2 are 256; use more ranks",
-    ),
-    (
-        "deepep",
-        "parallel.ep=2 precision.compute=fp32",
-        "use precision.compute=bf16, or moe.dispatcher=alltoall",
-    ),
-    (
-        "deepep",
-        "parallel.ep=2 model.hidden_size=2880",
-        "rows of a multiple of 256 numbers, 7936 at most, and model.hidden_size=2880; use such a size, or",
-    ),
-    ("deepep", "parallel.ep=2 model.hidden_size=8192", "7936 at most, and model.hidden_size=8192"),
-    ("turbo", "parallel.ep=2 model.hidden_size=2052", "multiple of 8 numbers, and model.hidden_size=2052"),
-    ("deepep", "parallel.ep=8 model.top_k=33", "takes up to 32 experts of a token, and model.top_k=33; use"),
-    (
-        "nvshmem",
-        "parallel.ep=2 parallel.etp=3 model.expert_ffn_size=48 launch.nproc=6",
-        "parallel.ep=2 * parallel.etp=3 = 6; use such a product, or moe.dispatcher=alltoall, or",
-    ),
-    ("nvshmem", "", "parallel.ep=1 * parallel.etp=1 = 1; use such a product, or moe.dispatcher=auto"),
-]
-FINE = [
-    ("deepep", "parallel.ep=8"),
-    ("deepep", "parallel.ep=2 model.hidden_size=7936 model.top_k=32 graph.scope=full_iteration"),
-    ("turbo", "parallel.ep=4 model.hidden_size=2880 model.top_k=33"),
-    ("turbo", "parallel.ep=8 model.hidden_size=8192 graph.scope=layer"),
-    ("nvshmem", "parallel.ep=8 parallel.etp=2 precision.compute=fp32 launch.nproc=16"),
-    ("nvshmem", "parallel.ep=2 graph.scope=moe moe.sync_free_stage=3"),
-]
-
-
-def broken(dispatcher, words):
-    dotted = OmegaConf.from_dotlist([*VALID.split(), f"moe.dispatcher={dispatcher}", *words.split()])
-    return violations(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), dotted)))
-
-
-@pytest.mark.parametrize("dispatcher, words, message", RULES)
-def test_a_dispatcher_is_refused_what_it_cannot_carry_with_what_would_do(dispatcher, words, message):
-    found = broken(dispatcher, words)
-    assert len(found) == 1 and message in found[0] and found[0].startswith(f"moe.dispatcher={dispatcher} ")
-
-
-@pytest.mark.parametrize("dispatcher", ["deepep", "turbo"])
-def test_the_advice_leads_no_group_of_several_nodes_into_another_refusal(dispatcher):
-    on_two_nodes = "parallel.ep=16 launch.nproc=8 launch.nodes=2 launch.endpoint=node0:29500"
-    (message,) = broken(dispatcher, on_two_nodes)
-    advised = re.findall(r"moe\.dispatcher=(\w+)", message.partition("; use ")[2])
-    assert advised and [found for choice in advised if (found := broken(choice, on_two_nodes))] == []
-
-
-@pytest.mark.parametrize("dispatcher, words", FINE)
-def test_a_dispatcher_is_allowed_what_it_carries(dispatcher, words):
-    assert broken(dispatcher, words) == []
 
 
 class SomeRanks(Ranks):

@@ -11,7 +11,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,10 +64,12 @@ def flatten(state: dict[str, Any]) -> Entries:
 
 
 def _walk(path: tuple[str | int, ...], node: Any, entries: Entries) -> None:
+    """Add a node, or the parts of it that become entries of their own."""
     name = ".".join(map(str, path))
-    children = _children(node)
-    if children is not None and (children or not path):
-        for key, child in children.items():
+    if isinstance(node, list) and _holds_tensor(node):
+        node = dict(enumerate(node))
+    if isinstance(node, dict) and (node or not path):
+        for key, child in node.items():
             _walk((*path, key), child, entries)
         return
     assert name not in entries.names, f"two entries of the state are both named {name}"
@@ -78,30 +80,15 @@ def _walk(path: tuple[str | int, ...], node: Any, entries: Entries) -> None:
         entries.values[name] = (path, copy.deepcopy(node))
 
 
-def _children(node: Any) -> dict[str | int, Any] | None:
-    """The parts that become entries of their own, or None for an entry."""
-    if isinstance(node, dict):
-        return node
-    if isinstance(node, list) and _holds_tensor(node):
-        return dict(enumerate(node))
-    return None
-
-
 def _holds_tensor(node: Any) -> bool:
-    if isinstance(node, dict):
-        return any(map(_holds_tensor, node.values()))
-    if isinstance(node, list | tuple):
-        return any(map(_holds_tensor, node))
+    if isinstance(node, dict | list | tuple):
+        return any(map(_holds_tensor, node.values() if isinstance(node, dict) else node))
     return isinstance(node, Tensor | FlatShard)
 
 
 def _require_plain(name: str, value: Any) -> None:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _require_plain(name, key)
-            _require_plain(name, item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    if isinstance(value, dict | list | tuple):
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
             _require_plain(name, item)
     elif type(value) not in _PLAIN:
         raise CheckpointError(
@@ -220,11 +207,10 @@ class HostCopies:
         self._buffers = {}
 
     def _buffer(self, name: str, source: Tensor) -> Tensor:
-        old = self._buffers.get(name)
-        fits = old is not None and old.shape == source.shape and old.dtype == source.dtype
-        if old is not None and fits and old.is_pinned() == _wants_pinned(source):
+        old, pinned = self._buffers.get(name), source.is_cuda and source.numel() > 0
+        if old is not None and (old.shape, old.dtype) == (source.shape, source.dtype):
             return old
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=_wants_pinned(source))
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
 
 
 def local_part(tensor: Tensor | FlatShard) -> Tensor:
@@ -234,14 +220,6 @@ def local_part(tensor: Tensor | FlatShard) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _wants_pinned(source: Tensor) -> bool:
-    return source.is_cuda and source.numel() > 0
-
-
-Key = TypeVar("Key", str, tuple[str, tuple[int, ...]])
-"""Key of what several ranks hold alike: a name, or a name and the place of a part of what it names."""
-
-
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
     """Return the entries that this rank saves: shards of DTensors, and its share of the rest. A collective.
 
@@ -249,7 +227,11 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
     """
     if ranks.size == 1:
         return entries
-    keys = {n: (n, _place(t)) for n, t in entries.tensors.items() if not isinstance(t, DTensor)}
+    keys = {
+        name: (name, each.place if isinstance(each, FlatShard) else ())
+        for name, each in entries.tensors.items()
+        if not isinstance(each, DTensor)
+    }
     sizes = {key: local_part(entries.tensors[name]).nbytes for name, key in keys.items()}
     named = ranks.gather((sizes, list(entries.values)))
     writers = assign([sizes for sizes, _ in named])
@@ -261,14 +243,14 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
     )
 
 
-def assign(sizes: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
+def assign(sizes: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
     """The rank that writes each key, from the bytes of what each rank holds: so that shares are even.
 
     What one rank alone holds comes first. Of the rest the largest come first, each to the rank that has
     the least so far.
     """
-    holders: dict[Key, list[int]] = defaultdict(list)
-    largest: dict[Key, int] = {}
+    holders: dict[Any, list[int]] = defaultdict(list)
+    largest: dict[Any, int] = {}
     for rank, held in enumerate(sizes):
         for key, num_bytes in held.items():
             holders[key].append(rank)
@@ -279,8 +261,3 @@ def assign(sizes: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
         writers[key] = rank
         loads[rank] += largest[key]
     return writers
-
-
-def _place(tensor: Tensor | FlatShard) -> tuple[int, ...]:
-    """Return the place of a part in its whole; empty for a tensor that is the whole."""
-    return tensor.place if isinstance(tensor, FlatShard) else ()

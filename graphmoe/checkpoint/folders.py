@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,12 +40,6 @@ class CheckpointError(RuntimeError):
 
 class MismatchError(CheckpointError):
     """A whole checkpoint whose entries are not those of the state it is loaded into."""
-
-    @classmethod
-    def from_lines(cls, path: Path, lines: Sequence[str]) -> MismatchError:
-        """The error that lists the entries, one by line."""
-        listed = "\n  ".join(lines)
-        return cls(f"{path} does not fit the state in {len(lines)} entries:\n  {listed}")
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -140,29 +133,18 @@ def prune(
 
 def clean_leftovers(folder: Path) -> None:
     """Remove what processes that died left half done; the caller must own the folder."""
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        match = _TEMPORARY.fullmatch(path.name)
-        # our own pid: a container may give each run the same one
-        if match and _is_own(path) and (int(match[1]) == os.getpid() or not _lives(int(match[1]))):
-            log.info("removing %s, left by a process that died", path)
-            shutil.rmtree(path)
-    for path in filter(_is_own, sorted(folder.glob("step_*.replaced"))):
+    own = [path for path in sorted(folder.glob("step_*")) if path.is_dir() and not path.is_symlink()]
+    for path in own:
         final = path.with_name(path.name.removesuffix(".replaced"))
-        if final.exists():
+        if match := _TEMPORARY.fullmatch(path.name):
+            pid = int(match[1])  # our own, too: a container may give each run the same one
+            if pid == os.getpid() or pid >= 2**31 or not psutil.pid_exists(pid):
+                log.info("removing %s, left by a process that died", path)
+                shutil.rmtree(path)
+        elif final != path and final.exists():
             shutil.rmtree(path)
-        else:  # died between the two renames of publish
+        elif final != path:  # died between the two renames of publish
             path.rename(final)
-
-
-def _is_own(path: Path) -> bool:
-    """Tell whether it can be a folder that a store made: no file, no link."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def _lives(pid: int) -> bool:
-    return pid < 2**31 and psutil.pid_exists(pid)
 
 
 def _remove(path: Path) -> None:
@@ -217,10 +199,9 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = Tr
     return [line for name in names if (line := _file_damage(folder / name, manifest.files[name], contents))]
 
 
-def require_named(folder: Path, names: set[str]) -> None:
-    """Raise CheckpointError where the manifest of a checkpoint names not all of these files."""
-    if unnamed := sorted(names - read_json(folder / MANIFEST, _Manifest).files.keys()):
-        raise CheckpointError(f"{folder / unnamed[0]} is to be read, but {MANIFEST} does not name it")
+def files_in(folder: Path) -> set[str]:
+    """Return the names of the files that the manifest of a checkpoint has sums of."""
+    return {*read_json(folder / MANIFEST, _Manifest).files}
 
 
 def _file_damage(path: Path, expected: FileSum, contents: bool) -> str | None:

@@ -10,11 +10,12 @@ import io
 import math
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,83 +26,99 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from graphmoe.checkpoint.folders import METADATA, CheckpointError
+from graphmoe.checkpoint.folders import MANIFEST, METADATA, CheckpointError, files_in
 from graphmoe.config.untrusted import FileError, is_file_name, read_bytes
-
-Stored = BytesStorageMetadata | TensorStorageMetadata
-T = TypeVar("T")
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _RECORDS = {
-    **{
-        (_DCP, name): name
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    (_FILES, "_StorageInfo"): "_StorageInfo",
-    ("torch.serialization", "_get_layout"): "_get_layout",
-    ("pathlib", "PosixPath"): "PosixPath",
-    ("pathlib._local", "PosixPath"): "PosixPath",  # Python 3.13
+    (_DCP, "BytesStorageMetadata"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "Metadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "TensorStorageMetadata"),
+    (_DCP, "_MEM_FORMAT_ENCODING"),
+    (_FILES, "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
 }
+_DTYPES = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
 _VALUES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
-    **{
-        ("torch", str(d).removeprefix("torch.")): d
-        for d in vars(torch).values()
-        if isinstance(d, torch.dtype)
-    },
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES},
 }
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Size = tuple[Count, ...]
 
 
-@dataclass(frozen=True)
-class StoredPart:
+class StoredPart(Struct, tag="_StorageInfo"):
     """A part of an entry: the file in the checkpoint's folder that it lies in, and where, in bytes."""
 
     relative_path: str
-    offset: int
-    length: int
+    offset: Count
+    length: Count
     transform_descriptors: None = None
-    """Always None for DCP: our files are stored as they are."""
+    """None: files of ours are stored as they are."""
+
+
+class _Bytes(Struct, tag="BytesStorageMetadata"): ...
+
+
+class _Chunk(Struct, tag="ChunkStorageMetadata"):
+    offsets: Size
+    sizes: Size
+
+
+class _Properties(Struct, tag="TensorProperties"):
+    state: tuple[Any, ...]
+    """Its dtype comes first."""
+
+
+class _Tensor(Struct, tag="TensorStorageMetadata"):
+    properties: _Properties
+    size: Size
+    chunks: list[_Chunk]
+
+
+class _Index(Struct, tag="MetadataIndex", frozen=True):
+    fqn: str
+    offset: Size | None = None
+
+
+class _Metadata(Struct, tag="Metadata"):
+    state_dict_metadata: dict[str, _Bytes | _Tensor]
+    storage_data: dict[_Index, StoredPart]
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Return names, shapes, dtypes and places of the entries in a checkpoint folder.
 
     Its ``storage_data`` are StoredPart by MetadataIndex. *Raises* CheckpointError naming a file that is none
-    of ours.
+    of ours, or that the manifest does not name.
     """
     path = folder / METADATA
     try:
-        content = read_bytes(path)
-        return _metadata(_Unpickler(io.BytesIO(content)).load())
+        found = _Unpickler(io.BytesIO(read_bytes(path))).load()
+        saved = _metadata(msgspec.convert(found, _Metadata, from_attributes=True))
     except FileError as error:
         raise CheckpointError(str(error)) from error
     except Exception as error:  # of a damaged pickle come all kinds
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is not what a checkpoint of graphmoe has: {why}") from error
-
-
-def file_names(saved: Metadata) -> set[str]:
-    """Return the names of the files in which the entries lie."""
-    return {part.relative_path for part in saved.storage_data.values()}
+    for name in {part.relative_path for part in saved.storage_data.values()} - files_in(folder):
+        raise CheckpointError(f"{folder / name} is to be read, but {MANIFEST} does not name it")
+    return saved
 
 
 class _Record:
-    """Stand-in for an object of another class in the pickle."""
+    """Stand-in for an object of another class in the pickle, whose name is ``type``."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
+    def __init__(self, *args: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
 class _Unpickler(pickle.Unpickler):
@@ -110,7 +127,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         # of each read anew, since a pickle may set attributes of a class
-        self._records = {known: type(name, (_Record,), {}) for known, name in _RECORDS.items()}
+        self._records = {known: type(known[1], (_Record,), {"type": known[1]}) for known in _RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._records.get((module, name)) or _VALUES.get((module, name))
@@ -119,36 +136,44 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _metadata(found: Any) -> Metadata:
-    fields = _fields(found, "Metadata")
-    stored = {_index(key): _part(part) for key, part in _dict(fields.get("storage_data")).items()}
-    entries = {_is(str, k): _entry(k, each) for k, each in _dict(fields.get("state_dict_metadata")).items()}
+def _metadata(read: _Metadata) -> Metadata:
+    stored = {
+        MetadataIndex(index.fqn, None if index.offset is None else torch.Size(index.offset)): part
+        for index, part in read.storage_data.items()
+    }
+    for part in stored.values():
+        if not is_file_name(part.relative_path):
+            raise ValueError(f"an entry lies in '{part.relative_path}', which is no file of its folder")
+    entries = {name: _entry(name, each) for name, each in read.state_dict_metadata.items()}
     for name, entry in entries.items():
-        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
-        wanted = [MetadataIndex(name, chunk.offsets) for chunk in chunks]
-        for index in wanted if isinstance(entry, TensorStorageMetadata) else [MetadataIndex(name)]:
-            if index not in stored:
-                raise ValueError(f"{name} has no place in a file")
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
+        offsets = [None if chunk is None else chunk.offsets for chunk in chunks]
+        if any(MetadataIndex(name, offset) not in stored for offset in offsets):
+            raise ValueError(f"{name} has no place in a file")
     return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
 
 
-def _entry(name: str, found: Any) -> Stored:
-    if _kind(found) == "BytesStorageMetadata":
+def _entry(name: str, found: _Bytes | _Tensor) -> BytesStorageMetadata | TensorStorageMetadata:
+    if isinstance(found, _Bytes):
         return BytesStorageMetadata()
-    fields = _fields(found, "TensorStorageMetadata")
-    size = _size(fields.get("size"))
-    chunks = [_chunk(each, size) for each in _is(list, fields.get("chunks"))]
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-        raise ValueError(f"the parts of {name} are not all of its {math.prod(size)} elements")
-    if _some_overlap(chunks):
+    for chunk in found.chunks:
+        ends = [start + length for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if len(ends) != len(found.size) or any(e > most for e, most in zip(ends, found.size, strict=True)):
+            raise ValueError(f"a part at {ends} of a tensor of {list(found.size)}")
+    if sum(math.prod(chunk.sizes) for chunk in found.chunks) != math.prod(found.size):
+        raise ValueError(f"the parts of {name} are not all of its {math.prod(found.size)} elements")
+    if _some_overlap(found.chunks):
         raise ValueError(f"parts of {name} lie in each other's place")
-    dtype, *_ = _state(fields.get("properties"), "TensorProperties", tuple)
-    return TensorStorageMetadata(TensorProperties(_is(torch.dtype, dtype)), size, chunks)
+    dtype = found.properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has no dtype")
+    chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in found.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(found.size), chunks)
 
 
-def _some_overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+def _some_overlap(chunks: Sequence[_Chunk]) -> bool:
     """Tell whether two parts of a tensor share an element."""
-    ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
+    ordered = sorted(chunks, key=lambda chunk: chunk.offsets)
     for number, one in enumerate(ordered):
         for other in ordered[number + 1 :]:
             sides = [*zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
@@ -157,64 +182,3 @@ def _some_overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
             if sides[0][2] >= sides[0][0] + sides[0][1]:  # as do all behind it
                 break
     return False
-
-
-def _chunk(found: Any, whole: torch.Size) -> ChunkStorageMetadata:
-    fields = _fields(found, "ChunkStorageMetadata")
-    chunk = ChunkStorageMetadata(_size(fields.get("offsets")), _size(fields.get("sizes")))
-    ends = [start + length for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
-    if len(ends) != len(whole) or any(end > most for end, most in zip(ends, whole, strict=True)):
-        raise ValueError(f"a part at {ends} of a tensor of {list(whole)}")
-    return chunk
-
-
-def _index(found: Any) -> MetadataIndex:
-    fields = _fields(found, "MetadataIndex")
-    offset = fields.get("offset")
-    return MetadataIndex(_is(str, fields.get("fqn")), None if offset is None else _size(offset))
-
-
-def _part(found: Any) -> StoredPart:
-    fields = _fields(found, "_StorageInfo")
-    name = _is(str, fields.get("relative_path"))
-    if not is_file_name(name):
-        raise ValueError(f"an entry lies in '{name}', which is no file of its folder")
-    if fields.get("transform_descriptors"):
-        raise ValueError(f"{name} is compressed, which no file of a checkpoint is")
-    return StoredPart(name, _count(fields.get("offset")), _count(fields.get("length")))
-
-
-def _size(found: Any) -> torch.Size:
-    return torch.Size(map(_count, _is(tuple, found)))
-
-
-def _count(found: Any) -> int:
-    number = _is(int, found)
-    if not 0 <= number < 2**63:
-        raise ValueError(f"{number} where a size is due")
-    return number
-
-
-def _fields(found: Any, kind: str) -> dict[str, Any]:
-    """Return the attributes of an object; those at a default may be left out."""
-    return _state(found, kind, dict)
-
-
-def _state(found: Any, kind: str, state: type[T]) -> T:
-    if _kind(found) != kind:
-        raise ValueError(f"a {_kind(found)} where a {kind} is due")
-    return _is(state, getattr(found, "state", None))
-
-
-def _kind(found: Any) -> str:
-    return type(found).__name__
-
-
-def _dict(found: Any) -> dict[Any, Any]:
-    return _is(dict, found)
-
-
-def _is(kind: type[T], found: Any) -> T:
-    if type(found) is not kind:
-        raise ValueError(f"a {_kind(found)} where a {kind.__name__} is due")
-    return found

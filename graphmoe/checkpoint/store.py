@@ -22,11 +22,10 @@ from graphmoe.checkpoint.folders import (
     MismatchError,
     checkpoints_in,
     damage,
-    require_named,
     why_none,
     write_manifest,
 )
-from graphmoe.checkpoint.metadata_file import file_names, read_metadata
+from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.ranks import Ranks
 
@@ -75,11 +74,8 @@ class CheckpointStore:
         Contents are not read; ``load`` tells whole ones from damaged ones.
         """
         self.wait()
-        if self._only:
-            step = folders.step_of(self._only)
-            assert step is not None
-            return [step]
-        return self._ranks.on_first(lambda: folders.saved_steps(self.folder))
+        only = folders.step_of(self._only) if self._only else None
+        return [only] if only is not None else self._ranks.on_first(lambda: folders.saved_steps(self.folder))
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
         """Save nested dicts and lists of tensors, FlatShards and plain values as the checkpoint of ``step``.
@@ -98,12 +94,8 @@ class CheckpointStore:
             self._write(step, entries, {}, skipped)
             return
         copies = self._copies.copy(entries.tensors)
-        self._writer = threading.Thread(
-            target=self._write_in_background,
-            args=(step, entries, copies, skipped),
-            name="checkpoint",
-            daemon=True,
-        )
+        what = (step, entries, copies, skipped)
+        self._writer = threading.Thread(target=self._write_in_background, args=what, daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
@@ -111,8 +103,8 @@ class CheckpointStore:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error is not None:
             raise error
 
     def close(self) -> None:
@@ -135,10 +127,9 @@ class CheckpointStore:
         """
         self.wait()
         steps = self.latest()
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {steps or 'none'}")
         if step is not None:
-            if step not in steps:
-                there = steps or "none"
-                raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {there}")
             steps = [step]
         for candidate in steps:
             lines = self._damage(candidate)
@@ -165,12 +156,9 @@ class CheckpointStore:
         started = time.perf_counter()
         path = self._path(step)
         wanted, saved = flatten(state), read_metadata(path)
-        require_named(path, file_names(saved))
         all_names = set().union(*self._ranks.gather(wanted.names))
         own = differences(wanted, saved, all_names, partial=partial)
-        lines = list(dict.fromkeys(line for lines in self._ranks.gather(own) for line in lines))
-        if lines:
-            raise MismatchError.from_lines(path, lines)
+        _require_none(path, [line for lines in self._ranks.gather(own) for line in lines])
         values = value_names(saved)
         merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._ranks))
         log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)
@@ -212,10 +200,10 @@ class CheckpointStore:
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
         free = shutil.disk_usage(existing).free
         intact = folders.saved_steps(self.folder)
-        needed = entries.num_bytes
+        needed = f"{_size(entries.num_bytes)} ({entries.num_bytes} bytes)"
         return (
-            f"the checkpoint of step {step} could not be written to {self.folder}: {error}; this rank's "
-            f"part needs {_size(needed)} ({needed} bytes), {_size(free)} are free there; "
+            f"the checkpoint of step {step} could not be written to {self.folder}: {error}; this rank's part "
+            f"needs {needed}, {_size(free)} are free there; "
             f"earlier checkpoints are intact: {intact or 'there were none'}"
         )
 
@@ -239,22 +227,21 @@ def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
     path: a run's folder, its ``checkpoints``, or one checkpoint. Sections of the checkpoint that ``state``
     has not are let by. No collective. *Raises* CheckpointError.
     """
-    found = checkpoints_in(path)
-    if not found:
+    reasons = {each: damage(each, contents=False) for each in checkpoints_in(path)}
+    if not reasons:
         raise CheckpointError(why_none(path))
-    reasons = [damage(each, contents=False) for each in found]
-    whole = next((each for each, lines in zip(found, reasons, strict=True) if not lines), None)
+    whole = next((each for each, lines in reasons.items() if not lines), None)
     if whole is None:
-        lines = "; ".join(line for lines in reasons for line in lines)
+        lines = "; ".join(line for lines in reasons.values() for line in lines)
         raise CheckpointError(f"{path} has damaged checkpoints only: {lines}")
-    saved = read_metadata(whole)
-    require_named(whole, file_names(saved))
-    sections = {
-        name: entry
-        for name, entry in saved.state_dict_metadata.items()
-        if partial or name.partition(".")[0] in state
-    }
+    found = read_metadata(whole).state_dict_metadata
+    sections = {name: entry for name, entry in found.items() if partial or name.partition(".")[0] in state}
     wanted = flatten(state)
-    report = differences(wanted, Metadata(sections), wanted.names, partial=partial)
-    if report:
-        raise MismatchError.from_lines(whole, report)
+    _require_none(whole, differences(wanted, Metadata(sections), wanted.names, partial=partial))
+
+
+def _require_none(path: Path, differences: list[str]) -> None:
+    """Raise MismatchError that lists what differs between a checkpoint and a state, if anything does."""
+    if lines := list(dict.fromkeys(differences)):
+        listed = "\n  ".join(lines)
+        raise MismatchError(f"{path} does not fit the state in {len(lines)} entries:\n  {listed}")

@@ -10,7 +10,8 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,7 @@ VALUES: tuple[Any, ...] = (
     "\x00\x1b[2J", "${oc.env:HOME}", "y" * 5000, [], [[]], [None], {}, {"a": 1}, [1, "2"],
 )  # fmt: skip
 """Values that replace one in a file."""
-KINDS = (
-    "cut",
-    "empty",
-    "flip",
-    "noise",
-    "gone",
-    "folder",
-    "fifo",
-    "link",
-    "value",
-    "value",
-    "value",
-    "value",
-)
-
-
+KINDS = ("cut", "empty", "flip", "noise", "gone", "folder", "fifo", "link", *["value"] * 4)
 MOST_S = 10
 
 
@@ -61,6 +47,25 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def failures(
+    name: str, source: Path, work: Path, outcome: Callable[[Path, int], str | None], cases: int
+) -> list[str]:
+    """Failures over a seeded list of damages: ``outcome`` returns what is wrong, if anything is."""
+    found = []
+    for number in range(cases):
+        told = damage(fresh_copy(source, work), random.Random(f"{name} {number}"))
+        try:
+            with limited():
+                wrong = outcome(work, number)
+        except TooLong:
+            wrong = f"more than {MOST_S} s: {traceback.format_exc().splitlines()[-4:]}"
+        except Exception:
+            wrong = traceback.format_exc()[-1500:]
+        if wrong:
+            found.append(f"{number}: {told}: {wrong}")
+    return found
+
+
 def damage(folder: Path, rng: random.Random) -> str:
     """Damage one file of a folder; says which and how."""
     path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
@@ -82,7 +87,9 @@ def damage(folder: Path, rng: random.Random) -> str:
         path.write_bytes(rng.randbytes(200))
     elif kind in ("gone", "folder", "fifo", "link"):
         path.unlink()
-        {"gone": lambda p: None, "folder": Path.mkdir, "fifo": os.mkfifo, "link": _broken_link}[kind](path)
+        makers: dict[str, Callable[[Path], None]] = {"folder": Path.mkdir, "fifo": os.mkfifo}
+        makers |= {"gone": lambda path: None, "link": lambda path: path.symlink_to("nowhere")}
+        makers[kind](path)
     if rng.random() < 0.7:  # by who made the folder, and not by a disk
         _fit_sums(folder)
     return f"{path.relative_to(folder)}: {told}"
@@ -93,10 +100,6 @@ def fresh_copy(source: Path, to: Path) -> Path:
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(source, to, symlinks=True)
     return to
-
-
-def _broken_link(path: Path) -> None:
-    path.symlink_to("nowhere")
 
 
 def _other_value(path: Path, rng: random.Random) -> str:
@@ -152,13 +155,10 @@ def _fit_sums(folder: Path) -> None:
         try:
             document = json.loads(path.read_text())
             files = {name: path.with_name(name) for name in document["files"]}
+            contents = {name: file.read_bytes() for name, file in files.items() if file.is_file()}
             sums = {
-                name: {
-                    "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-                    "num_bytes": file.stat().st_size,
-                }
-                for name, file in files.items()
-                if file.is_file()
+                name: {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
+                for name, content in contents.items()
             }
             path.write_text(json.dumps({**document, "files": document["files"] | sums}))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
 from graphmoe.config.schema import CheckpointConfig
+from graphmoe.runtime.ranks import Ranks
+from tests.distributed.ranks import run_ranks
 
 # a server that imports torch once and forks each child: a start costs milliseconds
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -114,18 +115,8 @@ def test_a_save_in_the_background_does_not_keep_the_process_alive(tmp_path):
     assert child.exitcode == 0
 
 
-def save_as_rank(rank: int, folder: Path, errors) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    try:
-        _save_and_load_as_rank(rank, folder)
-    except BaseException as error:
-        errors.put(f"rank {rank}: {error!r}")
-        raise
-    dist.destroy_process_group()
-
-
-def _save_and_load_as_rank(rank: int, folder: Path) -> None:
+def save_and_load_as_rank(ranks: Ranks, folder: Path) -> None:
+    rank = ranks.rank
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(20.0).view(5, 4)
 
@@ -134,14 +125,14 @@ def _save_and_load_as_rank(rank: int, folder: Path) -> None:
         own = {f"rng.rank{rank}": torch.full((2,), rank * scale)}
         return {"w": sharded, "same": torch.ones(3) * scale, **own}
 
-    store = CheckpointStore(folder / "checkpoints", CheckpointConfig())
+    store = CheckpointStore(folder, CheckpointConfig())
     saved = {**state(1.0), "step": 1}
     store.save(1, saved)
     saved["w"].to_local().fill_(-1)
     store.save(2, {**state(2.0), "step": 2})
     store.wait()
     if rank == 0:
-        (folder / "checkpoints/step_00000002/__1_0.distcp").write_bytes(b"")
+        (folder / "step_00000002/__1_0.distcp").write_bytes(b"")
     store._ranks.gather(None)
     loaded = state(0.0)
     assert store.load(loaded) == 1 and loaded["step"] == 1
@@ -165,12 +156,7 @@ def _fail(*arguments):
 
 
 def test_two_ranks_save_and_load_sharded_tensors_together(tmp_path):
-    errors = _CONTEXT.SimpleQueue()
-    children = [run_child(save_as_rank, rank, tmp_path, errors) for rank in range(2)]
-    for child in children:
-        child.join(40)
-    report = [] if errors.empty() else [errors.get()]
-    assert [child.exitcode for child in children] == [0, 0], report
+    run_ranks(tmp_path, {"checkpoints": save_and_load_as_rank})
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000001", "step_00000002"]
     state = {"w": torch.zeros(5, 4)}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore, contents
-from graphmoe.checkpoint.entries import assign
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.run.files import CONFIG_FILE
 from graphmoe.runtime.ranks import Ranks
@@ -33,26 +32,22 @@ def zeros_like(state):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.bool])
-@pytest.mark.parametrize("shape", [(3, 5), (0, 4), ()])
-def test_tensors_come_back_bitwise(tmp_path, dtype, shape, async_save):
+def test_tensors_come_back_bitwise(tmp_path, async_save):
     random = torch.Generator().manual_seed(1)
-    original = (torch.randn(shape, generator=random) * 10).to(dtype)
+    original = {
+        f"{dtype} {shape}": (torch.randn(shape, generator=random) * 10).to(dtype)
+        for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.bool)
+        for shape in ((3, 5), (0, 4), ())
+    }
+    patterns = [0x7FC01234, -0x80000000, 0x7F800000, 0x00000001]  # a NaN's payload and -0.0 among them
+    original["patterns"] = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
     store = make_store(tmp_path, async_save=async_save)
-    store.save(1, {"x": original})
+    store.save(1, original)
     store.close()
-    state = {"x": torch.zeros(shape, dtype=dtype)}
+    state = zeros_like(original)
     assert store.load(state) == 1
-    assert state["x"].shape == original.shape and bits(state["x"]) == bits(original)
-
-
-def test_nan_payloads_and_negative_zeros_of_tensors_survive(tmp_path):
-    patterns = [0x7FC01234, -0x80000000, 0x7F800000, 0x00000001]
-    original = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
-    make_store(tmp_path).save(1, {"x": original}, wait=True)
-    state = {"x": torch.zeros(4)}
-    make_store(tmp_path).load(state)
-    assert bits(state["x"]) == bits(original)
+    for name, tensor in original.items():
+        assert state[name].shape == tensor.shape and bits(state[name]) == bits(tensor)
 
 
 def test_plain_values_come_back_exactly(tmp_path):
@@ -68,43 +63,6 @@ def test_plain_values_come_back_exactly(tmp_path):
     assert state["run"] == values
     assert type(state["run"]["flag"]) is bool and type(state["run"]["tuple"]) is tuple
     assert struct.pack("<d", state["nan"]) == struct.pack("<d", odd_nan)
-
-
-def test_model_and_optimizer_continue_bitwise_after_a_resume(tmp_path):
-    def build():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False)
-        return model, optimizer
-
-    def step(model, optimizer):
-        model(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def state_of(model, optimizer):
-        return {"model": model.state_dict(), "optim": optimizer.state_dict(), "rng": torch.get_rng_state()}
-
-    model, optimizer = build()
-    step(model, optimizer)
-    store = make_store(tmp_path)
-    store.save(1, state_of(model, optimizer))
-    step(model, optimizer)
-    step(model, optimizer)
-    store.close()
-
-    other, other_optimizer = build()
-    step(other, other_optimizer)
-    state = state_of(other, other_optimizer)
-    for tensor in other.parameters():
-        tensor.data.fill_(torch.nan)
-    assert store.load(state) == 1
-    other_optimizer.load_state_dict(state["optim"])
-    torch.set_rng_state(state["rng"])
-    step(other, other_optimizer)
-    step(other, other_optimizer)
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert bits(ours.detach()) == bits(theirs.detach())
 
 
 def test_changes_after_save_returns_do_not_reach_the_checkpoint(tmp_path, monkeypatch):
@@ -168,24 +126,18 @@ def test_a_value_that_would_not_come_back_is_refused_by_name(tmp_path, value):
     assert make_store(tmp_path).latest() == []
 
 
-def test_an_explicit_step_is_loaded_or_reported(tmp_path):
-    store = make_store(tmp_path)
-    for step in (1, 2):
-        store.save(step, {"step": step})
-    state: dict = {}
-    assert store.load(state, 1) == 1 and state["step"] == 1
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; it has \[2, 1\]"):
-        store.load(state, 3)
-
-
 def test_a_path_may_be_a_run_or_its_checkpoints_or_one_of_them(tmp_path):
     store = make_store(tmp_path / "run" / "checkpoints")
     for step in (1, 2):
         store.save(step, {"step": step})
     store.close()
+    (tmp_path / "run" / "checkpoints" / "step_00000003.tmp-999999999").mkdir()
     for path, step in [("run", 2), ("run/checkpoints", 2), ("run/checkpoints/step_00000001", 1)]:
         state: dict = {}
         assert CheckpointStore.open_any(tmp_path / path).load(state) == step == state["step"]
+    assert len([*store.folder.iterdir()]) == 3  # a save in progress is left alone
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; it has \[2, 1\]"):
+        store.load({}, 3)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         CheckpointStore.open_any(tmp_path)
 
@@ -200,30 +152,10 @@ def test_a_path_without_a_checkpoint_says_what_to_give_or_to_wait_for(tmp_path):
             CheckpointStore.open_any(path)
     make_store(run / "checkpoints").save(1, {"x": 1}, wait=True)
     example = "such as {}/checkpoints/step_00000100"
-    for path, place in [
-        (tmp_path, tmp_path),
-        (other, other),
-        (other / "checkpoints", other),
-        (run / "checkpoints" / "step_00000003", run),
-    ]:
+    missing = run / "checkpoints" / "step_00000003"
+    for path, place in [(tmp_path, tmp_path), (other, other), (other / "checkpoints", other), (missing, run)]:
         with pytest.raises(CheckpointError, match=f"holds no checkpoint; .*{example.format(place)}$"):
             CheckpointStore.open_any(path)
-
-
-def test_opening_to_read_leaves_a_save_in_progress_alone(tmp_path):
-    make_store(tmp_path).save(1, {"x": 1}, wait=True)
-    unfinished = tmp_path / "step_00000002.tmp-999999999"
-    unfinished.mkdir()
-    CheckpointStore.open_any(tmp_path)
-    assert unfinished.exists()
-
-
-def test_shares_are_even_and_each_name_is_saved_once():
-    sizes = {f"w{number}": 10 + number for number in range(30)}
-    writers = assign([sizes, sizes, sizes])
-    assert writers.keys() == sizes.keys()
-    loads = [sum(sizes[name] for name in sizes if writers[name] == rank) for rank in range(3)]
-    assert max(loads) - min(loads) <= 10
 
 
 def copied(ranks: Ranks, folder: Path) -> set[str]:

@@ -52,24 +52,6 @@ def test_boxes_cover_a_range_of_an_own_part_once_and_nothing_else(first):
         assert np.array_equal(covered, np.sort(shard.data.numpy())), seed
 
 
-def test_boxes_are_cut_at_pieces_only_where_they_span_them():
-    gate_up, layout = ParameterLayout((Cut(1, "tp", 2),), "dp_cp"), Layout(tp=2)
-
-    def boxes(start: int, stop: int, layout: Layout = layout) -> list[tuple[tuple[int, ...], ...]]:
-        part = torch.Size((3, 16 // layout.tp, 5))
-        shard = FlatShard(torch.zeros(stop - start), start, part, gate_up, layout, layout.tp - 1)
-        return [(box.offsets, box.sizes) for box in shard.boxes()]
-
-    assert boxes(0, 20) == [((0, 4, 0), (1, 4, 5))]
-    assert boxes(20, 80) == [
-        ((0, 12, 0), (1, 4, 5)),
-        ((1, 4, 0), (1, 4, 5)),
-        ((1, 12, 0), (1, 4, 5)),
-    ]
-    assert boxes(0, 120) == [((0, 4, 0), (3, 4, 5)), ((0, 12, 0), (3, 4, 5))]
-    assert boxes(0, 240, ALONE) == [((0, 0, 0), (3, 16, 5))]
-
-
 def test_empty_ranges_have_no_boxes_and_an_empty_parameter_has_one():
     empty = FlatShard(torch.zeros(0), 6, torch.Size((2, 3)), REPLICATED, Layout(dp=2), 1)
     assert empty.boxes() == []

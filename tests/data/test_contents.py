@@ -48,15 +48,6 @@ def bin_of(corpus):
     return corpus.train.documents.files[0].path
 
 
-@pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_a_flipped_bit_in_an_entry_is_found_and_it_is_built_again(open_text, caplog, ending):
-    corpus = open_text()
-    rows = all_of(corpus)
-    flip(bin_of(corpus).with_suffix(ending), -3)
-    assert np.array_equal(all_of(open_text()), rows)
-    assert f"the sha256 of tokens{ending} is another); it is built again" in caplog.text
-
-
 @pytest.mark.parametrize("name", ["train.bin", "val.idx", "tokenizer.json"])
 def test_a_flipped_bit_in_the_corpus_of_a_library_is_found(tmp_path, cache, caplog, name):
     for i in range(40):
@@ -160,14 +151,14 @@ def test_blocks_lie_over_the_whole_of_a_large_file(prefix, monkeypatch):
     path = prefix.with_suffix(".bin")  # of 1200 bytes, 160 of which are read
     whole = contents.contents_of([read_token_file(prefix)])
     found = []
-    for position in range(1200):
+    for position in range(0, 1200, 4):
         flip(path, position)
         found.append(contents.contents_of([read_token_file(prefix)]) != whole)
         flip(path, position)
-    assert sum(found) == 160 and found[0] and found[-1] and all(any(found[i : i + 65]) for i in range(1130))
+    assert sum(found) == 40 and found[0] and found[-1] and all(any(found[i : i + 17]) for i in range(283))
 
 
-def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_path):
+def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_path, monkeypatch):
     write_token_file(tmp_path / "other", [np.arange(20)] * 30, np.uint16)
     contents.write_sums(prefix)
     flip(prefix.with_suffix(".bin"))
@@ -176,11 +167,7 @@ def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_pa
     both = DataConfig(source=DataSource.memmap, paths=[str(prefix), str(tmp_path / "other")], skip_bad=True)
     corpus = open_data(both, seq_len=10, vocab_size=1000)
     assert corpus.bad == {"unreadable file": 1} and len(corpus.train.documents.files) == 1
-
-
-def test_a_large_pair_that_differs_from_its_sums_is_found_beside_training(prefix, large):
-    contents.write_sums(prefix)
-    flip(prefix.with_suffix(".bin"))
+    monkeypatch.setattr("graphmoe.data.sources.memmap.SMALL_BYTES", 0)
     with pytest.raises(DataError, match=r"m\.bin: its sha256 is not .*; restore the file"):
         open_pair(prefix).check.wait()
 

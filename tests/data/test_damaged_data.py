@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import random
 import shutil
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from graphmoe.data.contents import ContentCheck, write_sums
 from graphmoe.data.indexed import write_token_file
 from graphmoe.data.samples import PackedSamples
 from graphmoe.data.sources.stdlib import open_corpus as open_stdlib
-from tests.damage import MOST_S, TooLong, damage, fresh_copy, limited
+from tests.damage import failures, fresh_copy
 from tests.data.texts import sentences, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -69,12 +66,11 @@ def outcome(opened: Opened, folder: Path, state: dict[str, Any] | None) -> npt.N
         return str(error)
 
 
-def failures(opened: Opened, source: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> list[str]:
-    """Failures over a seeded list of damages.
+def require_none(opened: Opened, source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Fail where a damage is taken wrongly.
 
     A start takes what it finds where nobody knows what there should be; a resume knows.
     """
-    caplog.set_level(logging.WARNING)
     monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path / "cache"))
     work = tmp_path / "work"  # the path is the same in each case: it is part of the key
     whole = opened(fresh_copy(source, work))
@@ -83,27 +79,19 @@ def failures(opened: Opened, source: Path, tmp_path: Path, monkeypatch: Any, cap
     state = loader.state_dict()
     wanted = outcome(opened, work, state)
     assert not isinstance(wanted, str)
-    found = []
-    for number in range(CASES):
-        told = damage(fresh_copy(source, work), random.Random(f"{source.name} {number}"))
-        for from_state in (None, state):
-            caplog.clear()
-            try:
-                with limited():
-                    got = outcome(opened, work, from_state)
-            except TooLong:
-                got, wrong = "", f"more than {MOST_S} s"
-            except Exception:
-                got, wrong = "", traceback.format_exc()[-1500:]
-            else:
-                wrong = _problem(got, wanted if from_state else None, work, told)
-            if wrong:
-                found.append(f"{number}: {told}: {'resumed' if from_state else 'started'}: {wrong}")
-    return found
+
+    def started(folder: Path, number: int) -> str | None:
+        return _problem(outcome(opened, folder, None), None, folder)
+
+    def resumed(folder: Path, number: int) -> str | None:
+        return _problem(outcome(opened, folder, state), wanted, folder)
+
+    for how in (started, resumed):
+        assert failures(source.name, source, work, how, CASES) == []
 
 
 def _problem(
-    got: npt.NDArray[np.int64] | str, wanted: npt.NDArray[np.int64] | None, work: Path, told: str
+    got: npt.NDArray[np.int64] | str, wanted: npt.NDArray[np.int64] | None, work: Path
 ) -> str | None:
     """Return what is wrong with an outcome; ``wanted`` are the samples of a resume."""
     if isinstance(got, str):
@@ -125,10 +113,10 @@ def source(tmp_path, tokenizer_path) -> Path:
 
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
-def test_damaged_text_files_are_named_or_read_right(source, tmp_path, monkeypatch, caplog, ending, skip_bad):
+def test_damaged_text_files_are_named_or_read_right(source, tmp_path, monkeypatch, ending, skip_bad):
     for seed in range(3):
         write_texts(source / f"{seed}.{ending}", sentences(60, seed))
-    assert failures(files_of(ending, skip_bad), source, tmp_path, monkeypatch, caplog) == []
+    require_none(files_of(ending, skip_bad), source, tmp_path, monkeypatch)
 
 
 def write_texts(path: Path, texts: list[str]) -> None:
@@ -144,7 +132,7 @@ def write_texts(path: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_damaged_pairs_are_named_or_read_right(tmp_path, monkeypatch, caplog, summed):
+def test_damaged_pairs_are_named_or_read_right(tmp_path, monkeypatch, summed):
     source = tmp_path / "source"
     source.mkdir()
     rng = np.random.default_rng(0)
@@ -153,21 +141,21 @@ def test_damaged_pairs_are_named_or_read_right(tmp_path, monkeypatch, caplog, su
         write_token_file(source / name, documents, np.uint16)
         if summed:
             write_sums(source / name)
-    assert failures(memmap_of, source, tmp_path, monkeypatch, caplog) == []
+    require_none(memmap_of, source, tmp_path, monkeypatch)
 
 
-def test_damaged_data_sets_are_named_or_read_right(source, tmp_path, monkeypatch, caplog):
+def test_damaged_data_sets_are_named_or_read_right(source, tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     (source / "set").mkdir()
     for seed in range(3):
         write_jsonl(source / "set" / f"{seed}.jsonl", sentences(60, seed))
-    assert failures(stream_of, source, tmp_path, monkeypatch, caplog) == []
+    require_none(stream_of, source, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", ["stdlib", "files"])
-def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monkeypatch, caplog, kind, large):
+def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monkeypatch, kind, large):
     """An entry is whole or made again, if need be at the second start: its samples are the same always."""
     texts, work = tmp_path / "texts", tmp_path / "work"
     texts.mkdir()
@@ -192,20 +180,13 @@ def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monk
     opened(work)
     whole = fresh_copy(work, tmp_path / "whole")
     wanted = outcome(opened, work, None)
-    found = []
-    for number in range(CASES):
-        told = damage(fresh_copy(whole, work), random.Random(f"cache {kind} {number}"))
-        try:
-            with limited():
-                got = outcome(opened, work, None)
-                if large and isinstance(got, str) and "starts again" in got:
-                    got = outcome(opened, work, None)
-        except TooLong:
-            got = f"more than {MOST_S} s"
-        except Exception:
-            got = traceback.format_exc()[-1500:]
-        if isinstance(got, str) and not got.startswith(f"cannot make the cache entry {work}"):
-            found.append(f"{number}: {told}: {got}")
-        elif not isinstance(got, str) and not np.array_equal(got, wanted):
-            found.append(f"{number}: {told}: other tokens without a word")
-    assert found == []
+
+    def found(folder: Path, number: int) -> str | None:
+        got = outcome(opened, folder, None)
+        if large and isinstance(got, str) and "starts again" in got:
+            got = outcome(opened, folder, None)
+        if isinstance(got, str):
+            return None if got.startswith(f"cannot make the cache entry {folder}") else got
+        return None if np.array_equal(got, wanted) else "other tokens without a word"
+
+    assert failures(f"cache {kind}", whole, work, found, CASES) == []

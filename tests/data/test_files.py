@@ -78,17 +78,11 @@ def test_a_bad_line_names_file_and_line_or_is_counted_and_skipped(
     corpus = open_files("a.jsonl", skip_bad=True)
     assert corpus.bad == {kind: 1} and len(texts_of(corpus)) == 7
     assert f"skipped 1 bad records (1 {kind})" in caplog.text
-
-
-def test_a_cache_made_with_skip_bad_does_not_hide_the_error_later(open_files, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(GOOD * 5 + b"broken\n")
-    assert open_files("a.jsonl", skip_bad=True).bad == {"bad JSON line": 1}
-    assert open_files("a.jsonl", skip_bad=True).bad == {"bad JSON line": 1}
-    with pytest.raises(DataError, match="a.jsonl:6"):
+    with pytest.raises(DataError, match="a.jsonl:6"):  # though the cache has an entry by now
         open_files("a.jsonl")
 
 
-@pytest.mark.parametrize("part_bytes", [1, 7, 50, 87, 88, 89, 1000])
+@pytest.mark.parametrize("part_bytes", [1, 7, 88, 89, 1000])
 def test_parts_of_any_size_give_each_line_once(open_files, tmp_path, monkeypatch, part_bytes):
     texts = sentences(12)
     write_jsonl(tmp_path / "a.jsonl", texts)
@@ -137,32 +131,25 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
     assert corpus.train.documents.num_documents == 30 - dropped
 
 
-def test_wrong_configurations_say_what_to_type(open_files, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("pattern", "changes", "said"),
+    [
+        ("nothing-*.txt", {}, r"data.paths: no file matches '.*nothing-\*.txt' .*{tmp_path}"),
+        ("a.csv", {}, "a.csv; known endings: .txt, .jsonl, .parquet"),
+        ("empty.txt", {}, "the corpus is empty: no text in .*empty.txt$"),
+        ("short.txt", {}, r"1 documents with 3 tokens .*short.txt.* = 17; use data.seq_len=2 or less"),
+        ("short.txt", {"tokenizer": None}, "data=files needs data.tokenizer"),
+        ("short.txt", {"tokenizer": "no.json"}, "no.json does not exist"),
+        ("short.txt", {"tokenizer": "a.csv"}, "a.csv is not a tokenizer.json"),
+        ("short.txt", {"eod_token": "</s>"}, r"data.eod_token=</s> is not a token .* <\|endoftext\|>"),
+    ],
+)
+def test_wrong_configurations_say_what_to_type(open_files, tmp_path, monkeypatch, pattern, changes, said):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"data.paths: no file matches '.*nothing-\*.txt' .*{tmp_path}"):
-        open_files("nothing-*.txt")
-    (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ConfigError, match="a.csv; known endings: .txt, .jsonl, .parquet"):
-        open_files("a.csv")
-    with pytest.raises(ConfigError, match="data.paths"):
-        open_files()
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="the corpus is empty: no text in .*empty.txt$"):
-        open_files("empty.txt")
-    (tmp_path / "short.txt").write_text("ab")
-    with pytest.raises(
-        ConfigError, match=r"1 documents with 3 tokens .*short.txt.* = 17; use data.seq_len=2 or less"
-    ):
-        open_files("short.txt")
-    with pytest.raises(ConfigError, match="data=files needs data.tokenizer"):
-        open_files("short.txt", tokenizer=None)
-    with pytest.raises(ConfigError, match="no.json does not exist"):
-        open_files("short.txt", tokenizer="no.json")
-    (tmp_path / "no.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no.json is not a tokenizer.json"):
-        open_files("short.txt", tokenizer="no.json")
-    with pytest.raises(ConfigError, match=r"data.eod_token=</s> is not a token .* <\|endoftext\|>"):
-        open_files("short.txt", eod_token="</s>")
+    for name, text in (("a.csv", "{}"), ("empty.txt", ""), ("short.txt", "ab")):
+        (tmp_path / name).write_text(text)
+    with pytest.raises((ConfigError, DataError), match=said.replace("{tmp_path}", str(tmp_path))):
+        open_files(pattern, **changes)
 
 
 def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tmp_path, cache, monkeypatch):
@@ -194,14 +181,6 @@ def test_validation_files_are_left_out_of_training(open_files, tmp_path):
     assert corpus.val.documents.num_documents == 20 and corpus.counts["train_files"] == 1
     with pytest.raises(ConfigError, match="nothing is left to train on"):
         open_files("b.jsonl", val_paths=[str(tmp_path / "*.jsonl")])
-
-
-def test_val_fraction_holds_out_documents(open_files, tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", sentences(200))
-    corpus = open_files("a.jsonl", val_fraction=0.1)
-    train, val = corpus.train.documents, corpus.val.documents
-    assert (train.num_documents, val.num_documents) == (180, 20)
-    assert not {*train.start_N.tolist()} & {*val.start_N.tolist()}
 
 
 def test_processes_give_the_same_bytes_as_none(tmp_path, tokenizer_path, tokenizer, monkeypatch):

@@ -58,20 +58,16 @@ def test_every_integer_type_is_read(tmp_path, code, letter):
     assert documents_of(tmp_path / "t") == [[5], [6, 7]]
 
 
-@pytest.mark.parametrize("length", [0, 10, 33, 34, 60, len(GOLDEN_IDX) - 1])
-def test_a_truncated_index_is_an_error_with_its_bytes(tmp_path, length):
-    prefix = golden(tmp_path)
-    prefix.with_suffix(".idx").write_bytes(GOLDEN_IDX[:length])
-    with pytest.raises(DataError, match=rf"golden\.idx.*\b{length} bytes.*truncated"):
-        read_token_file(prefix)
-
-
-@pytest.mark.parametrize("length", [0, 9, 12])
-def test_a_bin_of_another_length_is_an_error_with_both_sizes(tmp_path, length):
-    prefix = golden(tmp_path)
-    prefix.with_suffix(".bin").write_bytes(b"x" * length)
-    with pytest.raises(DataError, match=rf"golden\.bin has {length} bytes.*= 10 bytes"):
-        read_token_file(prefix)
+@pytest.mark.parametrize(
+    ("ending", "length", "said"),
+    [(".idx", n, rf"golden\.idx.*\b{n} bytes.*truncated") for n in (0, 10, 33, 34, 60, len(GOLDEN_IDX) - 1)]
+    + [(".bin", n, rf"golden\.bin has {n} bytes.*= 10 bytes") for n in (0, 9, 12)],
+)
+def test_a_file_of_another_length_is_an_error_with_its_bytes(tmp_path, ending, length, said):
+    path = golden(tmp_path).with_suffix(ending)
+    path.write_bytes(path.read_bytes()[:length].ljust(length, b"x"))
+    with pytest.raises(DataError, match=said):
+        read_token_file(tmp_path / "golden")
 
 
 @pytest.mark.parametrize(
@@ -97,18 +93,13 @@ def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path, offset, value
     assert "golden.idx" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"), [(os.mkfifo, "is no regular file"), (lambda path: None, "does not exist")]
+)
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_what_is_no_regular_file_is_an_error_that_names_it(tmp_path, ending):
+def test_a_half_that_is_gone_or_no_file_is_an_error_that_names_it(tmp_path, ending, make, said):
     path = golden(tmp_path).with_suffix(ending)
     path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(DataError, match=rf"golden\{ending} is no regular file"):
+    make(path)
+    with pytest.raises(DataError, match=rf"golden\{ending} {said}"):
         read_token_file(tmp_path / "golden")
-
-
-@pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_a_missing_half_is_an_error_that_names_it(tmp_path, ending):
-    prefix = golden(tmp_path)
-    prefix.with_suffix(ending).unlink()
-    with pytest.raises(DataError, match=rf"golden\{ending} does not exist"):
-        read_token_file(prefix)

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
-from graphmoe.data import DataError, Loader, open_data, sources
+from graphmoe.data import open_data, sources
 from graphmoe.data.indexed import write_token_file
 
 
@@ -20,11 +20,8 @@ def open_memmap(tmp_path):
 
     def open_memmap(*names, seq_len=10, vocab_size=1000, **changes):
         paths = [str(tmp_path / name) for name in names]
-        return open_data(
-            DataConfig(source=DataSource.memmap, paths=paths, **changes),
-            seq_len=seq_len,
-            vocab_size=vocab_size,
-        )
+        config = DataConfig(source=DataSource.memmap, paths=paths, **changes)
+        return open_data(config, seq_len=seq_len, vocab_size=vocab_size)
 
     return open_memmap
 
@@ -32,37 +29,10 @@ def open_memmap(tmp_path):
 @pytest.mark.parametrize("names", [("a", "b"), ("a.bin", "b.idx"), ("*",), ("a", "?", "b")])
 def test_prefixes_endings_and_globs_name_the_same_pairs(open_memmap, names):
     corpus = open_memmap(*names)
-    counts = corpus.counts
-    assert counts["train_files"] == 2
-    assert counts["train_documents"] == 57 and counts["val_documents"] == 3
-    assert counts["train_tokens"] == 57 * 20 and corpus.tokenizer is None
+    wanted = {"train_files": 2, "train_documents": 57, "val_documents": 3, "train_tokens": 57 * 20}
+    assert wanted.items() <= corpus.counts.items() and corpus.tokenizer is None
     rows = corpus.train.reader().read(0, corpus.train.num_samples)
     assert {*np.unique(rows)} == {*range(20), *range(100, 120)}
-
-
-def test_ids_beyond_the_vocabulary_are_found_on_access_and_raised_by_the_loader(open_memmap):
-    corpus = open_memmap("*", vocab_size=110)
-    loader = Loader(corpus.train, micro_batch_size=4, global_batch_size=4)
-    advice = r"model.vocab_size=110; raise model.vocab_size to at least 111 .* resort: data.skip_bad=true"
-    with pytest.raises(DataError, match=rf"b\.bin, document \d+, position 10: .* {advice}"):
-        [next(loader) for _ in range(50)]
-    loader.close()
-
-
-def test_skip_bad_counts_what_it_passes_over(open_memmap):
-    corpus = open_memmap("*", vocab_size=110, skip_bad=True)
-    rows = corpus.train.reader().read(0, corpus.train.num_samples)
-    assert rows.max() < 110
-    assert corpus.bad["sample with a token id beyond the vocabulary"] > 0
-
-
-def test_a_truncated_file_is_an_error_or_counted(open_memmap, tmp_path):
-    raw = (tmp_path / "b.bin").read_bytes()
-    (tmp_path / "b.bin").write_bytes(raw[:-3])
-    with pytest.raises(DataError, match=r"b\.bin has 1197 bytes.* = 1200 bytes; the file is truncated"):
-        open_memmap("*")
-    corpus = open_memmap("*", skip_bad=True)
-    assert corpus.bad == {"unreadable file": 1} and corpus.train.reader().read(0, 30).max() < 20
 
 
 def test_wrong_prefixes_say_what_was_looked_for(open_memmap):

@@ -36,15 +36,6 @@ def open_small(root, **changes):
     return open_stdlib(DataConfig(**changes), SEQ_LEN, VOCAB, root)
 
 
-def names_of(root) -> set[str]:
-    return {file.name for file in find_sources(root)}
-
-
-def test_tests_packages_and_tables_are_left_out(root):
-    names = names_of(root)
-    assert {"module0.py", "json/module1.py", "latin.py"} <= names and len(names) == 43
-
-
 def documents(corpus, which) -> set[str]:
     table = getattr(corpus, which).documents
     return {
@@ -57,7 +48,9 @@ def test_every_file_is_a_document_of_one_side(root, cache):
     corpus = open_small(root)
     train, val = documents(corpus, "train"), documents(corpus, "val")
     assert (len(train), len(val)) == (37, 4) and not train & val
-    texts = {(root / name).read_text("latin-1") for name in names_of(root) - {"empty.py", "broken.py"}}
+    names = {file.name for file in find_sources(root)}
+    assert {"module0.py", "json/module1.py", "latin.py"} <= names and len(names) == 43
+    texts = {(root / name).read_text("latin-1") for name in names - {"empty.py", "broken.py"}}
     assert train | val == texts
     counts = corpus.counts
     assert (counts["train_files"], counts["val_files"], counts["files_left_out"]) == (37, 4, 2)
@@ -81,17 +74,13 @@ def test_a_tokenizer_of_the_user_replaces_the_trained_one(root, cache, tokenizer
         open_stdlib(DataConfig(tokenizer=str(tokenizer_path)), SEQ_LEN, 100, root)
 
 
-@pytest.mark.parametrize("size", [299, 401])
-def test_a_tokenizer_size_out_of_range_is_an_error_with_the_range(root, cache, size):
-    with pytest.raises(
-        ConfigError, match=rf"data.bpe_vocab_size={size} is not in 300 .. model.vocab_size=400"
-    ):
-        open_small(root, bpe_vocab_size=size)
-
-
-def test_a_library_without_source_names_the_way_out(tmp_path, cache):
+def test_wrong_configurations_say_what_to_type(root, cache, tmp_path):
+    for size in (299, 401):
+        with pytest.raises(ConfigError, match=rf"data.bpe_vocab_size={size} is not in 300 .. .*=400"):
+            open_small(root, bpe_vocab_size=size)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds 0 .py files.*data=files"):
-        open_small(tmp_path)
+        open_small(tmp_path / "empty")
 
 
 @pytest.mark.slow

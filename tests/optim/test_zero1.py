@@ -39,6 +39,12 @@ def optimizer_of(net: nn.Module, clip: float = 1.0, **optim) -> Optimizer:
     return Optimizer(net, OptimConfig(**optim), TrainConfig(steps=STEPS, clip_grad_norm=clip))
 
 
+def compile_update(optimizer: Optimizer) -> CompiledSegments:
+    made = CompiledSegments(lambda trains: PassRunner([]))
+    optimizer.compile(functools.partial(made.in_place, "optimizer"))
+    return made
+
+
 def gradients(net: nn.Module, step: int, scale: float = 1.0) -> list[Tensor]:
     """Random gradients, smaller from step to step."""
     generator = torch.Generator().manual_seed(step)
@@ -91,8 +97,7 @@ def test_compiled_traceable_or_by_torch_the_update_is_the_same(dtype):
     nets = [Net(dtype) for _ in range(3)]
     plain, traceable, compiled = (optimizer_of(net, 0.5, lr=1e-2, beta1=0.0, warmup_steps=2) for net in nets)
     traceable.compile(lambda update, arguments: update)
-    made = CompiledSegments(lambda trains: PassRunner([]))
-    compiled.compile(functools.partial(made.in_place, "optimizer"))
+    made = compile_update(compiled)
     for step in range(STEPS):
         loss = torch.tensor(math.nan) if step == 1 else LOSS
         results = []
@@ -105,54 +110,6 @@ def test_compiled_traceable_or_by_torch_the_update_is_the_same(dtype):
         for other in (b, c):
             torch.testing.assert_close(other, a, rtol=1e-6 if a.dtype == torch.float32 else 2**-7, atol=1e-9)
     assert [(r.unit, r.graphs) for r in made.reports] == [("optimizer", 1)]
-
-
-def test_parameters_lie_in_one_aligned_buffer_each_with_its_gradient():
-    net = Net(torch.bfloat16)
-    before = copy.deepcopy(net)
-    optimizer = optimizer_of(net)
-    assert len({p.untyped_storage().data_ptr() for p in net.parameters()}) == 1
-    for weight, old in zip(net.parameters(), before.parameters(), strict=True):
-        assert torch.equal(weight, old) and weight.requires_grad
-        grad = optimizer.gradient_of(weight).total
-        assert weight.storage_offset() * 2 % 128 == grad.storage_offset() * 4 % 128 == 0
-        assert grad.shape == weight.shape
-
-
-def test_only_matrices_decay():
-    net = Net()
-    optimizer = optimizer_of(net, lr=0.1, weight_decay=0.5, schedule=LrSchedule.constant)
-    before = copy.deepcopy(net)
-    optimizer.step(LOSS)  # all gradients are zero, so decay is all that moves a weight
-    for name in ("matrix", "experts"):
-        torch.testing.assert_close(getattr(net, name), getattr(before, name) * (1 - 0.1 * 0.5))
-    for name in ("norm", "bias"):
-        assert torch.equal(getattr(net, name), getattr(before, name))
-
-
-def test_the_rate_follows_the_schedule_of_applied_steps():
-    net = Net()
-    optimizer = optimizer_of(net, lr=1.0, warmup_steps=4)
-    rates = []
-    for step in range(4):
-        backward(net, gradients(net, step))
-        loss = torch.tensor(math.nan) if step == 1 else LOSS
-        rates.append(optimizer.step(loss).lr.item())
-    assert rates == [0.25, 0.5, 0.5, 0.75]
-
-
-def test_micro_batches_add_up_in_the_flat_buffer():
-    net = Net()
-    optimizer = optimizer_of(net)
-    for step in range(3):
-        backward(net, gradients(net, step))
-    wanted = [sum(grads) for grads in zip(*(gradients(net, step) for step in range(3)), strict=True)]
-    for weight, grad in zip(net.parameters(), wanted, strict=True):
-        torch.testing.assert_close(optimizer.gradient_of(weight).total, grad)
-        assert weight.grad is None
-    assert optimizer.families[0].grad.norm().item() == pytest.approx(
-        math.sqrt(sum(g.square().sum() for g in wanted))
-    )
 
 
 def test_a_parameter_without_a_gradient_in_this_step_has_not_the_one_of_the_last():
@@ -190,9 +147,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_counters(dtype, bad, 
     net = Net(dtype)
     optimizer = optimizer_of(net, lr=1e-2)
     if compiled:
-        optimizer.compile(
-            functools.partial(CompiledSegments(lambda trains: PassRunner([])).in_place, "update")
-        )
+        compile_update(optimizer)
     backward(net, gradients(net, 0))
     optimizer.step(LOSS)
     before = snapshot(optimizer)
@@ -242,9 +197,7 @@ def test_a_void_step_changes_no_bit_of_weights_moments_or_counters(loss, dtype, 
     net = Net(dtype)
     optimizer = optimizer_of(net, lr=1e-2)
     if compiled:
-        optimizer.compile(
-            functools.partial(CompiledSegments(lambda trains: PassRunner([])).in_place, "update")
-        )
+        compile_update(optimizer)
     for step in range(3):
         backward(net, gradients(net, step))
         optimizer.step(torch.tensor(1.0 if step == 0 else math.inf))
@@ -262,15 +215,33 @@ def test_a_void_step_changes_no_bit_of_weights_moments_or_counters(loss, dtype, 
     assert (optimizer.applied.item(), optimizer.skipped.item(), optimizer.skipped_in_row.item()) == (2, 2, 0)
 
 
-def test_skips_in_a_row_are_counted_and_the_longest_is_kept():
+def test_skips_are_counted_and_move_no_rate_and_a_restore_counts_the_longest_anew():
     net = Net()
-    optimizer = optimizer_of(net)
-    found = []
+    optimizer = optimizer_of(net, lr=1.0, warmup_steps=4)
+    found, rates = [], []
     for finite in (1, 0, 0, 1, 0, 0, 0, 1):
-        optimizer.step(LOSS if finite else torch.tensor(math.inf))
+        rates.append(optimizer.step(LOSS if finite else torch.tensor(math.inf)).lr.item())
         found.append((optimizer.skipped_in_row.item(), optimizer.longest_skip.item()))
     assert found == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 2), (2, 2), (3, 3), (0, 3)]
+    assert rates == [0.25, 0.5, 0.5, 0.5, 0.75, 0.75, 0.75, 0.75]
     assert (optimizer.applied.item(), optimizer.skipped.item()) == (3, 5)
+    optimizer.restored()
+    optimizer.step(LOSS)
+    assert optimizer.longest_skip.item() == 0
+    optimizer.skipped_in_row.fill_(5)  # a restore inside a series goes on with it
+    optimizer.restored()
+    optimizer.step(torch.tensor(math.nan))
+    assert optimizer.longest_skip.item() == 6
+
+
+def test_gradients_of_micro_batches_add_up_in_fp32():
+    net = Net(torch.bfloat16)
+    optimizer = optimizer_of(net)
+    for value in (1.0, *[2**-9] * 4):  # bf16 would drop each of the small ones
+        backward(net, [torch.full(p.shape, value) for p in net.parameters()])
+    for weight in net.parameters():
+        assert torch.equal(optimizer.gradient_of(weight).total, torch.full(weight.shape, 1 + 4 * 2**-9))
+        assert weight.grad is None and weight.storage_offset() * 2 % 128 == 0
 
 
 def test_fp32_main_weights_collect_updates_below_the_resolution_of_bf16():
@@ -293,15 +264,6 @@ def test_fp32_main_weights_collect_updates_below_the_resolution_of_bf16():
     assert not torch.equal(net.matrix, start[0])
 
 
-def test_bf16_gradients_are_added_in_fp32():
-    net = Net(torch.bfloat16)
-    optimizer = optimizer_of(net)
-    for value in (1.0, *[2**-9] * 4):  # bf16 would drop each of the small ones
-        backward(net, [torch.full(p.shape, value) for p in net.parameters()])
-    for weight in net.parameters():
-        assert torch.equal(optimizer.gradient_of(weight).total, torch.full(weight.shape, 1 + 4 * 2**-9))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_restored_optimizer_goes_on_bitwise(dtype):
     first, second = Net(dtype), Net(dtype)
@@ -322,30 +284,6 @@ def test_a_restored_optimizer_goes_on_bitwise(dtype):
         optimizer.step(LOSS)
     for a, b in zip(tensors_of(snapshot(one)), tensors_of(snapshot(two)), strict=True):
         assert torch.equal(a, b)
-
-
-def test_the_longest_skip_counts_anew_after_a_restore():
-    net = Net()
-    optimizer = optimizer_of(net)
-    for _ in range(5):
-        optimizer.step(torch.tensor(math.nan))
-    optimizer.restored()
-    optimizer.step(LOSS)
-    assert optimizer.longest_skip.item() == 0
-    optimizer.skipped_in_row.fill_(5)  # a restore inside a series goes on with it
-    optimizer.restored()
-    optimizer.step(torch.tensor(math.nan))
-    assert optimizer.longest_skip.item() == 6
-
-
-def test_weights_loaded_into_the_main_weights_reach_the_model_rounded():
-    net = Net(torch.bfloat16)
-    optimizer = optimizer_of(net)
-    weights = optimizer.main_weights()
-    weights["matrix"].fill_(3.001)
-    optimizer.adopt(weights)
-    assert torch.equal(optimizer.main[0], torch.full((5, 3), 3.001))
-    assert torch.equal(net.matrix, torch.full((5, 3), 3.0, dtype=torch.bfloat16))
 
 
 def test_the_selection_bias_moves_towards_balance_unless_the_step_is_skipped():

@@ -59,20 +59,9 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
 @pytest.mark.parametrize(
     "words, message",
     [
-        (
-            "data.seq_len=32000000 model.context_length=32000000",
-            "data.seq_len=32000000: the hidden states of a",
-        ),
-        (
-            "train.micro_batch_size=4000000 train.global_batch_size=4000000",
-            "train.micro_batch_size=4000000: the hidden states of a",
-        ),
+        ("data.seq_len=32000000 model.context_length=32000000", "data.seq_len=32000000: the hidden states"),
         ("data.prefetch=300000000", "data.prefetch=300000000: the batches that are read ahead"),
         ("train.val_batches=300000000", "train.val_batches=300000000: the batches of a validation"),
-        (
-            "train.log_interval=1000000000 train.steps=1000000000",
-            "train.log_interval=1000000000: the metrics of so many steps",
-        ),
         (
             "train.log_interval=2000000000 train.steps=1000000000",
             "train.log_interval=1000000000: the metrics",

@@ -100,7 +100,6 @@ def own_folder(folder: Path, **meta) -> Path:
 @pytest.mark.parametrize(
     ("meta", "words"),
     [
-        ({"model": "../m.yaml"}, "model=../m.yaml must be a file in model/"),
         ({"model": "model/../../m.yaml"}, "must be a file in model/"),
         ({"model": "/etc/passwd"}, "model=/etc/passwd must be a file in model/"),
         ({"model": 3}, "model: expected str, found int"),
@@ -120,19 +119,15 @@ def test_a_model_of_more_layers_than_tensors_is_refused_before_it_is_made(tmp_pa
         open_weights(folder)
 
 
-@pytest.mark.parametrize("names", [{}, {"a": "../b"}, {"a": "/etc/passwd"}, {"a": 3}, [1], "a"])
-def test_an_index_names_files_of_its_folder(tmp_path, names):
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(each, r"index\.json: weight_map") for each in ({}, {"a": "../b"}, {"a": "/etc/passwd"}, {"a": 3}, [1])]
+    + [({"a": "fifo"}, "fifo is no regular file")],
+)
+def test_an_index_names_regular_files_of_its_folder(tmp_path, names, said):
     folder = own_folder(tmp_path / "own")
     (folder / "weights.safetensors").rename(folder / "b")
-    (folder / "weights.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ConfigError, match=r"index\.json: weight_map"):
-        open_weights(folder)
-
-
-def test_a_fifo_among_the_weights_is_not_waited_for(tmp_path):
-    folder = own_folder(tmp_path / "own")
-    (folder / "weights.safetensors").unlink()
-    (folder / "weights.safetensors.index.json").write_text('{"weight_map": {"a": "fifo"}}')
     os.mkfifo(folder / "fifo")
-    with pytest.raises(ConfigError, match="fifo is no regular file"):
+    (folder / "weights.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ConfigError, match=said):
         open_weights(folder)

@@ -36,7 +36,7 @@ from graphmoe.config.arguments import emit
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import CONFIG_FILE, display_path
-from graphmoe.run.summary import render, value_of
+from graphmoe.run.metrics_file import render, value_of
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
     ELASTIC,

@@ -32,7 +32,7 @@ from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import display_path
-from graphmoe.run.summary import render
+from graphmoe.run.metrics_file import render
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
     ELASTIC,

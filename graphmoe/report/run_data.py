@@ -19,9 +19,6 @@ from graphmoe.run.files import (
     METRICS_FILE,
     PROJECTION_FILE,
     SUMMARY_FILE,
-)
-from graphmoe.run.metrics_file import Row, read_lines, steps_of, validations_of
-from graphmoe.run.records import (
     Captured,
     Compiled,
     Config,
@@ -31,7 +28,7 @@ from graphmoe.run.records import (
     Projection,
     Summary,
 )
-from graphmoe.run.summary import summarise
+from graphmoe.run.metrics_file import Row, read_lines, steps_of, summarise, validations_of
 
 log = logging.getLogger(__name__)
 

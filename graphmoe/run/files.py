@@ -1,10 +1,16 @@
-"""Files of a run's folder: their names, JSON, and paths as a user reads them."""
+"""Files of a run's folder: their names, the types of what they hold, and paths as a user reads them.
+
+The types are for those that read a folder which anybody may have written: what they do not name is let by.
+Integers are below 2^53, which is what JSON's readers agree on.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, Required, TypedDict
+
+from msgspec import Meta
 
 from graphmoe.runtime.host.files import replace_text
 
@@ -17,6 +23,127 @@ SUMMARY_FILE = "summary.json"
 PROJECTION_FILE = "projection.json"
 COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
 """Reports that `graphmoe.runtime` names by itself, since it imports nothing of a run; a test compares."""
+PROFILE_FOLDER = "profile"
+"""Name of the folder of traces, in a run's folder."""
+FACTS = "graphmoe"
+"""Key in a trace of facts about the run."""
+STEP = "ProfilerStep#"
+"""Beginning of the name of a range that is a step."""
+
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Size = Annotated[int, Meta(ge=1, lt=2**53)]
+Number = float | None
+
+
+def _record(required: str, **fields: Any) -> Any:
+    """Type of a JSON object: its fields with their types, of which some must be there."""
+    needed = {name: Required[kind] for name, kind in fields.items() if name in required.split()}
+    return TypedDict("Record", {name: NotRequired[kind] for name, kind in fields.items()} | needed)  # type: ignore[operator]
+
+
+def _each(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
+MetricsRow = _record(
+    "step",
+    **_each(Number, "loss val_loss grad_norm lr tokens_per_s tflops mfu memory_gib step_s epoch mtp_loss"),
+    **_each(Number, "balance_loss z_loss router_entropy rank_load receive_load"),
+    **_each(Count, "step tokens skipped_total"),
+    load_max_over_mean=list[float] | None,
+    skipped=bool,
+)
+"""Line of metrics.jsonl: a step of training, which has ``loss``, or a validation."""
+_Loads = Annotated[list[float], Meta(min_length=1)]
+ExpertLoad = _record(
+    "step steps load", step=Count, steps=Count, load=Annotated[list[_Loads], Meta(min_length=1)]
+)
+"""Line of expert_load.jsonl: loads over their mean by layer and expert."""
+Summary = _record(
+    "",
+    finished=bool | None,
+    stopped_by=str | None,
+    **_each(Count, "steps skipped_steps"),
+    **_each(Number, "final_loss first_val_loss final_val_loss best_val_loss median_step_s"),
+    **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),
+    time_to_first_step_s=Number,
+)
+"""Content of summary.json."""
+Environment = _record(
+    "",
+    command=list[str] | None,
+    packages=dict[str, str | None] | None,
+    num_workers=Size | None,
+    **_each(str | None, "device host"),
+)
+"""Fields of env.json that are more than a line in a table."""
+_Section = _record(
+    "",
+    **_each(str | None, "name device compute"),
+    scope=str | list[str] | None,
+    enabled=bool | None,
+    **_each(Count | None, "steps global_batch_size num_experts"),
+    **_each(Size | None, "tp cp pp ep etp"),
+)
+Config = _record("", **_each(_Section, "run model train precision parallel compile graph"))
+"""Keys of resolved.yaml that a page asks for."""
+_Place = _record(
+    "total",
+    **_each(float, "total params grads main_params moments activations buffers communication dispatch"),
+)
+Projection = _record("", places=list[_Place], why_not=str)  # type: ignore[valid-type]
+"""Content of projection.json: GiB by kind on the ranks of each place along pp."""
+_Pass = _record(
+    "matches nodes_before nodes_after ms",
+    **_each(int, "matches nodes_before nodes_after"),
+    ms=float,
+    **_each(Number, "saved_bytes_before saved_bytes_after"),
+)
+_Unit = _record(
+    "unit for used graphs seconds source",
+    **_each(str, "unit for source"),
+    **_each(int, "used graphs"),
+    seconds=float,
+    why_compiled=str | None,
+)
+Compiled = _record(
+    "graphs seconds recompiled",
+    **_each(int, "graphs recompiled"),
+    seconds=float,
+    cache=dict[str, int],
+    passes=dict[str, _Pass],  # type: ignore[valid-type]
+    units=list[_Unit],  # type: ignore[valid-type]
+)
+"""Content of compile_report.json."""
+_Span = _record(
+    "unit places graphs seconds", unit=str, **_each(int, "places graphs"), nodes=int | None, seconds=float
+)
+Captured = _record(
+    "on scope graphs seconds pool_bytes warmup_steps spans",
+    **_each(str, "on scope"),
+    **_each(int, "graphs warmup_steps"),
+    **_each(float, "seconds pool_bytes"),
+    spans=list[_Span],  # type: ignore[valid-type]
+    not_captured=dict[str, str],
+)
+"""Content of capture_report.json."""
+JobRecord = _record(
+    "number overrides status",
+    number=Count,
+    overrides=list[str],
+    **_each(str, "status run_folder host"),
+    value=Number,
+    error=str | None,
+    pid=Annotated[int, Meta(ge=0, lt=2**31)],
+)
+"""Content of job.json of a sweep."""
+SweepRecord = _record("", **_each(str | None, "command resume"), jobs=list[dict[str, Any]])
+"""Content of sweep.json."""
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's trace."""
+    return f"rank{rank}.trace.json.gz"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
-from graphmoe.run.records import PROFILE_FOLDER
+from graphmoe.run.files import PROFILE_FOLDER
 from graphmoe.trace.events import rank_of, read_trace
 from graphmoe.trace.summary import Summary, summarise
 from graphmoe.trace.tables import Comparison, compare, comparison_text, summary_text

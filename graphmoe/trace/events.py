@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import msgspec
 
 from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
-from graphmoe.run.records import STEP, trace_file
+from graphmoe.run.files import STEP, trace_file
 
 LARGEST_TRACE = 4 << 30
 """Bytes of a trace that is read, unpacked."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.records import STEP
+from graphmoe.run.files import STEP
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.trace.events import Activity, HostEvent, Thread, Trace
 from graphmoe.trace.floors import Device

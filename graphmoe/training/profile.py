@@ -20,9 +20,8 @@ from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
 from graphmoe.plan.plan import Plan
-from graphmoe.run.files import display_path
+from graphmoe.run.files import FACTS, PROFILE_FOLDER, STEP, display_path, trace_file
 from graphmoe.run.machine import device_name, memory_gib
-from graphmoe.run.records import FACTS, PROFILE_FOLDER, STEP, trace_file
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines

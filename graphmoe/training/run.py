@@ -28,8 +28,7 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, to_json
 from graphmoe.run.machine import check_processes, describe, open_device
-from graphmoe.run.metrics_file import read_rows
-from graphmoe.run.summary import summarise
+from graphmoe.run.metrics_file import read_rows, summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
 from graphmoe.runtime.dispatch.vendors import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphmoe.plan.costs.hardware import CARDS, H100
-from graphmoe.run.records import trace_file
+from graphmoe.run.files import trace_file
 from graphmoe.trace.__main__ import main
 from graphmoe.trace.events import Activity, Trace, rank_of, read_trace
 from graphmoe.trace.floors import Device

@@ -16,10 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from graphmoe.config.schema import ConfigError, LogConfig
 from graphmoe.model.flops import flops_per_token
 from graphmoe.model.moe import ROUTER_STATS
-from graphmoe.run.files import EXPERT_LOADS_FILE
-from graphmoe.run.metrics_file import read_lines, read_rows
-from graphmoe.run.records import ExpertLoad
-from graphmoe.run.summary import summarise
+from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
+from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.training.metrics import (
     MAX_LINES,
     ExpertLoads,

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.untrusted import FileError, read_json
-from graphmoe.run.files import SUMMARY_FILE
-from graphmoe.run.records import JobRecord, Summary
+from graphmoe.run.files import SUMMARY_FILE, JobRecord, Summary
 
 log = logging.getLogger(__name__)
 

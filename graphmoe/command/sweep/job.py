@@ -29,7 +29,7 @@ from graphmoe.command.sweep.folder import Job, JobStatus, read_job
 from graphmoe.command.sweep.process import STOP_FILE, RunningSweep, SweepError
 from graphmoe.config.masking import MASK, masked_line, masked_overrides
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.summary import value_of
+from graphmoe.run.metrics_file import value_of
 from graphmoe.runtime.host.signals import end_with_parent
 
 log = logging.getLogger(__name__)

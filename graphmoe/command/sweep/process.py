@@ -41,8 +41,7 @@ from graphmoe.config.masking import masked_overrides
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.report.comparison import RunCurves, curves_of_runs, run_curves
 from graphmoe.report.run_data import read_run
-from graphmoe.run.files import display_path, write_json
-from graphmoe.run.records import SweepRecord
+from graphmoe.run.files import SweepRecord, display_path, write_json
 from graphmoe.runtime.host.files import FileLock
 from graphmoe.runtime.host.signals import NOTICES, ends_at_signals, heard, say
 from graphmoe.web_page.page import paragraph, table

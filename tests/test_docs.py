@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -16,11 +17,13 @@ from types import ModuleType
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import DictConfig, flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.errors import explain
@@ -135,10 +138,28 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
     parsed = OverridesParser.create().parse_overrides(overrides)
     swept = any(override.is_sweep_override() for override in parsed)
     assert swept <= args.multirun, "a comma outside brackets is a sweep, which needs -m"
-    ConfigStore.instance().store(name="schema", node=RunConfig)
     for chosen in itertools.product(*map(words_for, parsed)):
-        with initialize_config_module("graphmoe.conf", version_base="1.3"):
-            to_config(compose("config", overrides=list(chosen)), complete=complete)
+        groups = tuple(word for word in chosen if is_of_a_group(word))
+        cfg = copy.deepcopy(composed(groups))
+        values = OverridesParser.create().parse_overrides([word for word in chosen if word not in groups])
+        with flag_override(cfg.hydra, "readonly", False):
+            ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        to_config(cfg, complete=complete)
+
+
+def is_of_a_group(word: str) -> bool:
+    key = word.partition("=")[0].lstrip("+~")
+    return "/" in key or key == "hydra.searchpath" or (ROOT / "conf" / key).is_dir()
+
+
+@functools.cache
+def composed(groups: tuple[str, ...]) -> DictConfig:
+    """The configuration of some options of groups; composing takes most of the time of a command line."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    with initialize_config_module("graphmoe.conf", version_base="1.3"):
+        return compose("config", list(groups), return_hydra_config=True)
 
 
 def check_command(page: str, line: str, folder: Path) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import BY_INDUCTOR, pytest_collection_modifyitems
+from tests.conftest import pytest_collection_modifyitems
 
 
 def collected(expression: str, *marked: set[str]) -> tuple[list[int], list[int]]:
@@ -41,7 +41,3 @@ def test_slow_and_exhaustive_tests_run_only_where_an_expression_names_them(expre
     """Count the tests that are left for the expression itself to choose from; on a GPU slow tests run too."""
     kept, left_out = collected(expression, set(), {"slow"}, {"exhaustive"}, {"slow", "exhaustive"})
     assert kept == left and sorted(kept + left_out) == [0, 1, 2, 3]
-
-
-def test_what_inductor_compiles_of_very_many_alike_is_slow():
-    assert {mark.name for mark in BY_INDUCTOR.marks} == {"exhaustive", "slow"}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphmoe.config.choices import SEGMENT_NAMES, DispatcherChoice
-from graphmoe.plan.experts import FACTS
+from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.segments import Segment, lowest_stage, run_segments, waiting_segments
 
 
@@ -17,15 +16,6 @@ def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
     )
 
 
-def test_a_name_outside_the_vocabulary_is_refused():
-    with pytest.raises(AssertionError, match="router"):
-        Segment("router", torch.neg, ("x",), ("x",))
-
-
-def test_a_segment_runs_on_the_compute_stream_unless_it_says_otherwise():
-    assert Segment("attn", torch.neg, ("x",), ("x",)).stream == "compute"
-
-
 def test_tensors_are_handed_over_by_name_in_the_declared_order():
     segments = [
         Segment("attn", lambda b, a: (a - b, a * b), ("b", "a"), ("difference", "product")),
@@ -34,12 +24,6 @@ def test_tensors_are_handed_over_by_name_in_the_declared_order():
     a, b = torch.tensor(7.0), torch.tensor(3.0)
     kept = run_segments(segments, {"a": a, "b": b}, ("product", "a", "b"))
     assert [t.item() for t in kept] == [21.0, -4.0, 3.0]
-
-
-def test_the_caller_keeps_its_own_tensors():
-    tensors = {"x": torch.tensor(2.0)}
-    run_segments([Segment("attn", torch.neg, ("x",), ("x",))], tensors, ("x",))
-    assert list(tensors) == ["x"] and tensors["x"].item() == 2.0
 
 
 def test_reading_what_nobody_wrote_is_an_error():
@@ -73,15 +57,3 @@ def test_returning_another_number_of_tensors_than_declared_is_an_error(writes):
 def test_a_scope_needs_the_stage_at_which_nothing_of_it_waits(scope, stage):
     assert lowest_stage(scope) == stage
     assert waiting_segments(scope, stage) == () and (stage == 0 or waiting_segments(scope, stage - 1))
-
-
-def test_a_dispatcher_that_waits_leaves_what_stands_before_it():
-    assert waiting_segments("partial", FACTS[DispatcherChoice.alltoall].sync_free_stage) == ()
-    assert waiting_segments("moe", FACTS[DispatcherChoice.alltoall].sync_free_stage)[0] == "moe_dispatch"
-    assert waiting_segments("full_iteration", FACTS[DispatcherChoice.local].sync_free_stage) == ()
-
-
-def test_each_stage_names_the_segments_that_wait_for_the_host():
-    late = ("moe_dispatch", "moe_experts", "moe_combine")
-    assert waiting_segments("full_iteration", 0) == ("moe_router", "moe_preprocess", *late)
-    assert waiting_segments("layer", 1) == waiting_segments("moe", 2) == late

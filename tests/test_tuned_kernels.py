@@ -104,11 +104,6 @@ def test_other_kernels_and_those_without_the_configuration_are_tuned(jobs):
     assert tuned(instance(jobs.file("a.py"), {64: 1.1, 128: 1.0})) == 128
 
 
-def test_kernels_without_a_file_are_tuned_each_time(jobs):
-    assert tuned(instance(None, {512: 1.0, 1024: 1.1})) == 512
-    assert tuned(instance(None, {512: 1.1, 1024: 1.0})) == 1024
-
-
 def test_a_later_job_takes_what_is_stored_also_for_a_derived_configuration(jobs):
     assert tuned(instance(jobs.file("a.py"), {512: 1.1, 256: 1.0}, derived=(256,))) == 256
     jobs.start()
@@ -130,9 +125,3 @@ def test_a_kernel_of_a_cached_graph_looks_in_the_work_folder_of_this_job(jobs):
     assert tuned(other) == 1024
     jobs.start()
     assert tuned(instance(jobs.file("b.py"), {512: 1.0, 1024: 1.1})) == 1024  # what `other` has stored
-
-
-def test_asking_twice_changes_nothing(jobs):
-    once = CachingAutotuner.autotune_to_one_config
-    tune_each_kernel_once()
-    assert CachingAutotuner.autotune_to_one_config is once

@@ -89,13 +89,6 @@ def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, change, said):
     assert said.format(path.with_suffix("")) in str(error.value)
 
 
-def test_a_worker_without_a_file_says_what_it_wants_and_ends_with_status_2(tmp_path):
-    missing = command(tmp_path, "run/resolved.yaml", module="graphmoe.worker")
-    assert missing.wait() == 2
-    assert "run/resolved.yaml cannot be read (No such file or directory)" in missing.err.read_text()
-    assert "Traceback" not in missing.err.read_text()
-
-
 def test_variables_of_the_host_are_set_before_gpus_are_looked_for(tmp_path, monkeypatch):
     path, calls = tmp_path / "resolved.yaml", []
     path.write_text(yaml.safe_dump({**to_plain(config()), "run": {"name": "x", "device": "auto"}}))

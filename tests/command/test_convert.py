@@ -248,15 +248,6 @@ def test_weights_are_cast_but_the_router_bias_is_not(hf, tmp_path, capsys, word,
     assert torch.equal(again.embed.weight, model.embed.weight.to(dtype).float())
 
 
-def test_token_ids_and_tokenizer_survive_both_ways(hf, tmp_path, capsys):
-    folder, _ = hf
-    call(capsys, f"from={folder}", f"to={tmp_path / 'own'}")
-    call(capsys, f"from={tmp_path / 'own'}", f"to={tmp_path / 'back'}")
-    raw = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert (raw["bos_token_id"], raw["eos_token_id"], raw["pad_token_id"]) == (3, [4, 5], None)
-    assert (tmp_path / "back" / "tokenizer.json").read_text() == '{"of": "hf"}'
-
-
 def test_all_keys_of_the_configuration_survive_in_our_format(tmp_path, capsys, run):
     call(capsys, f"from={run[0]}", f"to={tmp_path / 'own'}", "target=graphmoe")
     config = open_weights(tmp_path / "own").config

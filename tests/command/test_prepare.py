@@ -65,12 +65,6 @@ def test_the_files_that_the_tool_writes_can_be_trained_on(folder):
     assert corpus.train.reader().read(0, 3).shape == (3, 33)
 
 
-def test_documents_can_be_left_without_an_end(folder):
-    args = PrepareArgs(["*.jsonl"], Path("tok.json"), Path("raw"), text_field="content", append_eod=False)
-    assert prepare(args)["eod_token"] is None
-    assert not (np.asarray(read_token_file("raw").tokens_T) == 0).any()
-
-
 def test_existing_files_are_kept_unless_asked(folder):
     main(ARGS)
     with pytest.raises(ConfigError, match=r"tokens.bin and .*tokens.idx exist already; use overwrite=true"):
@@ -109,13 +103,6 @@ def test_a_full_disk_is_an_error_that_names_the_output(folder, monkeypatch):
     assert list((folder / "out").iterdir()) == []
 
 
-def test_skipped_records_are_counted_by_kind(folder, capsys):
-    with open(folder / "b.jsonl", "a") as file:
-        file.write('{"content": "half')
-    main([*ARGS, "skip_bad=true", "format=json"])
-    assert json.loads(capsys.readouterr().out)["skipped"] == {"bad JSON line": 1}
-
-
 def test_wrong_arguments_are_errors_in_the_tools_own_words(folder):
     with pytest.raises(ConfigError, match=r"input: no file matches 'none\*'"):
         main(["input=none*", *ARGS[1:]])
@@ -127,3 +114,9 @@ def test_wrong_arguments_are_errors_in_the_tools_own_words(folder):
         main([*ARGS, "workers=-1"])
     with pytest.raises(ConfigError, match="did you mean 'output'"):
         main([*ARGS, "outputs=x"])
+
+
+def test_documents_can_be_left_without_an_end(folder):
+    args = PrepareArgs(["*.jsonl"], Path("tok.json"), Path("raw"), text_field="content", append_eod=False)
+    assert prepare(args)["eod_token"] is None
+    assert not (np.asarray(read_token_file("raw").tokens_T) == 0).any()

@@ -13,9 +13,7 @@ import pytest
 
 from graphmoe.config.arguments import (
     emit,
-    field_docs,
     file_problems,
-    nearest,
     parse_args,
     print_error,
     run_tool,
@@ -103,52 +101,6 @@ def test_a_dataclass_within_has_keys_with_a_dot():
     ]
 
 
-@dataclass
-class Brush:
-    """Arguments of a tool's tool, too, which has a tool of its own."""
-
-    width: int
-    """Width in mm."""
-    colours: list[str] = field(default_factory=list)
-    """Colours in turn, by comma."""
-    paint: Paint = field(default_factory=Paint)
-    """Paint for all colours."""
-
-
-@dataclass
-class BrushArgs:
-    """Arguments of a tool whose own default takes the place of those of its tools."""
-
-    brush: Brush = field(default_factory=lambda: Brush(8, ["red", "blue"], Paint(5, "a")))
-    """Brush to take."""
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ([], Brush(8, ["red", "blue"], Paint(5, "a"))),
-        (["brush.paint.layers=3"], Brush(8, ["red", "blue"], Paint(3, "a"))),
-        (["brush.width=4", "brush.colours=", "brush.paint.from=none"], Brush(4, [], Paint(5, None))),
-    ],
-)
-def test_keys_not_given_for_a_dataclass_within_keep_the_values_of_its_factory(words, expected):
-    assert parse_args(BrushArgs, words, prog="graphmoe.tool") == BrushArgs(expected)
-
-
-@pytest.mark.parametrize(
-    "word, message",
-    [
-        ("paint.layres=3", "unknown key 'paint.layres'; did you mean 'paint.layers'?"),
-        ("paint=3", "unknown key 'paint'"),
-        ("paint.layers=x", "paint.layers=x: expected a whole number"),
-    ],
-)
-def test_a_wrong_key_with_a_dot_is_named_too(word, message):
-    with pytest.raises(ConfigError) as error:
-        parse_args(PaintedArgs, ["name=a", word], prog="graphmoe.tool")
-    assert message in str(error.value).splitlines()[0]
-
-
 @pytest.mark.parametrize(
     "word, message",
     [
@@ -171,11 +123,6 @@ def test_a_wrong_word_is_named_with_what_would_do(word, message):
     assert usage(Args, "graphmoe.tool") in str(error.value)
 
 
-def test_all_wrong_words_are_reported_together():
-    with pytest.raises(ConfigError, match="'cuont'.*; count=x: .*; 'odd' is not of the form"):
-        parse("cuont=3", "count=x", "odd")
-
-
 def test_a_missing_value_is_named_with_its_documentation():
     with pytest.raises(ConfigError, match=r"source=\.\.\. is required \(File to read\.\)"):
         parse("count=3")
@@ -195,16 +142,6 @@ def test_help_prints_each_key_with_default_and_documentation(capsys):
             "count=3 Number of lines.",
         ]
         assert "colour=red red or blue." in rows and len(rows) == 9
-
-
-def test_the_documentation_of_a_field_is_one_line_and_of_that_field_only():
-    docs = field_docs(Args)
-    assert docs["count"] == "Number of lines." and list(docs)[0] == "source" and len(docs) == 9
-
-
-def test_an_error_offers_the_nearest_word_or_all_words():
-    assert nearest("cout", ["count", "share"]) == "; did you mean 'count'?"
-    assert nearest("q", ["count", "share"]) == "; valid: count, share"
 
 
 def test_a_file_to_write_is_in_a_folder_that_there_is_and_ends_as_it_should(tmp_path):
@@ -237,14 +174,6 @@ def fail_with(error: Exception):
         raise error
 
     return main
-
-
-@pytest.mark.parametrize("error", [ConfigError("use a=1"), FileNotFoundError("gone"), PermissionError("no")])
-def test_a_known_error_is_one_line_and_status_2(error, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_tool(fail_with(error), [])
-    assert end.value.code == 2
-    assert capsys.readouterr() == ("", f"error: {error}\n")
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,6 @@ def test_every_option_opens_with_what_it_is_for(path):
     assert lines[0].startswith("# ") and len(lines[0]) > 12
 
 
-def test_the_way_a_user_thinks_composes(composed):
-    words = "model=deepseek_v2_lite model.num_layers=4 data=synthetic optim.lr=3e-4 train.steps=20"
-    found = composed(*words.split(), "precision=bf16", "data.seed=3", "model.top_k=4")
-    assert (found.model.num_layers, found.model.top_k, found.optim.lr, found.data.seed) == (4, 4, 3e-4, 3)
-    assert found.precision.compute is ComputeDtype.bf16
-
-
 def test_autos_are_resolved_and_the_given_configuration_is_left_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path))
@@ -87,31 +80,6 @@ def test_the_resolved_stage_is_the_lowest_that_the_scope_needs_or_the_one_that_i
 ):
     found = config(f"moe.sync_free_stage={stage}", f"graph.scope={scope}", "compile.enabled=true")
     assert to_plain(found)["moe"]["sync_free_stage"] == resolved
-
-
-@pytest.mark.parametrize(
-    "words, resolved",
-    [
-        ((), "local"),
-        (("parallel.ep=2",), "alltoall"),
-        (("parallel.etp=2",), "alltoall"),
-        (("moe.dispatcher=alltoall",), "alltoall"),
-    ],
-)
-def test_tokens_stay_where_every_rank_has_all_experts(words, resolved):
-    assert to_plain(config(*words))["moe"]["dispatcher"] == resolved
-
-
-def test_with_a_dispatcher_that_waits_what_stands_before_it_is_captured():
-    found = config("parallel.ep=2", "graph.scope=partial", "compile.enabled=true")
-    assert found.moe.sync_free_stage == 1
-
-
-def test_a_model_without_experts_needs_no_stage():
-    words = ("graph.scope=layer", "compile.enabled=true", "model.num_dense_layers=${model.num_layers}")
-    assert (
-        config(*words).moe.sync_free_stage == config(*words, "moe.sync_free_stage=0").moe.sync_free_stage == 0
-    )
 
 
 def test_a_resolved_configuration_survives_the_way_through_yaml(tmp_path):

@@ -38,11 +38,6 @@ def test_our_launcher_is_the_plugins_with_one_process_for_each_node():
     assert ours["signal_delay_s"] < ours["timeout_min"] * 60
 
 
-def test_keys_of_a_cluster_can_follow_in_the_command():
-    found = launcher("hydra/launcher=slurm", "hydra.launcher.partition=gpu", "hydra.launcher.nodes=4")
-    assert (found["partition"], found["nodes"], found["tasks_per_node"]) == ("gpu", 4, 1)
-
-
 def examples() -> dict[str, str]:
     """The files that the comments of slurm.yaml show, by their names."""
     lines = [line.removeprefix("#").removeprefix(" ") for line in SLURM.read_text().splitlines()]

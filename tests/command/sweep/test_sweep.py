@@ -112,13 +112,6 @@ def test_an_error_that_nobody_expected_has_its_traceback_and_stops_no_other_job(
     assert last_line(run) == f"error: job 0 (optim.lr={CRASHES}): ZeroDivisionError('a mistake of ours')"
 
 
-def test_a_sweep_whose_jobs_all_finish_ends_with_status_0_and_offers_nothing_to_go_on_with(tmp_path):
-    run = stub(tmp_path, "optim.lr=0.3,0.1,0.2", "run.name=mine")
-    assert run.wait() == 0 and numbers_of_table(run) == [1, 2, 0]
-    assert "sweep.resume" not in run.err.read_text()
-    assert len(list(tmp_path.glob("multirun/mine/*/sweep.html"))) == 1
-
-
 def test_an_interrupted_sweep_goes_on_where_it_was_by_the_command_that_it_prints(tmp_path):
     run = stub(tmp_path, f"optim.lr=0.1,{FAILS},{ENDS_BY_SIGNAL},0.2", DIR)
     assert run.wait() == 130
@@ -193,14 +186,6 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_pat
     )
 
 
-@pytest.mark.slow
-def test_a_sweep_that_ends_before_its_first_job_leaves_no_report(tmp_path):
-    run = stub(tmp_path, "optim.lrr=0.1,0.2", DIR)
-    assert run.wait() == 2 and "did you mean 'optim.lr'" in last_line(run)
-    assert run.out.read_text() == "" and not (tmp_path / "sweep" / "sweep.json").exists()
-    assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
-
-
 def test_other_tools_have_no_report_of_a_sweep(tmp_path):
     run = command(tmp_path, "-m", "model=tiny,tiny_gqa", module="graphmoe.info")
     assert run.wait() == 0 and run.out.read_text().count("Parameters") == 2
@@ -216,14 +201,6 @@ def test_optuna_takes_the_value_of_a_job_and_survives_one_that_fails(tmp_path):
     best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
     assert best.best_value == 0.05 and best.best_params["optim.lr"] == 0.1
     assert "Traceback" not in run.err.read_text()
-
-
-@pytest.mark.slow
-def test_a_study_whose_trials_all_fail_ends_with_the_table_and_the_errors(tmp_path):
-    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}", DIR)
-    run = stub(tmp_path, *words)
-    assert run.wait() == 1 and set(states(tmp_path / "sweep").values()) == {"failed"}
-    assert last_line(run) == "error: No trials are completed yet."
 
 
 @pytest.mark.slow
@@ -345,15 +322,17 @@ def test_a_job_that_shares_with_nobody_takes_the_gpus_as_they_are(job_of, words,
         assert environment == {}
 
 
-def test_a_job_of_less_workers_than_gpus_says_which_are_idle(job_of, leases, caplog):
-    job_of("hydra/launcher=joblib")
-    with job_gpus(config_of(nproc=1, gpus=2)):
-        assert "launch.nproc=1 leaves 1 of the launch.gpus_per_job=2 GPUs of this job idle" in caplog.text
-
-
 def test_a_sweep_can_be_moved(tmp_path):
     (tmp_path / "a" / "0-2").mkdir(parents=True)
     (tmp_path / "a" / "0").mkdir()
     Job(0, ["x=1"], tmp_path / "a" / "0", run_folder="../0-2").write()
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert read_job(tmp_path / "b" / "0").folder == tmp_path / "b" / "0-2"
+
+
+@pytest.mark.slow
+def test_a_study_whose_trials_all_fail_ends_with_the_table_and_the_errors(tmp_path):
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}", DIR)
+    run = stub(tmp_path, *words)
+    assert run.wait() == 1 and set(states(tmp_path / "sweep").values()) == {"failed"}
+    assert last_line(run) == "error: No trials are completed yet."

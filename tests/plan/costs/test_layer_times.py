@@ -10,27 +10,24 @@ from graphmoe.config.schema import (
     DispatcherChoice,
     RecomputeConfig,
     RunConfig,
-    Transport,
 )
 from graphmoe.model.flops import flops_per_token
 from graphmoe.pipeline_view.plans import load_preset
-from graphmoe.plan.costs.hardware import H200, MI300X
+from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import (
     attention_parts,
     attention_scores,
     experts,
     gate,
     swiglu,
-    travelling_bytes,
 )
 from graphmoe.plan.costs.rates import TIMES, Speeds, default_rates
 from graphmoe.plan.costs.segment_times import MOVED, second_forward, sum_of
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import balanced_load
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.recompute import Recompute
-from graphmoe.project.step_time import message_seconds, stage_times
+from graphmoe.project.step_time import stage_times
 
 NVIDIA = default_rates(is_nvidia=True)
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name in TIMES else 1.0 for f in fields(NVIDIA)})
@@ -81,38 +78,6 @@ def test_a_dispatch_whose_rows_the_host_counts_waits_for_two_launches():
     run.moe.dispatcher = DispatcherChoice.symm
     num_moe_layers = 58 + 1  # that of the later token too
     assert counted - forward() == pytest.approx(num_moe_layers * 2 * 100e-6, rel=1e-6)
-
-
-def test_bytes_that_leave_a_node_are_shared_by_the_cards_of_its_ranks():
-    speeds = Speeds(MI300X, PEAK)
-    assert speeds.gather(1e9, 1) == 0
-    assert speeds.gather(1e9, 8) == pytest.approx(1e9 * 7 / 8 / 448e9)
-    assert speeds.gather(1e9, 16) == pytest.approx(1e9 * 15 / 16 / 448e9)  # slower than 8 network cards
-    assert speeds.gather(1e9, 8, stride=4) == pytest.approx(1e9 * 6 / 8 / 2 / 50e9)
-    assert speeds.gather(1e9, 4, stride=8) == pytest.approx(1e9 * 3 / 4 / 50e9)
-
-
-def test_a_message_takes_one_link_inside_a_node_and_else_the_network():
-    run = run_of("deepseek_v2_lite", pp=4)
-    for card, inside in ((H200, 450e9), (MI300X, 64e9)):
-        speeds = Speeds(card, PEAK)
-        near, far = sizes_of(run, 8), sizes_of(run, 16)
-        assert message_seconds(near, speeds) == pytest.approx(near.state / inside)
-        assert message_seconds(far, speeds) == pytest.approx(far.state / 50e9)
-
-
-@pytest.mark.parametrize(("experts_chosen", "share"), [((64, 6), 4.5376), ((128, 8), 5.3396)])
-def test_what_travels_is_balanced_and_blocks_travel_whole(experts_chosen, share):
-    run = run_of("deepseek_v2_lite", ep=8)
-    run.model.num_experts, run.model.top_k = experts_chosen
-    sizes = sizes_of(run, 8)
-    row = 2 * run.model.hidden_size
-    rows = balanced_load(run.model, sizes.layout, SEQ_LEN).rows
-    assert travelling_bytes(sizes) == row * rows
-    assert rows == pytest.approx(SEQ_LEN * share, rel=1e-3)
-    run.moe.dispatcher, run.moe.transport = DispatcherChoice.symm, Transport.copy_engine
-    blocks = sizes_of(run, 8)
-    assert blocks.block and travelling_bytes(blocks) == row * 8 * blocks.block
 
 
 def test_ranks_gather_latents_instead_of_hidden_states():

@@ -38,12 +38,6 @@ def test_the_head_of_every_depth_is_with_the_loss():
     assert layer.total < mtp.total < 1.2 * layer.total
 
 
-def test_head_and_loss_take_what_they_were_measured_to():
-    """Times on H200s: 9.3 ms, a MoE layer 6.7 (docs/benchmarks); by FLOPs the ratio would be 2.2."""
-    *_, layer, loss = modelled_parts(load_preset("deepseek_v2_lite"), 4096)
-    assert 1.1 < loss.total / layer.total < 1.5
-
-
 def test_layers_differ_by_kind_and_by_the_length_of_sequences():
     model = ModelConfig(num_layers=4, num_dense_layers=2)
     _, dense, other, moe, last, _ = modelled_parts(model, 64)

@@ -10,7 +10,6 @@ import pytest
 from graphmoe.plan.pipeline.actions import Action, Placement
 from graphmoe.plan.pipeline.check import check, needs, peak_activations
 from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.plan.pipeline.schedules.v_shaped import _best_block
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 ON_A_V = ("zbv", "v_half", "v_min")
@@ -49,15 +48,6 @@ def timed(name, num_ranks, num_micro_batches, ratio):
 def test_zbv_is_faster_than_1f1b_whatever_the_costs(ratio):
     for number in (16, 64):
         assert timed("zbv", 8, number, ratio).bubble < timed("1f1b", 8, number, ratio).bubble
-
-
-def test_short_weight_gradients_leave_the_bubble_that_the_first_forwards_make():
-    """Tables for F = I = W have 17% here, however many micro-batches there are."""
-    short = (1, 1, 0.5)
-    assert timed("1f1b", 8, 256, short).bubble == pytest.approx(0.0266, abs=5e-4)
-    assert timed("zb1p", 8, 256, short).bubble == pytest.approx(0.0160, abs=5e-4)
-    for number, most in ((32, 0.045), (128, 0.012), (256, 0.006)):
-        assert timed("zbv", 8, number, short).bubble < most
 
 
 @pytest.mark.parametrize(
@@ -109,20 +99,6 @@ def test_any_costs_give_tables_that_run_within_their_memory(seed):
             joint = (tuple(map(sum, zip(way[:num_ranks], way[::-1], strict=False))) for way in ways)
             loop = Costs(*joint, costs.comm)
             assert makespan <= 1.01 * simulate(make_table("1f1b", num_ranks, number), loop).makespan
-
-
-def test_equal_costs_give_equal_tables_whatever_is_known_already():
-    costs = random_costs(random.Random(5), 4)
-    for name in ON_A_V:
-        table = make_table(name, 4, 9, costs=costs)
-        _best_block.cache_clear()
-        assert make_table(name, 4, 9, costs=costs) == table
-
-
-def test_the_memory_of_a_stage_does_not_change_its_table():
-    plain = Costs.of_rank(Placement.folded(4), 1, 2, 1)
-    sized = Costs.of_rank(Placement.folded(4), 1, 2, 1, activation_bytes=5, hidden=0.5)
-    assert make_table("zbv", 4, 8, costs=plain) == make_table("zbv", 4, 8, costs=sized)
 
 
 def shortest(num_ranks, number, limit, costs):

@@ -38,22 +38,6 @@ def test_the_largest_stage_is_the_smallest_possible_and_the_others_are_even():
         assert len(found) == num_stages and (max(found), sum(s * s for s in found)) == best
 
 
-def test_fractions_of_a_millisecond_balance_as_well():
-    costs = [0.1] * 7
-    assert sorted(sums_of(balanced_layout(parts_of(costs), range(3)), costs)) == pytest.approx(
-        [0.2, 0.2, 0.3]
-    )
-
-
-def test_the_lighter_stages_of_an_even_layout_come_first():
-    assert balanced_layout(parts_of([1, 1, 1, 1, 1]), range(3)) == "E|tt|tL"
-
-
-def test_a_stage_without_cost_is_made_only_where_it_must_be():
-    assert balanced_layout(parts_of([0, 1, 1, 1]), range(3)) == "Et|t|L"
-    assert balanced_layout(parts_of([0, 1, 1, 1]), range(4)) == "E|t|t|L"
-
-
 @pytest.mark.parametrize("num_stages", [0, 5])
 def test_more_stages_than_parts_are_refused(num_stages):
     with pytest.raises(ConfigError, match=rf"= {num_stages}, and the model has 4 parts \(EttL\).*use 1 to 4"):
@@ -104,10 +88,3 @@ def test_ranks_are_even_to_one_part_where_not_all_layouts_are_tried(monkeypatch)
         assert found[0] <= best[0] + min(cost for cost in costs if cost)
         misses.append(found[0] / best[0] - 1)
     assert sum(misses) / len(misses) < 0.02
-
-
-def test_many_layers_on_many_ranks_are_even_within_a_layer():
-    costs = [0, 10, 10, 10, *[23] * 93, 30]
-    rank_of = Placement.loop(24, 4).rank_of
-    busiest, _, _ = costs_of(balanced_layout(parts_of(costs), rank_of), costs, rank_of)
-    assert busiest < sum(costs) / 24 + 23

@@ -10,16 +10,7 @@ import torch
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
-from graphmoe.plan.costs.segment_times import modelled_parts, stage_costs, sum_of
 from graphmoe.plan.pipeline.balance import balanced_layout, measured_parts
-
-
-def test_a_stage_costs_the_sum_of_its_parts():
-    model = ModelConfig(num_layers=3, mtp_depth=1)
-    parts = modelled_parts(model, 64)
-    stages = stage_costs(["Et", "ttmL"], parts)
-    assert stages[0] == sum_of("Et", parts[:2]) and stages[0].forward == parts[0].forward + parts[1].forward
-    assert stages[1].total == pytest.approx(sum(part.total for part in parts[2:]))
 
 
 def test_the_segments_of_layers_are_those_that_layers_have():
@@ -52,20 +43,6 @@ def test_times_may_be_of_parts_segments_or_units(measured):
     expected = [("E", 0.0), ("t", 2.0), ("t", 5.0), ("t", 5.0), ("m", mtp), ("L", 3.0)]
     assert measured_parts(MODEL, measured) == expected
     assert balanced_layout(expected, range(2)) == "Ettt|mL"
-
-
-def test_a_model_without_shared_experts_needs_no_time_for_them():
-    model = ModelConfig(num_layers=1, num_dense_layers=0, shared_ffn_size=0)
-    times = {name: 1.0 for name in MOE_SEGMENTS if name != "shared_experts"}
-    assert measured_parts(model, {**times, "loss": 1.0})[1] == ("t", 6.0)
-    units = {"attn..moe_dispatch": 1.0, "shared_experts..moe_combine": 2.0, "loss": 1.0}
-    assert measured_parts(model, units)[1] == ("t", 3.0)
-
-
-def test_a_model_of_dense_layers_needs_no_time_of_moe_layers_beside_that_of_mtp():
-    model = ModelConfig(num_layers=2, num_dense_layers=2, mtp_depth=1)
-    times = {"dense": 1.0, "mtp": 2.0, "loss": 4.0}
-    assert measured_parts(model, times) == [("E", 0.0), ("t", 1.0), ("t", 1.0), ("m", 2.0), ("L", 4.0)]
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,6 @@ def test_pieces_number_layers_over_the_whole_model():
     )
 
 
-def test_every_layer_of_the_example_is_on_one_stage():
-    stages = pieces_of(EXAMPLE, num_layers=13, mtp_depth=0, num_stages=8)
-    assert [layer for stage in stages for layer in stage.layers] == list(range(13))
-    assert [stage.embed for stage in stages] == [True] + [False] * 7
-    assert [stage.loss for stage in stages] == [False] * 7 + [True]
-
-
 @pytest.mark.parametrize(
     "text, message, column",
     [
@@ -123,13 +116,6 @@ def test_a_space_of_any_kind_keeps_the_caret_below_its_character():
     assert error_of("E\tt\n?L") == (error_of("E t ?L")[0], "E t ?L", 4)
 
 
-def test_an_error_names_the_string_as_the_caller_does():
-    with pytest.raises(ConfigError, match="^layout: 'q'"):
-        parse_layout("q", key="layout")
-    with pytest.raises(ConfigError, match="^layout: t is there 1 time, "):
-        pieces_of("EtL", 2, 0, 1, key="layout")
-
-
 @pytest.mark.parametrize("text", [f"Et*{MAX_SIGNS}L", "E((t*1000)*1000)*1000L", f"Et*{'9' * 5000}L"])
 def test_a_layout_that_would_fill_the_memory_is_refused(text):
     assert "more than 10000 letters" in error_of(text)[0]
@@ -149,8 +135,3 @@ def test_a_shortened_layout_is_parsed_to_the_same_pieces():
         pieces[0] = "E" + pieces[0]
         short = short_layout(pieces)
         assert parse_layout(short) == pieces and len(short) <= len("|".join(pieces))
-
-
-def test_repetitions_are_shown_where_they_are_shorter():
-    assert short_layout(parse_layout(EXAMPLE)) == EXAMPLE
-    assert short_layout(["Ettt", "tt", "tt", "ttttL"]) == "Ettt|tt|tt|t*4L"

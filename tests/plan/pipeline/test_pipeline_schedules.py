@@ -108,23 +108,6 @@ def test_zero_bubble_schedules_wait_only_for_the_first_forward(num_ranks):
         assert timed("zbv", num_ranks, number, unit=2).makespan == 6 * number + num_ranks - 1
 
 
-@pytest.mark.parametrize("num_ranks", [*RANKS, 12, 15, 16])
-@pytest.mark.parametrize("name", ["zbv", "v_half", "v_min"])
-def test_the_bubble_of_a_v_does_not_grow_with_the_micro_batches(name, num_ranks):
-    few, many = 2 * num_ranks, 5 * num_ranks
-    for_few, for_many = (timed(name, num_ranks, number, unit=2).makespan for number in (few, many))
-    assert for_many - for_few == 6 * (many - few)
-
-
-@pytest.mark.parametrize("num_ranks", [4, 5, 6, 7, 8, 16])
-def test_less_memory_costs_time_on_a_v(num_ranks):
-    timelines = [timed(name, num_ranks, 3 * num_ranks) for name in ("zbv", "v_half", "v_min")]
-    by_time = [timeline.makespan for timeline in timelines]
-    by_memory = [max(timeline.peak_activations) for timeline in timelines]
-    assert by_time == sorted(by_time) and by_memory == sorted(by_memory, reverse=True)
-    assert by_time[-1] < timed("1f1b", num_ranks, 3 * num_ranks).makespan
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_line_of_a_schedule_says_what_its_table_has(name):
     schedule = SCHEDULES[name]
@@ -149,12 +132,6 @@ def test_small_tables_are_those_of_the_papers():
     ]
 
 
-def test_the_first_rank_runs_all_forwards_first_with_as_many_micro_batches_as_ranks():
-    table = make_table("interleaved", 8, 8, 2)
-    check(table)
-    assert [action.kind for action in table.actions(0)] == ["F"] * 16 + ["B"] * 16
-
-
 @pytest.mark.parametrize("number", [1, 3, 4, 9])
 @pytest.mark.parametrize(
     "placement", [Placement.loop(1), Placement.loop(4), Placement.loop(4, 3), Placement.folded(4)]
@@ -169,14 +146,6 @@ def test_evaluation_runs_all_forwards_and_keeps_nothing(placement, number):
     assert makespan < number * virtual + placement.num_stages
     if number % placement.num_ranks == 0 and placement == Placement.loop(placement.num_ranks, virtual):
         assert makespan == number * virtual + placement.num_ranks - 1
-
-
-def test_evaluation_takes_the_placement_of_a_table():
-    assert forward_only(make_table("zbv", 4, 8), 3) == forward_only(Placement.folded(4), 3)
-
-
-def test_equal_numbers_give_equal_tables():
-    assert all(make_table(name, 4, 6) == make_table(name, 4, 6) for name in SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -197,18 +166,6 @@ def test_equal_numbers_give_equal_tables():
 def test_numbers_that_do_not_work_are_named_with_those_that_would(arguments, message):
     with pytest.raises(ConfigError, match=message):
         make_table(*arguments)
-
-
-def test_all_that_is_wrong_is_reported_at_once():
-    with pytest.raises(ConfigError) as caught:
-        make_table("zbv", 0, 0, 1, overlap=True)
-    named = (
-        "parallel.pp=0",
-        "pipeline.microbatches=0",
-        "pipeline.virtual_stages=1",
-        "pipeline.ep_overlap=true",
-    )
-    assert all(name in str(caught.value) for name in named)
 
 
 def test_actions_of_a_split_backward_come_in_the_order_of_micro_batches():
@@ -241,11 +198,6 @@ def test_tables_with_pairs_can_be_run_with_any_number_of_micro_batches(name, vir
         assert max(peak_activations(table)) <= min(number, limit)
 
 
-def test_one_rank_runs_each_backward_with_the_next_forward():
-    (steps,) = make_table("1f1b", 1, 4, overlap=True).ranks
-    assert " ".join(map(str, steps)) == "0F0 0F1+0B0 0F2+0B1 0F3+0B2 0B3"
-
-
 def test_the_last_stage_pairs_a_backward_with_the_forward_after_it():
     table = make_table("1f1b", 4, 8, overlap=True)
     assert [str(pair) for pair in pairs_of(table)[3]] == [f"3F{n + 1}+3B{n}" for n in range(7)]
@@ -276,24 +228,3 @@ def test_hidden_time_is_won_for_every_pair_of_the_last_rank(name, virtual, num_r
     won = makespans[0].makespan - makespans[1].makespan
     assert won == 2 * len(pairs_of(table)[-1])
     assert len(pairs_of(table)[-1]) == number * virtual - 1 - (virtual - 1) * num_ranks
-
-
-def test_pairs_keep_more_activations():
-    assert peak_activations(make_table("1f1b", 4, 16)) == (4, 3, 2, 1)
-    assert peak_activations(make_table("1f1b", 4, 16, overlap=True)) == (8, 6, 4, 2)
-    assert peak_activations(make_table("interleaved", 4, 16, 2)) == (5.5, 4.5, 3.5, 2.5)
-    assert peak_activations(make_table("interleaved", 4, 16, 2, overlap=True)) == (6, 5, 4, 3)
-
-
-@pytest.mark.parametrize("name", [name for name, line in SCHEDULES.items() if line.build_overlapped is None])
-def test_schedules_without_pairs_name_those_that_have_them(name):
-    with pytest.raises(
-        ConfigError, match=rf"pipeline.schedule={name} pairs none; use one of 1f1b, interleaved"
-    ):
-        make_table(name, 4, 8, overlap=True)
-
-
-@pytest.mark.parametrize(("name", "virtual"), VARIANTS)
-def test_evaluation_has_no_pairs(name, virtual):
-    evaluating = forward_only(make_table(name, 4, 8, virtual, overlap=True), 8)
-    assert sum(map(len, evaluating.ranks)) == 4 * virtual * 8 and not any(pairs_of(evaluating))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from graphmoe.plan.pipeline.actions import Placement, Together
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
 
@@ -64,41 +63,3 @@ def test_a_pair_saves_what_is_hidden_up_to_its_shorter_half(hidden, pair):
     timeline = simulate(make_table("1f1b", 1, 2, overlap=True), Costs((4,), (3,), (3,), hidden=hidden))
     assert rows(timeline) == [[("0F0", 0, 4), ("0F1+0B0", 4, 4 + pair), ("0B1", 4 + pair, 10 + pair)]]
     assert timeline.bubble == 0
-
-
-def test_costs_of_a_rank_are_shared_by_its_stages():
-    costs = Costs.of_rank(Placement.folded(2), 1000, 600, 400, comm=7, hidden=100, activation_bytes=8)
-    assert costs == Costs((500,) * 4, (300,) * 4, (200,) * 4, comm=7, hidden=50, activation_bytes=(4,) * 4)
-
-
-def test_a_backward_takes_as_long_as_its_halves():
-    costs = Costs((1, 2), (3, 4), (5, 6))
-    table = make_table("1f1b", 2, 1)
-    forward, backward = table.ranks[1]
-    assert costs.of(forward) == 2 and costs.of(backward) == 10
-    assert costs.of(Together(forward, backward)) == 12
-
-
-def test_spans_are_sorted_by_rank_and_time_and_do_not_overlap():
-    table = make_table("interleaved", 4, 6, 2)
-    timeline = simulate(table, Costs.of_rank(table.placement, 10, 11, 9, comm=3))
-    keys = [(span.rank, span.start) for span in timeline.spans]
-    assert keys == sorted(keys)
-    for rank, row in enumerate(rows(timeline)):
-        assert [name for name, *_ in row] == list(map(str, table.ranks[rank]))
-        assert all(first[2] <= second[1] for first, second in zip(row, row[1:], strict=False))
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "v_half", "v_min"])
-def test_slower_transfers_never_make_a_step_shorter(name):
-    table = make_table(name, 4, 7)
-    times = [
-        simulate(table, Costs.of_rank(table.placement, 4, 4, 4, comm=comm)).makespan for comm in range(5)
-    ]
-    assert times == sorted(times) and times[0] < times[-1]
-
-
-def test_the_slowest_stage_sets_the_pace():
-    table = make_table("1f1b", 4, 16)
-    costs = Costs((1, 1, 3, 1), (1, 1, 3, 1), (1, 1, 3, 1))
-    assert 16 * 9 <= simulate(table, costs).makespan <= 16 * 9 + 3 * 3 * 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,11 @@ from graphmoe.run.weights import (
 )
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
+    f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config")
 )
 TOKENIZER_FILES = (
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    GENERATION_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tiktoken.model",
-    "chat_template.jinja",
+    *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model", "chat_template.jinja"),
 )
 
 
@@ -68,17 +59,10 @@ class Target(enum.Enum):
 
 
 class WeightDtype(enum.Enum):
-    keep = "keep"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-DTYPES = {
-    WeightDtype.fp32: torch.float32,
-    WeightDtype.bf16: torch.bfloat16,
-    WeightDtype.fp16: torch.float16,
-}
+    keep = None
+    fp32 = torch.float32
+    bf16 = torch.bfloat16
+    fp16 = torch.float16
 
 
 @dataclass
@@ -209,7 +193,8 @@ def _open(args: ConvertArgs, kind: FolderKind) -> Source:
         opened = open_hf(folder)
         opened.files.check(opened.pieces, shapes_of(opened.config))
         ids = {key: opened.raw.get(key) for key in TOKEN_IDS}
-        return Source(kind, opened.config, _hf_dtypes(opened), _hf_reader(opened), ids, folder / TOKENIZER)
+        dtypes = dict.fromkeys((piece.ours for piece in opened.pieces), opened.dtype())  # one for all
+        return Source(kind, opened.config, dtypes, _hf_reader(opened), ids, folder / TOKENIZER)
     if kind is FolderKind.graphmoe:
         weights = open_weights(folder)
         shapes = shapes_of(weights.config)
@@ -222,11 +207,6 @@ def _open(args: ConvertArgs, kind: FolderKind) -> Source:
     path, end, token = _run_tokenizer(folder)
     ids = {} if end is None else {"eos_token_id": end}
     return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
-
-
-def _hf_dtypes(opened: HfFolder) -> dict[str, torch.dtype]:
-    common = opened.dtype()
-    return {piece.ours: common for piece in opened.pieces}
 
 
 def _hf_reader(opened: HfFolder) -> Callable[[str, Index], Tensor]:
@@ -250,17 +230,11 @@ def _own_entries(
     source: Source, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]
 ) -> Iterator[TensorToWrite]:
     for name, shape in shapes.items():
-
-        def make(name: str = name) -> Tensor:
-            return source.read(name, (slice(None),))
-
-        yield TensorToWrite(name, tuple(shape), dtypes[name], make)
+        yield TensorToWrite(name, tuple(shape), dtypes[name], partial(source.read, name, (slice(None),)))
 
 
 def _dtype_of(name: str, found: torch.dtype, asked: WeightDtype) -> torch.dtype:
-    if name.endswith(".selection_bias"):
-        return torch.float32
-    return found if asked is WeightDtype.keep else DTYPES[asked]
+    return torch.float32 if name.endswith(".selection_bias") else asked.value or found
 
 
 def _run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:

@@ -186,20 +186,18 @@ class _Key:
     """``MISSING`` where it has to be given."""
 
 
-def _keys(cls: type, outer: tuple[str, ...] = (), base: Any = dataclasses.MISSING) -> Iterator[_Key]:
-    """Yield the keys in the order of the fields; keys of a dataclass inside have its field's name first.
-
-    Defaults are those of ``base``, an instance, if there is one.
-    """
+def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
+    """Yield the keys in the order of the fields; keys of a dataclass inside have its field's name first."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for f in dataclasses.fields(cls):
         path = (*outer, f.name)
         if dataclasses.is_dataclass(hints[f.name]):
-            yield from _keys(hints[f.name], path, _default(f, base))
+            yield from _keys(hints[f.name], path)
             continue
         # from_ is spelled from, which Python keeps for itself
         word = ".".join(name.removesuffix("_") for name in path)
-        yield _Key(word, path, hints[f.name], docs.get(f.name, ""), _default(f, base))
+        default = f.default_factory() if callable(f.default_factory) else f.default
+        yield _Key(word, path, hints[f.name], docs.get(f.name, ""), default)
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -217,29 +215,16 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _default(f: dataclasses.Field[Any], base: Any) -> Any:
-    """Return a field's value where nothing is given, of ``base`` if that is an instance; else ``MISSING``."""
-    if base is not dataclasses.MISSING:
-        return getattr(base, f.name)
-    return f.default_factory() if callable(f.default_factory) else f.default
-
-
-def _filled(
-    cls: type[Args],
-    values: Mapping[tuple[str, ...], Any],
-    outer: tuple[str, ...] = (),
-    base: Any = dataclasses.MISSING,
-) -> Args:
-    """Return the dataclass, with dataclasses inside, of the values given by path, else those of ``base``."""
-    hints = typing.get_type_hints(cls)
+def _filled(cls: type[Args], values: Mapping[tuple[str, ...], Any], outer: tuple[str, ...] = ()) -> Args:
+    """Return the dataclass, with dataclasses inside, of the values given by path."""
     given: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
-        path = (*outer, f.name)
-        if dataclasses.is_dataclass(hints[f.name]):
-            given[f.name] = _filled(hints[f.name], values, path, _default(f, base))
+    for name, hint in typing.get_type_hints(cls).items():
+        path = (*outer, name)
+        if dataclasses.is_dataclass(hint):
+            given[name] = _filled(typing.cast(type, hint), values, path)
         elif path in values:
-            given[f.name] = values[path]
-    return cls(**given) if base is dataclasses.MISSING else dataclasses.replace(base, **given)
+            given[name] = values[path]
+    return cls(**given)
 
 
 def _convert(text: str, hint: Any) -> Any:

@@ -33,6 +33,7 @@ BASE = (
     "train.val_interval=3", "checkpoint.enabled=false",
 )  # fmt: skip
 PIPELINE = ("model.num_layers=4",)
+FSDP = "dp_shard=fsdp2"
 MTP, TIED, COMPILED = "model.mtp_depth=2", "model.tie_embeddings=true", "compile.enabled=true"
 BUDGET = ("moe.dispatcher=symm", "moe.receive_budget=1.0")
 TURNS = (
@@ -84,10 +85,12 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
         )
         assert torch.equal(of_rank.rows, found[0].rows)
         assert_forward_close(of_rank.val_losses, wanted.val_losses)
-        assert of_rank.weights.keys() == weights.keys() == of_rank.gradients.keys()
+        assert of_rank.weights.keys() == weights.keys()
+        assert of_rank.gradients.keys() == ({} if FSDP in case.layout else weights).keys()
         for parameter in weights:
-            assert_gradient_close(of_rank.gradients[parameter], gradients[parameter])
             assert_gradient_close(of_rank.weights[parameter], weights[parameter])
+            if of_rank.gradients:
+                assert_gradient_close(of_rank.gradients[parameter], gradients[parameter])
 
 
 def check(trainer: Trainer) -> None:

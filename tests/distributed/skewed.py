@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from torch import Tensor
 from graphmoe.runtime.dispatch import ladder as receive_ladder
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.trainer import Trainer
-from tests.distributed.training import Outcome, Training, on_rank, quiet_trainer
-from tests.runs import config
+from tests.distributed.training import Change, Outcome, Training, on_rank
 
 MICRO_BATCHES = 4
 WORDS = (
@@ -27,8 +26,6 @@ WORDS = (
     "train.val_batches=0", "checkpoint.enabled=false", "checkpoint.interval=0", "train.log_interval=2",
 )  # fmt: skip
 TWO_RANKS = ("parallel.ep=2", "train.global_batch_size=16")
-ONE_LAYER = ("compile.enabled=true", "model.num_layers=1", "model.num_dense_layers=0")
-"""Words of runs on two ranks that share torch's cache."""
 PLACES = frozenset[tuple[int, int]]
 """Steps from 1, and their micro-batches from 0."""
 
@@ -78,23 +75,15 @@ class Skew:
         trainer.model.loss = loss
 
 
-@dataclass(frozen=True)
-class NoMemory:
-    """No rank has memory for a rung with room that is planned."""
-
-    def __call__(self, trainer: Trainer) -> None:
-        trainer.steps._ladder._has_memory = lambda num_bytes: False
+def no_memory(trainer: Trainer) -> None:
+    """Let no rank have memory for a rung with room that is planned."""
+    trainer.steps._ladder._has_memory = lambda num_bytes: False
 
 
-@dataclass(frozen=True)
-class SmallChunks:
-    """The rung without limit works on this share of the budget at a time."""
-
-    share: float
-
-    def __call__(self, trainer: Trainer) -> None:
-        dispatcher = trainer.steps._ladder._rungs[-1].dispatcher
-        dispatcher.chunk = type(dispatcher.chunk)(*(max(1, int(self.share * n)) for n in dispatcher.chunk))
+def small_chunks(trainer: Trainer) -> None:
+    """Let the rung without limit work on a third of the budget at a time."""
+    dispatcher = trainer.steps._ladder._rungs[-1].dispatcher
+    dispatcher.chunk = type(dispatcher.chunk)(*(max(1, int(0.3 * n)) for n in dispatcher.chunk))
 
 
 @dataclass(frozen=True)
@@ -126,88 +115,42 @@ class SignalIn:
         trainer.steps.run = send_first
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """Case like ``Training`` with fsdp2, whose outcome has the part that this rank owns."""
-
-    words: tuple[str, ...] = ()
-    change: Callable[[Trainer], None] | None = None
-
-    def __call__(self, ranks: Ranks, folder: Path) -> Outcome:
-        trainer, rows, written = quiet_trainer(config(*self.words), folder, ranks)
-        assert self.change is not None
-        self.change(trainer)
-        trainer.run()
-        optimizer = trainer.optimizer
-        state = {
-            f"{kind}.{name}": tensor.clone()
-            for kind in ("main", "exp_avg", "exp_avg_sq")
-            for name, tensor in getattr(optimizer, kind).items()
-        }
-        state |= optimizer.state_dict()["counters"]
-        state |= {f"bias {i}": router.selection_bias for i, router in enumerate(trainer.model.routers())}
-        return Outcome(torch.stack(rows), written, {}, {}, {}, state, trainer.step, True)
-
-
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A run whose room is planned by a budget, and one with room for everything."""
 
     ladder: Outcome
     worst: Outcome
-    log: list[str]
-    """Messages of the ladder."""
-    launched: int
-    """Steps that the first ran, void ones too."""
 
 
 @dataclass(frozen=True)
 class Both:
     """Case that runs both, one after the other."""
 
-    changes: tuple[Callable[[Trainer], None], ...]
+    changes: tuple[Change, ...]
     words: tuple[str, ...] = ()
     budget: float = 1.5
-    of_ladder: tuple[Callable[[Trainer], None], ...] = ()
+    of_ladder: tuple[Change, ...] = ()
     """Changes of the first run only."""
     calm: int = receive_ladder.CALM_STEPS
     layout: tuple[str, ...] = TWO_RANKS
-    runs: Training | Sharded = field(default=Training(()))
+    runs: Training = Training(())
 
     def __call__(self, ranks: Ranks, folder: Path) -> Found:
-        said = _Said()
-        receive_ladder.log.addHandler(said)
-        receive_ladder.CALM_STEPS = self.calm
-        try:
-            ladder = self.run(ranks, folder / "ladder", f"moe.receive_budget={self.budget}", self.of_ladder)
-        finally:
-            receive_ladder.log.removeHandler(said)
-        return Found(ladder, self.worst(ranks, folder / "worst"), said.lines, len(ladder.rows))
-
-    def worst(self, ranks: Ranks, folder: Path) -> Outcome:
-        """Run with room for everything; cases that differ in their ladder only share one."""
+        budget = f"moe.receive_budget={self.budget}"
+        with mock.patch.object(receive_ladder, "CALM_STEPS", self.calm):
+            ladder = self.run(ranks, folder / "ladder", budget, self.of_ladder)
         key = self.changes, self.words, self.layout, self.runs
-        if key not in _worst:
-            _worst[key] = self.run(ranks, folder, "moe.receive_budget=worst_case")
-        return _worst[key]
+        if key not in _worst:  # cases that differ in their ladder only share one
+            _worst[key] = self.run(ranks, folder / "worst", "moe.receive_budget=worst_case")
+        return Found(ladder, _worst[key])
 
-    def run(self, ranks: Ranks, folder: Path, budget: str, more=()) -> Outcome:
-        words = (*WORDS, *self.layout, *self.words, budget)
-
+    def run(self, ranks: Ranks, folder: Path, budget: str, more: tuple[Change, ...] = ()) -> Outcome:
         def change(trainer: Trainer) -> None:
             for one in (*self.changes, *more):
                 one(trainer)
 
+        words = (*WORDS, *self.layout, *self.words, budget)
         return replace(self.runs, words=words, change=change)(ranks, folder)
 
 
 _worst: dict[object, Outcome] = {}
-
-
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())

@@ -24,6 +24,7 @@ from graphmoe.checkpoint import store
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import RunConfig
+from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.base import Stage
 from graphmoe.passes.table import PassRunner
@@ -117,13 +118,14 @@ class Training:
             trainer.run()
         except TrainingStopped as stopped:
             error = str(stopped)
-        model = _on_host(dict(trainer.model.named_parameters()))
-        gradients = _on_host(whole(trainer.optimizer, "grad_shard"))
+        shares = isinstance(trainer.optimizer, ShardedOptimizer)  # which keeps neither gradients nor a model
+        model = {} if shares else _on_host(dict(trainer.model.named_parameters()))
+        gradients = {} if shares else _on_host(gathered(trainer, "grad_shard"))
         entries = flatten(whole_state(trainer))
         return Outcome(
             torch.stack(rows).cpu() if rows else torch.zeros(0),
             written,
-            _on_host(trainer.optimizer.main_weights()),
+            _on_host(gathered(trainer, "main") if shares else trainer.optimizer.main_weights()),
             model,
             gradients,
             {**_on_host(entries.tensors), **entries.values},
@@ -178,22 +180,31 @@ def quiet_trainer(
     return trainer, _kept_rows(trainer), recorder.rows
 
 
-def whole(optimizer: Optimizer, shard: str) -> dict[str, Tensor]:
-    """Whole tensors by parameter name, of the shards of all ranks."""
-    return {
-        name: tensor
-        for family in optimizer.families
-        for name, tensor in family.gathered(getattr(family, shard), into=family.grad.clone()).items()
-    }
+def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
+    """Whole tensors by parameter name, of the shards of all ranks that have the same parameter."""
+    optimizer, found = trainer.optimizer, dict[str, Tensor]()
+    if isinstance(optimizer, Optimizer):
+        for family in optimizer.families:
+            found |= family.gathered(getattr(family, kind), into=family.grad.clone())
+        return found
+    shards = optimizer._shards(getattr(optimizer, kind))
+    parts = trainer.ranks.gather({name: (shard.start, shard.data.cpu()) for name, shard in shards.items()})
+    for name, shard in shards.items():
+        flat = torch.full((shard.shape.numel(),), math.nan)
+        for rank in shard.layout.group(shard.parallel.summed_over, shard.rank):
+            start, part = parts[rank][name]
+            flat[start : start + len(part)] = part
+        found[name] = flat.view(shard.shape)
+    return found
 
 
 def whole_state(trainer: Trainer) -> dict[str, Any]:
     """State that a checkpoint holds, with whole moments and main weights on every rank."""
     optimizer = trainer.optimizer
     counters = optimizer.state_dict()["counters"]
-    rounded = optimizer.weights[0].dtype != torch.float32
-    moments = {key: whole(optimizer, key) for key in ("exp_avg", "exp_avg_sq")}
-    state = {**moments, "main": whole(optimizer, "main") if rounded else {}, "counters": counters}
+    rounded = trainer.plan.dtype != torch.float32
+    moments = {key: gathered(trainer, key) for key in ("exp_avg", "exp_avg_sq")}
+    state = {**moments, "main": gathered(trainer, "main") if rounded else {}, "counters": counters}
     with mock.patch.object(optimizer, "state_dict", lambda: state):
         return trainer._state()
 

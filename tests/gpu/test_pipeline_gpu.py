@@ -17,7 +17,7 @@ from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.step_rows import SCALARS
 from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Job, share_gpus
-from tests.distributed.training import Outcome, Training, whole
+from tests.distributed.training import Outcome, Training, gathered
 from tests.gpu.tiny import GPU
 from tests.tolerances import assert_forward_close, relative_error
 
@@ -81,7 +81,7 @@ class Run:
             def run(batches):
                 row = step(batches)
                 if not gradients:
-                    of_step = whole(trainer.optimizer, "grad_shard")
+                    of_step = gathered(trainer, "grad_shard")
                     gradients.update((name, each.to("cpu", copy=True)) for name, each in of_step.items())
                 return row
 

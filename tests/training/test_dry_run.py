@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from graphmoe.config.schema import ComputeDtype, ConfigError
+from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
-from graphmoe.model.sizes import state_bytes
 from graphmoe.ops.collectives import use_groups
 from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
@@ -109,46 +108,6 @@ def test_collectives_and_memory_are_those_of_a_real_rank(four, name, rank):
     assert found["memory"]["state_bytes"] == {kind: size for kind, size in state.items() if size}
     assert found["memory"]["peak_bytes"] == pytest.approx(peak, rel=0.05)  # work under way keeps tensors
     assert not dist.is_initialized()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("parallel.tp=2", "model.attention=gqa", "precision.compute=bf16"),
-        ("parallel.ep=4", "precision.compute=fp32"),
-        ("parallel.tp=2", "model.tie_embeddings=true", "model.vocab_size=4096", "precision.compute=bf16"),
-        ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2", "precision.compute=bf16"),
-        ("parallel.pp=2", "parallel.ep=2", "precision.compute=bf16"),
-        ("parallel.pp=2", "launch.fake_rank=7", "model.vocab_size=4096", "precision.compute=bf16"),
-        ("parallel.pp=2", "launch.fake_rank=7", "model.tie_embeddings=true", "parallel.tp=2"),
-    ],
-    ids=" ".join,
-)
-def test_the_formula_for_weights_and_optimizer_state_is_what_a_rank_holds(words):
-    # Buckets so large that what aligns their ends is little of them.
-    words = (
-        *words, "launch.fake_world=8", "model.num_kv_heads=2", "model.q_lora_rank=64",
-        "model.hidden_size=128", "model.expert_ffn_size=64", "optim.bucket_mb=100",
-    )  # fmt: skip
-    run = config(*WORDS, *words)
-    rounded = run.precision.compute is ComputeDtype.bf16
-    plan, found = plan_of(run, 8), dry_run(run)
-    stages = plan.own_stages(found["pipeline"]["pp_rank"]) if plan.pipeline else []
-    expected = state_bytes(run.model, plan.layout, stages, rounded=rounded)
-    held = found["memory"]["state_bytes"]
-    assert held["weights"] + held.get("main_weights", 0) == pytest.approx(
-        expected["weights_bf16" if rounded else "weights_fp32"] + expected["main_weights_fp32"], rel=0.02
-    )
-    assert held["gradients"] == pytest.approx(expected["gradients_fp32"], rel=0.02)
-    assert held["moments"] == pytest.approx(expected["moments_fp32"], rel=0.02)
-
-
-@pytest.mark.slow
-def test_recompute_leaves_fewer_activations():
-    kept = of_four("tp2 ep4", 0)["memory"]["at_peak_bytes"]["forward"]
-    again = of_four("tp2 ep4", 0, "recompute.all=true")["memory"]["at_peak_bytes"]["forward"]
-    assert again < 0.8 * kept
 
 
 @pytest.mark.slow
@@ -358,35 +317,6 @@ def test_a_message_outside_of_the_pipeline_is_noticed():
                 dist.isend(torch.zeros(4), 4, group=wrong)
     found = [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts]
     assert found == [("send", ("pp",), (2, 6), 16), ("receive", ("pp",), (6, 2), 8)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zb1p", "interleaved"])
-def test_a_rank_of_a_pipeline_sends_and_receives_a_hidden_state_for_each_micro_batch(schedule):
-    words = ("launch.fake_world=8", "parallel.pp=4", f"pipeline.schedule={schedule}", "model.num_layers=8")
-    found = dry(*words, "model.mtp_depth=0", "launch.fake_rank=2", "train.global_batch_size=24")
-    pipeline, count = found["pipeline"], found["micro_batches"]
-    assert (pipeline["pp_rank"], pipeline["schedule"], count) == (1, schedule, 6)
-    messages = [c for c in found["collectives"] if c["operation"] in ("send", "receive")]
-    each = count * len(pipeline["stages"])
-    assert {(c["phase"], c["operation"], *c["ranks"]): c["count"] for c in messages} == {
-        ("forward", "receive", 0, 2): each,
-        ("forward", "send", 2, 4): each,
-        ("backward", "receive", 4, 2): each,
-        ("backward", "send", 2, 0): each,
-    }
-    assert {c["bytes"] for c in messages} == {2 * 16 * 16 * 4}
-
-
-def test_schedules_keep_the_activations_that_their_tables_say():
-    words = ("launch.fake_world=4", "parallel.pp=4", "model.num_layers=4", "model.mtp_depth=0")
-    words = (*words, "launch.fake_rank=0", "pipeline.layout=Et|t|t|tL", "pipeline.microbatches=12")
-
-    def kept(schedule: str) -> int:
-        found = dry(*words, "train.global_batch_size=24", f"pipeline.schedule={schedule}")
-        return found["memory"]["at_peak_bytes"]["forward"]
-
-    assert kept("gpipe") == pytest.approx(3 * kept("1f1b"), rel=0.03)  # 12 micro-batches, and 4
 
 
 def test_the_report_names_the_stages_of_the_rank():

@@ -30,11 +30,9 @@ from graphmoe.training.step_rows import (
     OF_STEP,
     RECEIVED,
     SCALARS,
-    StepClock,
     StepRow,
     StepRows,
     device_row,
-    seconds,
 )
 from tests.faulty_disk import no_file_beyond
 from tests.runs import config, metrics, train_in
@@ -50,15 +48,6 @@ THROUGHPUT = Throughput(1000, 2e9, "some device", peak=100.0)
 def row_of(step: int = 7, **values: float) -> dict:
     row = StepRow(step, 0.5, {**VALUES, **values}, torch.tensor(LOADS))
     return to_json(row, THROUGHPUT, tokens=7000, epoch=0.25, memory_gib=3.0)
-
-
-def test_a_row_has_the_keys_that_the_documentation_names_and_consistent_rates():
-    row = row_of()
-    assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "tflops", "mfu", "memory_gib"} <= row.keys()
-    assert {"step_s", "tokens", "epoch", "load_max_over_mean", "skipped", "skipped_total"} <= row.keys()
-    assert {"mtp_loss", "balance_loss", "z_loss", "router_entropy", "rank_load"} <= row.keys()
-    assert (row["tokens_per_s"], row["tflops"], row["mfu"]) == (2000.0, 4.0, 0.04)
-    assert row["skipped"] is False and row["skipped_total"] == 2
 
 
 def test_the_log_line_names_all_its_parts():
@@ -80,12 +69,6 @@ def test_the_formula_of_the_throughput_is_stated_with_and_without_a_peak():
     unknown = Throughput(1000, 2e9, "some device", None)
     assert "log.peak_tflops sets it" in unknown.describe() and unknown.of(1.0)["mfu"] is None
     assert Throughput(1000, 2e9, "NVIDIA H200", None).peak == 989.4
-
-
-def test_tokens_are_those_of_all_devices_and_flops_those_of_one():
-    four = Throughput(1000, 2e9, "some device", 100.0, num_devices=4)
-    assert four.of(0.5) == {"tokens_per_s": 2000.0, "tflops": 1.0, "mfu": 0.01}
-    assert "/ 4 devices; MFU" in four.describe() and "devices" not in THROUGHPUT.describe()
 
 
 def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
@@ -121,18 +104,6 @@ def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in [*validations[:2], *rows]))
     found = summarise(read_rows(path))  # it was interrupted
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, None, 1.0]
-
-
-def test_the_summary_of_a_run_without_steps_or_with_nothing_finite_has_nulls(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.touch()
-    found = summarise(read_rows(path))
-    assert {name: value for name, value in found.items() if value is not None} == {"skipped_steps": 0}
-    rows = [{**row_of(1), "loss": None, "mfu": None}, {"step": 1, "val_loss": None}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = summarise(read_rows(path))
-    nulls = ("final_loss", "first_val_loss", "final_val_loss", "best_val_loss", "median_mfu")
-    assert [found[name] for name in nulls] == [None] * 5
 
 
 def writer(folder, done: int, **log) -> MetricsWriter:
@@ -269,20 +240,6 @@ def test_a_model_without_experts_has_no_file_of_loads(tmp_path):
     assert not (tmp_path / EXPERT_LOADS_FILE).exists()
 
 
-def test_the_mean_load_of_a_run_is_one_and_its_largest_is_that_of_metrics(tmp_path):
-    train_in(tmp_path, "model.num_layers=3")
-    steps = {row["step"]: row for row in metrics(tmp_path) if "loss" in row}
-    found = read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)
-    assert [row["step"] for row in found][-1] == 6 and sum(row["steps"] for row in found) == 6
-    for row in found:
-        load_LE = torch.tensor(row["load"])
-        assert load_LE.shape == (2, 4) and torch.allclose(load_LE.mean(dim=1), torch.ones(2), atol=2e-3)
-        if row["steps"] == 1:
-            largest = torch.tensor(steps[row["step"]]["load_max_over_mean"])
-            assert torch.allclose(load_LE.amax(dim=1), largest, atol=1e-3)
-    assert any(row["steps"] == 1 for row in found)
-
-
 def test_rows_of_void_steps_are_forgotten_and_their_time_is_that_of_the_next(monkeypatch):
     now = iter([0.0, 0.0, 1.0, 2.0, 3.0, 5.0, 9.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
@@ -305,23 +262,3 @@ def test_rows_of_void_steps_are_forgotten_and_their_time_is_that_of_the_next(mon
     ]  # fmt: skip
     assert len(rows) == 1 and rows.values(3)["receive_load"] == 300.0
     assert [(row.step, row.seconds, row.load) for row in rows.read()] == [(3, 4.0, [1.5])]
-
-
-def test_the_load_of_a_run_that_plans_room_is_in_its_rows_and_its_log():
-    received = {"receive_load": 1.25, "received_rows": 5.0, "received_slots": 8.0, "void": 0.0}
-    assert row_of(**received)["receive_load"] == 1.25 and "void" not in row_of(**received)
-    assert "receive load 1.25  z" in log_line(row_of(**received), 10) and "receive_load" not in row_of()
-
-
-def test_the_clock_leaves_out_what_came_before_a_restart(monkeypatch):
-    now = iter([0.0, 1.0, 3.0, 10.0, 11.5, 20.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock = StepClock(torch.device("cpu"))
-    clock.mark()
-    clock.mark()
-    assert [seconds(i) for i in clock.hand_over(2)] == [1.0, 2.0]
-    clock.restart()
-    clock.mark()
-    assert [seconds(i) for i in clock.hand_over(1)] == [1.5]
-    clock.mark()
-    assert [seconds(i) for i in clock.hand_over(1)] == [8.5]

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from graphmoe.plan.pipeline.actions import Action
 from graphmoe.plan.pipeline.simulate import Span
-from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.profile import _Part, in_common_time
-from graphmoe.training.run import warn_of_unused
-from tests.runs import config
 
 
 def part(host: str, rank: int, began_ns: int) -> _Part:
@@ -23,9 +19,3 @@ def test_on_one_host_spans_are_moved_by_its_clock():
 def test_on_several_hosts_whose_clocks_differ_all_begin_at_the_barrier():
     found = in_common_time([part("a", 0, 5_000), part("b", 1, 7_500)])
     assert [(span.start, span.end) for span in found] == [(1.0, 3.0)] * 2
-
-
-def test_without_a_pipeline_there_is_a_warning_that_nothing_is_recorded(caplog):
-    warn_of_unused(plan_of(config("profile.pipeline=true"), 1), Ranks())
-    warn_of_unused(plan_of(config("profile.pipeline=true", "parallel.pp=2", "launch.nproc=2"), 2), Ranks())
-    assert caplog.messages == ["profile.pipeline=true has no effect with parallel.pp=1"]

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.ranks import Ranks
 from graphmoe.segments import profiler_range, ranges_wanted
-from graphmoe.training.run import warn_of_unused
 from tests.runs import config, numbers, train_in, trainer_in
 
 SHORT = ("train.steps=4", "train.val_batches=0", "checkpoint.interval=2")
@@ -83,14 +80,6 @@ def test_a_run_that_ends_early_has_the_steps_until_then(tmp_path, monkeypatch):
     assert again.step == 4 and trace_of(tmp_path)["graphmoe"]["steps"] == [3]
 
 
-def test_a_run_that_goes_on_behind_the_steps_says_so(tmp_path, caplog):
-    caplog.set_level("INFO")
-    train_in(tmp_path, *SHORT, "train.steps=3")
-    train_in(tmp_path, *SHORT, *RECORDED)
-    assert "profile.steps=[2, 3]: the run goes on after step 3, nothing is recorded" in caplog.messages
-    assert not (tmp_path / "profile").exists()
-
-
 def test_an_error_in_a_recorded_step_stops_the_profiler(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, *SHORT, *RECORDED)
     run_step = trainer.steps.run
@@ -127,11 +116,6 @@ def test_steps_and_ranks_that_make_no_sense_are_refused(words, said):
     with pytest.raises(ConfigError) as caught:
         config(*words.split())
     assert said in str(caught.value)
-
-
-def test_ranks_without_steps_have_no_effect(caplog):
-    warn_of_unused(plan_of(config("profile.ranks=[1]"), 1), Ranks())
-    assert caplog.messages == ["profile.ranks=[1] has no effect without profile.steps"]
 
 
 def test_ranges_are_nothing_while_nobody_wants_them():

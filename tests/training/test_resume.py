@@ -6,19 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from graphmoe.checkpoint import CheckpointError
-from graphmoe.config.masking import to_plain
 from tests.runs import (
     COMPILED,
     COMPILED_MODEL,
-    ROOT,
     SAVE,
     STEP,
     TINY,
@@ -112,22 +106,6 @@ def test_killed_at_any_moment_the_same_command_gives_bitwise_the_same_run(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_real_command_killed_during_a_save_goes_on_in_the_same_folder(tmp_path, undisturbed):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-m", "graphmoe.train", *words("run")]
-    first = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.glob(f"run/checkpoints/*.tmp-{first.pid}")):
-        assert first.poll() is None
-    first.kill()
-    assert first.wait() == -signal.SIGKILL
-    assert not (tmp_path / "run" / "summary.json").exists()
-    second = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert second.returncode == 0, second.stderr
-    assert "results: run" in second.stdout
-    assert numbers(tmp_path / "run") == numbers(undisturbed)
-
-
-@pytest.mark.slow
 def test_a_compiled_run_that_is_killed_is_bitwise_the_whole_one(tmp_path):
     overrides = (*COMPILED, "train.steps=12")
     whole = command(tmp_path, *words("whole", *overrides), seconds=600)
@@ -143,19 +121,6 @@ def test_a_compiled_run_that_is_killed_is_bitwise_the_whole_one(tmp_path):
     model = (*LONG, *COMPILED_MODEL)
     states = [final_state(tmp_path / n, tmp_path / f"{n}_state", *model) for n in ("run", "whole")]
     assert_same_state(*states)
-
-
-@pytest.mark.slow
-def test_a_run_on_text_that_is_killed_sees_the_same_tokens(tmp_path, text_words):
-    overrides = (*text_words, "train.steps=12", "checkpoint.interval=4", "log.sample_tokens=4")
-    whole = command(tmp_path, *words("whole", *overrides))
-    assert whole.wait() == 0, whole.err.read_text()
-    run = Command(tmp_path, words("run", *overrides))
-    run.wait_until(lambda: (tmp_path / "run/checkpoints/step_00000004").exists())
-    run.kill(signal.SIGKILL)
-    run.wait()
-    assert command(tmp_path, *words("run", *overrides)).wait() == 0
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -276,25 +241,3 @@ def test_fewer_steps_than_the_checkpoint_has_is_a_configuration_error(tmp_path):
     source = f"checkpoint.resume_from={tmp_path}/first"
     with pytest.raises(ValueError, match=r"train.steps=3, but .* is at step 6 already; use more steps"):
         train_in(tmp_path / "second", "train.steps=3", source)
-
-
-def test_resuming_from_another_model_names_the_keys_that_differ_before_the_tensors(tmp_path):
-    first = train_in(tmp_path / "first", "train.steps=2")
-    (tmp_path / "first" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(first.config)))
-    source = f"checkpoint.resume_from={tmp_path}/first"
-    wider = first.config.model.expert_ffn_size + 8
-    with pytest.raises(CheckpointError) as error:
-        trainer_in(tmp_path / "second", source, f"model.expert_ffn_size={wider}")
-    head, *tensors = str(error.value).splitlines()
-    assert head.startswith(f"{source}: {tmp_path}/first")
-    assert f"model.expert_ffn_size: {wider - 8} -> {wider}" in head
-    assert any("moe_experts.w_down" in line for line in tensors)
-
-
-def test_without_checkpoints_nothing_is_saved_and_a_start_begins_again(tmp_path):
-    none = ("checkpoint.enabled=false", "train.steps=4")
-    train_in(tmp_path / "run", *none)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    first = numbers(tmp_path / "run")
-    train_in(tmp_path / "run", *none)
-    assert numbers(tmp_path / "run") == first

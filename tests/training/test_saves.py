@@ -97,30 +97,6 @@ def test_bf16_weights_and_the_fp32_ones_they_are_rounded_from_are_both_looked_at
     trainer.loader.close()
 
 
-def test_each_restart_of_a_run_that_fails_again_leaves_the_same_checkpoints(tmp_path, monkeypatch):
-    step = Trainer._train_step
-
-    def fails_at_7(trainer: Trainer) -> None:
-        if trainer.step + 1 == 7:
-            spoil(trainer, PLACES["expert"])
-        step(trainer)
-
-    monkeypatch.setattr(Trainer, "_train_step", fails_at_7)
-    for _ in range(3):
-        trainer = trainer_in(tmp_path, *RUN)
-        with pytest.raises(TrainingStopped, match="step_00000006"):
-            trainer.run()
-        assert trainer.store.latest() == [6, 4]
-
-
-def test_without_checkpoints_the_end_of_a_run_says_that_its_weights_are_not_finite(tmp_path):
-    trainer = steps(trainer_in(tmp_path, *RUN, "checkpoint.enabled=false"), 11)
-    spoil(trainer, PLACES["second moment"])
-    why = r"model.embed.weight is not finite after step 12, .*nothing is saved \(checkpoint.enabled=false\)"
-    with pytest.raises(TrainingStopped, match=why):
-        trainer.run()
-
-
 def saved_without_a_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run's folder whose checkpoint of step 6 is not finite, as older versions wrote them; the name."""
     trainer = steps(trainer_in(folder, *RUN), 5)

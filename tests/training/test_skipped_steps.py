@@ -79,15 +79,6 @@ def test_too_many_skips_in_a_row_end_the_run_also_between_two_reads(tmp_path, mo
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_without_checkpoints_that_is_stopped_does_not_claim_a_saved_one(tmp_path, monkeypatch):
-    trainer = trainer_in(
-        tmp_path, "train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false"
-    )
-    spoil(monkeypatch, trainer, {1})
-    with pytest.raises(TrainingStopped, match=r"nothing is saved \(checkpoint.enabled=false\)\. "):
-        trainer.run()
-
-
 def test_a_stopped_run_without_checkpoints_names_the_one_that_it_began_from(tmp_path, monkeypatch):
     train_in(tmp_path / "old", "train.steps=3")
     words = ("train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false")

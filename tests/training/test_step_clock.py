@@ -66,20 +66,6 @@ def test_a_pause_is_in_no_interval_and_those_before_it_stay(time, device):
     assert [seconds(interval) for interval in clock.hand_over(4)] == [1.0, 2.0, 1.0, 8.0]
 
 
-def test_time_of_void_steps_is_that_of_the_next_without_the_pauses_in_them(time):
-    clock = StepClock(torch.device("cpu"))
-    for step_s in (1.0, 2.0, 4.0):
-        time.now += step_s
-        with clock.paused():
-            time.now += 100.0
-        clock.mark()
-    clock.drop(2)
-    time.now += 8.0
-    clock.mark()
-    assert [seconds(interval) for interval in clock.hand_over(2)] == [1.0, 14.0]
-    assert clock.hand_over(1) == []
-
-
 def test_the_profiler_and_the_report_of_the_first_step_are_in_the_time_of_no_step(time, tmp_path):
     words = ("train.steps=7", "train.log_interval=7", "train.val_batches=0", "checkpoint.enabled=false")
     trainer = trainer_in(tmp_path, *words, "profile.steps=[3,4]")

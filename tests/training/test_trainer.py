@@ -7,7 +7,6 @@ import json
 import re
 import time
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tokenizers.models import BPE
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.config.masking import to_plain
 from graphmoe.data import first_batches
-from graphmoe.data.indexed import write_token_file
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.launch.failures import RunFailed
@@ -40,11 +38,6 @@ from tests.runs import (
     trainer_in,
 )
 from tests.tolerances import TOLERANCES, relative_error
-
-
-def test_a_refused_command_leaves_no_empty_folder(tmp_path):
-    run = command(tmp_path, *TINY, "launch.nproc=3", "hydra.run.dir=run/inner")
-    assert run.wait() == 2 and not (tmp_path / "run" / "inner").exists()
 
 
 def test_an_attention_backend_that_cannot_run_here_is_refused_before_a_run_is_made(tmp_path):
@@ -127,51 +120,6 @@ def test_a_void_step_leaves_all_that_a_checkpoint_holds_and_the_routers_counts(t
     trainer.loader.close()
 
 
-def test_settings_of_a_dispatcher_that_is_not_used_are_named(caplog):
-    words = ("moe.receive_budget=worst_case", "moe.transport=pull")
-    for dispatcher, ranks in (("symm", 2), ("local", 1)):
-        run = config(*words, f"moe.dispatcher={dispatcher}", f"parallel.ep={ranks}", f"launch.nproc={ranks}")
-        warn_of_unused(plan_of(run, ranks), Ranks())
-    assert caplog.messages == [
-        "moe.receive_budget=worst_case has no effect with moe.dispatcher=local",
-        "moe.transport=pull has no effect with moe.dispatcher=local",
-    ]
-
-
-def test_a_pipeline_that_is_none_and_backwards_that_are_not_split_are_named(caplog):
-    warn_of_unused(plan_of(config("pipeline.costs=[moe:1]", "pipeline.virtual_stages=2"), 1), Ranks())
-    for schedule in ("zb1p", "1f1b"):
-        words = ("parallel.pp=2", f"pipeline.schedule={schedule}", "launch.nproc=2")
-        warn_of_unused(plan_of(config(*words), 2), of_size(2))
-    assert caplog.messages == [
-        "pipeline.virtual_stages=2 has no effect with parallel.pp=1",
-        "pipeline.costs=['moe:1'] has no effect with parallel.pp=1",
-        "pipeline.schedule=zb1p splits the backward, which compile.enabled=false does not: weight "
-        "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
-    ]
-
-
-def of_size(num_ranks: int) -> Ranks:
-    ranks = Ranks()
-    ranks.size = num_ranks
-    return ranks
-
-
-def test_a_schedule_that_loses_to_1f1b_is_named_with_its_bubble_and_the_best_one(caplog):
-    """Uncompiled W comes with I, and V-min has too little memory for that."""
-    words = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global_batch_size=64")
-    for schedule in ("zbv", "v_min", "1f1b"):
-        warn_of_unused(plan_of(config(*words, f"pipeline.schedule={schedule}"), 4), of_size(4))
-    *unsplit, message = caplog.messages
-    assert [line.partition(" ")[0] for line in unsplit] == [
-        "pipeline.schedule=zbv",
-        "pipeline.schedule=v_min",
-    ]
-    bubbles = [float(number) for number in re.findall(r"bubble ([\d.]+)%", message)]
-    assert message.startswith("pipeline.schedule=v_min is slower than 1f1b by simulation: bubble ")
-    assert bubbles[0] > bubbles[1] > 0 and "with 2.5 activations, 1f1b bubble" in message
-
-
 def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
     trainer = train_in(tmp_path, "optim.lr=1e-30", "model.selection_bias=false")
     rows = [row for row in metrics(tmp_path) if "val_loss" in row]
@@ -188,13 +136,6 @@ def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
 def test_validation_comes_first_at_its_interval_and_last(tmp_path, interval, batches, steps):
     train_in(tmp_path, "train.steps=5", f"train.val_interval={interval}", f"train.val_batches={batches}")
     assert [row["step"] for row in metrics(tmp_path) if "val_loss" in row] == steps
-
-
-def test_bad_samples_that_training_skipped_are_counted_in_the_log(tmp_path, caplog):
-    write_token_file(tmp_path / "tokens", [np.arange(60, 66)] * 4 + [np.arange(40)] * 60, np.uint16)
-    data = ("data.source=memmap", f"data.paths=[{tmp_path}/tokens]", "data.skip_bad=true")
-    train_in(tmp_path / "run", *data, "train.steps=40", "train.val_batches=0")
-    assert "bad records (" in caplog.text and "sample with a token id beyond the vocabulary)" in caplog.text
 
 
 @pytest.mark.parametrize("interval, steps", [(0, [7]), (2, [2, 4, 6, 7]), (7, [7]), (9, [7])])
@@ -299,14 +240,6 @@ def test_a_rank_that_has_a_part_of_the_model_writes_no_sample_since_others_would
     assert sample_of(trainer) is not None
 
 
-@pytest.mark.parametrize("key", ["resume_from", "init_from"])
-def test_a_start_that_is_refused_leaves_its_folder_to_the_next_command(tmp_path, key):
-    words = (*TINY, "hydra.run.dir=run", "train.steps=1")
-    assert command(tmp_path, *words, f"checkpoint.{key}=nowhere").wait() != 0
-    run = command(tmp_path, *words)
-    assert run.wait() == 0 and "results: run\n" in run.out.read_text()
-
-
 @pytest.mark.parametrize("option", ["quick", "deterministic"])
 def test_the_debug_options_run(tmp_path, option):
     quick = ("compile.enabled=false",)
@@ -356,3 +289,27 @@ def test_validation_changes_nothing_in_the_run(tmp_path):
     without = train_in(tmp_path / "without", "train.val_batches=0")
     for one, other in zip(with_it.optimizer.weights, without.optimizer.weights, strict=True):
         assert one.equal(other)
+
+
+@pytest.mark.parametrize(
+    ("words", "warnings"),
+    [
+        ("profile.pipeline=true profile.ranks=[1]", ["profile.pipeline=true", "profile.ranks=[1]"]),
+        ("pipeline.costs=[moe:1]", ["pipeline.costs=['moe:1'] has no effect with parallel.pp=1"]),
+        ("moe.receive_budget=worst_case moe.transport=pull", ["moe.receive_budget=", "moe.transport=pull"]),
+        ("moe.receive_budget=worst_case moe.dispatcher=symm parallel.ep=2", []),
+        ("parallel.pp=2 pipeline.schedule=zb1p", ["pipeline.schedule=zb1p splits the backward"]),
+        ("parallel.pp=2 pipeline.schedule=1f1b profile.pipeline=true", []),
+        (
+            "parallel.pp=4 model.num_layers=14 train.global_batch_size=64 pipeline.schedule=v_min",
+            ["pipeline.schedule=v_min splits", "pipeline.schedule=v_min is slower than 1f1b by simulation"],
+        ),
+    ],
+)
+def test_settings_without_effect_or_by_mistake_are_named(caplog, words, warnings):
+    ranks = Ranks()
+    ranks.size = max(map(int, re.findall("[pe]p=([0-9])", words)), default=1)
+    run = config(*words.split(), f"launch.nproc={ranks.size}")
+    warn_of_unused(plan_of(run, ranks.size), ranks)
+    assert len(caplog.messages) == len(warnings)
+    assert all(map(str.startswith, caplog.messages, warnings))

@@ -8,9 +8,9 @@ import torch
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.schedules import forward_only, make_table
-from graphmoe.plan.pipeline.simulate import Costs, timeline_of
+from graphmoe.plan.pipeline.simulate import Costs
 from tests.distributed.ranks import run_ranks
-from tests.distributed.toy_pipeline import Case, Recorded, in_one_process
+from tests.distributed.toy_pipeline import Case, in_one_process
 
 VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
 VARIANTS += [("interleaved", 2), ("interleaved", 3)]
@@ -41,13 +41,12 @@ def cases_of(num_ranks):
         for name in ("1f1b", "zbv"):
             table = make_table(name, 2, 3)
             found[f"two of {name}"] = Case(table, defers=name in SPLIT, pipelines=two)
-    found["recorded"] = Recorded(make_table("interleaved", num_ranks, 4, overlap=True))
     return found
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def runs(request, tmp_path_factory):
-    """Cases by name, each with its findings, its log and its recording by rank."""
+    """Cases by name, each with its findings and its log by rank."""
     cases = cases_of(request.param)
     results = run_ranks(tmp_path_factory.mktemp("ranks"), cases, request.param)
     return {name: (case, results[name]) for name, case in cases.items()}
@@ -69,18 +68,18 @@ def test_evaluation_finds_the_losses_of_one_process_and_keeps_nothing(runs):
         for stage, (losses, w_gradient, bias_gradient) in found_by(results) if case.evaluates else ():
             assert losses == expected[stage][0], name
             assert not w_gradient.any() and bias_gradient is None
-            assert not any(kept for _, log, _ in results for *_, kept, _ in log)
+            assert not any(kept for _, log in results for *_, kept, _ in log)
 
 
 def found_by(results):
     """Each stage with what was found there; several pipelines have several of each."""
-    return [(stage, found) for stages, *_ in results for stage, found in stages.items()]
+    return [(stage, found) for stages, _ in results for stage, found in stages.items()]
 
 
 def test_each_rank_does_what_its_table_says_and_keeps_no_more(runs):
     for name, (case, results) in runs.items():
         table = forward_only(case.table, case.evaluates) if case.evaluates else case.table
-        for rank, (_, log, _) in enumerate(results):
+        for rank, (_, log) in enumerate(results):
             place = place_of(case, rank)
             assert [entry[:3] for entry in log] == table.actions(place), name
             ends = "F" if case.evaluates else "BI" if name.endswith("not put off") else "BW"
@@ -100,23 +99,9 @@ def place_of(case, rank):
 
 def test_weight_gradients_are_made_in_w_and_not_before(runs):
     for name, (case, results) in runs.items():
-        for _, log, _ in results:
+        for _, log in results:
             ran = {kind: {added for k, *_, added in log if k == kind} for kind, *_ in log}
             assert ran == {kind: {kind in ("BW" if case.defers else "BI")} for kind in ran}, name
-
-
-def test_what_is_recorded_is_the_table_with_waits_between(runs):
-    case, results = runs["recorded"]
-    table = case.table
-    spans = [span for *_, of_rank in results for span in of_rank]
-    timeline = timeline_of(table.schedule, table.placement, table.num_micro_batches, spans)
-    for rank, steps in enumerate(table.ranks):
-        computed = [span for span in timeline.spans if (span.rank, span.track) == (rank, "compute")]
-        assert tuple(span.step for span in computed) == steps
-        assert all(a.end <= b.start for a, b in zip(computed, computed[1:], strict=False))
-        assert all(span.start <= span.end for span in timeline.spans)
-        waits = [span for span in timeline.spans if (span.rank, span.track) == (rank, "comm")]
-        assert {w.step.kind for w in waits} <= {"F", "B"} and waits
 
 
 def test_an_error_of_a_stage_ends_the_run_there(tmp_path):

@@ -63,15 +63,6 @@ def unfit_state(ranks: Ranks, folder: Path) -> str:
     return str(error.value)
 
 
-def part_of_the_state(ranks: Ranks, folder: Path) -> list[Any]:
-    """Load one parameter into bf16, each rank its own part."""
-    part = torch.zeros(8, 5).bfloat16()
-    shard = FlatShard.from_part(part, PARAMETERS["gate_up.weight"][1], LAYOUTS["dp2 tp2"], ranks.rank)
-    state = {"optimizer": {"main": {"gate_up.weight": shard}}}
-    CheckpointStore.open_any(folder.parent / FOLDERS[0]).load(state, partial=True)
-    return part.float().tolist()
-
-
 def elements_that_nobody_holds(ranks: Ranks, folder: Path) -> str:
     """Save a parameter whose last element rank 2 has lost, and one that two ranks hold apart."""
     layout, store = LAYOUTS["dp4"], CheckpointStore(folder, CheckpointConfig())
@@ -139,7 +130,6 @@ def results(folder: Path) -> dict[str, list[Any]]:
         cases[f"{source} -> {layout}"] = functools.partial(load, LAYOUTS[layout], source)
     others = (
         unfit_state,
-        part_of_the_state,
         elements_that_nobody_holds,
         a_rank_that_owns_nothing,
         damaged,
@@ -184,16 +174,6 @@ def test_each_element_is_written_once(folder, results, source):
             assert bool((held == 1).all()) and tuple(size) == PARAMETERS[name][0], entry
 
 
-def test_what_ranks_hold_alike_is_copied_and_written_by_one_of_them(folder, results):
-    """With dp2 tp2, two ranks hold each half of model.gate_up.weight; all hold all of model.norm.weight."""
-    copied = results["dp2 tp2 async"]
-    assert sorted("model.gate_up.weight" in names for names in copied) == [False, False, True, True]
-    assert sum("model.norm.weight" in names for names in copied) == 1
-    assert all("optimizer.main.gate_up.weight" in names for names in copied)
-    sizes = [path.stat().st_size for path in (folder / "dp4 sync" / "step_00000002").glob("*.distcp")]
-    assert len(sizes) == 4 and max(sizes) < 2 * min(sizes)
-
-
 def test_all_that_does_not_fit_is_reported_with_whole_shapes(results):
     reports = set(results["unfit_state"])
     (report,) = reports
@@ -202,13 +182,6 @@ def test_all_that_does_not_fit_is_reported_with_whole_shapes(results):
     assert "optimizer.main.norm.weight is [7] float16 here, [7] float32 in the checkpoint" in report
     assert "optimizer.main.router.weight is [3, 5] float32 here, [5, 3] float32 in" in report
     assert "in 4 entries" in report
-
-
-def test_a_part_of_the_state_is_read_alone_and_cast(results):
-    whole = whole_state(2)["optimizer"]["main"]["gate_up.weight"].bfloat16().float()
-    gate, up = whole.chunk(2)
-    halves = [torch.cat([gate[:4], up[:4]]).tolist(), torch.cat([gate[4:], up[4:]]).tolist()]
-    assert results["part_of_the_state"] == halves * 2
 
 
 def test_shards_that_leave_elements_out_or_overlap_are_not_saved(results):
@@ -240,14 +213,3 @@ def test_killed_before_its_name_a_checkpoint_of_many_files_is_not_there(tmp_path
     state = whole_state(0)
     assert CheckpointStore(tmp_path / "killed", CheckpointConfig()).load(state) == 1
     assert differing(state, whole_state(1)) == [] and os.listdir(tmp_path / "killed") == ["step_00000001"]
-
-
-def test_the_parameters_meet_all_kinds_of_boxes():
-    """Check the sizes of these tests: ranges that are empty, in several boxes, and divided by pieces."""
-    counts = {
-        len(shard.boxes())
-        for layout in LAYOUTS.values()
-        for rank in range(4)
-        for shard in state_of_rank(layout, rank, 1)["optimizer"]["main"].values()
-    }
-    assert {0, 1, 2, 3, 4, 5} <= counts

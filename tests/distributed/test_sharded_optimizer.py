@@ -185,64 +185,11 @@ def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def shards(nets: Nets, ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """A rank's state after three steps, and whether another optimizer goes on from it bitwise."""
-    first, second = nets.optimizer(ranks.rank), nets.optimizer(ranks.rank)
-    for step in range(3):
-        nets.step(first, step, ranks.rank)
-    first.gather()
-    with torch.no_grad():
-        for one, other in zip(first.weights, second.weights, strict=True):
-            other.copy_(one)
-        for key, value in first.state_dict().items():
-            for name, shard in value.items():
-                into, source = second.state_dict()[key][name], shard
-                if key != "counters":
-                    into, source = into.data, shard.data
-                into.copy_(source)
-    second.restored()
-    states = first.state_dict()
-    for optimizer in (first, second):
-        nets.step(optimizer, 3, ranks.rank)
-        optimizer.gather()
-    pairs = [*zip(first.weights, second.weights, strict=True), *zip(first.main, second.main, strict=True)]
-    assert all(torch.equal(one, other) for one, other in pairs)
-    assert all(torch.equal(a, b) for a, b in zip(parts(first), parts(second), strict=True))
-    del states["counters"]
-    whole = {
-        key: {
-            name: tensor
-            for family in first.families
-            for name, tensor in family.gathered(getattr(family, key), family.grad.clone()).items()
-        }
-        for key in states
-    }
-    return {"states": states, "whole": whole}
-
-
-def parts(optimizer: Optimizer) -> list[Tensor]:
-    state = optimizer.state_dict()
-    return [shard.data for key in ("exp_avg", "exp_avg_sq") for shard in state[key].values()]
-
-
-def adopted(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
-    """Weights after whole ones were taken over."""
-    optimizer = Nets(TWO, {"experts": "tp"}, torch.bfloat16).optimizer(ranks.rank)
-    optimizer.adopt({name: torch.full(shape, 3.001) for name, shape in SHAPES.items()})
-    main = optimizer.main_weights()
-    assert all(torch.equal(main[name], torch.full(shape, 3.001)) for name, shape in SHAPES.items())
-    return {name: w.detach() for name, w in zip(optimizer.names, optimizer.weights, strict=True)}
-
-
-SHARDED = {"shards in bf16": Nets(TWO, {"experts": "tp"}, torch.bfloat16), "shards in fp32": Nets(TWO)}
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Results of two ranks."""
     cases = {name: functools.partial(trained, nets) for name, nets in CASES.items()}
-    cases |= {f.__name__: f for f in (times_of_sums, weights_on_their_way, adopted)}
-    cases |= {name: functools.partial(shards, nets) for name, nets in SHARDED.items()}
+    cases |= {f.__name__: f for f in (times_of_sums, weights_on_their_way)}
     return run_ranks(tmp_path_factory.mktemp("two"), cases)
 
 
@@ -291,27 +238,3 @@ def test_weights_arrive_when_they_are_asked_for(two):
         assert found["first and norm"] == {"first", "norm"}
         assert found["awaited"] == {"4"}  # of six buckets
         assert found["gathered"] == set(SHAPES)
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_the_shards_of_a_state_are_the_whole_state_and_a_restored_optimizer_goes_on_from_them(two, name):
-    nets, ranks = SHARDED[name], two[name]
-    keys = {"exp_avg", "exp_avg_sq", "main"} if nets.dtype == torch.bfloat16 else {"exp_avg", "exp_avg_sq"}
-    assert {key for key, value in ranks[0]["states"].items() if value} == keys
-    for parameter, key in ((parameter, key) for parameter in SHAPES for key in keys):
-        rebuilt = torch.full((torch.Size(SHAPES[parameter]).numel(),), torch.nan)
-        owners = [r for r in ranks if parameter in r["states"][key]]
-        for rank in owners:
-            shard = rank["states"][key][parameter]
-            assert shard.shape == SHAPES[parameter] and shard.layout == TWO and shard.data.dim() == 1
-            assert shard.parallel == ParameterLayout(summed_over=nets.axes.get(parameter, "stage"))
-            part = rebuilt[shard.start : shard.start + shard.data.numel()]
-            assert parameter in nets.axes or part.isnan().all()  # owned once
-            part.copy_(shard.data)
-        assert not rebuilt.isnan().any()
-    assert len({rank["states"]["exp_avg"]["first"].start for rank in ranks}) == 2  # straddles its owners
-
-
-def test_whole_weights_are_taken_over_rounded(two):
-    for weights in two["adopted"]:
-        assert all(torch.equal(weight, torch.full_like(weight, 3.0)) for weight in weights.values())

@@ -13,7 +13,6 @@ from graphmoe.plan.pipeline.actions import Action, Table
 from graphmoe.plan.pipeline.transfers import channels_of
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import Pipeline
-from graphmoe.runtime.pipeline.recorder import Recorder
 from graphmoe.runtime.pipeline.stages import AutogradStage
 
 B, D = 3, 6
@@ -146,19 +145,6 @@ class Case:
     fails: tuple[str, int, int] | None = None
 
     def __call__(self, ranks, folder):
-        parts, log, pipeline = self.made(ranks)
-        if self.evaluates:
-            with torch.no_grad():
-                pipeline.evaluate(self.evaluates)
-        else:
-            pipeline.train()
-            first = list(log)
-            pipeline.train()
-            assert log[len(first) :] == first
-            log = first
-        return {part.stage: part.found() for part in parts}, log, ()
-
-    def made(self, ranks):
         pipelines = self.pipelines or (tuple(range(ranks.size)),)
         place = next(pipeline.index(ranks.rank) for pipeline in pipelines if ranks.rank in pipeline)
         placement, log = self.table.placement, []
@@ -168,20 +154,14 @@ class Case:
             for part in parts
         }
         channels = Channels(channels_of(self.table), pipelines, torch.device("cpu"))
-        return parts, log, Pipeline(self.table, place, stages, channels)
-
-
-class Recorded(Case):
-    """A case whose second step is recorded; the log ends with what was."""
-
-    def __call__(self, ranks, folder):
-        parts, log, pipeline = self.made(ranks)
-        pipeline.train()
-        pipeline.recorder = Recorder(torch.device("cpu"), ranks.barrier)
-        pipeline.train()
-        log = log[: len(log) // 2]
-        found = {part.stage: part.found() for part in parts}
-        with torch.no_grad():
-            pipeline.evaluate(2)  # is not recorded
-        origin = min(ranks.gather(pipeline.recorder.began_ns))
-        return found, log, pipeline.recorder.spans(ranks.rank, origin)
+        pipeline = Pipeline(self.table, place, stages, channels)
+        if self.evaluates:
+            with torch.no_grad():
+                pipeline.evaluate(self.evaluates)
+        else:
+            pipeline.train()
+            first = list(log)
+            pipeline.train()
+            assert log[len(first) :] == first
+            log = first
+        return {part.stage: part.found() for part in parts}, log

@@ -110,14 +110,6 @@ def test_collectives_and_memory_are_those_of_a_real_rank(four, name, rank):
     assert not dist.is_initialized()
 
 
-@pytest.mark.slow
-def test_compiled_units_keep_less_and_send_the_same():
-    eager, compiled = (of_four("ep4", 0, f"compile.enabled={on}") for on in ("false", "true"))
-    assert eager["collectives"] == compiled["collectives"]
-    assert eager["memory"]["state_bytes"] == compiled["memory"]["state_bytes"]
-    assert compiled["memory"]["at_peak_bytes"]["forward"] < eager["memory"]["at_peak_bytes"]["forward"]
-
-
 def test_ranks_that_do_not_hold_the_experts_in_their_order_are_noticed(monkeypatch):
     layout = Layout(dp=8, ep=4, etp=2)
     check_experts(layout, [0, 1, 2, 3, 4, 5, 6, 7])
@@ -168,20 +160,6 @@ def test_a_collective_of_a_group_that_no_axis_has_is_noticed():
     assert [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts] == [
         ("all_reduce", ("tp", "cp_tp"), (0, 1), 16)
     ]
-
-
-def test_memory_counts_views_once_and_forgets_what_ended():
-    memory = MemoryLog()
-    held = torch.zeros(256)
-    memory.hold("weights", [held, held[:5]])
-    new = torch.zeros(100)
-    memory.saw([new, new.view(10, 10), held[3:]], "forward")
-    assert memory.now == {"weights": 1024, "forward": 400}
-    del new
-    memory.saw(torch.zeros(25), "backward")
-    assert memory.now == {"weights": 1024, "forward": 0, "backward": 0}
-    assert memory.peak == {"weights": 1024, "forward": 400} and memory.peak_phase == "forward"
-    assert memory.peaks == {"forward": 1424, "backward": 1124}
 
 
 def test_what_an_operation_takes_for_itself_counts_while_it_runs():

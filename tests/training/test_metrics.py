@@ -64,13 +64,6 @@ def test_the_log_line_names_all_its_parts():
     assert large.endswith("SKIPPED: the gradient's square overflows fp32 (2 so far)")
 
 
-def test_the_formula_of_the_throughput_is_stated_with_and_without_a_peak():
-    assert "2.000 GFLOP per token" in THROUGHPUT.describe() and "over 100 dense" in THROUGHPUT.describe()
-    unknown = Throughput(1000, 2e9, "some device", None)
-    assert "log.peak_tflops sets it" in unknown.describe() and unknown.of(1.0)["mfu"] is None
-    assert Throughput(1000, 2e9, "NVIDIA H200", None).peak == 989.4
-
-
 def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
     words = ("log.peak_tflops=0.5", "train.val_batches=1", "model.num_layers=3", "model.mtp_depth=1")
     train_in(tmp_path, *words)
@@ -193,22 +186,6 @@ def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_
     assert started[0]["id"] != started[1]["id"] == started[2]["id"]
     assert started[0]["project"] == "mine" and started[0]["config"] == {"a": 1}
     assert logged == [(0, 2.5), (1, 2.5), (2, 2.5)]
-
-
-def test_rows_are_kept_until_they_are_read():
-    rows = StepRows(3, (2, 2), torch.device("cpu"))
-    rows.clock.restart()
-    for step in (1, 2):
-        scalars = {name: torch.tensor(float(step + index)) for index, name in enumerate(SCALARS)}
-        rows.append(step, device_row(scalars, torch.tensor([[3, 1], [2, 2]], dtype=torch.int32)))
-    assert len(rows) == 2
-    first, second = rows.read()
-    assert (first.step, second.step) == (1, 2) and first.seconds >= 0
-    given = {name: 2.0 + index for index, name in enumerate(SCALARS)}
-    assert second.values == {**given, "rank_load": 1.0}
-    assert set(ROUTER_STATS) <= set(SCALARS) and first.load == [1.5, 1.0]
-    assert first.load_LE.tolist() == [[1.5, 0.5], [1.0, 1.0]]
-    assert len(rows) == 0 and rows.read() == []
 
 
 def test_the_load_of_ranks_is_the_mean_of_layers_of_the_most_over_the_mean():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import time
@@ -11,8 +10,6 @@ import psutil
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.config.masking import to_plain
@@ -221,12 +218,6 @@ def test_a_run_on_text_ends_with_a_sample_and_its_tokenizer(tmp_path, text_words
     assert (tmp_path / "run" / "tokenizer.json").is_file()
 
 
-def test_a_tokenizer_without_the_words_of_the_prompt_ends_without_a_sample(tmp_path):
-    trainer = trainer_in(tmp_path, "log.sample_tokens=5")
-    trainer.corpus = dataclasses.replace(trainer.corpus, tokenizer=Tokenizer(BPE()))
-    assert sample_of(trainer) is None
-
-
 def test_a_rank_that_has_a_part_of_the_model_writes_no_sample_since_others_would_not_join_it(
     tmp_path, text_words, caplog
 ):
@@ -282,13 +273,6 @@ def test_a_summary_that_the_disk_does_not_take_is_an_error_that_says_what_to_do(
     with no_file_beyond(10), pytest.raises(RunFailed, match=said):
         _summarise(trainer, tmp_path, True, [trainer.memory])
     assert not (tmp_path / "summary.tmp").exists()
-
-
-def test_validation_changes_nothing_in_the_run(tmp_path):
-    with_it = train_in(tmp_path / "with", "train.val_interval=1")
-    without = train_in(tmp_path / "without", "train.val_batches=0")
-    for one, other in zip(with_it.optimizer.weights, without.optimizer.weights, strict=True):
-        assert one.equal(other)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ ADVICE = (
     "Try a lower optim.lr, more optim.warmup_steps or a smaller train.clip_grad_norm, or look at the data "
     "around this step"
 )
+NOTHING = "nothing is saved (checkpoint.enabled=false)"
 
 
 class TrainingStopped(RuntimeError):
@@ -46,7 +48,8 @@ class Saves:
         if name := self.not_finite(state):
             raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
         if self._config.checkpoint.enabled:
-            self._store.save(step, state, wait=wait, skipped=_skipped_in_row(state))
+            skipped = int(state["optimizer"]["counters"]["skipped_in_row"].item())
+            self._store.save(step, state, wait=wait, skipped=skipped)
             self._good = folder_of(self._store.folder, step)
 
     def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
@@ -80,8 +83,7 @@ class Saves:
         """Return the error that ends a run after too many skipped steps, the last of which is saved."""
         saved = f"the weights before them are saved at step {step} in {self._store.folder}"
         if not self._config.checkpoint.enabled:
-            began = f"; the run began from {self._good}" if self._good else ""
-            saved = f"nothing is saved (checkpoint.enabled=false){began}"
+            saved = NOTHING + (f"; the run began from {self._good}" if self._good else "")
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
     def not_finite(self, state: Mapping[str, Any]) -> str | None:
@@ -91,11 +93,10 @@ class Saves:
 
     def _fits(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> bool:
         """Load a checkpoint into ``state``; return whether it is whole and finite."""
-        try:
+        with suppress(CheckpointError):
             store.load(state, step)
-        except CheckpointError:
-            return False
-        return self.not_finite(state) is None
+            return self.not_finite(state) is None
+        return False
 
     def _skips(self, skipped: int) -> str:
         limit = self._config.train.max_nonfinite
@@ -107,14 +108,11 @@ class Saves:
     def _lost(self, step: int, name: str) -> str:
         """Explain why the state of a step is not saved, and name the checkpoint that there is."""
         self._store.wait()  # for one that is being written, or its error
+        instead = "no step before it is saved" if self._config.checkpoint.enabled else NOTHING
         if self._good is not None:
             instead = (
                 f"the newest checkpoint with finite weights is {self._good}, from which this run goes on"
             )
-        elif self._config.checkpoint.enabled:
-            instead = "no step before it is saved"
-        else:
-            instead = "nothing is saved (checkpoint.enabled=false)"
         return f"{name} is not finite after step {step}, which is not saved; {instead}"
 
 
@@ -132,7 +130,3 @@ def first_not_finite(state: dict[str, Any]) -> str | None:
     largest = torch.stack([torch.linalg.vector_norm(part, math.inf).float() for part in floats.values()])
     finite = wait_for(largest.isfinite().tolist)
     return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
-
-
-def _skipped_in_row(state: Mapping[str, Any]) -> int:
-    return int(state["optimizer"]["counters"]["skipped_in_row"].item())

@@ -97,11 +97,11 @@ def _memory_table(memory: dict[str, Any]) -> Table:
     for name in ("all the time", "at the peak"):
         table.add_column(name, justify="right")
     state, peak = memory["state_bytes"], memory["at_peak_bytes"]
-    rows = {words: (state.get(kind, 0), peak.get(kind, 0)) for kind, words in KINDS.items()}
-    for words, sizes in rows.items():
+    rows = {kind: (state.get(kind, 0), peak.get(kind, 0)) for kind in KINDS}
+    for kind, sizes in rows.items():
         if any(sizes):
-            table.add_row(words, *(f"{size / scale:,.3f}" for size in sizes))
-        if words == KINDS["forward"]:
+            table.add_row(KINDS[kind], *(f"{size / scale:,.3f}" for size in sizes))
+        if kind == "forward":
             for segment, size in memory["activation_bytes_by_segment"].items():
                 table.add_row(f"  of {segment}", "", f"{size / scale:,.3f}", style="dim")
     table.add_section()
@@ -131,9 +131,7 @@ def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Write 0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', 0 1 2 3 8 9 10 as '0..3 8..10'."""
     steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
-    if len(ranks) < 3:
-        return " ".join(map(str, ranks))
-    if len(steps) == 1:
+    if len(ranks) > 2 and len(steps) == 1:
         (step,) = steps
         return f"{ranks[0]}..{ranks[-1]}{'' if step == 1 else f' by {step}'}"
     starts = [i for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1] + 1]

@@ -36,13 +36,7 @@ SYNC_FREE_STAGES = (0, 1, 2, 3)
 """Values of ``moe.sync_free_stage`` but auto: how far a MoE layer never waits for the host."""
 EXPERTS_STAGE = 2
 """The stage from which the experts' products do not wait."""
-CAPTURED_FROM = {
-    "moe_router": 1,
-    "moe_preprocess": 1,
-    "moe_dispatch": 3,
-    "moe_experts": 3,
-    "moe_combine": 3,
-}
+CAPTURED_FROM = {"moe_router": 1, "moe_preprocess": 1, "moe_dispatch": 3, "moe_experts": 3, "moe_combine": 3}
 """The stage from which a segment may be captured; the others never wait."""
 
 

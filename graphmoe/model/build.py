@@ -107,12 +107,7 @@ def _init_experts(parameter: Tensor, name: str, std: float, seed: int, layout: L
 
 
 def _init_part(
-    part: Tensor,
-    parallel: ParameterLayout,
-    generator: torch.Generator,
-    std: float,
-    layout: Layout,
-    rank: int,
+    part: Tensor, parallel: ParameterLayout, generator: torch.Generator, std: float, layout: Layout, rank: int
 ) -> None:
     if not parallel.cuts:
         part.normal_(0.0, std, generator=generator)

@@ -138,11 +138,7 @@ def _pad_heads(x_BSHE: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _torch_attention(
-    q_BSHE: torch.Tensor,
-    k_BSGE: torch.Tensor,
-    v_BSGV: torch.Tensor,
-    scale: float,
-    order: list[SDPBackend],
+    q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float, order: list[SDPBackend]
 ) -> torch.Tensor:
     """Call scaled_dot_product_attention; on a GPU with the first kernel of ``order`` that can run."""
     on_gpu = q_BSHE.device.type == "cuda"

@@ -85,23 +85,11 @@ def _launch_rows(
     block = min(BLOCK, triton.next_power_of_2(max(logits_CV.shape[1], 256)))
     group = 16 // logits_CV.element_size()
     _rows_kernel[(len(logits_CV),)](
-        logits_CV,
-        rows_3T,
-        labels_T,
-        start,
-        logits_CV.shape[1],
-        logits_CV.stride(0),
-        len(labels_T),
-        ignore_index,
-        z_loss_coef,
-        seq_len,
-        label_shift,
-        WITH_GRADIENT=needs_grad,
-        BLOCK=block,
-        GROUP=group,
-        STAGES=STAGES,
+        logits_CV, rows_3T, labels_T, start, logits_CV.shape[1], logits_CV.stride(0), len(labels_T),
+        ignore_index, z_loss_coef, seq_len, label_shift,
+        WITH_GRADIENT=needs_grad, BLOCK=block, GROUP=group, STAGES=STAGES,
         num_warps=num_warps(min(THREADS, block // group)),
-    )
+    )  # fmt: skip
 
 
 def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> None:
@@ -146,22 +134,9 @@ def _gradient(x, column, label, lse, factor):
 
 @triton.jit
 def _rows_kernel(
-    logits,
-    rows,
-    labels,
-    start,
-    V,
-    stride,
-    T,
-    ignore_index,
-    z_loss_coef,
-    seq_len,
-    label_shift,
-    WITH_GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    logits, rows, labels, start, V, stride, T, ignore_index, z_loss_coef, seq_len, label_shift,
+    WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One row of logits: its loss and logsumexp squared; then softmax - one-hot (and z-loss) in its place."""
     token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
     LANES: tl.constexpr = BLOCK // GROUP

@@ -51,18 +51,9 @@ def dot_rows(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
     width = min(triton.next_power_of_2(max(columns, 1)), max(DOT_TILE // padded, 1), 512)
     height = max(min(DOT_TILE // (padded * width), MAX_TOKENS), 1)
     _dot_kernel[(triton.cdiv(tokens, height),)](
-        dx_TD.contiguous(),
-        y_RD.contiguous(),
-        row_TK.contiguous(),
-        dot_TK,
-        tokens,
-        columns,
-        K=slots,
-        SLOTS=padded,
-        TOKENS=height,
-        COLUMNS=width,
-        num_warps=num_warps(THREADS),
-    )
+        dx_TD.contiguous(), y_RD.contiguous(), row_TK.contiguous(), dot_TK, tokens, columns,
+        K=slots, SLOTS=padded, TOKENS=height, COLUMNS=width, num_warps=num_warps(THREADS),
+    )  # fmt: skip
     return dot_TK
 
 
@@ -74,17 +65,10 @@ def _launch(kernel: Any, source: Tensor, target: Tensor, row_TK: Tensor, weight_
     if programs == 0:
         return
     kernel[(programs,)](
-        source,
-        target,
-        row_TK.contiguous(),
-        None if weight_TK is None else weight_TK.contiguous(),
-        tokens,
+        source, target, row_TK.contiguous(), None if weight_TK is None else weight_TK.contiguous(), tokens,
         columns,
-        K=slots,
-        TOKENS=height,
-        COLUMNS=width,
-        num_warps=num_warps(THREADS),
-    )
+        K=slots, TOKENS=height, COLUMNS=width, num_warps=num_warps(THREADS),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -98,16 +82,9 @@ def _tile(tokens, columns, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _spread_kernel(
-    x_TD,
-    y_RD,
-    row_TK,
-    weight_TK,
-    tokens,
-    columns,
-    K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x_TD, y_RD, row_TK, weight_TK, tokens, columns,
+    K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     token, column, is_token, is_column = _tile(tokens, columns, TOKENS, COLUMNS)
     at = x_TD + token.to(tl.int64)[:, None] * columns + column[None, :]
     x = tl.load(at, is_token[:, None] & is_column[None, :], other=0.0)
@@ -130,16 +107,9 @@ def _spread_kernel(
 
 @triton.jit
 def _sum_kernel(
-    y_RD,
-    x_TD,
-    row_TK,
-    weight_TK,
-    tokens,
-    columns,
-    K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    y_RD, x_TD, row_TK, weight_TK, tokens, columns,
+    K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     token, column, is_token, is_column = _tile(tokens, columns, TOKENS, COLUMNS)
     slot = token.to(tl.int64) * K
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
@@ -163,17 +133,9 @@ def _sum_kernel(
 
 @triton.jit
 def _dot_kernel(
-    dx_TD,
-    y_RD,
-    row_TK,
-    dot_TK,
-    tokens,
-    columns,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dx_TD, y_RD, row_TK, dot_TK, tokens, columns,
+    K: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     # Each row of the tile loads its token again, from L1: sharing it takes two barriers in each round.
     index = tl.arange(0, TOKENS * SLOTS)
     token, k = (tl.program_id(0) * TOKENS + index // SLOTS).to(tl.int64), index % SLOTS

@@ -237,14 +237,7 @@ def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 
 
 def gradients_of_block(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v by attention to this block, each of its tensor's shape.
 

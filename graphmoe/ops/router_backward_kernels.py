@@ -38,47 +38,20 @@ def backward(
     tokens = tokens_of_block(width, T)
     _backward_kernel[(triton.cdiv(T, tokens),)](
         None if dweight_TK is None else dweight_TK.contiguous(),
-        None if dshare_BE is None else dshare_BE.contiguous(),
-        dz_sum,
-        dentropy_sum,
-        logits_TE.contiguous(),
-        expert_TK.contiguous(),
-        dlogits_TE,
-        T,
-        T // num_sequences,
-        scale,
-        E=E,
-        K=expert_TK.shape[1],
-        SIGMOID=score == "sigmoid",
-        RENORMALISE=renormalise,
-        AFTER_TOPK=softmax_after_topk,
-        WIDTH=width,
-        TOKENS=tokens,
-        num_warps=num_warps(THREADS),
-    )
+        None if dshare_BE is None else dshare_BE.contiguous(), dz_sum, dentropy_sum, logits_TE.contiguous(),
+        expert_TK.contiguous(), dlogits_TE, T, T // num_sequences, scale,
+        E=E, K=expert_TK.shape[1], SIGMOID=score == "sigmoid", RENORMALISE=renormalise,
+        AFTER_TOPK=softmax_after_topk, WIDTH=width, TOKENS=tokens, num_warps=num_warps(THREADS),
+    )  # fmt: skip
     return dlogits_TE
 
 
 @triton.jit
 def _backward_kernel(
-    dweight,
-    dshare_sum,
-    dz_sum,
-    dentropy_sum,
-    logits,
-    expert,
-    dlogits,
-    T,
-    S,
-    scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    AFTER_TOPK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    dweight, dshare_sum, dz_sum, dentropy_sum, logits, expert, dlogits, T, S, scale,
+    E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    AFTER_TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Scores again, then the chain rule over all experts; a slot's terms are spread over the columns."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, WIDTH)[None, :]

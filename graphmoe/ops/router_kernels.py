@@ -57,31 +57,15 @@ def forward(
     programs = max(min(blocks, MOST_PROGRAMS // max(num_sequences, 1)), 1)
     partial_PX = torch.empty(num_sequences * programs, 2 * E + 2, dtype=torch.float32, device=device)
     _forward_kernel[(len(partial_PX),)](
-        logits_TE.contiguous(),
-        None if bias_E is None else bias_E.float().contiguous(),
-        None if chosen_TK is None else chosen_TK.int().contiguous(),
-        weight_TK,
-        expert_TK,
-        partial_PX,
-        S,
-        programs,
-        triton.cdiv(blocks, programs),
-        scale,
-        E=E,
-        K=top_k,
-        SLOTS=triton.next_power_of_2(top_k),
-        SIGMOID=score == "sigmoid",
-        RENORMALISE=renormalise,
-        AFTER_TOPK=softmax_after_topk,
-        COUNT_SCORES=count_scores,
-        GROUPS=num_groups,
-        PADDED_GROUPS=padded_groups,
-        PADDED_SIZE=padded_size,
-        TOPK_GROUPS=min(topk_groups, num_groups),
-        GROUP_TOP=min(group_top, size),
-        TOKENS=tokens,
+        logits_TE.contiguous(), None if bias_E is None else bias_E.float().contiguous(),
+        None if chosen_TK is None else chosen_TK.int().contiguous(), weight_TK, expert_TK, partial_PX, S,
+        programs, triton.cdiv(blocks, programs), scale,
+        E=E, K=top_k, SLOTS=triton.next_power_of_2(top_k), SIGMOID=score == "sigmoid",
+        RENORMALISE=renormalise, AFTER_TOPK=softmax_after_topk, COUNT_SCORES=count_scores,
+        GROUPS=num_groups, PADDED_GROUPS=padded_groups, PADDED_SIZE=padded_size,
+        TOPK_GROUPS=min(topk_groups, num_groups), GROUP_TOP=min(group_top, size), TOKENS=tokens,
         num_warps=num_warps(THREADS),
-    )
+    )  # fmt: skip
     return weight_TK, expert_TK, *_sums(partial_PX, num_sequences, E)
 
 
@@ -90,17 +74,10 @@ def _sums(partial_PX: Tensor, num_sequences: int, E: int) -> tuple[Tensor, Tenso
     counts_BE, share_BE = (partial_PX.new_empty(num_sequences, E) for _ in range(2))
     z_sum, entropy_sum = (partial_PX.new_empty(()) for _ in range(2))
     _sum_kernel[(num_sequences, triton.cdiv(2 * E, SUMMED_COLUMNS) + 1)](
-        partial_PX,
-        counts_BE,
-        share_BE,
-        z_sum,
-        entropy_sum,
-        len(partial_PX) // num_sequences,
+        partial_PX, counts_BE, share_BE, z_sum, entropy_sum, len(partial_PX) // num_sequences,
         len(partial_PX),
-        E=E,
-        ROWS=SUMMED_ROWS,
-        COLUMNS=SUMMED_COLUMNS,
-    )
+        E=E, ROWS=SUMMED_ROWS, COLUMNS=SUMMED_COLUMNS,
+    )  # fmt: skip
     return counts_BE, share_BE, z_sum, entropy_sum
 
 
@@ -146,13 +123,9 @@ def _columns(
 @triton.jit
 def _limit_to_groups(
     key,
-    GROUPS: tl.constexpr,
-    PADDED_GROUPS: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    GROUP_TOP: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Keys with NO_CHOICE at every expert outside the best groups."""
     key_TGE = tl.reshape(key, (TOKENS, PADDED_GROUPS, PADDED_SIZE))
     member = tl.arange(0, PADDED_SIZE)[None, None, :]
@@ -185,16 +158,9 @@ def scores_of(x, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _pick(
-    key,
-    value,
-    id_1E,
-    chosen_row,
-    live,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    FILL: tl.constexpr,
-    CHOSEN: tl.constexpr,
-):
+    key, value, id_1E, chosen_row, live,
+    K: tl.constexpr, SLOTS: tl.constexpr, FILL: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
     """Ids and values of the K best keys, best first, or of the chosen; how often each column is one."""
     slot = tl.arange(0, SLOTS)[None, :]
     ids = tl.zeros((key.shape[0], SLOTS), tl.int32)
@@ -233,30 +199,11 @@ def _weights(value, AFTER_TOPK: tl.constexpr, RENORMALISE: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    logits,
-    bias,
-    chosen,
-    weight,
-    expert,
-    partial,
-    S,
-    programs,
-    steps,
-    scale,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    AFTER_TOPK: tl.constexpr,
-    COUNT_SCORES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PADDED_GROUPS: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    GROUP_TOP: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    logits, bias, chosen, weight, expert, partial, S, programs, steps, scale,
+    E: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    AFTER_TOPK: tl.constexpr, COUNT_SCORES: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """A program takes every ``programs``-th block of TOKENS tokens of one sequence."""
     WIDTH: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
     sequence, program = tl.program_id(0) // programs, tl.program_id(0) % programs
@@ -310,17 +257,9 @@ def _sum_rows(partial, first, last, column, COLUMNS_ALL: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _sum_kernel(
-    partial,
-    counts,
-    share,
-    z_sum,
-    entropy_sum,
-    programs,
-    all_programs,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    partial, counts, share, z_sum, entropy_sum, programs, all_programs,
+    E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Counts and shares of a sequence, COLUMNS columns a program; the last ones of sequence 0: z, entropy."""
     sequence, part = tl.program_id(0), tl.program_id(1)
     if part < tl.num_programs(1) - 1:

@@ -47,19 +47,9 @@ def routing_plan(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
         counts_CB, counts_E, chunks, num_experts, ROWS=SCAN_CHUNKS, COLUMNS=SCAN_BUCKETS, num_warps=warps
     )
     _rank_kernel[(chunks,)](
-        expert_TK,
-        counts_CB,
-        counts_E,
-        ends_E,
-        row_TK,
-        slot_R,
-        slots,
-        num_experts,
-        BLOCK=BLOCK,
-        STEP=STEP,
-        BUCKETS=padded,
-        num_warps=warps,
-    )
+        expert_TK, counts_CB, counts_E, ends_E, row_TK, slot_R, slots, num_experts,
+        BLOCK=BLOCK, STEP=STEP, BUCKETS=padded, num_warps=warps,
+    )  # fmt: skip
     return counts_E, ends_E, row_TK, slot_R
 
 
@@ -99,18 +89,9 @@ def _offset_kernel(counts_CB, counts_E, chunks, num_experts, ROWS: tl.constexpr,
 
 @triton.jit
 def _rank_kernel(
-    expert_N,
-    counts_CB,
-    counts_E,
-    ends_E,
-    row_N,
-    slot_N,
-    slots,
-    num_experts,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    BUCKETS: tl.constexpr,
-):
+    expert_N, counts_CB, counts_E, ends_E, row_N, slot_N, slots, num_experts,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     column = tl.arange(0, BUCKETS)
     counts = tl.load(counts_E + column, column < num_experts, other=0)

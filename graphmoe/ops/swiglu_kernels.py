@@ -29,17 +29,10 @@ def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(width, tile_columns)
     if programs:
         _forward_kernel[(programs,)](
-            h_RH.contiguous(),
-            None if weight_R is None else weight_R.contiguous(),
-            ends_E,
-            a_RF,
-            len(ends_E),
-            rows,
-            width,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            num_warps=num_warps(THREADS),
-        )
+            h_RH.contiguous(), None if weight_R is None else weight_R.contiguous(), ends_E, a_RF,
+            len(ends_E), rows, width,
+            ROWS=tile_rows, COLUMNS=tile_columns, num_warps=num_warps(THREADS),
+        )  # fmt: skip
     return a_RF
 
 
@@ -58,19 +51,10 @@ def backward(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tenso
     tile_rows, tile_columns = _tile_of(width)
     if rows:
         _backward_kernel[(triton.cdiv(rows, tile_rows),)](
-            da_RF.contiguous(),
-            h_RH.contiguous(),
-            weight_R,
-            ends_E,
-            dh_RH,
-            dweight_R,
-            len(ends_E),
-            rows,
+            da_RF.contiguous(), h_RH.contiguous(), weight_R, ends_E, dh_RH, dweight_R, len(ends_E), rows,
             width,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            num_warps=num_warps(THREADS),
-        )
+            ROWS=tile_rows, COLUMNS=tile_columns, num_warps=num_warps(THREADS),
+        )  # fmt: skip
     return dh_RH, dweight_R
 
 
@@ -102,18 +86,9 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    da_RF,
-    h_RH,
-    weight_R,
-    ends_E,
-    dh_RH,
-    dweight_R,
-    experts,
-    rows,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    da_RF, h_RH, weight_R, ends_E, dh_RH, dweight_R, experts, rows, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     live = tl.minimum(tl.load(ends_E + experts - 1), rows)
     first = tl.program_id(0) * ROWS
     if first < live:

@@ -8,13 +8,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp.vendor import te_module
 from tests.ops import grouped_mlp_fakes as fakes
-from tests.ops.mlp_cases import (
-    CASES,
-    COUNTS,
-    assert_directions_match,
-    make_problem,
-    ops_of,
-)
+from tests.ops.mlp_cases import CASES, COUNTS, assert_directions_match, make_problem, ops_of
 
 ops = torch.ops.graphmoe
 

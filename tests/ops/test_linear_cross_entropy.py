@@ -13,13 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphmoe.ops import linear_cross_entropy as module
 from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, plain, rows_per_chunk
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
-from tests.ops.interpreted import (
-    BACKENDS,
-    INTERPRETING,
-    KERNELS,
-    assert_passed_in_the_interpreter,
-    device_of,
-)
+from tests.ops.interpreted import BACKENDS, INTERPRETING, KERNELS, assert_passed_in_the_interpreter, device_of
 from tests.ops.loss_cases import (
     CASES,
     IGNORED,

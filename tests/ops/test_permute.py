@@ -186,10 +186,7 @@ def test_values_and_gradients_are_those_of_the_plain_functions():
     _, ends_E, row_TK, slot_R = ops.routing_plan(pattern_of_experts("skewed", T, K, E), E)
     x, y, dx = values(T, D).requires_grad_(), values(T * K, D, seed=1).requires_grad_(), values(T, D, seed=2)
     rows, expected_rows = ops.permute(x, slot_R, row_TK, ends_E), plain.permute(x, slot_R, row_TK)
-    sums, expected_sums = (
-        ops.unpermute(y, slot_R, row_TK, ends_E, None),
-        plain.unpermute(y, slot_R, row_TK),
-    )
+    sums, expected_sums = (ops.unpermute(y, slot_R, row_TK, ends_E, None), plain.unpermute(y, slot_R, row_TK))
     assert torch.equal(rows, expected_rows)
     assert_forward_close(sums, expected_sums)
     dy = values(T * K, D, seed=3)

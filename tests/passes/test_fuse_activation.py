@@ -94,10 +94,7 @@ LOOK_ALIKES = {
         lambda h, g, u, w, down: (down((a := F.silu(g)) * u), a),
         "silu (aten.silu.default) has 2 users",
     ),
-    "product with another reader": (
-        lambda h, g, u, w, down: (down(a := F.silu(g) * u), a),
-        "has 2 users",
-    ),
+    "product with another reader": (lambda h, g, u, w, down: (down(a := F.silu(g) * u), a), "has 2 users"),
     "two weights": (
         lambda h, g, u, w, down: down(F.silu(g) * u * w * (w + 1)),
         "not one weight for each row",

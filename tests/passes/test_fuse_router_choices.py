@@ -7,14 +7,7 @@ import torch
 
 from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.passes.fuse_router import fuse_router
-from tests.passes.blocks import (
-    assert_left,
-    assert_same_numbers,
-    operations,
-    random,
-    rewritten,
-    traced,
-)
+from tests.passes.blocks import assert_left, assert_same_numbers, operations, random, rewritten, traced
 from tests.passes.routers import assert_fused, router_call
 
 

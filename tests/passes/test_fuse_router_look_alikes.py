@@ -7,14 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from graphmoe.passes.fuse_router import fuse_router
-from tests.passes.blocks import (
-    assert_left,
-    assert_same_numbers,
-    operations,
-    random,
-    rewritten,
-    traced,
-)
+from tests.passes.blocks import assert_left, assert_same_numbers, operations, random, rewritten, traced
 from tests.passes.routers import assert_fused, router_call
 
 DIVISIONS = {

@@ -157,10 +157,7 @@ def test_parameters_reach_the_pass_that_has_them():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            PassesConfig(enabled=["fuse_rooter"]),
-            "enabled=.*no pass fuse_rooter; there are .*fuse_router",
-        ),
+        (PassesConfig(enabled=["fuse_rooter"]), "enabled=.*no pass fuse_rooter; there are .*fuse_router"),
         (
             PassesConfig(disabled=["fuse_activation"]),
             r"fuse_experts joins what fuse_activation .*passes.disabled=\[fuse_activation,fuse_experts\]",
@@ -169,17 +166,11 @@ def test_parameters_reach_the_pass_that_has_them():
         (PassesConfig(disabled=["x", "fuse_loss"]), "passes.disabled=.*no pass x;"),
         (PassesConfig(extra=["nowhere.at_all:f"]), "passes.extra=nowhere.at_all:f cannot be imported"),
         (PassesConfig(extra=["math:no_such"]), "passes.extra=math:no_such cannot be imported"),
-        (
-            PassesConfig(extra=["math:pi"]),
-            "passes.extra=math:pi: 3.14.* is no plain function",
-        ),
+        (PassesConfig(extra=["math:pi"]), "passes.extra=math:pi: 3.14.* is no plain function"),
         (PassesConfig(extra=["math"]), "write package.module:function"),
         (PassesConfig(extra=[f"{__name__}:HALF"]), "HALF: functools.partial.* is no plain function"),
         (PassesConfig(extra=[f"{__name__}:OF_HALF"]), r"OF_HALF: functools.partial.* write def f\(graph\)"),
-        (
-            PassesConfig(extra=[f"{__name__}:NOWHERE"]),
-            "NOWHERE: <function .* in a source file",
-        ),
+        (PassesConfig(extra=[f"{__name__}:NOWHERE"]), "NOWHERE: <function .* in a source file"),
         (PassesConfig(extra=[f"{__name__}:NOT_PLAIN"]), "swap_sin: parameters must be plain values"),
         (PassesConfig(extra=[f"{__name__}:LATE"]), "LATE has the stage 'backward'; use 'forward' or 'joint'"),
     ],

@@ -81,16 +81,9 @@ def swiglu(
 
 @triton.jit
 def load_h(
-    loaded,
-    live,
-    column,
-    h_ptr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    loaded, live, column, h_ptr,
+    N: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """``loaded``, then gate and up of COUNT more parts of a tile's columns from the part FIRST on."""
     for part in tl.static_range(FIRST, FIRST + COUNT):
         columns = column + part * WIDTH + tl.arange(0, WIDTH)
@@ -102,20 +95,9 @@ def load_h(
 
 @triton.jit
 def swiglu_grad(
-    da,
-    loaded,
-    live,
-    column,
-    weight,
-    h_ptr,
-    dh_ptr,
-    a_ptr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    da, loaded, live, column, weight, h_ptr, dh_ptr, a_ptr,
+    N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """Store the gradient of h and the weighted activation; return these columns' part of dweight [M].
 
     Goes through SUBTILES parts of the columns, whose h is loaded AHEAD parts early: the first AHEAD of them

@@ -24,14 +24,9 @@ from graphmoe.ops.grouped_mlp.epilogues import load_h, store, store_halves, swig
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiles_kernel(
-    ends_ptr,
-    table_ptr,
-    max_tiles,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ends_ptr, table_ptr, max_tiles,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Fill [1 + 2 * max_tiles] int32: the number of row tiles; the expert of each; the first row of each."""
     experts = tl.arange(0, BLOCK_E)
     known = experts < E
@@ -144,16 +139,10 @@ def in_turns(tile, row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _weight_pointers(
-    w_ptr,
-    expert,
-    column,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    PAIR: tl.constexpr,
-    CONTRACT_LAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    w_ptr, expert, column,
+    C: tl.constexpr, N: tl.constexpr, PAIR: tl.constexpr, CONTRACT_LAST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Pointers [BLOCK_C, BLOCK_N] to the first step of a tile's weights."""
     HALF: tl.constexpr = BLOCK_N // 2
     n_range = tl.arange(0, BLOCK_N)
@@ -183,18 +172,10 @@ def _load_x(x_from, row, c, C: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_C: 
 
 @triton.jit
 def _load_w(
-    w_from,
-    expert,
-    column,
-    c,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    PAIR: tl.constexpr,
-    CONTRACT_LAST: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    w_from, expert, column, c,
+    C: tl.constexpr, N: tl.constexpr, PAIR: tl.constexpr, CONTRACT_LAST: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Weights [BLOCK_C, BLOCK_N] of a step; zeros beyond C."""
     if DESCRIPTOR and PAIR:
         return w_from.load([2 * expert, column, c]).reshape(BLOCK_N, BLOCK_C).T

@@ -101,13 +101,7 @@ def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def weight_grad(
-    step: str,
-    left: Tensor,
-    right: Tensor,
-    plan: Plan,
-    total: Tensor | None = None,
-    *,
-    add: bool = False,
+    step: str, left: Tensor, right: Tensor, plan: Plan, total: Tensor | None = None, *, add: bool = False
 ) -> Tensor:
     """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
 
@@ -216,24 +210,13 @@ def _rows(
     load_x = config.descriptors == "both" and slot is None and _describable(x)
     rows_kernel[(programs,)](
         _descriptor(x, (config.block_m, config.block_k)) if load_x else x,
-        _weight_descriptor(w, step, config) if load_w else w,
-        out,
-        h,
-        a,
-        partial,
-        None if weight is None else weight.contiguous(),
-        None if slot is None else slot.contiguous(),
-        ends_E,
-        table,
-        max_tiles,
-        num_rows,
-        **rows_constants(step, config, sizes, load_w),
-        K=slots if weight is None else weight.shape[1],
-        X_DESCRIPTOR=load_x,
-        UPCAST=not x.is_cuda,
-        num_warps=num_warps(config.threads),
+        _weight_descriptor(w, step, config) if load_w else w, out, h, a, partial,
+        None if weight is None else weight.contiguous(), None if slot is None else slot.contiguous(),
+        ends_E, table, max_tiles, num_rows,
+        **rows_constants(step, config, sizes, load_w), K=slots if weight is None else weight.shape[1],
+        X_DESCRIPTOR=load_x, UPCAST=not x.is_cuda, num_warps=num_warps(config.threads),
         num_stages=config.stages,
-    )
+    )  # fmt: skip
 
 
 def rows_constants(step: str, config: Config, sizes: tuple[int, int], load_w: bool) -> dict[str, Any]:
@@ -273,15 +256,10 @@ def _make_table(ends_E: Tensor, num_rows: int, height: int) -> Tensor:
     table = torch.empty(1 + 2 * max_tiles, dtype=torch.int32, device=ends_E.device)
     if max_tiles:
         tiles_kernel[(triton.cdiv(max_tiles, TABLE_BLOCK),)](
-            ends_E,
-            table,
-            max_tiles,
-            E=E,
-            BLOCK_E=triton.next_power_of_2(E),
-            BLOCK_M=height,
-            BLOCK=TABLE_BLOCK,
+            ends_E, table, max_tiles,
+            E=E, BLOCK_E=triton.next_power_of_2(E), BLOCK_M=height, BLOCK=TABLE_BLOCK,
             num_warps=num_warps(256),
-        )
+        )  # fmt: skip
     return table
 
 

@@ -143,17 +143,10 @@ def _load_right(
 
 @triton.jit
 def _store(
-    total,
-    m,
-    n,
-    out_ptr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUBTILES: tl.constexpr,
+    total, m, n, out_ptr,
+    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
     ADD: tl.constexpr,
-):
+):  # fmt: skip
     """Store or add [ROWS, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory."""
     if SUBTILES == 1:
         rows = m + tl.arange(0, ROWS)

@@ -19,18 +19,9 @@ NO_END = tl.constexpr(2147483647)
 
 @triton.jit(do_not_specialize=["me", "rows", "block"])
 def put_kernel(
-    y_ND,
-    sum_ND,
-    arrivals_PP,
-    columns,
-    me,
-    rows,
-    block,
-    P: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    y_ND, sum_ND, arrivals_PP, columns, me, rows, block,
+    P: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Copy the live rows of other ranks' tokens; other rows are neither read nor written."""
     rank = tl.arange(0, RANKS)
     arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
@@ -56,27 +47,10 @@ def put_kernel(
 
 @triton.jit(do_not_specialize=["me", "rows", "block", "num_places"])
 def way_back_kernel(
-    address_P,
-    row_TW,
-    ends_P,
-    arrivals_PP,
-    staged_PBD,
-    y_ND,
-    dweight_NK,
-    from_TW,
-    dweight_from_TW,
-    sums_offset,
-    dweights_offset,
-    row_bytes,
-    me,
-    rows,
-    block,
-    num_places,
-    P: tl.constexpr,
-    RANKS: tl.constexpr,
-    K: tl.constexpr,
-    PLACES: tl.constexpr,
-):
+    address_P, row_TW, ends_P, arrivals_PP, staged_PBD, y_ND, dweight_NK, from_TW, dweight_from_TW,
+    sums_offset, dweights_offset, row_bytes, me, rows, block, num_places,
+    P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
     """The address of what each place of a token adds, 0 where it adds nothing; with K > 0 of weights too.
 
     With ``staged_PBD`` the blocks of other ranks are here already.
@@ -113,16 +87,10 @@ def way_back_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def sum_kernel(
-    from_TW,
-    x_TD,
-    tokens,
-    columns,
-    W: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TOKENS: tl.constexpr,
+    from_TW, x_TD, tokens, columns,
+    W: tl.constexpr, AT_ONCE: tl.constexpr, ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Add the rows of each token's places, in order, in fp32; AT_ONCE of them are under way at once."""
     across = tl.cdiv(columns, COLUMNS)
     for i in range(tl.program_id(0), tl.cdiv(tokens, TOKENS) * across, tl.num_programs(0)):

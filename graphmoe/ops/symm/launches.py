@@ -71,37 +71,17 @@ def put_records(
     height = max(RECORD_TILE // lanes, 1)
     own = [
         peers.view(peers.rank, offset, (length,), torch.int32)
-        for offset, length in (
-            (region.records, num_rows * (1 + 2 * slots)),
-            (region.counts, peers.size),
-        )
+        for offset, length in ((region.records, num_rows * (1 + 2 * slots)), (region.counts, peers.size))
     ]
     out_kernels.records_kernel[(max(triton.cdiv(num_rows, height), 1),)](
-        slot_R,
-        counts_P,
-        ends_P,
-        weight_TK,
-        expert_TK,
-        *own,
-        experts,
-        num_rows,
-        W=row_TW.shape[1],
-        K=slots,
-        ETP=etp,
-        LANES=lanes,
-        ROWS=height,
-        num_warps=num_warps(RECORD_THREADS),
+        slot_R, counts_P, ends_P, weight_TK, expert_TK, *own, experts, num_rows,
+        W=row_TW.shape[1], K=slots, ETP=etp, LANES=lanes, ROWS=height, num_warps=num_warps(RECORD_THREADS),
         **_ranks(peers),
-    )
+    )  # fmt: skip
 
 
 def pack(
-    peers: MemoryPeers,
-    region: Region,
-    x_TD: Tensor,
-    plan: SendPlan,
-    received_ND: Tensor,
-    block: int,
+    peers: MemoryPeers, region: Region, x_TD: Tensor, plan: SendPlan, received_ND: Tensor, block: int
 ) -> None:
     """Copy the first rows for each rank into its block, of this rank to where they are received.
 
@@ -114,24 +94,13 @@ def pack(
     if programs == 0:
         return
     out_kernels.pack_kernel[(programs,)](
-        x_TD,
-        row_TW,
-        counts_P,
-        ends_P,
+        x_TD, row_TW, counts_P, ends_P,
         peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype),
-        peers.view(peers.rank, region.blocks, (ranks, block, columns), x_TD.dtype),
-        received_ND,
-        tokens,
-        columns,
-        peers.rank,
-        block,
-        W=row_TW.shape[1],
-        AT_ONCE=AT_ONCE,
-        TOKENS=height,
-        COLUMNS=width,
-        num_warps=num_warps(PACK.threads),
+        peers.view(peers.rank, region.blocks, (ranks, block, columns), x_TD.dtype), received_ND, tokens,
+        columns, peers.rank, block,
+        W=row_TW.shape[1], AT_ONCE=AT_ONCE, TOKENS=height, COLUMNS=width, num_warps=num_warps(PACK.threads),
         **_ranks(peers),
-    )
+    )  # fmt: skip
 
 
 def receive(
@@ -145,24 +114,10 @@ def receive(
     weight_NK = like.new_empty(rows, slots, dtype=torch.float32)
     number_NK = like.new_empty(rows, slots, dtype=torch.int32)
     out_kernels.receive_kernel[(max(triton.cdiv(rows, height), 1),)](
-        like,
-        arrivals_PP,
-        from_N,
-        weight_NK,
-        number_NK,
-        region.counts,
-        region.records,
-        region.tokens,
-        row_bytes,
-        peers.rank,
-        rows,
-        block,
-        K=slots,
-        LANES=lanes,
-        ROWS=height,
-        num_warps=num_warps(RECORD_THREADS),
-        **_ranks(peers),
-    )
+        like, arrivals_PP, from_N, weight_NK, number_NK, region.counts, region.records, region.tokens,
+        row_bytes, peers.rank, rows, block,
+        K=slots, LANES=lanes, ROWS=height, num_warps=num_warps(RECORD_THREADS), **_ranks(peers),
+    )  # fmt: skip
     return from_N, weight_NK, number_NK, arrivals_PP
 
 
@@ -171,19 +126,10 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
     rows, columns = received_ND.shape
     height, width = PULL.tile(columns, received_ND.element_size())
     out_kernels.pull_kernel[(PULL.programs,)](
-        from_N,
-        received_ND,
-        arrivals_PP,
-        columns,
-        peers.rank,
-        rows,
-        block,
-        ALIGNMENT=_alignment(received_ND),
-        ROWS=height,
-        COLUMNS=width,
-        num_warps=num_warps(PULL.threads),
+        from_N, received_ND, arrivals_PP, columns, peers.rank, rows, block,
+        ALIGNMENT=_alignment(received_ND), ROWS=height, COLUMNS=width, num_warps=num_warps(PULL.threads),
         **_ranks(peers),
-    )
+    )  # fmt: skip
 
 
 def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
@@ -191,18 +137,10 @@ def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor,
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
     back_kernels.put_kernel[(PUT.programs,)](
-        y_ND,
-        peers.view(peers.rank, offset, (rows, columns), y_ND.dtype),
-        arrivals_PP,
-        columns,
-        peers.rank,
-        rows,
-        block,
-        ROWS=height,
-        COLUMNS=width,
-        num_warps=num_warps(PUT.threads),
-        **_ranks(peers),
-    )
+        y_ND, peers.view(peers.rank, offset, (rows, columns), y_ND.dtype), arrivals_PP, columns, peers.rank,
+        rows, block,
+        ROWS=height, COLUMNS=width, num_warps=num_warps(PUT.threads), **_ranks(peers),
+    )  # fmt: skip
 
 
 def way_back(
@@ -219,27 +157,11 @@ def way_back(
     from_TW = torch.empty_like(row_TW, dtype=torch.int64)
     dweight_from_TW = torch.empty_like(from_TW if slots else from_TW[:0])
     back_kernels.way_back_kernel[(max(triton.cdiv(row_TW.numel(), PLACES), 1),)](
-        peers.addresses,
-        row_TW,
-        ends_P,
-        arrivals_PP,
-        staged_PBD,
-        y_ND,
-        dweight_NK,
-        from_TW,
-        dweight_from_TW,
-        region.sums,
-        region.dweights,
-        y_ND.shape[1] * y_ND.element_size(),
-        peers.rank,
-        len(y_ND),
-        block,
-        row_TW.numel(),
-        K=slots,
-        PLACES=PLACES,
-        num_warps=num_warps(PLACE_THREADS),
-        **_ranks(peers),
-    )
+        peers.addresses, row_TW, ends_P, arrivals_PP, staged_PBD, y_ND, dweight_NK, from_TW,
+        dweight_from_TW, region.sums, region.dweights, y_ND.shape[1] * y_ND.element_size(), peers.rank,
+        len(y_ND), block, row_TW.numel(),
+        K=slots, PLACES=PLACES, num_warps=num_warps(PLACE_THREADS), **_ranks(peers),
+    )  # fmt: skip
     return from_TW, dweight_from_TW
 
 
@@ -252,17 +174,10 @@ def sum_places(from_TW: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     if programs == 0:
         return x_TD
     back_kernels.sum_kernel[(min(programs, SUM.programs),)](
-        from_TW,
-        x_TD,
-        tokens,
-        columns,
-        W=places,
-        AT_ONCE=AT_ONCE,
-        ALIGNMENT=_alignment(x_TD),
-        TOKENS=height,
-        COLUMNS=width,
+        from_TW, x_TD, tokens, columns,
+        W=places, AT_ONCE=AT_ONCE, ALIGNMENT=_alignment(x_TD), TOKENS=height, COLUMNS=width,
         num_warps=num_warps(SUM.threads),
-    )
+    )  # fmt: skip
     return x_TD
 
 

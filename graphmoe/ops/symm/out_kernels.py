@@ -22,23 +22,10 @@ NO_END = tl.constexpr(2147483647)
 
 @triton.jit(do_not_specialize=["experts", "num_rows"])
 def records_kernel(
-    slot_R,
-    counts_P,
-    ends_P,
-    weight_TK,
-    expert_TK,
-    record_R,
-    to_counts_P,
-    experts,
-    num_rows,
-    P: tl.constexpr,
-    RANKS: tl.constexpr,
-    W: tl.constexpr,
-    K: tl.constexpr,
-    ETP: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    slot_R, counts_P, ends_P, weight_TK, expert_TK, record_R, to_counts_P, experts, num_rows,
+    P: tl.constexpr, RANKS: tl.constexpr, W: tl.constexpr, K: tl.constexpr, ETP: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write the records of ROWS rows; program 0 the counts too. With K = 0 a record is a token's number."""
     rank = tl.arange(0, RANKS)
     if tl.program_id(0) == 0:
@@ -65,24 +52,10 @@ def records_kernel(
 
 @triton.jit(do_not_specialize=["me", "block"])
 def pack_kernel(
-    x_TD,
-    row_TW,
-    counts_P,
-    ends_P,
-    token_TD,
-    block_PBD,
-    received_ND,
-    tokens,
-    columns,
-    me,
-    block,
-    P: tl.constexpr,
-    RANKS: tl.constexpr,
-    W: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    x_TD, row_TW, counts_P, ends_P, token_TD, block_PBD, received_ND, tokens, columns, me, block,
+    P: tl.constexpr, RANKS: tl.constexpr, W: tl.constexpr, AT_ONCE: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Copy each token into the block of every rank for which it is one of the first ``block``.
 
     For this rank that is where it is received. Tokens that are behind the block of a rank stay as tokens.
@@ -121,24 +94,10 @@ def pack_kernel(
 
 @triton.jit(do_not_specialize=["me", "rows", "block"])
 def receive_kernel(
-    address_P,
-    arrivals_PP,
-    from_N,
-    weight_NK,
-    number_NK,
-    counts_offset,
-    records_offset,
-    tokens_offset,
-    row_bytes,
-    me,
-    rows,
-    block,
-    P: tl.constexpr,
-    RANKS: tl.constexpr,
-    K: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    address_P, arrivals_PP, from_N, weight_NK, number_NK, counts_offset, records_offset, tokens_offset,
+    row_bytes, me, rows, block,
+    P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """The address of each received row's token, 0 for dead rows; with K > 0 weights and numbers too.
 
     Program 0 writes the counts of all ranks.
@@ -185,19 +144,10 @@ def _source_of(n, arrived, block, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["me", "rows", "block"])
 def pull_kernel(
-    from_N,
-    received_ND,
-    arrivals_PP,
-    columns,
-    me,
-    rows,
-    block,
-    P: tl.constexpr,
-    RANKS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
+    from_N, received_ND, arrivals_PP, columns, me, rows, block,
+    P: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Copy the rows behind the blocks from where they are; without blocks, all.
 
     Rows lie in the order of sources. So the programs of a rank work on P stretches of them in turn, from its

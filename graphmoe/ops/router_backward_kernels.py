@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphmoe.ops.router_kernels import THREADS, scores_of, tokens_of_block
-from graphmoe.ops.threads import num_warps
+from graphmoe.ops.vendors import num_warps
 
 
 def backward(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmoe.ops.threads import num_warps
+from graphmoe.ops.vendors import num_warps
 
 BLOCK, STEP = 256, 32
 """Slots of a chunk, and how many of them are compared with the chunk at once."""

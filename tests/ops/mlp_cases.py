@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphmoe.ops.grouped_mlp.reference import Plan
+from graphmoe.ops.grouped_mlp.reference import Experts, Plan
 from tests.ops.row_cases import NAN, brute_force_plan, fresh_memory_is_nan, pattern_of_experts, values
 from tests.tolerances import TOLERANCES, relative_error
 
@@ -67,8 +67,11 @@ def ops_of(backend: str) -> Directions:
         from graphmoe.ops.grouped_mlp import triton_backend as kernels
 
         return Directions(
-            *(_with_plan(getattr(kernels, name)) for name in Directions._fields[:-1]),
-            lambda *given: kernels.wgrad_into(*given[:4], Plan(*given[4:7]), given[7:9], given[9]),
+            lambda x, *experts: kernels.forward(x, Experts(*experts)),
+            lambda dy, h, *experts: kernels.dgrad(dy, h, Experts(*experts)),
+            lambda *given: kernels.wgrad(*given[:4], Plan(*given[4:])),
+            lambda x, w_gate_up, *plan: kernels.hidden(x, w_gate_up, Plan(*plan)),
+            lambda *given: kernels.wgrad(*given[:4], Plan(*given[4:7]), given[7:9], given[9]),
         )
     ops, name = torch.ops.graphmoe, {"plain": "torch", "cuda": "triton"}.get(backend, backend)
     return Directions(
@@ -78,10 +81,6 @@ def ops_of(backend: str) -> Directions:
         lambda *args: ops.grouped_mlp_hidden(*args, name),
         lambda *args: ops.grouped_mlp_wgrad_into(*args[:-1], name, args[-1]),
     )
-
-
-def _with_plan(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: function(*args[:-3], Plan(*args[-3:]))
 
 
 def make_problem(case, dtype, device="cpu"):

@@ -126,7 +126,7 @@ def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | No
             )
             way = (plan.send_ends_P, plan.send_row_TW, arrivals, block)
             y = exchange.combine(peers, made[rank], *way)
-            dsum = exchange.combine_grad(peers, dy, plan, rows, block)
+            dsum = exchange.combine_grad(peers, dy, plan, arrivals, rows, block)
             gradients = exchange.dispatch_grad(peers, drows[rank], dweights[rank], *way)
         memory.assert_guards_are_whole()
         assert peers.barriers - before[0] == 4, "one barrier for each exchange"

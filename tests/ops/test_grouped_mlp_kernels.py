@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphmoe.ops.grouped_mlp.triton_steps import (
+from graphmoe.ops.grouped_mlp.triton_backend import (
     TABLE_BLOCK,
     row_tiles,
     rows_constants,

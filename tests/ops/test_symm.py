@@ -147,7 +147,7 @@ def tile(launch, columns=HIDDEN, element_bytes=2, rows="ROWS"):
 
 
 def out_cases():
-    from graphmoe.ops.symm import out_kernels as out
+    from graphmoe.ops.symm import kernels as out
 
     for slots, lanes in ((SLOTS, 16), (0, 1)):
         sizes = {"K": slots, "LANES": lanes, "ROWS": launches.RECORD_TILE // lanes, **RANKS}
@@ -191,7 +191,7 @@ def out_cases():
 
 
 def back_cases():
-    from graphmoe.ops.symm import back_kernels as back
+    from graphmoe.ops.symm import kernels as back
 
     for name, pointer, columns, element_bytes in (("put", ROWS, HIDDEN, 2), ("put weights", WEIGHTS, 6, 4)):
         yield {
@@ -222,7 +222,7 @@ def back_cases():
 
 
 def sum_case(name, places, pointer, columns, alignment, sizes):
-    from graphmoe.ops.symm import back_kernels as back
+    from graphmoe.ops.symm import kernels as back
 
     return {
         "name": name,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.ops.grouped_mlp import triton_backend, vendor
-from graphmoe.ops.grouped_mlp.reference import TORCH, Backend, Plan
+from graphmoe.ops.grouped_mlp.reference import TORCH, Backend, Experts, Plan
 
 BACKENDS: dict[str, Backend] = {
     "torch": TORCH,
@@ -64,8 +64,8 @@ def _forward(
     torch where `graphmoe.ops.grouped_mm` has none. Kept for the backward: the inputs and h.
     Raises ConfigError where the package of a backend is missing.
     """
-    plan = Plan(slot_R, row_TK, ends_E)
-    return _kernels(backend, "forward", x_TD).forward(x_TD, w_gate_up, w_down, weight_TK, plan)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    return _kernels(backend, "forward", x_TD).forward(x_TD, experts)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_dgrad", mutates_args=())
@@ -81,8 +81,8 @@ def _dgrad(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dweight_TK, and for the weight gradients dh_RH and the weighted activation a_RF."""
-    plan = Plan(slot_R, row_TK, ends_E)
-    return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, w_gate_up, w_down, weight_TK, plan)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, experts)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_wgrad", mutates_args=())
@@ -120,7 +120,7 @@ def _wgrad_into(
     triton does so from its fp32 sums; the others round to the dtype of x first.
     """
     kernels, plan = _kernels(backend, "wgrad", dy_TD), Plan(slot_R, row_TK, ends_E)
-    kernels.wgrad_into(dy_TD, x_TD, dh_RH, a_RF, plan, (of_gate_up, of_down), add)
+    kernels.wgrad(dy_TD, x_TD, dh_RH, a_RF, plan, (of_gate_up, of_down), add)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_hidden", mutates_args=())
@@ -162,20 +162,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)  # the gradient of h would be zeros of the largest size here
 
 
+def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """dx_TD, dweight_TK, and what the weight gradients are made of, from the tensors kept by either form."""
+    x_TD, *experts, h_RH = ctx.saved_tensors
+    dx_TD, dweight_TK, *made = torch.ops.graphmoe.grouped_mlp_dgrad(dy_TD, h_RH, *experts, ctx.backend)
+    return dx_TD, dweight_TK, (dy_TD, x_TD, *made, *experts[3:])
+
+
 def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    x_TD, w_gate_up, w_down, weight_TK, *plan, h_RH = ctx.saved_tensors
     if dy_TD is None:
         return (None,) * 8
-    dy_TD = dy_TD.contiguous()
-    weights = (w_gate_up, w_down, weight_TK)
-    dx_TD, dweight_TK, dh_RH, a_RF = torch.ops.graphmoe.grouped_mlp_dgrad(
-        dy_TD, h_RH, *weights, *plan, ctx.backend
-    )
+    dx_TD, dweight_TK, made = _row_gradients(ctx, dy_TD.contiguous())
     dw_gate_up = dw_down = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dw_gate_up, dw_down = torch.ops.graphmoe.grouped_mlp_wgrad(
-            dy_TD, x_TD, dh_RH, a_RF, *plan, ctx.backend
-        )
+        dw_gate_up, dw_down = torch.ops.graphmoe.grouped_mlp_wgrad(*made, ctx.backend)
     gradients = (dx_TD, dw_gate_up, dw_down, dweight_TK)
     wanted = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
     return *wanted, None, None, None, None
@@ -184,16 +184,9 @@ def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor 
 _forward.register_autograd(_backward, setup_context=_save)
 
 
-def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
-    """``graphmoe::grouped_mlp``, whose backward adds the gradients of its two weights to ``totals``.
-
-    ``totals`` are those of ``w_gate_up`` and ``w_down``; autograd gets none for them. For a backward that no
-    graph holds: compiled units add by their graphs (`runtime.compile.code`).
-    """
-    return _Accumulating.apply(totals, backend, *arguments)
-
-
 class _Accumulating(torch.autograd.Function):
+    """``graphmoe::grouped_mlp`` with sums of its weight gradients."""
+
     @staticmethod
     def forward(ctx: Any, totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
         y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend)
@@ -203,13 +196,18 @@ class _Accumulating(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, w_gate_up, w_down, weight_TK, *plan, h_RH = ctx.saved_tensors
-        dy_TD = dy_TD.contiguous()
-        dx_TD, dweight_TK, dh_RH, a_RF = torch.ops.graphmoe.grouped_mlp_dgrad(
-            dy_TD, h_RH, w_gate_up, w_down, weight_TK, *plan, ctx.backend
-        )
+        dx_TD, dweight_TK, made = _row_gradients(ctx, dy_TD.contiguous())
         totals = [gradient.total for gradient in ctx.totals]
         add = have_begun(ctx.totals)
-        torch.ops.graphmoe.grouped_mlp_wgrad_into(dy_TD, x_TD, dh_RH, a_RF, *plan, *totals, ctx.backend, add)
+        torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add)
         report_added(ctx.totals)
         return None, None, dx_TD, None, None, dweight_TK, None, None, None
+
+
+def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
+    """``graphmoe::grouped_mlp``, whose backward adds the gradients of its two weights to ``totals``.
+
+    ``totals`` are those of ``w_gate_up`` and ``w_down``; autograd gets none for them. For a backward that no
+    graph holds: compiled units add by their graphs (`runtime.compile.code`).
+    """
+    return _Accumulating.apply(totals, backend, *arguments)

@@ -21,6 +21,7 @@ from graphmoe.ops import grouped_mm, permute, swiglu  # noqa: F401  # registers 
 KEY = "moe.experts"
 Installed = Callable[[str], bool]
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+Reason = Callable[[torch.dtype, torch.device, bool, Installed], str | None]
 
 
 class Plan(NamedTuple):
@@ -43,6 +44,21 @@ class Products(NamedTuple):
     """dy_RN, x_RC -> dw_ENC: the sum of ``outer(dy[r], x[r])`` over the rows of an expert, or zeros."""
 
 
+class Experts(NamedTuple):
+    """The experts of a layer, and the rows that are routed to them: what the operations take behind x."""
+
+    w_gate_up: Tensor
+    w_down: Tensor
+    weight_TK: Tensor
+    slot_R: Tensor
+    row_TK: Tensor
+    ends_E: Tensor
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(*self[3:])
+
+
 class Backend(Protocol):
     """Kernels of the grouped MLP: an object, or a module, with a line in the table ``BACKENDS``."""
 
@@ -52,9 +68,7 @@ class Backend(Protocol):
         """Return why the device or the dtype rules the backend out, or None."""
         ...
 
-    def forward(
-        self, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """y_TD and h_RH."""
         ...
 
@@ -62,29 +76,21 @@ class Backend(Protocol):
         """h_RH alone."""
         ...
 
-    def dgrad(
-        self, dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dx_TD, dweight_TK, dh_RH, a_RF."""
         ...
 
     def wgrad(
-        self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
-        """dw_gate_up and dw_down."""
-        ...
-
-    def wgrad_into(
         self,
         dy_TD: Tensor,
         x_TD: Tensor,
         dh_RH: Tensor,
         a_RF: Tensor,
         plan: Plan,
-        totals: tuple[Tensor, Tensor],
-        add: bool,
-    ) -> None:
-        """Store both in ``totals``, or add them."""
+        totals: tuple[Tensor, Tensor] | None = None,
+        add: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold."""
         ...
 
 
@@ -92,59 +98,47 @@ class Stepwise:
     """A backend around the `Products` of a dtype."""
 
     def __init__(
-        self,
-        products: Callable[[torch.dtype], Products],
-        reason_against: Callable[[torch.dtype, torch.device, bool, Installed], str | None],
-    ) -> None:
+        self, products: Callable[[torch.dtype], Products], reason_against: Callable[..., str | None]
+    ):
         self._products, self.reason_against = products, reason_against
 
-    def forward(
-        self, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
-        ops = torch.ops.graphmoe
-        h_RH = self.hidden(x_TD, w_gate_up, plan)
-        a_RF = ops.swiglu(h_RH, _row_weights(weight_TK, plan.slot_R), plan.ends_E)
-        y_RD = self._products(x_TD.dtype).rows(a_RF, w_down, plan.ends_E)
+        ops, plan = torch.ops.graphmoe, experts.plan
+        h_RH = self.hidden(x_TD, experts.w_gate_up, plan)
+        a_RF = ops.swiglu(h_RH, _row_weights(experts.weight_TK, plan.slot_R), plan.ends_E)
+        y_RD = self._products(x_TD.dtype).rows(a_RF, experts.w_down, plan.ends_E)
         return ops.unpermute(y_RD, *plan, None), h_RH
 
     def hidden(self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
-        """h_RH alone."""
         x_RD = torch.ops.graphmoe.permute(x_TD, *plan)
         return self._products(x_TD.dtype).rows(x_RD, w_gate_up, plan.ends_E)
 
-    def dgrad(
-        self, dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dx_TD, dweight_TK, dh_RH, a_RF. The down product itself is not needed: dweight is <W.T dy, a>."""
-        ops, products, ends_E = torch.ops.graphmoe, self._products(dy_TD.dtype), plan.ends_E
-        weight_R = _row_weights(weight_TK, plan.slot_R)
-        da_RF = products.rows_grad(ops.permute(dy_TD, *plan), w_down, ends_E)
+        ops, products, plan = torch.ops.graphmoe, self._products(dy_TD.dtype), experts.plan
+        ends_E, weight_R = plan.ends_E, _row_weights(experts.weight_TK, plan.slot_R)
+        da_RF = products.rows_grad(ops.permute(dy_TD, *plan), experts.w_down, ends_E)
         dh_RH, dweight_R = ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
         a_RF = ops.swiglu(h_RH, weight_R, ends_E)
-        dx_RD = products.rows_grad(dh_RH, w_gate_up, ends_E)
+        dx_RD = products.rows_grad(dh_RH, experts.w_gate_up, ends_E)
         return ops.unpermute(dx_RD, *plan, None), _slot_values(dweight_R, plan.row_TK), dh_RH, a_RF
 
     def wgrad(
-        self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
-        """dw_gate_up and dw_down."""
-        ops, products = torch.ops.graphmoe, self._products(dy_TD.dtype)
-        dw_gate_up = products.weight_grad(dh_RH, ops.permute(x_TD, *plan), plan.ends_E)
-        return dw_gate_up, products.weight_grad(ops.permute(dy_TD, *plan), a_RF, plan.ends_E)
-
-    def wgrad_into(
         self,
         dy_TD: Tensor,
         x_TD: Tensor,
         dh_RH: Tensor,
         a_RF: Tensor,
         plan: Plan,
-        totals: tuple[Tensor, Tensor],
-        add: bool,
-    ) -> None:
-        """Store both in ``totals``, or add them, rounded to the dtype of x first."""
-        for total, gradient in zip(totals, self.wgrad(dy_TD, x_TD, dh_RH, a_RF, plan), strict=True):
+        totals: tuple[Tensor, Tensor] | None = None,
+        add: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """dw_gate_up and dw_down, rounded to the dtype of x before they go to ``totals``."""
+        ops, products = torch.ops.graphmoe, self._products(dy_TD.dtype)
+        dw_gate_up = products.weight_grad(dh_RH, ops.permute(x_TD, *plan), plan.ends_E)
+        dw_down = products.weight_grad(ops.permute(dy_TD, *plan), a_RF, plan.ends_E)
+        for total, gradient in zip(totals or (), (dw_gate_up, dw_down), strict=False):
             if total.is_cuda and is_installed("triton"):
                 from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
 
@@ -153,6 +147,7 @@ class Stepwise:
                 total.add_(gradient)
             else:
                 total.copy_(gradient)
+        return dw_gate_up, dw_down
 
 
 def _torch_products(dtype: torch.dtype) -> Products:

@@ -1,20 +1,32 @@
 """The grouped MLP in our Triton kernels: gather in the prologue, activation and its gradient in the epilogue.
 
-Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F.
+Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F; C and N are the
+contracted and the output width of a product of rows, M and N the axes of a weight.
 
-Two kernels do the six products: `rows_kernel` those of rows, `weight_grad_kernel` those of weights. Row
-results are summed to tokens by ``graphmoe::unpermute``. No call waits for the device or reads a count on the
-host, and every sum has a fixed order. The module is a `reference.Backend`.
+Two kernels do the six products, each a launch with a `Config` of its own: `rows_kernel` those of rows,
+`weight_grad_kernel` those of weights. Row results are summed to tokens by ``graphmoe::unpermute``. No call
+waits for the device or reads a count on the host, and every sum has a fixed order. The module is a
+`reference.Backend`.
 """
 
 from __future__ import annotations
 
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from graphmoe.ops.grouped_mlp import triton_steps as steps
-from graphmoe.ops.grouped_mlp.reference import Installed, Plan
-from graphmoe.ops.vendors import HALF_DTYPES
+from graphmoe.ops.grouped_mlp.reference import Experts, Installed, Plan
+from graphmoe.ops.grouped_mlp.tuning import Config, default, kind_of, units_of
+from graphmoe.ops.vendors import HALF_DTYPES, num_warps
+
+TABLE_BLOCK = 16
+"""Entries of the table of row tiles that a program writes."""
+Tiles = Callable[[int], Tensor]
+"""Height of row tiles -> their table."""
 
 
 def reason_against(
@@ -28,47 +40,261 @@ def reason_against(
     return None if dtype in (*HALF_DTYPES, torch.float32) else f"has no kernels for {dtype}"
 
 
-def forward(
-    x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
+def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """y_TD and h_RH."""
-    tiles = steps.row_tiles(plan.ends_E, len(plan.slot_R))
-    h_RH, a_RF = steps.up(x_TD, w_gate_up, weight_TK, plan, tiles)
-    y_RD = steps.down(a_RF, w_down, plan.ends_E, tiles)
+    w_gate_up, w_down, weight_TK, *plan = experts
+    slot_R, _, ends_E = plan
+    tiles = row_tiles(ends_E, len(slot_R))
+    _, D, F = w_down.shape
+    h_RH, a_RF, y_RD = (x_TD.new_empty(len(slot_R), width) for width in (2 * F, F, D))
+    _rows("up", tiles, ends_E, x_TD, w_gate_up, (D, F), h=h_RH, a=a_RF, weight=weight_TK, slot=slot_R)
+    _rows("down", tiles, ends_E, a_RF, w_down, (F, D), out=y_RD)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), h_RH
 
 
 def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
-    """h_RH alone."""
-    return steps.hidden_rows(x_TD, w_gate_up, plan, steps.row_tiles(plan.ends_E, len(plan.slot_R)))
+    """h_RH as `forward` makes it, by its config and with its sums."""
+    _, H, D = w_gate_up.shape
+    slot_R, row_TK, ends_E = plan
+    tiles, h_RH = row_tiles(ends_E, len(slot_R)), x_TD.new_empty(len(slot_R), H)
+    _rows("hidden", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, slot=slot_R, slots=row_TK.shape[1])
+    return h_RH
 
 
-def dgrad(
-    dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dweight_TK, dh_RH, a_RF."""
-    tiles = steps.row_tiles(plan.ends_E, len(plan.slot_R))
-    dh_RH, a_RF, partial = steps.down_dgrad(dy_TD, h_RH, w_down, weight_TK, plan, tiles)
-    dx_RD = steps.up_dgrad(dh_RH, w_gate_up, plan.ends_E, tiles)
+def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx_TD, dweight_TK, dh_RH, a_RF. Each column tile gives a part of the gradient of the weights."""
+    w_gate_up, w_down, weight_TK, *plan = experts
+    slot_R, row_TK, ends_E = plan
+    tiles = row_tiles(ends_E, len(slot_R))
+    E, D, F = w_down.shape
+    dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
+    parts = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
+    partial = torch.empty(parts, len(h_RH), dtype=torch.float32, device=h_RH.device)
+    results: dict[str, Any] = {"out": dh_RH, "h": h_RH.contiguous(), "a": a_RF, "partial": partial}
+    _rows("down_dgrad", tiles, ends_E, dy_TD, w_down, (D, F), **results, weight=weight_TK, slot=slot_R)
+    dx_RD = dh_RH.new_empty(len(dh_RH), D)
+    _rows("up_dgrad", tiles, ends_E, dh_RH, w_gate_up, (2 * F, D), out=dx_RD)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
-    return dx_TD, steps.weight_sums(partial, plan.row_TK), dh_RH, a_RF
+    return dx_TD, weight_sums(partial, row_TK), dh_RH, a_RF
 
 
-def wgrad(dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """dw_gate_up and dw_down."""
-    dw_gate_up = steps.weight_grad("up_wgrad", dh_RH, x_TD, plan)
-    return dw_gate_up, steps.weight_grad("down_wgrad", dy_TD, a_RF, plan)
-
-
-def wgrad_into(
+def wgrad(
     dy_TD: Tensor,
     x_TD: Tensor,
     dh_RH: Tensor,
     a_RF: Tensor,
     plan: Plan,
-    totals: tuple[Tensor, Tensor],
-    add: bool,
+    totals: tuple[Tensor, Tensor] | None = None,
+    add: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """dw_gate_up and dw_down; in ``totals`` from the fp32 sums."""
+    of_up, of_down = totals or (None, None)
+    dw_gate_up = _weight_grad("up_wgrad", dh_RH, x_TD, plan, of_up, add=add)
+    return dw_gate_up, _weight_grad("down_wgrad", dy_TD, a_RF, plan, of_down, add=add)
+
+
+def row_tiles(ends_E: Tensor, num_rows: int) -> Tiles:
+    """The table of row tiles of a height, as `tiles_kernel` writes it; each is made once."""
+    return functools.cache(functools.partial(_make_table, ends_E, num_rows))
+
+
+def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
+    """The parts of each slot's row added in order -> [T, K] fp32; 0 for a slot without a row."""
+    import triton
+
+    from graphmoe.ops.grouped_mlp.rows_kernel import weight_sums_kernel
+
+    sums_TK = torch.empty(row_TK.shape, dtype=torch.float32, device=row_TK.device)
+    if sums_TK.numel():
+        (parts, num_rows), slots = partial.shape, row_TK.numel()
+        grid = (triton.cdiv(slots, 256),)
+        weight_sums_kernel[grid](
+            partial, row_TK.contiguous(), sums_TK, slots, num_rows, PARTS=parts, BLOCK=256
+        )
+    return sums_TK
+
+
+def _weight_grad(
+    step: str, left: Tensor, right: Tensor, plan: Plan, total: Tensor | None = None, *, add: bool = False
+) -> Tensor:
+    """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
+
+    In ``total``, of any dtype, where one is given; with ``add`` on top of what it holds.
+    """
+    from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
+
+    (slot_R, row_TK, ends_E), M, N = plan, left.shape[1], right.shape[1]
+    E = len(ends_E)
+    config = _config(step if total is None else f"{step}_into", left, len(slot_R), E)
+    result = left.new_empty(E, M, N) if total is None else total
+    assert result.is_contiguous() and result.shape == (E, M, N)
+    tiles = E * -(-M // config.block_m) * -(-N // config.block_n)
+    programs = _programs(config, tiles, left.device)
+    if programs:
+        left, right = left.contiguous(), right.contiguous()
+        rows = right if step == "down_wgrad" else left
+        arguments = (left, right, result, slot_R.contiguous(), ends_E)
+        constants = weight_grad_constants(step, config, (E, M, N), row_TK.shape[1])
+        launch = functools.partial(
+            weight_grad_kernel[(programs,)],
+            *arguments,
+            **constants,
+            DESCRIPTOR=config.descriptors != "none" and _describable(rows),
+            ADD=add,
+            UPCAST=not left.is_cuda,
+            num_warps=num_warps(config.threads),
+            num_stages=config.stages,
+        )
+        _with_scratch_memory(launch)
+    return result
+
+
+def weight_grad_constants(
+    step: str, config: Config, sizes: tuple[int, int, int], slots: int
+) -> dict[str, Any]:
+    """Constants of `weight_grad_kernel` for a step and its config; ``sizes`` are E, M and N."""
+    E, M, N = sizes
+    return {
+        "E": E,
+        "M": M,
+        "N": N,
+        "K": slots,
+        "GATHER_LEFT": step == "down_wgrad",
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_R": config.block_k,
+        "GROUP": config.group,
+        "SUBTILES": config.subtiles,
+    }
+
+
+def _with_scratch_memory(launch: Callable[[], Any]) -> None:
+    """Launch a kernel that makes descriptors on the device, in memory that torch allocates.
+
+    The allocator is a context variable, which autograd's thread does not inherit; set for this call only.
+    """
+    import triton
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, allocate)
+    context.run(launch)
+
+
+_EPILOGUES = {
+    "up": "swiglu",
+    "hidden": "halves",
+    "down": "store",
+    "down_dgrad": "swiglu_grad",
+    "up_dgrad": "store",
+}
+
+
+def _rows(
+    step: str,
+    tiles: Tiles,
+    ends_E: Tensor,
+    x: Tensor,
+    w: Tensor,
+    sizes: tuple[int, int],
+    *,
+    out: Tensor | None = None,
+    h: Tensor | None = None,
+    a: Tensor | None = None,
+    partial: Tensor | None = None,
+    weight: Tensor | None = None,
+    slot: Tensor | None = None,
+    slots: int = 1,
 ) -> None:
-    """Store both in ``totals`` from their fp32 sums, or add them."""
-    steps.weight_grad("up_wgrad", dh_RH, x_TD, plan, totals[0], add=add)
-    steps.weight_grad("down_wgrad", dy_TD, a_RF, plan, totals[1], add=add)
+    """Launch `rows_kernel` for a step; ``sizes`` are C and the columns that the tiles cover."""
+    from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
+
+    num_rows = len(x if slot is None else slot)
+    config = _config(step, x, num_rows, len(ends_E))
+    table = tiles(config.block_m)
+    max_tiles = len(table) // 2
+    columns = config.block_n // 2 if step in ("up", "hidden") else config.block_n
+    programs = _programs(config, max_tiles * -(-sizes[1] // columns), x.device)
+    if programs == 0:
+        return
+    x, w = x.contiguous(), w.contiguous()
+    load_w = config.descriptors != "none" and _describable(w)
+    load_x = config.descriptors == "both" and slot is None and _describable(x)
+    rows_kernel[(programs,)](
+        _descriptor(x, (config.block_m, config.block_k)) if load_x else x,
+        _weight_descriptor(w, step, config) if load_w else w, out, h, a, partial,
+        None if weight is None else weight.contiguous(), None if slot is None else slot.contiguous(),
+        ends_E, table, max_tiles, num_rows,
+        **rows_constants(step, config, sizes, load_w), K=slots if weight is None else weight.shape[1],
+        X_DESCRIPTOR=load_x, UPCAST=not x.is_cuda, num_warps=num_warps(config.threads),
+        num_stages=config.stages,
+    )  # fmt: skip
+
+
+def rows_constants(step: str, config: Config, sizes: tuple[int, int], load_w: bool) -> dict[str, Any]:
+    """Constants of `rows_kernel` for a step and its config."""
+    (C, N), contract_last = sizes, not step.endswith("dgrad")
+    return {
+        "C": C,
+        "N": N,
+        "EPILOGUE": _EPILOGUES[step],
+        "CONTRACT_LAST": contract_last,
+        "W_DESCRIPTOR": load_w,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_C": config.block_k,
+        "GROUP": config.group,
+        "SUBTILES": config.subtiles,
+        "AHEAD": min(config.ahead, config.subtiles),
+        # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it
+        # would load element by element.
+        "FLATTEN": config.flatten and (contract_last or load_w or N % config.block_n == 0),
+    }
+
+
+def _config(step: str, x: Tensor, num_rows: int, num_experts: int) -> Config:
+    step = "up" if step == "hidden" else step
+    return default(step, kind_of(x.device), x.dtype, num_rows // num_experts)
+
+
+def _make_table(ends_E: Tensor, num_rows: int, height: int) -> Tensor:
+    import triton
+
+    from graphmoe.ops.grouped_mlp.rows_kernel import tiles_kernel
+
+    E = len(ends_E)
+    # Each expert may waste all but one row of a tile, and has no more tiles than rows.
+    max_tiles = min((num_rows + E * (height - 1)) // height, num_rows)
+    table = torch.empty(1 + 2 * max_tiles, dtype=torch.int32, device=ends_E.device)
+    if max_tiles:
+        tiles_kernel[(triton.cdiv(max_tiles, TABLE_BLOCK),)](
+            ends_E, table, max_tiles,
+            E=E, BLOCK_E=triton.next_power_of_2(E), BLOCK_M=height, BLOCK=TABLE_BLOCK,
+            num_warps=num_warps(256),
+        )  # fmt: skip
+    return table
+
+
+def _programs(config: Config, tiles: int, device: torch.device) -> int:
+    return min(tiles, units_of(device) * config.per_unit) if config.per_unit else tiles
+
+
+def _describable(x: Tensor) -> bool:
+    """Return whether TMA can load the tensor: rows and address are multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
+
+
+def _descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
+    """Made on the host at each launch, so that it needs no scratch memory."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, list(block))
+
+
+def _weight_descriptor(w: Tensor, step: str, config: Config) -> Any:
+    n, k = config.block_n, config.block_k
+    if step in ("up", "hidden"):  # the same columns of both halves in one load
+        return _descriptor(w.view(2 * len(w), -1, w.shape[2]), (2, n // 2, k))
+    return _descriptor(w, (1, k, n) if step.endswith("dgrad") else (1, n, k))

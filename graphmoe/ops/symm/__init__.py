@@ -20,7 +20,7 @@ Dead rows hold anything, but -1 in ``number_NK``, and are never read. P * block 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from torch import Tensor
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.dispatch import SendPlan, register_exchange
 from graphmoe.ops.symm import collective
-from graphmoe.ops.symm.peers import CollectivePeers, MemoryPeers, Region, Sizes, peers_of, reserve, use_peers
+from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, peers_of, reserve, use_peers
 
-__all__ = ["CollectivePeers", "MemoryPeers", "Region", "Sizes", "reserve", "use_peers"]
+__all__ = ["CollectivePeers", "Sizes", "reserve", "use_peers"]
 
 
 @torch.library.custom_op("graphmoe::symm_dispatch", mutates_args=())
@@ -53,13 +53,9 @@ def _dispatch(
     parts of the same experts. The plan is a `graphmoe.ops.dispatch.SendPlan`.
     """
     assert block * len(send_counts_P) <= rows, (block, rows)
-    peers, x = peers_of(len(send_counts_P)), (h_TD, weight_TK, expert_TK)
+    run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
-    if isinstance(peers, CollectivePeers):
-        return collective.dispatch(peers, *x, plan, rows, experts, etp, block)
-    from graphmoe.ops.symm import exchange
-
-    return exchange.dispatch(cast(MemoryPeers, peers), *x, plan, rows, experts, etp, block)
+    return run.dispatch(peers, h_TD, weight_TK, expert_TK, plan, rows, experts, etp, block)
 
 
 @torch.library.custom_op("graphmoe::symm_dispatch_grad", mutates_args=())
@@ -72,14 +68,8 @@ def _dispatch_grad(
     block: int,
 ) -> tuple[Tensor, Tensor]:
     """dh_TD, dweight_TK: the sums over a token's places, in order, added in fp32 and rounded once."""
-    peers = peers_of(len(arrivals_PP))
-    way = send_ends_P, send_row_TW, arrivals_PP, block
-    if isinstance(peers, CollectivePeers):
-        dh_TD = collective.sum_back(peers, dreceived_ND, *way)
-        return dh_TD, collective.sum_back(peers, dweight_NK, *way)
-    from graphmoe.ops.symm import exchange
-
-    return exchange.dispatch_grad(cast(MemoryPeers, peers), dreceived_ND, dweight_NK, *way)
+    run, peers = _peers(len(arrivals_PP))
+    return run.dispatch_grad(peers, dreceived_ND, dweight_NK, send_ends_P, send_row_TW, arrivals_PP, block)
 
 
 @torch.library.custom_op("graphmoe::symm_combine", mutates_args=())
@@ -93,13 +83,8 @@ def _combine(
     block: int,
 ) -> Tensor:
     """y_TD: the sum over its places of what the ranks made of a token, in order, in fp32, rounded once."""
-    peers = peers_of(len(arrivals_PP))
-    way = send_ends_P, send_row_TW, arrivals_PP, block
-    if isinstance(peers, CollectivePeers):
-        return collective.sum_back(peers, sum_ND, *way)
-    from graphmoe.ops.symm import exchange
-
-    return exchange.combine(cast(MemoryPeers, peers), sum_ND, *way)
+    run, peers = _peers(len(arrivals_PP))
+    return run.combine(peers, sum_ND, send_ends_P, send_row_TW, arrivals_PP, block)
 
 
 @torch.library.custom_op("graphmoe::symm_combine_grad", mutates_args=())
@@ -114,22 +99,24 @@ def _combine_grad(
     block: int,
 ) -> Tensor:
     """dsum_ND: the token of each live row."""
-    peers = peers_of(len(arrivals_PP))
+    run, peers = _peers(len(arrivals_PP))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
+    return run.combine_grad(peers, dy_TD, plan, arrivals_PP, rows, block)
+
+
+def _peers(size: int) -> tuple[Any, Peers]:
+    """The peers in use, and the module that runs the operations with them."""
+    peers = peers_of(size)
     if isinstance(peers, CollectivePeers):
-        return collective.combine_grad(peers, dy_TD, plan, arrivals_PP, rows, block)
+        return collective, peers
     from graphmoe.ops.symm import exchange
 
-    return exchange.combine_grad(cast(MemoryPeers, peers), dy_TD, plan, rows, block)
+    return exchange, peers
 
 
 @_dispatch.register_fake
-def _(
-    h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor,
-    send_ends_P: Tensor, send_row_TW: Tensor, send_slot_R: Tensor,
-    rows: int, experts: int, etp: int, block: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    slots, ranks = weight_TK.shape[1], send_counts_P.shape[0]
+def _(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor, *rest: Any) -> Any:
+    rows, slots, ranks = rest[3], weight_TK.shape[1], send_counts_P.shape[0]
     return (
         h_TD.new_empty(rows, h_TD.shape[1]),
         weight_TK.new_empty(rows, slots),

@@ -6,6 +6,8 @@ sources, and of tokens within a source).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -57,10 +59,10 @@ def combine_grad(
     return _placed(dy_AD, positions(arrivals_PP, peers.rank, block), rows, float("nan"))
 
 
-def sum_back(
+def combine(
     peers: CollectivePeers, y_ND: Tensor, ends_P: Tensor, row_TW: Tensor, arrivals_PP: Tensor, block: int
 ) -> Tensor:
-    """The sum over each token's places of the ranks' rows."""
+    """As ``graphmoe::symm_combine``: the sum over each token's places of the ranks' rows."""
     sent, arrived = _there(peers, arrivals_PP)
     at_A = positions(arrivals_PP, peers.rank, block)
     fits_A = at_A < len(y_ND)
@@ -69,6 +71,13 @@ def sum_back(
     y_SD = _transfer(peers, y_AD, arrived, sent)
     # Its forward reads no slots.
     return torch.ops.graphmoe.unpermute(y_SD, row_TW.flatten(), row_TW, ends_P, None)
+
+
+def dispatch_grad(
+    peers: CollectivePeers, dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any
+) -> tuple[Tensor, Tensor]:
+    """As ``graphmoe::symm_dispatch_grad``."""
+    return combine(peers, dreceived_ND, *way), combine(peers, dweight_NK, *way)
 
 
 def positions(arrivals_PP: Tensor, rank: int, block: int) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,22 +49,24 @@ def dispatch(
     return _bring(peers, h_TD, plan, slots, rows, block, experts, etp)
 
 
-def combine_grad(peers: MemoryPeers, dy_TD: Tensor, plan: SendPlan, rows: int, block: int) -> Tensor:
+def combine_grad(
+    peers: MemoryPeers, dy_TD: Tensor, plan: SendPlan, arrivals_PP: Tensor, rows: int, block: int
+) -> Tensor:
     """As ``graphmoe::symm_combine_grad``."""
     return _bring(peers, dy_TD, plan, (None, None), rows, block)[0]
 
 
-def combine(peers: MemoryPeers, sum_ND: Tensor, *way: Tensor | int) -> Tensor:
+def combine(peers: MemoryPeers, sum_ND: Tensor, *way: Any) -> Tensor:
     """As ``graphmoe::symm_combine``."""
-    return _sums(peers, sum_ND, None, *way)[0]  # type: ignore[arg-type]
+    return _sums(peers, sum_ND, None, way)[0]
 
 
 def dispatch_grad(
-    peers: MemoryPeers, dreceived_ND: Tensor, dweight_NK: Tensor, *way: Tensor | int
+    peers: MemoryPeers, dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any
 ) -> tuple[Tensor, Tensor]:
     """As ``graphmoe::symm_dispatch_grad``."""
     assert dweight_NK.dtype == torch.float32, dweight_NK.dtype
-    dh_TD, dweight_TK = _sums(peers, dreceived_ND, _aligned(dweight_NK), *way)  # type: ignore[arg-type]
+    dh_TD, dweight_TK = _sums(peers, dreceived_ND, _aligned(dweight_NK), way)
     assert dweight_TK is not None
     return dh_TD, dweight_TK
 
@@ -93,27 +96,18 @@ def _bring(
             peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype).copy_(x_TD)
         launches.put_records(peers, region, plan, *of_slots, experts, etp)
         peers.barrier()
-    copies = []
-    for rank in _others(peers) if block else ():
-        offset = region.blocks + peers.rank * block * row_bytes
-        source = peers.view(rank, offset, (block, columns), x_TD.dtype)
-        copies.append((received_ND[rank * block : (rank + 1) * block], source))
-    with _beside(peers, copies):
+    of_ranks = received_ND[: peers.size * block].view(peers.size, block, columns)
+    with _beside(peers, _blocks(peers, of_ranks, region.blocks)):
         from_N, *received, arrivals_PP = launches.receive(peers, region, rows, slots, row_bytes, block)
         launches.pull(peers, from_N, received_ND, arrivals_PP, block)
     return received_ND, received[0], received[1], arrivals_PP
 
 
 def _sums(
-    peers: MemoryPeers,
-    y_ND: Tensor,
-    dweight_NK: Tensor | None,
-    ends_P: Tensor,
-    row_TW: Tensor,
-    arrivals_PP: Tensor,
-    block: int,
+    peers: MemoryPeers, y_ND: Tensor, dweight_NK: Tensor | None, way: Way
 ) -> tuple[Tensor, Tensor | None]:
     """The sums over each token's places, of rows and of the gradients of weights."""
+    _, row_TW, arrivals_PP, block = way
     y_ND = _checked(y_ND)
     (rows, columns), (tokens, places) = y_ND.shape, row_TW.shape
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]
@@ -126,12 +120,7 @@ def _sums(
             launches.put_live(peers, region.dweights, dweight_NK, arrivals_PP, block)
         peers.barrier()
     staged_PBD = y_ND.new_empty(peers.size, block, columns) if block else None
-    copies = []
-    if staged_PBD is not None:
-        for rank in _others(peers):
-            offset = region.sums + peers.rank * block * row_bytes
-            copies.append((staged_PBD[rank], peers.view(rank, offset, (block, columns), y_ND.dtype)))
-    way: Way = ends_P, row_TW, arrivals_PP, block
+    copies = [] if staged_PBD is None else _blocks(peers, staged_PBD, region.sums)
     dweight_TK = None
     with _beside(peers, copies):
         from_TW, dweight_from_TW = launches.way_back(peers, region, way, staged_PBD, y_ND, dweight_NK)
@@ -167,9 +156,15 @@ def _first(block: int) -> AbstractContextManager[None]:
     return before_products() if block else nullcontext()
 
 
-def _others(peers: MemoryPeers) -> list[int]:
-    """All other ranks, those behind this one first: so at no time all read from one."""
-    return [(peers.rank + i) % peers.size for i in range(1, peers.size)]
+def _blocks(peers: MemoryPeers, to_PBD: Tensor, offset: int) -> list[tuple[Tensor, Tensor]]:
+    """Copies (to, from) of each other rank's block for this one; those behind this rank come first.
+
+    So at no time all read from one.
+    """
+    block, columns = to_PBD.shape[1:]
+    own = offset + peers.rank * block * columns * to_PBD.element_size()
+    others = [(peers.rank + i) % peers.size for i in range(1, peers.size)] if block else []
+    return [(to_PBD[rank], peers.view(rank, own, (block, columns), to_PBD.dtype)) for rank in others]
 
 
 @contextmanager

@@ -14,9 +14,9 @@ import triton
 from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan
-from graphmoe.ops.symm import back_kernels, out_kernels
+from graphmoe.ops.symm import kernels
 from graphmoe.ops.symm.peers import MemoryPeers, Region
-from graphmoe.ops.threads import num_warps
+from graphmoe.ops.vendors import num_warps
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def put_records(
         peers.view(peers.rank, offset, (length,), torch.int32)
         for offset, length in ((region.records, num_rows * (1 + 2 * slots)), (region.counts, peers.size))
     ]
-    out_kernels.records_kernel[(max(triton.cdiv(num_rows, height), 1),)](
+    kernels.records_kernel[(max(triton.cdiv(num_rows, height), 1),)](
         slot_R, counts_P, ends_P, weight_TK, expert_TK, *own, experts, num_rows,
         W=row_TW.shape[1], K=slots, ETP=etp, LANES=lanes, ROWS=height, num_warps=num_warps(RECORD_THREADS),
         **_ranks(peers),
@@ -93,7 +93,7 @@ def pack(
     programs = triton.cdiv(tokens, height) * triton.cdiv(columns, width)
     if programs == 0:
         return
-    out_kernels.pack_kernel[(programs,)](
+    kernels.pack_kernel[(programs,)](
         x_TD, row_TW, counts_P, ends_P,
         peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype),
         peers.view(peers.rank, region.blocks, (ranks, block, columns), x_TD.dtype), received_ND, tokens,
@@ -113,7 +113,7 @@ def receive(
     from_N = like.new_empty(rows)
     weight_NK = like.new_empty(rows, slots, dtype=torch.float32)
     number_NK = like.new_empty(rows, slots, dtype=torch.int32)
-    out_kernels.receive_kernel[(max(triton.cdiv(rows, height), 1),)](
+    kernels.receive_kernel[(max(triton.cdiv(rows, height), 1),)](
         like, arrivals_PP, from_N, weight_NK, number_NK, region.counts, region.records, region.tokens,
         row_bytes, peers.rank, rows, block,
         K=slots, LANES=lanes, ROWS=height, num_warps=num_warps(RECORD_THREADS), **_ranks(peers),
@@ -125,7 +125,7 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
     """Copy the rows behind the blocks from their addresses."""
     rows, columns = received_ND.shape
     height, width = PULL.tile(columns, received_ND.element_size())
-    out_kernels.pull_kernel[(PULL.programs,)](
+    kernels.pull_kernel[(PULL.programs,)](
         from_N, received_ND, arrivals_PP, columns, peers.rank, rows, block,
         ALIGNMENT=_alignment(received_ND), ROWS=height, COLUMNS=width, num_warps=num_warps(PULL.threads),
         **_ranks(peers),
@@ -136,7 +136,7 @@ def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor,
     """Copy the live rows of other ranks' tokens into the own region."""
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
-    back_kernels.put_kernel[(PUT.programs,)](
+    kernels.put_kernel[(PUT.programs,)](
         y_ND, peers.view(peers.rank, offset, (rows, columns), y_ND.dtype), arrivals_PP, columns, peers.rank,
         rows, block,
         ROWS=height, COLUMNS=width, num_warps=num_warps(PUT.threads), **_ranks(peers),
@@ -156,7 +156,7 @@ def way_back(
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]
     from_TW = torch.empty_like(row_TW, dtype=torch.int64)
     dweight_from_TW = torch.empty_like(from_TW if slots else from_TW[:0])
-    back_kernels.way_back_kernel[(max(triton.cdiv(row_TW.numel(), PLACES), 1),)](
+    kernels.way_back_kernel[(max(triton.cdiv(row_TW.numel(), PLACES), 1),)](
         peers.addresses, row_TW, ends_P, arrivals_PP, staged_PBD, y_ND, dweight_NK, from_TW,
         dweight_from_TW, region.sums, region.dweights, y_ND.shape[1] * y_ND.element_size(), peers.rank,
         len(y_ND), block, row_TW.numel(),
@@ -173,7 +173,7 @@ def sum_places(from_TW: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     programs = triton.cdiv(tokens, height) * triton.cdiv(columns, width)
     if programs == 0:
         return x_TD
-    back_kernels.sum_kernel[(min(programs, SUM.programs),)](
+    kernels.sum_kernel[(min(programs, SUM.programs),)](
         from_TW, x_TD, tokens, columns,
         W=places, AT_ONCE=AT_ONCE, ALIGNMENT=_alignment(x_TD), TOKENS=height, COLUMNS=width,
         num_warps=num_warps(SUM.threads),

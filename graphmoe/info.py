@@ -19,8 +19,7 @@ from rich.table import Table
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.schema import ConfigError, DpShard, ModelConfig, RunConfig
-from graphmoe.model.flops import flops_per_token
-from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.model.sizes import count_parameters, flops_per_token, state_bytes
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import PipelinePlan, with_one_micro_batch
 from graphmoe.plan.plan import plan_of
@@ -116,9 +115,9 @@ def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
             for kind, part in (("total", counts.total), ("active", counts.active))
         },
         "flops_per_token": {
-            "forward_components": dataclasses.asdict(flops.components),
+            "forward_components": dataclasses.asdict(flops),
             "forward": flops.forward,
-            "backward": flops.backward,
+            "backward": flops.total - flops.forward,
             "total": flops.total,
         },
     }

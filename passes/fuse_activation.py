@@ -21,6 +21,7 @@ from graphmoe.passes.matching import (
     SAME_ELEMENTS,
     aten,
     calls,
+    cast,
     dtype,
     half,
     is_cast,
@@ -31,10 +32,10 @@ from graphmoe.passes.matching import (
     operand,
     operand_pairs,
     origin,
+    put,
     shape,
     value,
 )
-from graphmoe.passes.replacing import cast, put
 
 ops = torch.ops.graphmoe
 

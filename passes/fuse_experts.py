@@ -19,16 +19,19 @@ from graphmoe.passes.base import Rewrites
 from graphmoe.passes.matching import (
     aten,
     calls,
+    cast,
     is_op,
     name_of,
     only_user,
     operand,
     operands,
     origin,
+    put,
+    put_parts,
     shape,
     value,
+    viewed,
 )
-from graphmoe.passes.replacing import cast, put, put_parts, viewed
 
 ops = torch.ops.graphmoe
 

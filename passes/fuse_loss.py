@@ -21,6 +21,7 @@ from graphmoe.passes.matching import (
     argument,
     aten,
     calls,
+    cast,
     dtype,
     escape,
     is_op,
@@ -30,9 +31,10 @@ from graphmoe.passes.matching import (
     origin,
     over_last,
     part,
+    put,
+    put_parts,
     shape,
 )
-from graphmoe.passes.replacing import cast, put, put_parts
 
 ops = torch.ops.graphmoe
 MEAN, SUM = 1, 2

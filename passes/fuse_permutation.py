@@ -26,10 +26,12 @@ from graphmoe.passes.matching import (
     aten,
     axes,
     calls,
+    cast,
     constant,
     depends_on,
     dtype,
     escape,
+    first_of,
     is_cast,
     is_descending,
     is_float,
@@ -41,10 +43,12 @@ from graphmoe.passes.matching import (
     operands,
     origin,
     part,
+    put,
+    put_parts,
     shape,
     value,
+    viewed,
 )
-from graphmoe.passes.replacing import cast, first_of, put, put_parts, viewed
 from graphmoe.passes.routing import (
     Plan,
     counts_of,

@@ -1,19 +1,20 @@
-"""Words for patterns over the nodes of a functional ATen graph.
+"""Words for patterns over the nodes of a functional ATen graph, and for new nodes in their place.
 
 A graph holds static shapes: sizes are read from ``meta["val"]``, the fake value of each node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 aten = torch.ops.aten
 
@@ -24,6 +25,8 @@ SAME_ELEMENTS = (
 """Operations whose result has the elements of the operand in the same (row-major) order."""
 FILLED = {aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
 """Constants that take nothing but the shape from their operand, and their value."""
+SIDE_META = ("custom", "stack_trace", "nn_module_stack")
+"""Metadata that a new node takes over from the node it stands for: the segment above all."""
 CONSTANT_LIMIT = 1 << 26
 """Elements of the largest constant that is worth evaluating."""
 
@@ -267,3 +270,64 @@ def operand_pairs(node: Node) -> list[tuple[Node, Node]]:
     if node.kwargs or len(node.args) < 2 or not all(isinstance(each, Node) for each in node.args[:2]):
         return []
     return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]  # type: ignore[list-item]
+
+
+# New nodes, with the metadata of traced ones.
+
+
+def put(before: Node, target: Any, *arguments: Any, like: Node | None = None, **named: Any) -> Node:
+    """A new call in front of a node, with its fake value and the metadata of ``like``, or of that node."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, arguments, named)
+    meta = (like or before).meta
+    node.meta = {key: meta[key] for key in SIDE_META if key in meta}
+    fakes: list[Any] = []
+    values, named_values = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    map_aggregate((values, named_values), lambda leaf: fakes.append(getattr(leaf, "fake_mode", None)))
+    modes = [mode for mode in fakes if mode is not None]
+    with torch.no_grad(), modes[0] if modes else contextlib.nullcontext():
+        node.meta["val"] = target(*values, **named_values)
+    return node
+
+
+def put_parts(before: Node, target: Any, *arguments: Any, like: Node | None = None) -> tuple[Node, ...]:
+    """The results, each a node, of a new call that has several."""
+    call = put(before, target, *arguments, like=like)
+    return tuple(put(before, operator.getitem, call, i, like=like) for i in range(len(call.meta["val"])))
+
+
+def viewed(before: Node, node: Node, *sizes: int) -> Node:
+    """The node in another shape: itself, or what it is a view of, where that has the shape."""
+    known: Any = node
+    while shape(known) != sizes and is_op(known, *SAME_ELEMENTS):
+        known = operand(known)
+    if shape(known) == sizes:
+        return known
+    as_view = value(node).is_contiguous()
+    return put(before, aten.view.default if as_view else aten.reshape.default, node, list(sizes))
+
+
+def cast(before: Node, node: Node, kind: torch.dtype | None) -> Node:
+    """The node in another dtype; itself where it has that dtype."""
+    return node if dtype(node) == kind else put(before, aten._to_copy.default, node, dtype=kind)
+
+
+def first_of(nodes: Collection[Node]) -> Node:
+    """The node that stands first in the graph."""
+    return next(node for node in next(iter(nodes)).graph.nodes if node in nodes)
+
+
+def restore_order(graph: fx.Graph) -> None:
+    """Move each node that stands behind one of its users in front of it; the others stay."""
+    placed = set[Node]()
+
+    def place(node: Node) -> None:
+        for needed in node.all_input_nodes:
+            if needed not in placed:
+                node.prepend(needed)
+                place(needed)
+        placed.add(node)
+
+    for node in list(graph.nodes):
+        if node not in placed:
+            place(node)

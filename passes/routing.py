@@ -28,9 +28,10 @@ from graphmoe.passes.matching import (
     operand,
     origin,
     part,
+    put,
     shape,
+    viewed,
 )
-from graphmoe.passes.replacing import put, viewed
 
 ops = torch.ops.graphmoe
 COUNTS = (aten.scatter_add, aten.histc, aten.bincount)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from graphmoe.bench.arguments import BenchArgs, compose_config
 from graphmoe.bench.cases import FLOPS_PER_S, Row, chosen, one_by_one, reason, times_of
 from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.model.flops import flops_per_token
+from graphmoe.model.sizes import flops_per_token
 from graphmoe.run.files import METRICS_FILE, SUMMARY_FILE
 from graphmoe.runtime.host.signals import die_with_parent, end_with_parent
 

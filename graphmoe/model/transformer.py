@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.attention import rotary_dim
 from graphmoe.model.blocks import IGNORED, Embedding, RMSNorm, column_parallel, cross_entropy_sum, tie_head
-from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput
+from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput, MtpLayer
 from graphmoe.model.moe import ROUTER_STATS, Router
-from graphmoe.model.mtp import MtpLayer, shift_left
 from graphmoe.model.rope import own_positions, rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
@@ -343,3 +342,10 @@ class Transformer(nn.Module):
             no_counts = torch.zeros(0, self.config.num_experts, device=device, dtype=torch.int32)
             return torch.zeros(0, len(ROUTER_STATS), device=device), no_counts
         return torch.stack([o.stats for o in outputs]), torch.stack([o.counts_E for o in outputs])
+
+
+def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:
+    """values[:, i + by] at position i, ``fill`` behind the end."""
+    shifted_BS = values_BS.roll(-by, dims=1)
+    position_S = torch.arange(values_BS.shape[1], device=values_BS.device)
+    return shifted_BS.masked_fill(position_S >= values_BS.shape[1] - by, fill)

@@ -143,31 +143,6 @@ def _index_along(like: Tensor, axis: str) -> Tensor:
     return torch.full((), index, dtype=torch.int64, device=like.device)
 
 
-@_all_gather.register_fake
-def _(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
-    return x.new_empty(_gathered(x, size, dim))
-
-
-@_reduce_scatter.register_fake
-def _(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
-    return x.new_empty(_scattered(x, size, dim))
-
-
-@_all_to_all.register_fake
-def _(x: Tensor, axis: str, size: int, split: int, join: int) -> Tensor:
-    return x.new_empty(_exchanged(x, size, split, join))
-
-
-@_all_reduce.register_fake
-def _(x: Tensor, axis: str, op: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_index_along.register_fake
-def _(like: Tensor, axis: str) -> Tensor:
-    return like.new_empty((), dtype=torch.int64)
-
-
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *ctx.arguments = inputs
 
@@ -190,14 +165,15 @@ def _of_all_to_all(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.graphmoe.all_to_all(d_whole, axis, size, join, split), None, None, None, None
 
 
-def _of_all_reduce(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
-    return d_total, None, None
-
-
+_all_gather.register_fake(lambda x, axis, size, dim: x.new_empty(_gathered(x, size, dim)))
+_reduce_scatter.register_fake(lambda x, axis, size, dim: x.new_empty(_scattered(x, size, dim)))
+_all_to_all.register_fake(lambda x, axis, *sizes: x.new_empty(_exchanged(x, *sizes)))
+_all_reduce.register_fake(lambda x, axis, op: x.new_empty(x.shape))
+_index_along.register_fake(lambda like, axis: like.new_empty((), dtype=torch.int64))
 _all_gather.register_autograd(_of_all_gather, setup_context=_keep_arguments)
 _reduce_scatter.register_autograd(_of_reduce_scatter, setup_context=_keep_arguments)
 _all_to_all.register_autograd(_of_all_to_all, setup_context=_keep_arguments)
-_all_reduce.register_autograd(_of_all_reduce, setup_context=_keep_reduction)
+_all_reduce.register_autograd(lambda ctx, d_total: (d_total, None, None), setup_context=_keep_reduction)
 
 
 def _gathered(x: Tensor, size: int, dim: int) -> list[int]:

@@ -82,10 +82,10 @@ def _backward_op(
     scale: float,
 ) -> Tensor:
     if logits_TE.is_cuda:
-        from graphmoe.ops import router_backward_kernels
+        from graphmoe.ops import router_kernels
 
         settings = (num_sequences, score, renormalise, softmax_after_topk, scale)
-        return router_backward_kernels.backward(
+        return router_kernels.backward(
             dweight_TK, dshare_sum_BE, dz_sum, dentropy_sum, logits_TE, expert_TK, *settings
         )
     scores_TE = plain.scores_of(logits_TE, ScoreFunction(score))

@@ -102,9 +102,9 @@ def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     rows at the end of slot_R hold those slots, in order, so that every entry is a slot.
     """
     if expert_TK.is_cuda:
-        from graphmoe.ops import routing_plan_kernels
+        from graphmoe.ops import permute_kernels
 
-        return routing_plan_kernels.routing_plan(expert_TK, num_experts)
+        return permute_kernels.routing_plan(expert_TK, num_experts)
     expert_R = expert_TK.reshape(-1).long()
     live_R = (expert_R >= 0) & (expert_R < num_experts)
     bucket_R = torch.where(live_R, expert_R, num_experts)

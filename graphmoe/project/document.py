@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphmoe.config.schema import RunConfig
-from graphmoe.model.flops import flops_per_token
+from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.timing import FLUSH_BYTES
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from graphmoe.config.schema import DispatcherChoice, RunConfig
-from graphmoe.model.flops import flops_per_token
-from graphmoe.model.sizes import rank_weights
+from graphmoe.model.sizes import flops_per_token, rank_weights
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import (

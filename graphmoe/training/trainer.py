@@ -21,7 +21,7 @@ from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
-from graphmoe.model.flops import flops_per_token
+from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE

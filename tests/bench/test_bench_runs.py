@@ -27,7 +27,7 @@ from graphmoe.bench.ladder_suite import RUNGS, draw_ladder, ladder_cases, take_g
 from graphmoe.bench.projection_suite import projected, projection_cases
 from graphmoe.bench.step_suite import largest, step_cases, step_numbers
 from graphmoe.config.schema import ConfigError
-from graphmoe.model.flops import flops_per_token
+from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.project.memory import allocated_bytes
 from tests.bench.test_bench import documented

@@ -10,7 +10,7 @@ import torch
 from graphmoe.config.schema import AuxLoss, ModelConfig
 from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
-from graphmoe.model.mtp import shift_left
+from graphmoe.model.transformer import shift_left
 from graphmoe.plan.pipeline.layouts import pieces_of
 from tests.tolerances import assert_forward_close, assert_gradient_close
 

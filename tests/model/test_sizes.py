@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from graphmoe.model.flops import flops_per_token
-from graphmoe.model.sizes import count_parameters
+from graphmoe.model.sizes import count_parameters, flops_per_token
 from graphmoe.plan.costs.hardware import peak_tflops
 from tests.config.test_presets import PRESETS, load_preset
 

@@ -146,12 +146,12 @@ def by_autograd(logits, bias, chosen, case, wanted):
 
 def by_kernels(logits, bias, chosen, case, wanted):
     """The same from the kernels themselves."""
-    from graphmoe.ops import router_backward_kernels, router_kernels
+    from graphmoe.ops import router_kernels
 
     outputs = router_kernels.forward(logits, bias, chosen, *case.settings())
 
     def gradient(incoming):
-        return router_backward_kernels.backward(*incoming, logits, outputs[1], *case.backward_settings())
+        return router_kernels.backward(*incoming, logits, outputs[1], *case.backward_settings())
 
     return outputs, gradient
 

@@ -209,7 +209,6 @@ def forward_cases():
 def backward_cases():
     import triton
 
-    from graphmoe.ops import router_backward_kernels as backward
     from graphmoe.ops import router_kernels as router
 
     floats = ("dweight", "dshare_sum", "dz_sum", "dentropy_sum", "logits", "dlogits")
@@ -227,7 +226,7 @@ def backward_cases():
         cases.append(
             {
                 "name": f"gradient of {E} experts",
-                "kernel": backward._backward_kernel,
+                "kernel": router._backward_kernel,
                 "signature": signature,
                 "constexprs": {**sizes, **switches},
             }

@@ -55,10 +55,9 @@ def rows_of(backend):
     if backend != "interpreted":
         return Rows(ops.routing_plan, spread, summed, row_cases.dotted)
     from graphmoe.ops import permute_kernels as kernels
-    from graphmoe.ops import routing_plan_kernels
 
     return Rows(
-        routing_plan_kernels.routing_plan,
+        kernels.routing_plan,
         lambda x_TD, plan, weight_TK: kernels.spread_rows(x_TD, plan.row_TK, weight_TK, len(plan.slot_R)),
         lambda y_RD, plan, weight_TK: kernels.sum_rows(y_RD, plan.row_TK, weight_TK),
         lambda dx_TD, y_RD, plan: kernels.dot_rows(dx_TD, y_RD, plan.row_TK),
@@ -95,10 +94,10 @@ def test_the_plan_matches_brute_force_at_every_number_of_slots(backend, pattern)
 def test_the_plan_matches_brute_force_over_many_chunks(backend, pattern, monkeypatch):
     """Small blocks, so that the scan goes round several times and its last tile is cut."""
     if backend == "interpreted":
-        from graphmoe.ops import routing_plan_kernels
+        from graphmoe.ops import permute_kernels
 
         for name, size in {"BLOCK": 32, "STEP": 8, "SCAN_CHUNKS": 4}.items():
-            monkeypatch.setattr(routing_plan_kernels, name, size)
+            monkeypatch.setattr(permute_kernels, name, size)
     expert_TK = pattern_of_experts(pattern, 101, 5, 19)
     assert_plan_matches_brute_force(rows_of(backend).plan, expert_TK, 19, device_of(backend))
 
@@ -362,7 +361,7 @@ def row_launches():
 
 def plan_launches():
     """64 experts and 512."""
-    from graphmoe.ops import routing_plan_kernels as kernels
+    from graphmoe.ops import permute_kernels as kernels
 
     numbers, pointer = {"slots": "i32", "num_experts": "i32:16"}, "*i32:16"
     counts = {"counts_CB": pointer, "counts_E": pointer, "chunks": "i32", "num_experts": "i32:16"}

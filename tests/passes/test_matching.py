@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from graphmoe.passes.matching import Op, Var, aten, calls, constant, depends_on, escape, half, match, origin
-from graphmoe.passes.replacing import cast, put, put_parts, restore_order, viewed
+from graphmoe.passes.matching import (
+    Op,
+    Var,
+    aten,
+    calls,
+    cast,
+    constant,
+    depends_on,
+    escape,
+    half,
+    match,
+    origin,
+    put,
+    put_parts,
+    restore_order,
+    viewed,
+)
 from tests.passes.blocks import Traced, random, traced
 
 

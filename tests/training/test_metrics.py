@@ -14,8 +14,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from graphmoe.config.schema import ConfigError, LogConfig
-from graphmoe.model.flops import flops_per_token
 from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.model.sizes import flops_per_token
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
 from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.training.metrics import (

@@ -6,8 +6,8 @@ Suffixes: T tokens, K slots, P ranks, W places of a token, R rows sent at most, 
 On the way there each rank puts what is its own, and pulls what is for it from peers. A record is 1 + 2 K
 int32 numbers of a row sent: token, weights, expert numbers at the receiver. Records lie in the order of the
 plan, so those for one rank follow each other, and a peer reads them in wide pieces; LANES is their length
-rounded up. From records and counts `receive_kernel` knows where each received row comes from, as an address, so
-`pull_kernel` has one load of an address before those of the row.
+rounded up. From records and counts `receive_kernel` knows where each received row comes from, as an address,
+so `pull_kernel` has one load of an address before those of the row.
 
 On the way back each rank puts its rows, and sums those of its tokens; its own it reads where they are.
 """

@@ -11,7 +11,7 @@ from graphmoe.config.schema import (
     RecomputeConfig,
     RunConfig,
 )
-from graphmoe.model.flops import flops_per_token
+from graphmoe.model.sizes import flops_per_token
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import (

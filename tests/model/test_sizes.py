@@ -23,12 +23,12 @@ def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
     active = count_parameters(model).active
     weights = active.body - active.router + active.head
     flops = flops_per_token(model, 1024)
-    assert flops.total - 3 * flops.components.attention_scores == 6 * weights
+    assert flops.total - 3 * flops.attention_scores == 6 * weights
 
 
 def test_only_attention_scores_grow_with_the_sequence():
     model = load_preset("deepseek_v2_lite")
-    short, long = (asdict(flops_per_token(model, length).components) for length in (2048, 4096))
+    short, long = (asdict(flops_per_token(model, length)) for length in (2048, 4096))
     assert long.pop("attention_scores") == 2 * short.pop("attention_scores")
     assert long == short
 
@@ -36,7 +36,7 @@ def test_only_attention_scores_grow_with_the_sequence():
 def test_causal_attention_meets_half_of_the_keys():
     model = load_preset("mixtral_8x7b", num_layers=1)
     multiply_adds_over_all_keys = 4096 * 32 * (128 + 128)
-    assert flops_per_token(model, 4096).components.attention_scores == 2 * multiply_adds_over_all_keys / 2
+    assert flops_per_token(model, 4096).attention_scores == 2 * multiply_adds_over_all_keys / 2
 
 
 def test_a_prediction_layer_costs_one_moe_layer_one_head_and_its_projection():
@@ -45,8 +45,8 @@ def test_a_prediction_layer_costs_one_moe_layer_one_head_and_its_projection():
         for changes in ({"mtp_depth": 0}, {"mtp_depth": 1}, {"mtp_depth": 0, "num_layers": 62})
     )
     layer = deeper.forward - without.forward
-    assert with_one.components.mtp == layer + without.components.head + 2 * 2 * 7168 * 7168
-    assert with_one.forward - without.forward == with_one.components.mtp
+    assert with_one.mtp == layer + without.components.head + 2 * 2 * 7168 * 7168
+    assert with_one.forward - without.forward == with_one.mtp
 
 
 def test_the_backward_is_twice_the_forward():

@@ -187,7 +187,7 @@ def _logits(h_TD: Tensor, w_VD: Tensor, *_: Any) -> int:
 
 
 def _expert_rows(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, _: Tensor, slot_R: Tensor, *__: Any) -> int:
-    """Activations and results of the rows, before their sum (graphmoe/ops/grouped_mlp/triton_steps.py)."""
+    """Activations and results of the rows, before their sum (graphmoe/ops/grouped_mlp/triton_backend.py)."""
     return slot_R.shape[0] * (w_down.shape[1] + w_down.shape[2]) * x_TD.element_size()
 
 

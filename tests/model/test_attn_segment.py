@@ -184,15 +184,6 @@ def test_values_and_all_gradients_match_a_plain_fp64_implementation(name):
         assert_gradient_close(actual, exact_gradient)
 
 
-@pytest.mark.parametrize("name", ["mla with q-lora", "gqa with qk-norm"])
-def test_a_position_gets_exactly_no_gradient_from_earlier_outputs(name):
-    module, x, rope = make_case(name)
-    for position in (0, 7, S - 2):
-        (gradient,) = torch.autograd.grad(module(x, *rope)[:, : position + 1].square().sum(), x)
-        assert bool(gradient[:, : position + 1].any(dim=-1).all())
-        assert not bool(gradient[:, position + 1 :].any())
-
-
 @pytest.mark.parametrize("dim", [8, 64])
 @pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
 def test_yarn_keeps_fast_pairs_and_slows_the_slow_ones_by_the_factor(dim, factor):

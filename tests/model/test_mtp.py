@@ -10,7 +10,6 @@ import torch
 from graphmoe.config.schema import AuxLoss, ModelConfig
 from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
-from graphmoe.model.transformer import shift_left
 from graphmoe.plan.pipeline.layouts import pieces_of
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
@@ -62,14 +61,6 @@ def written_out_mtp_loss(model, tokens, labels):
         h = layer.norm(layer(h[:, :length], embedded, *(t[:length] for t in rope)).x_BSD)
         losses.append(mean_cross_entropy(model, h, labels[:, k:]))
     return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize("by", [0, 1, 3, 5, 8])
-def test_shifting_moves_left_and_fills_behind_the_end(by):
-    values = torch.arange(10).view(2, 5)
-    expected = [[row[i + by] if i + by < 5 else -7 for i in range(5)] for row in values.tolist()]
-    assert shift_left(values, by, fill=-7).tolist() == expected
-    assert values.tolist() == torch.arange(10).view(2, 5).tolist()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

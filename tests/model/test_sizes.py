@@ -1,7 +1,6 @@
 """FLOPs per token and device peaks."""
 
 from collections import Counter
-from dataclasses import asdict
 
 import pytest
 
@@ -26,13 +25,6 @@ def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
     assert flops.total - 3 * flops.attention_scores == 6 * weights
 
 
-def test_only_attention_scores_grow_with_the_sequence():
-    model = load_preset("deepseek_v2_lite")
-    short, long = (asdict(flops_per_token(model, length)) for length in (2048, 4096))
-    assert long.pop("attention_scores") == 2 * short.pop("attention_scores")
-    assert long == short
-
-
 def test_causal_attention_meets_half_of_the_keys():
     model = load_preset("mixtral_8x7b", num_layers=1)
     multiply_adds_over_all_keys = 4096 * 32 * (128 + 128)
@@ -45,13 +37,8 @@ def test_a_prediction_layer_costs_one_moe_layer_one_head_and_its_projection():
         for changes in ({"mtp_depth": 0}, {"mtp_depth": 1}, {"mtp_depth": 0, "num_layers": 62})
     )
     layer = deeper.forward - without.forward
-    assert with_one.mtp == layer + without.components.head + 2 * 2 * 7168 * 7168
+    assert with_one.mtp == layer + without.head + 2 * 2 * 7168 * 7168
     assert with_one.forward - without.forward == with_one.mtp
-
-
-def test_the_backward_is_twice_the_forward():
-    flops = flops_per_token(load_preset("tiny"), 256)
-    assert (flops.backward, flops.total) == (2 * flops.forward, 3 * flops.forward)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +103,6 @@ def test_counts_equal_those_of_the_built_model_component_by_component(preset, ti
     assert {label: number for label, number in counted.items() if number} == dict(built)
 
 
-def test_two_prediction_layers_cost_twice_one():
-    one, two = (count_parameters(load_preset("tiny", mtp_depth=depth)) for depth in (1, 2))
-    assert two.total.mtp == 2 * one.total.mtp > 0
-    assert two.total.full - one.total.full == one.total.mtp
-
-
 def test_a_tied_head_is_counted_with_the_embedding_and_computes_as_much():
     apart, tied = (load_preset("deepseek_v3", tie_embeddings=ties) for ties in (False, True))
     counts, of_tied = count_parameters(apart), count_parameters(tied)
@@ -135,16 +116,3 @@ def test_deepseek_v3_is_published_as_671_billion_with_37_active():
     counts = count_parameters(load_preset("deepseek_v3", mtp_depth=0))
     assert round(counts.total.full / 1e9) == 671
     assert int(counts.active.full / 1e9) == 37
-
-
-def test_only_routed_experts_differ_between_total_and_active():
-    counts = count_parameters(load_preset("deepseek_v2_lite"))
-    total, active = vars(counts.total), vars(counts.active)
-    assert {name for name in total if total[name] != active[name]} == {"routed_experts"}
-    assert counts.total.routed_experts * 6 == counts.active.routed_experts * 64
-
-
-def test_the_body_leaves_out_embedding_head_norms_and_prediction_layers():
-    total = count_parameters(load_preset("deepseek_v3")).total
-    assert total.full - total.body == total.embedding + total.head + total.norms + total.mtp
-    assert total.mtp > 0

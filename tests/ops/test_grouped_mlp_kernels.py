@@ -13,14 +13,12 @@ from graphmoe.ops.grouped_mlp.triton_backend import (
     row_tiles,
     rows_constants,
     weight_grad_constants,
-    weight_sums,
 )
-from graphmoe.ops.grouped_mlp.tuning import STEPS, Config, default, with_height
+from graphmoe.ops.grouped_mlp.tuning import STEPS, Config, default
 from graphmoe.ops.grouped_mlp.weight_grad_kernel import INTO_BLOCK, into
 from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
 from tests.ops.interpreted import KERNELS, assert_passed_in_the_interpreter, device_of
-from tests.ops.mlp_cases import assert_directions_match, make_problem, ops_of, poison
-from tests.ops.row_cases import values
+from tests.ops.mlp_cases import assert_directions_match, make_problem, ops_of
 
 CASES = "tests.ops.test_grouped_mlp_kernels"
 TARGETS_OF = {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950"), "small": ("sm_90",)}
@@ -73,16 +71,6 @@ def test_a_bf16_gradient_is_stored_in_fp32_or_added(backend, size):
     assert torch.equal(total, gradient.float())
     into(total, gradient, add=True)
     assert torch.equal(total, 2 * gradient.float())
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_parts_of_dweight_are_added_in_order_and_slots_without_rows_get_zero(backend):
-    p = make_problem("some slots are not routed here", torch.float32, device_of(backend))
-    row_TK = p.plan[1]
-    partial = values(3, len(p.plan[0]), device=device_of(backend))
-    poison(p, *(part for part in partial))
-    expected = ((0.0 + partial[0]) + partial[1] + partial[2])[row_TK.clamp(min=0)].masked_fill(row_TK < 0, 0)
-    assert torch.equal(weight_sums(partial, row_TK), expected)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -158,16 +146,6 @@ def test_every_step_of_every_kind_of_device_is_compiled():
         names = compiled(CASES, target)
         for kind in kinds:
             assert all(any(n.startswith(f"{step} {kind} ") for n in names) for step in STEPS)
-
-
-@pytest.mark.parametrize(
-    ("rows", "height"), [(0, 16), (1, 16), (16, 16), (17, 32), (33, 64), (65, 128), (128, 128), (4000, 128)]
-)
-def test_row_tiles_are_as_high_as_an_expert_has_rows(rows, height):
-    config = Config(128, 256, 64, 256, 4, flatten=True, descriptors="both")
-    found = with_height(config, rows)
-    assert found.block_m == height
-    assert (found == config) == (height == 128)
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:

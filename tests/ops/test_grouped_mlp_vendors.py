@@ -61,16 +61,6 @@ def test_te_without_the_product_that_takes_device_counts_is_refused(monkeypatch)
         ops.grouped_mlp(*p.inputs, *p.plan, "te")
 
 
-def test_te_builds_one_module_without_memory_for_each_shape(monkeypatch):
-    te_module.cache_clear()
-    fakes.install_te(monkeypatch)
-    p = make_problem("random", torch.bfloat16)
-    for _ in range(2):
-        ops.grouped_mlp(*p.inputs, *p.plan, "te")
-    assert [b["device"] for b in fakes.FakeGroupedLinear.built] == ["meta", "meta"]
-    te_module.cache_clear()
-
-
 def test_turbo_gets_the_weights_as_they_are_stored(monkeypatch):
     fake = fakes.install_turbo(monkeypatch)
     p = make_problem("random", torch.bfloat16)

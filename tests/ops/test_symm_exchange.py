@@ -138,11 +138,3 @@ def test_an_error_leaves_no_stream_behind(gpu):
     with pytest.raises(KeyError), transfers, beside_products_on(products), before_products():
         raise KeyError
     assert peers._products is None and gpu.current is products
-
-
-def test_products_inside_products_give_way_to_those_around_them(gpu):
-    outer, inner = gpu.current, torch.cuda.Stream()
-    with beside_products_on(outer):
-        with beside_products_on(inner):
-            assert peers._products is inner
-        assert peers._products is outer

@@ -11,11 +11,7 @@ from graphmoe.passes.matching import (
     calls,
     cast,
     constant,
-    depends_on,
-    escape,
-    half,
     match,
-    origin,
     put,
     put_parts,
     restore_order,
@@ -30,32 +26,6 @@ def graph_of(run, *inputs) -> torch.fx.Graph:
 
 def results(graph):
     return next(node for node in graph.nodes if node.op == "output").args[0]
-
-
-def test_origin_looks_through_views_and_lossless_casts_only():
-    def run(x):
-        return x.view(6, 1).double(), x.bfloat16().float(), x.detach().clone(), x.t(), x.long().int()
-
-    wider, rounded, detached, transposed, integer = results(graph := graph_of(run, random(2, 3)))
-    x = next(iter(graph.nodes))
-    assert origin(wider) is x
-    assert origin(rounded) is calls(graph, aten._to_copy)[1] and origin(rounded, casts=True) is x
-    assert origin(detached) is calls(graph, aten.detach)[0] and origin(detached, detached=True) is x
-    assert origin(transposed) is transposed
-    assert origin(integer).target is aten._to_copy.default and origin(integer) is not x
-
-
-def test_escape_names_what_still_reads_a_value():
-    def run(x):
-        y = x.exp()
-        total = y.sin().sum()
-        return total, y.cos() + total
-
-    total, other = results(graph := graph_of(run, random(4)))
-    (y,) = calls(graph, aten.exp)
-    assert escape(y, [total]) is calls(graph, aten.cos)[0]
-    assert escape(y, [total, other]) is None
-    assert escape(calls(graph, aten.sin)[0], [total]) is None
 
 
 def test_patterns_match_in_either_order_and_hold_a_name_to_one_node():
@@ -74,18 +44,6 @@ def test_patterns_match_in_either_order_and_hold_a_name_to_one_node():
     assert match(Op(aten.sum, (Op(aten.mul, (Var("y"), 2)),)), first) is None
 
 
-def test_halves_are_known_by_any_name():
-    def run(h):
-        one, two = h.chunk(2, dim=-1)
-        three, middle, five = h.split([1, 2, 1], dim=-1)
-        return one, two, h[:, :2], h[:, 2:], h[:, -2:], h[:, 1:3], h[::2], middle, h[:2]
-
-    nodes = results(graph := graph_of(run, random(4, 4)))
-    h = next(iter(graph.nodes))
-    assert [half(node) for node in nodes[:5]] == [(h, 0), (h, 1), (h, 0), (h, 1), (h, 1)]
-    assert [half(node) for node in nodes[5:]] == [None] * 4
-
-
 def test_constants_are_what_depends_on_no_input_and_no_chance():
     def run(x):
         rows = torch.arange(6).view(2, 3) * 2 + 1
@@ -98,17 +56,6 @@ def test_constants_are_what_depends_on_no_input_and_no_chance():
     assert values[3:] == [None, None, None] and constant(3) is None
     with nodes[0].meta["val"].fake_mode:
         assert constant(nodes[0]) is None
-
-
-def test_dependence_can_be_asked_for_by_way_of_integers():
-    def run(x, i):
-        return x[i // 2].sum().long() + 1
-
-    (total,) = results(graph := graph_of(run, random(4), torch.tensor([1, 2])))
-    x, i = list(graph.nodes)[:2]
-    assert depends_on(total, i) and depends_on(total, x) and not depends_on(i, total)
-    assert not depends_on(total, i, integers=True)
-    assert depends_on(calls(graph, aten.index)[0].args[1][0], i, integers=True)
 
 
 def test_new_nodes_carry_values_and_the_segment_of_what_they_stand_for():

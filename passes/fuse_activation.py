@@ -64,7 +64,6 @@ def fuse_activation(graph: fx.Graph) -> Rewrites:
 
 
 def _replace(silu: Node, h: Node, which: int) -> str | None:
-    """Replace the product of one silu; a reason where it cannot be."""
     product = _product(silu, shape(silu))
     halves = {f: found[1] for f in product.factors if (found := half(origin(f))) and origin(found[0]) is h}
     others = [f for f in product.factors if f not in halves]

@@ -82,7 +82,6 @@ def hidden_only(graph: fx.Graph) -> None:
 
 
 def _experts(unpermute: Node) -> _Experts | str:
-    """Walk back from the sum to the gather."""
     y, slot, row, ends, weight = operands(unpermute)
     chain = []
     for target in (ops.grouped_mm, ops.swiglu, ops.grouped_mm, ops.permute):

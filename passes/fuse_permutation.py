@@ -88,7 +88,6 @@ def fuse_permutation(graph: fx.Graph) -> Rewrites:
 
 
 def _plan(sort: Node, left: list[str]) -> bool:
-    """Replace the plan that begins with this sort of expert ids."""
     ids = operand(sort)
     inverse = part(origin(ids), aten.sort) == 1 or not any(result.users for result in sort.users)
     if is_float(ids) or len(shape(ids)) != 1 or inverse:
@@ -113,7 +112,6 @@ def _plan(sort: Node, left: list[str]) -> bool:
 
 
 def _gather(node: Node, plan: Plan, left: list[str]) -> bool:
-    """Replace x[slot // k] by `permute`."""
     rows = rows_by(node)
     if rows is None or not is_float(node) or not depends_on(rows[1], plan.slot, integers=True):
         return False
@@ -141,7 +139,6 @@ class _Returned:
 
 
 def _return(node: Node, plan: Plan, left: list[str]) -> bool:
-    """Replace a sum over the rows of each token by `unpermute`."""
     found = _summed_by_token(node, plan) if is_op(node, *ADDITIONS) else _summed_over_k(node, plan)
     if found is None:
         return False

@@ -149,7 +149,6 @@ def _emit(
 
 
 def _replace_ids(old: Node, expert: Node) -> None:
-    """Readers of the ids as int32 get them as they are."""
     for user in list(old.users):
         if is_cast(user) and dtype(user) == torch.int32:
             user.replace_all_uses_with(expert)

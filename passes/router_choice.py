@@ -120,7 +120,6 @@ def _routes(ids: Node) -> bool:
 
 
 def _scores(graph: fx.Graph) -> list[Node]:
-    """Softmax or sigmoid of [T, E]."""
     return [
         node
         for node in calls(graph, *SCORES)
@@ -247,7 +246,6 @@ def _gathers(node: Any, choice: Choice, source: Node) -> bool:
 
 
 def _renormalised(weights: Weights) -> Weights:
-    """With the division by the sum over k, if one follows."""
     for user in weights.node.users:
         if is_op(user, aten.div) and not user.kwargs and _is_sum(operand(user, 1), weights.node):
             return replace(weights, node=user, renormalise=True)
@@ -255,7 +253,6 @@ def _renormalised(weights: Weights) -> Weights:
 
 
 def _is_sum(node: Any, of: Node) -> bool:
-    """Return whether this is the sum over k, [T, 1], give or take a tiny term."""
     if is_op(node, aten.add, aten.clamp_min, aten.clamp) and len(node.args) > 1:
         eps = operand(node, 1)
         return isinstance(eps, float) and 0 <= eps <= LARGEST_EPS and _is_sum(operand(node), of)
@@ -263,7 +260,6 @@ def _is_sum(node: Any, of: Node) -> bool:
 
 
 def _scaled(weights: Weights) -> Weights:
-    """With the products with numbers that follow."""
     while len(weights.node.users) == 1:
         user = next(iter(weights.node.users))
         factor = operand(user, 1) if is_op(user, aten.mul) else None

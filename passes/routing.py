@@ -90,7 +90,6 @@ def num_bins(counts: Node) -> int:
 
 
 def _counted(node: Node) -> Node | None:
-    """The ids of which this is the histogram."""
     if is_op(node, aten.histc):
         bins = argument(node, 1, "bins")
         limits = argument(node, 2, "min"), argument(node, 3, "max")

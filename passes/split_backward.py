@@ -108,7 +108,6 @@ def _ancestors(
 
 
 def _with_pieces(nodes: set[fx.Node]) -> set[fx.Node]:
-    """The nodes and each piece of those that make several tensors: what is handed over is a tensor."""
     return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
 
 

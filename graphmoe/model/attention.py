@@ -164,7 +164,6 @@ class LatentAttention(nn.Module):
         return whole.split([latent.shape[-1] for latent in latents], dim=-1)
 
     def _up(self, kv_latent: Tensor) -> Tensor:
-        """Keys and values of the heads that this rank attends with, from their latents."""
         if self.attend.exchanging == 1:
             return self.kv_up(kv_latent)
         rows = self.kv_up.weight.unflatten(0, (self.attend.exchanging, -1))
@@ -173,7 +172,6 @@ class LatentAttention(nn.Module):
     def _heads(
         self, q_BSHQ: Tensor, kv: Tensor, k_BSR: Tensor, cos_SP: Tensor, sin_SP: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, S, H, Q], k [B, S, H, Q] and v [B, S, H, V] from the projections, rotated."""
         nope, rope, value = self.sizes
         heads = self.num_heads // self.attend.exchanging
         q_BSHN, q_BSHR = q_BSHQ.split([nope, rope], dim=-1)
@@ -215,7 +213,6 @@ class GroupedQueryAttention(nn.Module):
         return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
 
     def _whole_sequence(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """This rank's heads of q, k and v over whole sequences, all by one collective."""
         of_ranks = [x.unflatten(2, (self.attend.exchanging, -1)) for x in heads]
         counts = [x.shape[3] for x in of_ranks]
         return self.attend.whole_sequence(torch.cat(of_ranks, dim=3).flatten(2, 3)).split(counts, dim=2)

@@ -120,7 +120,6 @@ def _init_part(
 
 
 def _generator(like: Tensor, seed: int, name: str) -> torch.Generator:
-    """Random numbers that follow from seed and name."""
     # A hash, since torch's CPU generator reads only the low 32 bits of what it is given.
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return torch.Generator(device=like.device).manual_seed(int.from_bytes(digest, "little"))

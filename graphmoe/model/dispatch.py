@@ -256,7 +256,6 @@ def _by_expert(number_NK: Tensor, num_experts: int, dispatcher: Dispatcher) -> I
 
 
 def _groups(counts: Sequence[int], room: Load) -> Iterator[tuple[int, int]]:
-    """First expert and end of groups with slots that there is room for, or of one expert that has more."""
     first, slots = 0, 0
     for expert, count in enumerate(counts):
         if expert > first and slots + count > room.slots:
@@ -268,5 +267,4 @@ def _groups(counts: Sequence[int], room: Load) -> Iterator[tuple[int, int]]:
 
 
 def _slots_of(number_NK: Tensor) -> Tensor:
-    """Slots of experts that are here, of each received token."""
     return (number_NK >= 0).sum(dim=1)

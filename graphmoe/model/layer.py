@@ -150,7 +150,6 @@ class MoELayer(nn.Module):
         ]
 
     def _dispatched(self, dispatcher: Dispatcher, piece: Callable[..., Segment]) -> list[Segment]:
-        """The segments behind the router where tokens go to other ranks."""
         path = self._paths[dispatcher]
         if isinstance(path, BoundedPath):
             return self._bounded(path, piece)
@@ -180,7 +179,6 @@ class MoELayer(nn.Module):
         ]
 
     def _received(self, dynamic: bool, piece: Callable[..., Segment]) -> Segment:
-        """The experts of the tokens that have arrived."""
         experts = self.moe_experts
         if not dynamic:
             return piece("moe_experts", experts.planned, PLANNED, ("routed",))

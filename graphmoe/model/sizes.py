@@ -178,7 +178,6 @@ _built: dict[tuple[object, ...], dict[str, dict[str, Weight]]] = {}
 
 
 def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
-    """Build a model with one layer of each kind, and sort its parameters by part."""
     built = build_model(
         model, device="meta", seed=None, layout=layout, stages=[all_pieces(model.num_layers, model.mtp_depth)]
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphmoe.config.packages import is_installed, require_package
@@ -29,13 +30,13 @@ FLASH_MAX_HEAD_DIM = 256
 
 
 def causal_attention(
-    q_BSHE: torch.Tensor,
-    k_BSGE: torch.Tensor,
-    v_BSGV: torch.Tensor,
+    q_BSHE: Tensor,
+    k_BSGE: Tensor,
+    v_BSGV: Tensor,
     *,
     scale: float,
     backend: AttentionBackend,
-) -> torch.Tensor:
+) -> Tensor:
     """Return softmax(scale * q k^T, causal) v as [B, S, H, V] in the dtype of the inputs.
 
     No dropout, no device sync. ``backend`` comes from `choose_backend`, so it is never ``auto``.
@@ -87,7 +88,6 @@ def warn_of_slow_heads(backend: AttentionBackend, device_type: str, size: int) -
 def _reason_against(
     backend: AttentionBackend, device_type: str, is_rocm: bool, largest_head_dim: int
 ) -> str | None:
-    """Return why a device or head size rules a backend out, or None."""
     if backend in (AttentionBackend.auto, AttentionBackend.sdpa):
         return None
     if device_type != "cuda":
@@ -108,8 +108,7 @@ def kernel_order(*, deterministic: bool) -> list[SDPBackend]:
     return FLASH_FIRST if deterministic else [SDPBackend.CUDNN_ATTENTION, *FLASH_FIRST]
 
 
-def _sdpa(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float) -> torch.Tensor:
-    """Run torch's attention with the kernel that suits device, dtype and head sizes."""
+def _sdpa(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
     deterministic = torch.are_deterministic_algorithms_enabled()
     if q_BSHE.shape[-1] != v_BSGV.shape[-1]:
         on_cpu = q_BSHE.device.type == "cpu"  # unfused for unequal heads: 2-4x slower from 512 tokens
@@ -118,9 +117,7 @@ def _sdpa(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scal
     return _torch_attention(q_BSHE, k_BSGE, v_BSGV, scale, kernel_order(deterministic=deterministic))
 
 
-def _padded_flash(
-    q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _padded_flash(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
     """Run flash over heads padded with zeros to one size, a multiple of 8; slice the result back.
 
     Zeros add nothing to q k^T, and the padded columns of the output are dropped. fp32 has no flash
@@ -132,15 +129,14 @@ def _padded_flash(
     return out_BSHE[..., : v_BSGV.shape[-1]]
 
 
-def _pad_heads(x_BSHE: torch.Tensor, size: int) -> torch.Tensor:
+def _pad_heads(x_BSHE: Tensor, size: int) -> Tensor:
     missing = size - x_BSHE.shape[-1]
     return F.pad(x_BSHE, (0, missing)) if missing else x_BSHE
 
 
 def _torch_attention(
-    q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float, order: list[SDPBackend]
-) -> torch.Tensor:
-    """Call scaled_dot_product_attention; on a GPU with the first kernel of ``order`` that can run."""
+    q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float, order: list[SDPBackend]
+) -> Tensor:
     on_gpu = q_BSHE.device.type == "cuda"
     grouped = False  # set by a branch: the comparison itself is a SymBool under compile, which sdpa refuses
     if q_BSHE.shape[2] != k_BSGE.shape[2]:
@@ -161,7 +157,7 @@ def _torch_attention(
     return out_BHSV.transpose(1, 2)
 
 
-def _groups_natively(q_BSHE: torch.Tensor, v_BSGV: torch.Tensor) -> bool:
+def _groups_natively(q_BSHE: Tensor, v_BSGV: Tensor) -> bool:
     """Return whether the GPU kernel that will run takes fewer key-value heads than query heads.
 
     The memory-efficient kernel does not; left to itself, torch would then choose the unfused one.
@@ -170,8 +166,7 @@ def _groups_natively(q_BSHE: torch.Tensor, v_BSGV: torch.Tensor) -> bool:
     return q_BSHE.dtype in HALF_DTYPES and head_dim == v_BSGV.shape[-1] <= FLASH_MAX_HEAD_DIM
 
 
-def _turbo(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float) -> torch.Tensor:
-    """Run Primus-Turbo's flash attention, which takes our layout and unequal head sizes."""
+def _turbo(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
     require_half(KEY, "turbo", q_BSHE.dtype)
     require_package(KEY, "turbo")
     from primus_turbo.pytorch.ops import flash_attn_func  # type: ignore[import-not-found]
@@ -185,7 +180,7 @@ def _turbo(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, sca
     )
 
 
-def _in_bshd_memory(x_BSHE: torch.Tensor) -> torch.Tensor:
+def _in_bshd_memory(x_BSHE: Tensor) -> Tensor:
     """Return ``x_BSHE``, copied where its strides would be read as another layout.
 
     Primus-Turbo derives the layout from the order of the strides; it must be one for q, k and v.
@@ -194,8 +189,7 @@ def _in_bshd_memory(x_BSHE: torch.Tensor) -> torch.Tensor:
     return x_BSHE if element == 1 and batch >= seq >= head else x_BSHE.contiguous()
 
 
-def _te(q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, scale: float) -> torch.Tensor:
-    """Run Transformer Engine's attention, which returns its heads flattened into one axis."""
+def _te(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
     H, E = q_BSHE.shape[2:]
     G, V = v_BSGV.shape[2:]
     attention = _te_module(H, G, E, V, scale, torch.are_deterministic_algorithms_enabled())

@@ -177,7 +177,6 @@ _all_reduce.register_autograd(lambda ctx, d_total: (d_total, None, None), setup_
 
 
 def _gathered(x: Tensor, size: int, dim: int) -> list[int]:
-    """The shape of all ranks' tensors behind each other."""
     return [length * size if i == dim else length for i, length in enumerate(x.shape)]
 
 

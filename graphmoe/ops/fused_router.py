@@ -21,20 +21,10 @@ from graphmoe.ops import router as plain
 
 @torch.library.custom_op("graphmoe::router", mutates_args=())
 def _forward(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    chosen_TK: Tensor | None,
-    num_sequences: int,
-    top_k: int,
-    score: str,
-    num_groups: int,
-    topk_groups: int,
-    group_top: int,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-    count_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits_TE: Tensor, bias_E: Tensor | None, chosen_TK: Tensor | None,
+    num_sequences: int, top_k: int, score: str, num_groups: int, topk_groups: int, group_top: int,
+    renormalise: bool, softmax_after_topk: bool, scale: float, count_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> weight_TK f32, expert_TK i32, counts_BE f32, share_sum_BE f32, z_sum f32 [], entropy_sum f32 [].
 
     ``logits_TE`` is fp32. ``score`` is "softmax" or "sigmoid". ``bias_E`` is added to the scores for the
@@ -69,18 +59,10 @@ def _forward(
 
 @torch.library.custom_op("graphmoe::router_backward", mutates_args=())
 def _backward_op(
-    dweight_TK: Tensor | None,
-    dshare_sum_BE: Tensor | None,
-    dz_sum: Tensor | None,
-    dentropy_sum: Tensor | None,
-    logits_TE: Tensor,
-    expert_TK: Tensor,
-    num_sequences: int,
-    score: str,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-) -> Tensor:
+    dweight_TK: Tensor | None, dshare_sum_BE: Tensor | None, dz_sum: Tensor | None,
+    dentropy_sum: Tensor | None, logits_TE: Tensor, expert_TK: Tensor,
+    num_sequences: int, score: str, renormalise: bool, softmax_after_topk: bool, scale: float,
+) -> Tensor:  # fmt: skip
     if logits_TE.is_cuda:
         from graphmoe.ops import router_kernels
 
@@ -164,7 +146,6 @@ def choose(choice_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, gro
 def _value_gradient(
     dweight_TK: Tensor, value_TK: Tensor, renormalise: bool, softmax_after_topk: bool
 ) -> Tensor:
-    """Gradient of the logits or scores that weights were made of, before the scale."""
     if softmax_after_topk:
         weight_TK = value_TK.softmax(dim=-1)
         return weight_TK * (dweight_TK - (dweight_TK * weight_TK).sum(dim=-1, keepdim=True))

@@ -20,15 +20,9 @@ ROWS_MULTIPLE = 128
 
 @torch.library.custom_op("graphmoe::linear_cross_entropy", mutates_args=())
 def _forward(
-    h_TD: Tensor,
-    w_VD: Tensor,
-    labels_T: Tensor,
-    ignore_index: int,
-    z_loss_coef: float,
-    seq_len: int,
-    label_shift: int,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor,
+    ignore_index: int, z_loss_coef: float, seq_len: int, label_shift: int, needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> total f32 [], cross_entropy f32 [], z_sum f32 [], count i64 [], dh_TD, dw_VD f32. No device sync.
 
     ``cross_entropy`` is the sum over the kept labels of -log softmax(h @ w.T)[label], ``z_sum`` that of the

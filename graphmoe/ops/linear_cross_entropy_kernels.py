@@ -93,7 +93,6 @@ def _launch_rows(
 
 
 def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> None:
-    """sum += d @ h in fp32; the first product overwrites."""
     if h_CD.dtype == torch.float32:
         torch.addmm(sum_VD, d_VC, h_CD, beta=0 if first else 1, out=sum_VD)
     elif not _has_fp32_products(h_CD.device.type, h_CD.dtype):

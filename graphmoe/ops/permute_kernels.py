@@ -86,7 +86,6 @@ def _launch(kernel: Any, source: Tensor, target: Tensor, row_TK: Tensor, weight_
 
 @triton.jit
 def _tile(tokens, columns, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tokens and columns of this program, and whether each exists; neighbours share tokens."""
     across = tl.cdiv(columns, COLUMNS)
     token = (tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)

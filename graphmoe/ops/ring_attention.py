@@ -78,7 +78,6 @@ class _Part(NamedTuple):
 
 
 def _part(step: int, index: int, seq: int) -> _Part:
-    """The part that rank ``index`` computes at a step, with ``seq`` positions on each rank."""
     everything = slice(0, seq)
     if step == 0:
         return _Part(everything, everything, True)
@@ -113,16 +112,9 @@ def _ring_attention(
 
 @torch.library.custom_op("graphmoe::ring_attention_backward", mutates_args=())
 def _ring_attention_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    axis: str,
-    size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, axis: str, size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     group, (_, seq, _, _), kept = group_of(axis, size), q.shape, accumulated(q.dtype)  # type: ignore[arg-type]
     dq = torch.zeros(q.shape, dtype=kept, device=q.device)
     block, adding = _packed(k, v), None
@@ -156,16 +148,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, axis: str, size: int) -> tu
 
 @_ring_attention_backward.register_fake
 def _(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    axis: str,
-    size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, axis: str, size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -185,7 +170,6 @@ _ring_attention.register_autograd(_backward_of_ring, setup_context=_keep_for_bac
 
 
 def _join(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> None:
-    """Add attention to another block to that of the blocks before, in place."""
     joint = torch.logaddexp(lse, lse_of_block)
     before, added = (
         (part - joint).exp().transpose(1, 2).unsqueeze(-1) for part in (lse, lse_of_block.to(lse.dtype))
@@ -195,12 +179,10 @@ def _join(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> N
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """Both as one flat tensor, so that they travel together."""
     return torch.cat([k.flatten(), v.flatten()])
 
 
 def _unpacked(block: Tensor, of_keys: torch.Size, of_values: torch.Size) -> tuple[Tensor, Tensor]:
-    """Views of a packed block."""
     k, v = block.split([of_keys.numel(), of_values.numel()])
     return k.view(of_keys), v.view(of_values)
 
@@ -305,7 +287,6 @@ def _prepared(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """x with zeros behind its last dimension, up to the next multiple of 8 from ``size``."""
     missing = -(-size // 8) * 8 - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 

@@ -113,7 +113,6 @@ def weights_of(
 
 
 def _keep_best_groups(config: ModelConfig, choice_TE: Tensor) -> Tensor:
-    """The choices with -inf at every expert outside the best groups."""
     best = {
         GroupScore.max: None,
         GroupScore.top2_sum: 2,

@@ -70,7 +70,6 @@ def forward(
 
 
 def _sums(partial_PX: Tensor, num_sequences: int, E: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Counts [B, E], shares [B, E], squared logsumexp and entropy [] from the programs' partial sums."""
     counts_BE, share_BE = (partial_PX.new_empty(num_sequences, E) for _ in range(2))
     z_sum, entropy_sum = (partial_PX.new_empty(()) for _ in range(2))
     _sum_kernel[(num_sequences, triton.cdiv(2 * E, SUMMED_COLUMNS) + 1)](
@@ -123,7 +122,6 @@ def _key(x):
 
 @triton.jit
 def _number(key):
-    """Inverse of `_key`."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -138,7 +136,6 @@ def _first_best(key, index, AXIS: tl.constexpr):
 def _columns(
     SIZE: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr
 ):
-    """Expert of each column, and whether there is one."""
     column = tl.arange(0, PADDED_GROUPS * PADDED_SIZE)
     real, id_E = column < GROUPS * SIZE, column
     # A case of its own: it hides from the compiler that ids are consecutive, so its loads are narrow.
@@ -207,7 +204,6 @@ def _pick(
 
 @triton.jit
 def _times_best(key, id_1E, K: tl.constexpr):
-    """1 at each of the K best keys, 0 elsewhere."""
     left = key
     for _ in range(K):
         left = tl.where(id_1E == _first_best(left, id_1E, 1)[:, None], TAKEN, left)
@@ -216,7 +212,6 @@ def _times_best(key, id_1E, K: tl.constexpr):
 
 @triton.jit
 def _weights(value, AFTER_TOPK: tl.constexpr, RENORMALISE: tl.constexpr):
-    """Weights from the logits (``AFTER_TOPK``) or scores of the slots, before the scale."""
     if AFTER_TOPK:
         value = tl.exp(value - tl.max(value, 1)[:, None])
         value /= tl.sum(value, 1)[:, None]

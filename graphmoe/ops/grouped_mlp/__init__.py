@@ -46,15 +46,10 @@ def _kernels(backend: str, direction: str, x: Tensor) -> Backend:
 
 @torch.library.custom_op("graphmoe::grouped_mlp", mutates_args=())
 def _forward(
-    x_TD: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
+    x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sum over a token's experts of weight * down(silu(gate) * up) -> y [T, D], and h [R, H], of no gradient.
 
     ``w_gate_up`` is [E, 2F, D] and ``w_down`` [E, D, F], in the dtype of x (bf16 or fp32; fp64 with torch);
@@ -70,16 +65,10 @@ def _forward(
 
 @torch.library.custom_op("graphmoe::grouped_mlp_dgrad", mutates_args=())
 def _dgrad(
-    dy_TD: Tensor,
-    h_RH: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    weight_TK: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
+    dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
+    row_TK: Tensor, ends_E: Tensor,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx_TD, dweight_TK, and for the weight gradients dh_RH and the weighted activation a_RF."""
     experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
     return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, experts)
@@ -87,15 +76,10 @@ def _dgrad(
 
 @torch.library.custom_op("graphmoe::grouped_mlp_wgrad", mutates_args=())
 def _wgrad(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    dh_RH: Tensor,
-    a_RF: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
+    dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows."""
     plan = Plan(slot_R, row_TK, ends_E)
     return _kernels(backend, "wgrad", dy_TD).wgrad(dy_TD, x_TD, dh_RH, a_RF, plan)
@@ -103,18 +87,10 @@ def _wgrad(
 
 @torch.library.custom_op("graphmoe::grouped_mlp_wgrad_into", mutates_args=("of_gate_up", "of_down"))
 def _wgrad_into(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    dh_RH: Tensor,
-    a_RF: Tensor,
-    slot_R: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-    of_gate_up: Tensor,
-    of_down: Tensor,
-    backend: str,
-    add: bool,
-) -> None:
+    dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, slot_R: Tensor, row_TK: Tensor,
+    ends_E: Tensor, of_gate_up: Tensor, of_down: Tensor,
+    backend: str, add: bool,
+) -> None:  # fmt: skip
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them.
 
     triton does so from its fp32 sums; the others round to the dtype of x first.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from graphmoe.config.packages import VENDORS, is_installed, require_package
 from graphmoe.config.schema import ConfigError
@@ -200,13 +201,13 @@ def call_op(direction: str, *arguments: Any) -> Any:
 def random_inputs(
     direction: str,
     shape: MlpShape,
-    weight_TK: torch.Tensor,
-    plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weight_TK: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor],
     generator: torch.Generator,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Arguments of `call_op` in front of the backend: numbers of order one, for a routing."""
 
-    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
         numbers = torch.randn(size, generator=generator, device=generator.device)
         return numbers.mul_(scale).to(shape.dtype)
 
@@ -220,7 +221,6 @@ def random_inputs(
 
 
 def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str, Any]:
-    """Facts that may change the answer."""
     return {
         "shape": str(shape),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

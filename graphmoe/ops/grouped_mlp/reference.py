@@ -151,7 +151,6 @@ class Stepwise:
 
 
 def _torch_products(dtype: torch.dtype) -> Products:
-    """Torch's own, in any dtype."""
     ops = torch.ops.graphmoe
     return Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
 

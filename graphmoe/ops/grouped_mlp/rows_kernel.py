@@ -141,7 +141,6 @@ def _weight_pointers(
     C: tl.constexpr, N: tl.constexpr, PAIR: tl.constexpr, CONTRACT_LAST: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Pointers [BLOCK_C, BLOCK_N] to the first step of a tile's weights."""
     HALF: tl.constexpr = BLOCK_N // 2
     n_range = tl.arange(0, BLOCK_N)
     c_range = tl.arange(0, BLOCK_C)
@@ -159,7 +158,6 @@ def _weight_pointers(
 
 @triton.jit
 def _load_x(x_from, row, c, C: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Elements c to c + BLOCK_C of the rows of a tile; zeros beyond C."""
     if DESCRIPTOR:
         return x_from.load([row, c])
     elif C % BLOCK_C == 0:
@@ -174,7 +172,6 @@ def _load_w(
     C: tl.constexpr, N: tl.constexpr, PAIR: tl.constexpr, CONTRACT_LAST: tl.constexpr,
     DESCRIPTOR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BLOCK_C, BLOCK_N] of a step; zeros beyond C."""
     if DESCRIPTOR and PAIR:
         return w_from.load([2 * expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
     elif DESCRIPTOR and CONTRACT_LAST:
@@ -198,7 +195,6 @@ def _load_w(
 
 @triton.jit
 def _halves(x, M: tl.constexpr, N: tl.constexpr):
-    """The left and the right half of the columns of [M, N]; moves nothing between threads."""
     return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
 
 

@@ -282,7 +282,6 @@ def _programs(config: Config, tiles: int, device: torch.device) -> int:
 
 
 def _describable(x: Tensor) -> bool:
-    """Return whether TMA can load the tensor: rows and address are multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
 
 

@@ -29,7 +29,6 @@ from graphmoe.ops.vendors import HALF_DTYPES, require_half
 
 
 def _turbo_products(dtype: torch.dtype) -> Products:
-    """Raise ConfigError where the package, or a kernel for the dtype, is missing."""
     require_half(KEY, "turbo", dtype)
     require_package(KEY, "turbo")
     return Products(_turbo_rows, _turbo_rows_grad, _turbo_weight_grad)
@@ -73,13 +72,11 @@ def _grouped_gemm(a: Tensor, b: Tensor, lens_E: Tensor, offsets: Tensor, *, tran
 
 
 def _offsets(ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts [E] and offsets [E + 1] of experts, int64."""
     offsets = torch.nn.functional.pad(ends_E.long(), (1, 0))
     return torch.diff(offsets), offsets
 
 
 def _te_products(dtype: torch.dtype) -> Products:
-    """Raise ConfigError where the package, or a kernel for the dtype or the GPU, is missing."""
     require_half(KEY, "te", dtype)
     require_package(KEY, "te")
     from transformer_engine.pytorch.module.grouped_linear import (  # type: ignore[import-not-found]

@@ -35,18 +35,10 @@ __all__ = ["CollectivePeers", "Sizes", "reserve", "use_peers"]
 
 @torch.library.custom_op("graphmoe::symm_dispatch", mutates_args=())
 def _dispatch(
-    h_TD: Tensor,
-    weight_TK: Tensor,
-    expert_TK: Tensor,
-    send_counts_P: Tensor,
-    send_ends_P: Tensor,
-    send_row_TW: Tensor,
-    send_slot_R: Tensor,
-    rows: int,
-    experts: int,
-    etp: int,
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor, send_ends_P: Tensor,
+    send_row_TW: Tensor, send_slot_R: Tensor,
+    rows: int, experts: int, etp: int, block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """received_ND, weight_NK, number_NK int32, arrivals_PP int32.
 
     ``number_NK`` counts this rank's ``experts`` experts from 0; slots of others have -1. ``etp`` ranks hold
@@ -74,14 +66,10 @@ def _dispatch_grad(
 
 @torch.library.custom_op("graphmoe::symm_combine", mutates_args=())
 def _combine(
-    sum_ND: Tensor,
-    send_counts_P: Tensor,
-    send_ends_P: Tensor,
-    send_row_TW: Tensor,
-    send_slot_R: Tensor,
+    sum_ND: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, send_slot_R: Tensor,
     arrivals_PP: Tensor,
     block: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y_TD: the sum over its places of what the ranks made of a token, in order, in fp32, rounded once."""
     run, peers = _peers(len(arrivals_PP))
     return run.combine(peers, sum_ND, send_ends_P, send_row_TW, arrivals_PP, block)
@@ -89,15 +77,10 @@ def _combine(
 
 @torch.library.custom_op("graphmoe::symm_combine_grad", mutates_args=())
 def _combine_grad(
-    dy_TD: Tensor,
-    send_counts_P: Tensor,
-    send_ends_P: Tensor,
-    send_row_TW: Tensor,
-    send_slot_R: Tensor,
+    dy_TD: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, send_slot_R: Tensor,
     arrivals_PP: Tensor,
-    rows: int,
-    block: int,
-) -> Tensor:
+    rows: int, block: int,
+) -> Tensor:  # fmt: skip
     """dsum_ND: the token of each live row."""
     run, peers = _peers(len(arrivals_PP))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
@@ -105,7 +88,6 @@ def _combine_grad(
 
 
 def _peers(size: int) -> tuple[Any, Peers]:
-    """The peers in use, and the module that runs the operations with them."""
     peers = peers_of(size)
     if isinstance(peers, CollectivePeers):
         return collective, peers

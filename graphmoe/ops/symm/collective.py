@@ -95,13 +95,11 @@ def positions(arrivals_PP: Tensor, rank: int, block: int) -> Tensor:
 
 
 def _there(peers: CollectivePeers, arrivals_PP: Tensor) -> tuple[list[int], list[int]]:
-    """Rows for and of each rank. Waits for the device."""
     both = torch.stack([arrivals_PP[peers.rank], arrivals_PP[:, peers.rank]]).tolist()
     return both[0], both[1]
 
 
 def _sent_tokens(plan: SendPlan, sent: list[int]) -> Tensor:
-    """The token of each row that is sent."""
     return plan.send_slot_R[: sum(sent)].long() // plan.send_row_TW.shape[1]
 
 
@@ -115,7 +113,6 @@ def _transfer(peers: CollectivePeers, x: Tensor, sent: list[int], arrived: list[
 
 
 def _placed(x_AD: Tensor, at_A: Tensor, rows: int, dead: float) -> Tensor:
-    """Rows at their positions, those that fit, and ``dead`` in all others."""
     x_ND = x_AD.new_full((rows, x_AD.shape[1]), dead)
     fits_A = at_A < rows
     x_ND[at_A[fits_A]] = x_AD[fits_A]

@@ -81,7 +81,6 @@ def _bring(
     experts: int = 1,
     etp: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, weights, expert numbers and arrivals."""
     x_TD = _checked(x_TD)
     (tokens, columns), places = x_TD.shape, plan.send_row_TW.shape[1]
     slots = 0 if of_slots[0] is None else of_slots[0].shape[1]
@@ -106,7 +105,6 @@ def _bring(
 def _sums(
     peers: MemoryPeers, y_ND: Tensor, dweight_NK: Tensor | None, way: Way
 ) -> tuple[Tensor, Tensor | None]:
-    """The sums over each token's places, of rows and of the gradients of weights."""
     _, row_TW, arrivals_PP, block = way
     y_ND = _checked(y_ND)
     (rows, columns), (tokens, places) = y_ND.shape, row_TW.shape
@@ -130,14 +128,12 @@ def _sums(
 
 
 def _checked(x: Tensor) -> Tensor:
-    """As the kernels read it. Raises TypeError for what they do not add."""
     if x.dtype not in DTYPES:
         raise TypeError(f"rows of {x.dtype} cannot travel by symm, only those of {DTYPES}; use alltoall")
     return _aligned(x)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, from an address that suits the widest load."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % launches.WIDEST else x
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmoe.ops.vendors import num_warps
+from graphmoe.ops import num_warps
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float32)

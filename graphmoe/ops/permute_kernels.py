@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmoe.ops.vendors import num_warps
+from graphmoe.ops import num_warps
 
 THREADS, TILE = 256, 2048
 """Threads of a program, and elements of its tile: 16 bytes of bf16 for each thread."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmoe.ops.vendors import num_warps
+from graphmoe.ops import num_warps
 
 BLOCK, THREADS = 1024, 128
 """Elements of a block of logits, and threads of a program."""

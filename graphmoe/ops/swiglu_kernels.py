@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmoe.ops.vendors import num_warps
+from graphmoe.ops import num_warps
 
 THREADS, TILE, WIDTH = 256, 2048, 512
 """Threads of a program, elements of its tile, and its columns: 512 leave few lanes idle at any width."""

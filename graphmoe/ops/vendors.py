@@ -1,4 +1,4 @@
-"""Facts about devices and vendors' kernels that operations share."""
+"""Dtypes that the kernels of Primus-Turbo and Transformer Engine take."""
 
 from __future__ import annotations
 
@@ -17,8 +17,3 @@ def require_half(key: str, backend: str, dtype: torch.dtype) -> None:
             f"{key}={backend} has bf16 and fp16 kernels only and the activations are {dtype}; "
             f"use precision.compute=bf16, or {key}=auto"
         )
-
-
-def num_warps(threads: int) -> int:
-    """Warps of 32 threads (NVIDIA) or 64 (AMD) that hold a Triton program's ``threads``; at least one."""
-    return max(threads // (64 if torch.version.hip else 32), 1)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.ops import num_warps
 from graphmoe.ops.grouped_mlp.reference import Experts, Installed, Plan
 from graphmoe.ops.grouped_mlp.tuning import Config, default, kind_of, units_of
-from graphmoe.ops.vendors import HALF_DTYPES, num_warps
+from graphmoe.ops.vendors import HALF_DTYPES
 
 TABLE_BLOCK = 16
 """Entries of the table of row tiles that a program writes."""

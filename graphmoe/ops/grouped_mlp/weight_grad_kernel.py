@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphmoe.ops import num_warps
 from graphmoe.ops.grouped_mlp.rows_kernel import in_turns
-from graphmoe.ops.vendors import num_warps
 
 INTO_BLOCK = 4096
 """Elements of a gradient that a program stores in fp32."""

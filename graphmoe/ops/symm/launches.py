@@ -13,10 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from graphmoe.ops import num_warps
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import kernels
 from graphmoe.ops.symm.peers import MemoryPeers, Region
-from graphmoe.ops.vendors import num_warps
 
 
 @dataclass(frozen=True)

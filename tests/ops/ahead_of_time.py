@@ -1,6 +1,7 @@
 """Compilation of Triton kernels for four GPUs on a machine that has none, with facts about the code.
 
-A file of tests lists a few representative launches in a function ``ahead_of_time_cases``, each with "kernel"
+A file of tests lists a few representative launches in a function ``ahead_of_time_cases``: those of a call
+(`launches_of`), or each with "kernel"
 (a triton.jit function), "signature" ({"x": "*bf16:16"}: a multiple of 16, as most pointers are), "constexprs"
 and "threads" (num_warps = threads / threads of a warp); optional are "name", "num_warps" in place of
 "threads", "num_stages" and "only" (targets). Its test asserts on the facts::
@@ -23,6 +24,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,44 @@ class Facts:
     """Stores of 16 bytes from registers to global memory."""
     atomics: int = 0
     """Atomic instructions on global memory."""
+
+
+KINDS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
+
+
+def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Cases of the kernels that a call launches, which has tensors on the meta device.
+
+    What a size of a launch is to Triton it is here: 1 is a constant, and 16 divides what it divides.
+    """
+    from unittest import mock
+
+    from triton.runtime import JITFunction
+
+    cases: list[dict[str, Any]] = []
+
+    def record(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        values = dict(zip(kernel.arg_names, given, strict=False)) | named
+        case: dict[str, Any] = {"kernel": kernel, "name": f"{kernel.__name__} {name}".strip()}
+        signature, constexprs = {}, {}
+        for parameter in kernel.params:
+            value = values[parameter.name]
+            is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or is_one:
+                constexprs[parameter.name] = value
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            elif isinstance(value, int):
+                whole = value % 16 == 0 and not parameter.do_not_specialize
+                signature[parameter.name] = "i32:16" if whole else "i32"
+            else:
+                signature[parameter.name] = f"*{KINDS[str(value.dtype).removeprefix('torch.')]}:16"
+        size = {"threads": 32 * named["num_warps"]} if "num_warps" in named else {}
+        cases.append(case | size | {"signature": signature, "constexprs": constexprs})
+
+    with mock.patch.object(JITFunction, "run", record):
+        call()
+    return cases
 
 
 def compiled(module: str, target: str) -> dict[str, Facts]:
@@ -109,7 +149,7 @@ def _compile_case(case: dict[str, Any], target: str) -> Facts:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     options = {key: case[key] for key in ("num_warps", "num_stages") if key in case}
     if "threads" in case:
-        options["num_warps"] = case["threads"] // TARGETS[target][2]
+        options["num_warps"] = max(case["threads"] // TARGETS[target][2], 1)
     try:
         built = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     except Exception as error:  # whatever the compiler raises is the result of the test

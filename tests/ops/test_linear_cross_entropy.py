@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops import linear_cross_entropy as module
 from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, plain, rows_per_chunk
-from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
+from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled, launches_of
 from tests.ops.interpreted import BACKENDS, INTERPRETING, KERNELS, assert_passed_in_the_interpreter, device_of
 from tests.ops.loss_cases import (
     CASES,
@@ -222,48 +223,29 @@ def test_torch_accepts_the_ops(dtype):
 def test_the_kernels_compile_ahead_of_time(target):
     facts = compiled("tests.ops.test_linear_cross_entropy", target)
     assert_sound(facts)
-    rows = {name: fact for name, fact in facts.items() if "warps" in name}
-    assert len(rows) == 3
-    for name, fact in rows.items():
+    assert {"_rows_kernel bf16", "_rows_kernel sizes of 1", "_total_kernel of few"} < {*facts}
+    for name, fact in facts.items():
         assert fact.atomics == 0
         assert fact.wide_stores or "gradient" not in name, name
 
 
 def ahead_of_time_cases():
+    """A vocabulary of 102400 with and without gradients, and one of a single class."""
     from graphmoe.ops import linear_cross_entropy_kernels as kernels
 
-    outputs = dict.fromkeys(("rows", "total", "cross_entropy", "z_sum"), "*fp32:16")
-    cases = [
-        {
-            "kernel": kernels._total_kernel,
-            "signature": {**outputs, "count": "*i64:16", "T": "i32:16", "z_loss_coef": "fp32"},
-            "constexprs": {"BLOCK": kernels.TOTAL_BLOCK},
-        }
-    ]
-    integers = {
-        **dict.fromkeys(("start", "V", "stride", "T", "seq_len"), "i32:16"),
-        **dict.fromkeys(("ignore_index", "label_shift"), "i32"),
-    }
-    pointers = {"rows": "*fp32:16", "labels": "*i64:16"}
-    vendors = {64: ("gfx942", "gfx950"), 32: ("sm_90", "sm_100")}  # by the threads of a warp
-    for dtype, group, gradient in (("bf16", 8, True), ("bf16", 8, False), ("fp32", 4, True)):
-        sizes = {"BLOCK": kernels.BLOCK, "GROUP": group, "STAGES": kernels.STAGES}
-        for warp, targets in vendors.items():
-            cases.append(
-                {
-                    "name": f"{dtype}{', gradient' if gradient else ''}, warps of {warp}",
-                    "kernel": kernels._rows_kernel,
-                    "signature": {"logits": f"*{dtype}:16", **pointers, **integers, "z_loss_coef": "fp32"},
-                    "constexprs": {"WITH_GRADIENT": gradient, **sizes},
-                    "num_warps": kernels.THREADS // warp,
-                    "only": targets,
-                }
-            )
-    ones = dict.fromkeys(("V", "T", "seq_len", "label_shift"), 1)  # Triton makes constants of them
-    for case in cases[1:3]:
-        rest = {name: kind for name, kind in case["signature"].items() if name not in ones}
-        constexprs = {**case["constexprs"], **ones, "BLOCK": 256}
-        cases.append(
-            {**case, "name": "sizes of 1", "signature": rest, "constexprs": constexprs, "num_warps": 1}
-        )
-    return cases
+    for name, dtype, T, V, gradient in (
+        ("bf16, gradient", torch.bfloat16, 16384, 102400, True),
+        ("bf16", torch.bfloat16, 16384, 102400, False),
+        ("fp32, gradient", torch.float32, 16384, 102400, True),
+        ("sizes of 1", torch.bfloat16, 1, 1, True),
+    ):
+        with torch.device("meta"):
+            logits, rows = torch.empty(min(T, 128), V, dtype=dtype), torch.empty(3, T)
+            labels = torch.empty(T, dtype=torch.int64)
+        settings = (IGNORED, 0.01, min(T, 4096), 1, gradient)
+        call = functools.partial(kernels._launch_rows, logits, rows, labels, 0, *settings)
+        yield from launches_of(name, call)
+    with torch.device("meta"):
+        h, w = torch.empty(16, 32), torch.empty(64, 32)
+    only_loss = (torch.empty(16, dtype=torch.int64, device="meta"), IGNORED, 0.01, 16, 1, False, 16)
+    yield from launches_of("of few", lambda: kernels.forward(h, w, *only_loss))

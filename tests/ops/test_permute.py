@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -14,7 +15,7 @@ from torch.library import opcheck
 
 from graphmoe.ops import permute as plain
 from tests.ops import row_cases
-from tests.ops.ahead_of_time import ROOT, TARGETS, assert_sound, compiled
+from tests.ops.ahead_of_time import ROOT, TARGETS, assert_sound, compiled, launches_of
 from tests.ops.interpreted import BACKENDS, assert_passed_in_the_interpreter, device_of
 from tests.ops.row_cases import (
     NAN,
@@ -279,55 +280,26 @@ def test_the_kernels_pass_in_the_interpreter():
 
 
 def ahead_of_time_cases():
-    return [*row_launches(), *plan_launches()]
-
-
-def row_launches():
-    """Rows of bf16 for 6, 16 and 64 slots, and weights (rows of one column)."""
+    """Rows of bf16 for 6, 16 and 64 slots, narrow ones, weights (rows of one column), and plans."""
     from graphmoe.ops import permute_kernels as kernels
 
-    common = {"row_TK": "*i32:16", "tokens": "i32"}
-    wide = {"x_TD": "*bf16:16", "y_RD": "*bf16:16", "columns": "i32:16", **common}
-    single = {"x_TD": "*fp32:16", "y_RD": "*fp32:16", **common}
-    weighted = wide | {"weight_TK": "*fp32:16"}
-    tile = {"TOKENS": 1, "COLUMNS": kernels.TILE}
-    column = {"TOKENS": kernels.MAX_TOKENS, "COLUMNS": 1, "columns": 1}
-    shapes = {
-        "6": (wide, {"K": 6, "weight_TK": None, **tile}),
-        "16 weighted": (weighted, {"K": 16, **tile}),
-        "64 weighted": (weighted, {"K": 64, **tile}),
-        "64 of narrow rows": (weighted, {"K": 64, "TOKENS": kernels.MAX_TOKENS, "COLUMNS": 8}),
-        "weights": (single, {"K": 1, "weight_TK": None, **column}),
-    }
-    launches = [
-        (f"{name} {label}", kernel, signature, constexprs)
-        for name, kernel in (("spread", kernels._spread_kernel), ("sum", kernels._sum_kernel))
-        for label, (signature, constexprs) in shapes.items()
-    ]
-    dot = {"dx_TD": "*bf16:16", "y_RD": "*bf16:16", "dot_TK": "*fp32:16", "columns": "i32:16", **common}
-    for slots, padded, width in ((6, 8, 512), (64, 64, 64)):
-        tile = {"K": slots, "SLOTS": padded, "TOKENS": 1, "COLUMNS": width}
-        launches.append((f"dot {slots}", kernels._dot_kernel, dot, tile))
-    names = ("name", "kernel", "signature", "constexprs")
-    return [dict(zip(names, launch, strict=True), threads=kernels.THREADS) for launch in launches]
-
-
-def plan_launches():
-    """64 experts and 512."""
-    from graphmoe.ops import permute_kernels as kernels
-
-    numbers, pointer = {"slots": "i32", "num_experts": "i32:16"}, "*i32:16"
-    counts = {"counts_CB": pointer, "counts_E": pointer, "chunks": "i32", "num_experts": "i32:16"}
-    tile = {"ROWS": kernels.SCAN_CHUNKS, "COLUMNS": kernels.SCAN_BUCKETS}
-    launches = [("offset", kernels._offset_kernel, counts, tile)]
-    for buckets in (128, 1024):
-        sizes = {"BLOCK": kernels.BLOCK, "BUCKETS": buckets}
-        counted = {"expert_N": pointer, "counts_CB": pointer, **numbers}
-        ranked = dict.fromkeys(kernels._rank_kernel.arg_names[:6], pointer) | numbers
-        launches.append((f"count {buckets}", kernels._count_kernel, counted, sizes))
-        launches.append((f"rank {buckets}", kernels._rank_kernel, ranked, sizes | {"STEP": kernels.STEP}))
-    names = ("name", "kernel", "signature", "constexprs")
-    return [dict(zip(names, launch, strict=True), threads=kernels.THREADS) for launch in launches]
+    for name, K, columns, dtype, weighted in (
+        ("6", 6, 2048, torch.bfloat16, False),
+        ("16 weighted", 16, 2048, torch.bfloat16, True),
+        ("64 weighted", 64, 2048, torch.bfloat16, True),
+        ("64 of narrow rows", 64, 8, torch.bfloat16, True),
+        ("weights", 1, 1, torch.float32, False),
+    ):
+        with torch.device("meta"):
+            x, y = torch.empty(999, columns, dtype=dtype), torch.empty(999 * K, columns, dtype=dtype)
+            row, weight = torch.empty(999, K, dtype=torch.int32), torch.empty(999, K) if weighted else None
+        yield from launches_of(name, functools.partial(kernels.spread_rows, x, row, weight, 999 * K))
+        yield from launches_of(name, functools.partial(kernels.sum_rows, y, row, weight))
+        if columns > 8:
+            yield from launches_of(name, functools.partial(kernels.dot_rows, x, y, row))
+    for num_experts in (64, 512):
+        expert = torch.empty(999, 6, dtype=torch.int32, device="meta")
+        yield from launches_of(f"{num_experts}", functools.partial(kernels.routing_plan, expert, num_experts))
 
 
 @pytest.mark.slow
@@ -338,7 +310,7 @@ def test_the_kernels_compile_ahead_of_time(target):
     assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}
     # 16 bytes at a time, and each row once; 64 slots in rounds of 16.
     for slots, case in ((6, "6"), (16, "16 weighted"), (16, "64 weighted")):
-        spreading, summing = facts[f"spread {case}"], facts[f"sum {case}"]
+        spreading, summing = facts[f"_spread_kernel {case}"], facts[f"_sum_kernel {case}"]
         assert (spreading.wide_loads, spreading.wide_stores) == (1, slots)
         assert (summing.wide_loads, summing.wide_stores) == (slots, 1)
-    assert facts["dot 6"].wide_loads >= 2
+    assert facts["_dot_kernel 6"].wide_loads >= 2

@@ -10,7 +10,7 @@ from torch.library import opcheck
 from graphmoe.config.schema import ModelConfig
 from graphmoe.model.moe import Experts
 from graphmoe.ops import swiglu as _registers_the_ops  # noqa: F401
-from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
+from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled, launches_of
 from tests.ops.interpreted import BACKENDS, assert_passed_in_the_interpreter, device_of
 from tests.ops.row_cases import NAN, assert_swiglu_matches_fp64, swiglu_in_fp64, values
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -108,15 +108,11 @@ def ahead_of_time_cases():
     """bf16 rows whose width is a multiple of 16."""
     from graphmoe.ops import swiglu_kernels as kernels
 
-    numbers = {"ends_E": "*i32:16", "experts": "i32:16", "rows": "i32", "width": "i32:16"}
-    rows = {"h_RH": "*bf16:16", "weight_R": "*fp32:16", **numbers}
-    tile = {"ROWS": kernels.TILE // kernels.WIDTH, "COLUMNS": kernels.WIDTH}
-    common = {"constexprs": tile, "threads": kernels.THREADS}
-    gradients = {"da_RF": "*bf16:16", "dh_RH": "*bf16:16", "dweight_R": "*fp32:16"}
-    return [
-        {"kernel": kernels._forward_kernel, "signature": rows | {"a_RF": "*bf16:16"}, **common},
-        {"kernel": kernels._backward_kernel, "signature": rows | gradients, **common},
-    ]
+    with torch.device("meta"):
+        h, da = torch.empty(1000, 2816).bfloat16(), torch.empty(1000, 1408).bfloat16()
+        weight, ends = torch.empty(1000), torch.empty(64, dtype=torch.int32)
+    forward = launches_of("", lambda: kernels.forward(h, weight, ends))
+    return forward + launches_of("", lambda: kernels.backward(da, h, weight, ends))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -88,7 +88,7 @@ def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
                 signature[parameter.name] = "fp32"
             elif isinstance(value, int):
                 whole = value % 16 == 0 and not parameter.do_not_specialize
-                signature[parameter.name] = "i32:16" if whole else "i32"
+                signature[parameter.name] = ("i64" if value >= 2**31 else "i32") + ":16" * whole
             else:
                 signature[parameter.name] = f"*{KINDS[str(value.dtype).removeprefix('torch.')]}:16"
         size = {"threads": 32 * named["num_warps"]} if "num_warps" in named else {}

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import exchange, launches
+from graphmoe.ops.symm.peers import Region, Sizes
 from tests.emulated_peers import Emulation
-from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
+from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled, launches_of
 from tests.ops.interpreted import INTERPRETING, KERNELS, assert_passed_in_the_interpreter, device_of
 from tests.ops.symm_cases import Case, assert_exchanges_are_those_of_alltoall
 
 DTYPES = (torch.float32, torch.bfloat16)
-INTEGERS, ADDRESSES, ROWS, WEIGHTS = "*i32:16", "*i64:16", "*bf16:16", "*fp32:16"
 SLOTS, HIDDEN = 6, 2048
-RANKS = {"P": 8, "RANKS": 8}
-COUNTS = {"me": "i32", "rows": "i32", "block": "i32"}
 
 
 def case_on(backend, *sizes, **settings):
@@ -133,101 +134,43 @@ def test_the_kernels_compile_ahead_of_time(target):
     # 16 bytes at a time: 64 of each thread that pulls or puts; packing one vector, beside four of counts and
     # ends, which is stored in up to six blocks, where it is received, and as a token; summing one of each
     # place.
-    wide = {"pull": (4, 4), "put": (4, 4), "pack": (5, 8), "sum 6": (6, 1), "sum 16": (16, 1)}
+    wide = {
+        "pull_kernel": (4, 4), "put_kernel": (4, 4), "pack_kernel": (5, 8), "sum_kernel 6": (6, 1),
+        "sum_kernel 16": (16, 1),
+    }  # fmt: skip
     assert wide == {name: (facts[name].wide_loads, facts[name].wide_stores) for name in wide}
 
 
 def ahead_of_time_cases():
-    return [*out_cases(), *back_cases()]
-
-
-def tile(launch, columns=HIDDEN, element_bytes=2, rows="ROWS"):
-    height, width = launch.tile(columns, element_bytes)
-    return {rows: height, "COLUMNS": width}
-
-
-def out_cases():
-    from graphmoe.ops.symm import kernels as out
-
-    for slots, lanes in ((SLOTS, 16), (0, 1)):
-        sizes = {"K": slots, "LANES": lanes, "ROWS": launches.RECORD_TILE // lanes, **RANKS}
-        plan = dict.fromkeys(("slot_R", "counts_P", "ends_P", "record_R", "to_counts_P"), INTEGERS)
-        of_slots = {"weight_TK": WEIGHTS, "expert_TK": INTEGERS}
-        absent = {} if slots else dict.fromkeys(of_slots)
-        yield {
-            "name": f"records {slots}",
-            "kernel": out.records_kernel,
-            "signature": plan | (of_slots if slots else {}) | {"experts": "i32", "num_rows": "i32"},
-            "constexprs": sizes | absent | {"W": SLOTS, "ETP": 1},
-            "threads": launches.RECORD_THREADS,
-        }
-        offsets = dict.fromkeys(("counts_offset", "records_offset", "tokens_offset", "row_bytes"), "i64:16")
-        results = {"from_N": ADDRESSES, "weight_NK": WEIGHTS, "number_NK": INTEGERS, "arrivals_PP": INTEGERS}
-        yield {
-            "name": f"receive {slots}",
-            "kernel": out.receive_kernel,
-            "signature": {"address_P": ADDRESSES, **results, **offsets, **COUNTS},
-            "constexprs": sizes,
-            "threads": launches.RECORD_THREADS,
-        }
-    places = {"W": SLOTS, "AT_ONCE": launches.AT_ONCE}
-    yield {
-        "name": "pack",
-        "kernel": out.pack_kernel,
-        "signature": dict.fromkeys(("x_TD", "token_TD", "block_PBD", "received_ND"), ROWS)
-        | dict.fromkeys(("row_TW", "counts_P", "ends_P"), INTEGERS)
-        | {"tokens": "i32", "columns": "i32:16", "me": "i32", "block": "i32"},
-        "constexprs": RANKS | places | tile(launches.PACK, rows="TOKENS"),
-        "threads": launches.PACK.threads,
-    }
-    yield {
-        "name": "pull",
-        "kernel": out.pull_kernel,
-        "signature": {"from_N": ADDRESSES, "received_ND": ROWS, "arrivals_PP": INTEGERS, "columns": "i32:16"}
-        | COUNTS,
-        "constexprs": RANKS | tile(launches.PULL) | {"ALIGNMENT": 16},
-        "threads": launches.PULL.threads,
-    }
-
-
-def back_cases():
-    from graphmoe.ops.symm import kernels as back
-
-    for name, pointer, columns, element_bytes in (("put", ROWS, HIDDEN, 2), ("put weights", WEIGHTS, 6, 4)):
-        yield {
-            "name": name,
-            "kernel": back.put_kernel,
-            "signature": {"y_ND": pointer, "sum_ND": pointer, "arrivals_PP": INTEGERS, **COUNTS}
-            | {"columns": "i32:16" if columns % 16 == 0 else "i32"},
-            "constexprs": RANKS | tile(launches.PUT, columns, element_bytes),
-            "threads": launches.PUT.threads,
-        }
-    for name, staged in (("way back", None), ("way back, staged", ROWS)):
-        plan = dict.fromkeys(("row_TW", "ends_P", "arrivals_PP"), INTEGERS)
-        tables = dict.fromkeys(("address_P", "from_TW", "dweight_from_TW"), ADDRESSES)
-        offsets = dict.fromkeys(("sums_offset", "dweights_offset", "row_bytes"), "i64:16")
-        yield {
-            "name": name,
-            "kernel": back.way_back_kernel,
-            "signature": plan | tables | offsets | COUNTS | {"num_places": "i32"}
-            | {"y_ND": ROWS, "dweight_NK": WEIGHTS}
-            | ({"staged_PBD": staged} if staged else {}),
-            "constexprs": RANKS | {"K": SLOTS, "PLACES": launches.PLACES}
-            | ({} if staged else {"staged_PBD": None}),
-            "threads": launches.PLACE_THREADS,
-        }  # fmt: skip
-    for places in (6, 16):
-        yield sum_case(f"sum {places}", places, ROWS, "i32:16", 16, tile(launches.SUM, rows="TOKENS"))
-    yield sum_case("sum weights", 6, WEIGHTS, "i32", 8, tile(launches.SUM, SLOTS, 4, "TOKENS"))
-
-
-def sum_case(name, places, pointer, columns, alignment, sizes):
-    from graphmoe.ops.symm import kernels as back
-
-    return {
-        "name": name,
-        "kernel": back.sum_kernel,
-        "signature": {"from_TW": ADDRESSES, "x_TD": pointer, "tokens": "i32", "columns": columns},
-        "constexprs": {"W": places, "AT_ONCE": launches.AT_ONCE, "ALIGNMENT": alignment} | sizes,
-        "threads": launches.SUM.threads,
-    }
+    """Exchanges of 8 ranks, whose tokens have 6 slots and as many places, in bf16."""
+    meta = functools.partial(torch.empty, device="meta")
+    peers = SimpleNamespace(
+        rank=3,
+        size=8,
+        addresses=meta(8, dtype=torch.int64),
+        view=lambda rank, offset, shape, dtype: meta(shape, dtype=dtype),
+    )
+    tokens, rows, block = 4099, 40_001, 601
+    region = Region.with_room_for(Sizes(tokens, 2 * HIDDEN, SLOTS, SLOTS, rows, block), 8)
+    x, y = meta(tokens, HIDDEN, dtype=torch.bfloat16), meta(rows, HIDDEN, dtype=torch.bfloat16)
+    sizes = (8,), (8,), (tokens, SLOTS), (tokens * SLOTS,), (8, 8)
+    *plan, arrivals = (meta(size, dtype=torch.int32) for size in sizes)
+    plan, dweight = SendPlan(*plan), meta(rows, SLOTS)
+    of_slots = meta(tokens, SLOTS), meta(tokens, SLOTS, dtype=torch.int32)
+    way = plan.send_ends_P, plan.send_row_TW, arrivals, block
+    for name, run, *given in (
+        ("with slots", launches.put_records, peers, region, plan, *of_slots, 3, 1),
+        ("of tokens", launches.put_records, peers, region, plan, None, None, 3, 1),
+        ("", launches.pack, peers, region, x, plan, y, block),
+        ("with slots", launches.receive, peers, region, rows, SLOTS, 2 * HIDDEN, block),
+        ("of tokens", launches.receive, peers, region, rows, 0, 2 * HIDDEN, block),
+        ("", launches.pull, peers, meta(rows, dtype=torch.int64), y, arrivals, block),
+        ("", launches.put_live, peers, region.sums, y, arrivals, block),
+        ("of weights", launches.put_live, peers, region.dweights, dweight, arrivals, block),
+        ("", launches.way_back, peers, region, way, None, y, dweight),
+        ("staged", launches.way_back, peers, region, way, y, y, dweight),
+        ("6", launches.sum_places, meta(tokens, 6, dtype=torch.int64), HIDDEN, torch.bfloat16),
+        ("16", launches.sum_places, meta(tokens, 16, dtype=torch.int64), HIDDEN, torch.bfloat16),
+        ("of weights", launches.sum_places, meta(tokens, 6, dtype=torch.int64), SLOTS, torch.float32),
+    ):
+        yield from launches_of(name, functools.partial(run, *given))

@@ -75,6 +75,9 @@ def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
 
     cases: list[dict[str, Any]] = []
 
+    def kind_of(tensor: Any) -> str:
+        return KINDS[str(tensor.dtype).removeprefix("torch.")]
+
     def record(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
         values = dict(zip(kernel.arg_names, given, strict=False)) | named
         case: dict[str, Any] = {"kernel": kernel, "name": f"{kernel.__name__} {name}".strip()}
@@ -84,15 +87,20 @@ def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
             is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
             if parameter.is_constexpr or value is None or is_one:
                 constexprs[parameter.name] = value
+            elif hasattr(value, "block_shape"):  # a tensor descriptor
+                block = ", ".join(map(str, value.block_shape))
+                signature[parameter.name] = f"tensordesc<{kind_of(value.base)}[{block}]>"
             elif isinstance(value, float):
                 signature[parameter.name] = "fp32"
             elif isinstance(value, int):
                 whole = value % 16 == 0 and not parameter.do_not_specialize
                 signature[parameter.name] = ("i64" if value >= 2**31 else "i32") + ":16" * whole
             else:
-                signature[parameter.name] = f"*{KINDS[str(value.dtype).removeprefix('torch.')]}:16"
-        size = {"threads": 32 * named["num_warps"]} if "num_warps" in named else {}
-        cases.append(case | size | {"signature": signature, "constexprs": constexprs})
+                signature[parameter.name] = f"*{kind_of(value)}:16"
+        if "num_warps" in named:
+            case["threads"] = 32 * named["num_warps"]
+        case |= {"num_stages": named["num_stages"]} if "num_stages" in named else {}
+        cases.append(case | {"signature": signature, "constexprs": constexprs})
 
     with mock.patch.object(JITFunction, "run", record):
         call()

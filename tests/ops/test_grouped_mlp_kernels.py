@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from graphmoe.ops.grouped_mlp.triton_backend import (
-    TABLE_BLOCK,
-    row_tiles,
-    rows_constants,
-    weight_grad_constants,
-)
-from graphmoe.ops.grouped_mlp.tuning import STEPS, Config, default
-from graphmoe.ops.grouped_mlp.weight_grad_kernel import INTO_BLOCK, into
-from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled
+from graphmoe.ops.grouped_mlp import triton_backend as kernels
+from graphmoe.ops.grouped_mlp.reference import Experts, Plan
+from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
+from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
+from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled, launches_of
 from tests.ops.interpreted import KERNELS, assert_passed_in_the_interpreter, device_of
 from tests.ops.mlp_cases import assert_directions_match, make_problem, ops_of
 
@@ -140,123 +138,37 @@ def test_bf16_products_use_matrix_instructions_wide_loads_and_no_atomics(target)
             assert (fact.wide_loads if target.startswith("gfx") else fact.wide_stores) > 0, name
 
 
-@pytest.mark.slow
-def test_every_step_of_every_kind_of_device_is_compiled():
-    for target, kinds in {"sm_90": ("hopper", "small"), "gfx942": ("instinct",)}.items():
-        names = compiled(CASES, target)
-        for kind in kinds:
-            assert all(any(n.startswith(f"{step} {kind} ") for n in names) for step in STEPS)
-
-
 def ahead_of_time_cases() -> list[dict[str, Any]]:
     """Every step in the default configs of every kind of device: bf16, many and few rows, and fp32."""
-    from graphmoe.ops.grouped_mlp import rows_kernel as rows
-    from graphmoe.ops.grouped_mlp.weight_grad_kernel import into_kernel
-
-    cases = [
-        {
-            "kernel": rows.tiles_kernel,
-            "signature": {"ends_ptr": "*i32:16", "table_ptr": "*i32:16", "max_tiles": "i32"},
-            "constexprs": {"E": 512, "BLOCK_E": 512, "BLOCK_M": 128, "BLOCK": TABLE_BLOCK},
-            "threads": 256,
-        },
-        {
-            "kernel": rows.weight_sums_kernel,
-            "signature": {
-                **{"partial_ptr": "*fp32:16", "row_ptr": "*i32:16", "sum_ptr": "*fp32:16"},
-                **{"num_slots": "i32", "num_rows": "i32"},
-            },
-            "constexprs": {"PARTS": 6, "BLOCK": 256},
-        },
-        {
-            "kernel": into_kernel,
-            "signature": {"gradient_ptr": "*bf16:16", "total_ptr": "*fp32:16", "size": "i32"},
-            "constexprs": {"ADD": True, "BLOCK": INTO_BLOCK},
-            "threads": 256,
-        },
-    ]
+    cases = []
     for kind, targets in TARGETS_OF.items():
-        for step in STEPS:
-            many, few = (default(step, kind, torch.bfloat16, rows) for rows in (1 << 20, 20))
-            named = {("wide", "bf16", "many"): many, ("odd", "bf16", "many"): many}
-            if step in ("up", "down_dgrad"):
-                named["wide", "bf16", "few"] = few
-            if kind == "small":
-                named = {("odd", "fp32", "many"): default(step, kind, torch.float32, 1 << 20)}
-            for (shape, dtype, count), config in named.items():
-                name = f"{step} {kind} {shape} {dtype} {count}"
-                cases.append(step_case(step, config, SHAPES[shape], dtype) | {"name": name, "only": targets})
-                if step == "up":
-                    case = step_case("hidden", config, SHAPES[shape], dtype)
-                    cases.append(case | {"name": f"hidden {name}", "only": targets})
-                if step.endswith("wgrad"):
-                    kept = torch.bfloat16 if dtype == "bf16" else torch.float32
-                    config = default(f"{step}_into", kind, kept, 1 << 20)
-                    case = step_case(step, config, SHAPES[shape], dtype, into=True)
-                    cases.append(case | {"name": f"{name} into", "only": targets})
-    return cases
+        given = [("wide", "bf16", 1 << 20), ("odd", "bf16", 1 << 20), ("wide", "bf16", 20)]
+        for shape, dtype, rows in [("odd", "fp32", 1 << 20)] if kind == "small" else given:
+            call = functools.partial(every_step, kind, *SHAPES[shape], dtype, rows)
+            launches = launches_of("", call)
+            for number, case in enumerate(launches):
+                if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
+                    if case["name"] not in [other["name"] for other in cases]:
+                        cases.append(case)  # for all targets
+                elif rows > 20 or case["name"] == "rows_kernel":
+                    name = f"{case['name']} {number} {kind} {shape} {dtype} {rows}"
+                    case["constexprs"]["UPCAST"] = False
+                    cases.append(case | {"name": name, "only": targets})
+    gradient, total = (torch.empty(4096, device="meta", dtype=d) for d in (torch.bfloat16, torch.float32))
+    return cases + launches_of("", lambda: into(total, gradient, add=True))
 
 
-def step_case(
-    step: str, config: Config, shape: tuple[int, int, int, int], dtype: str, *, into: bool = False
-) -> dict[str, Any]:
-    """One launch of a step as a case of tests/ops/ahead_of_time.py; ``into`` adds to fp32 gradients."""
-    options = {"threads": config.threads, "num_stages": config.stages}
-    if step.endswith("wgrad"):
-        return _weight_grad(step, config, shape, f"*{dtype}:16", into) | options
-    return _rows(step, config, shape, f"*{dtype}:16") | options
-
-
-def _weight_grad(
-    step: str, config: Config, shape: tuple[int, int, int, int], pointer: str, into: bool
-) -> dict[str, Any]:
-    from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
-
-    D, F, E, K = shape
-    M, N = (D, F) if step == "down_wgrad" else (2 * F, D)
-    rows = F if step == "down_wgrad" else 2 * F
-    flags = {"DESCRIPTOR": config.descriptors != "none" and rows % 8 == 0, "ADD": into, "UPCAST": False}
-    return {
-        "kernel": weight_grad_kernel,
-        "signature": {
-            **dict.fromkeys(("left_ptr", "right_ptr"), pointer),
-            "out_ptr": "*fp32:16" if into else pointer,
-            **dict.fromkeys(("slot_ptr", "ends_ptr"), "*i32:16"),
-        },
-        "constexprs": weight_grad_constants(step, config, (E, M, N), K) | flags,
-    }
-
-
-def _rows(step: str, config: Config, shape: tuple[int, int, int, int], pointer: str) -> dict[str, Any]:
-    from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
-
-    D, F, _, K = shape
-    sizes = {"down": (F, D), "up_dgrad": (2 * F, D)}.get(step, (D, F))
-    routed, aligned = step in ("up", "hidden", "down_dgrad"), all(size % 8 == 0 for size in sizes)
-    load_w = config.descriptors != "none" and aligned
-    load_x = config.descriptors == "both" and aligned and not routed
-    m, n, k, element = config.block_m, config.block_n, config.block_k, pointer[1:-3]
-    pair = f"2, {n // 2}, {k}"
-    block = {"up": pair, "hidden": pair, "down": f"1, {n}, {k}"}.get(step, f"1, {k}, {n}")
-    weights = f"tensordesc<{element}[{block}]>" if load_w else pointer
-    signature = {
-        "x_ptr": f"tensordesc<{element}[{m}, {k}]>" if load_x else pointer,
-        **{"w_ptr": weights, "ends_ptr": "*i32:16", "table_ptr": "*i32:16"},
-        **{"max_tiles": "i32", "num_rows": "i32"},
-    }
-    if routed:
-        signature |= {"h_ptr": pointer, "slot_ptr": "*i32:16"}
-    if step in ("up", "down_dgrad"):
-        signature |= {"a_ptr": pointer, "weight_ptr": "*fp32:16"}
-    if step not in ("up", "hidden"):
-        signature["out_ptr"] = pointer
-    if step == "down_dgrad":
-        signature["partial_ptr"] = "*fp32:16"
-    absent = {name: None for name in rows_kernel.arg_names if name.endswith("_ptr")}
-    constants = rows_constants(step, config, sizes, load_w)
-    flags = {"K": K if routed else 1, "X_DESCRIPTOR": load_x, "UPCAST": False}
-    return {
-        "kernel": rows_kernel,
-        "signature": signature,
-        "constexprs": {name: None for name in absent if name not in signature} | constants | flags,
-    }
+def every_step(kind: str, D: int, F: int, E: int, K: int, dtype: str, rows_per_expert: int) -> None:
+    """Launch all steps on the meta device, as if on a kind of GPU."""
+    kept, R = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], E * rows_per_expert
+    meta = functools.partial(torch.empty, device="meta")
+    x, weights = meta(R // K, D, dtype=kept), [(E, 2 * F, D), (E, D, F)]
+    plan = Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
+    experts = Experts(*(meta(size, dtype=kept) for size in weights), meta(R // K, K), *plan)
+    totals = tuple(meta(size) for size in weights)
+    with mock.patch.multiple(kernels, kind_of=lambda device: kind, units_of=lambda device: 132):
+        _, h = kernels.forward(x, experts)
+        kernels.hidden(x, experts.w_gate_up, plan)
+        _, _, dh, a = kernels.dgrad(x, h, experts)
+        kernels.wgrad(x, x, dh, a, plan)
+        kernels.wgrad(x, x, dh, a, plan, totals, add=True)

@@ -8,8 +8,6 @@ MLP and the shared experts are left to Inductor. The product is taken in fp32 an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 from torch.fx import Node
@@ -40,14 +38,6 @@ from graphmoe.passes.matching import (
 ops = torch.ops.graphmoe
 
 
-@dataclass(frozen=True)
-class _Product:
-    """silu(gate) times all that it is multiplied with."""
-
-    node: Node
-    factors: tuple[Node, ...]
-
-
 def fuse_activation(graph: fx.Graph) -> Rewrites:
     """Put `swiglu` in place of silu(gate) * up [* weight] between grouped products."""
     matches, left = 0, []
@@ -64,37 +54,35 @@ def fuse_activation(graph: fx.Graph) -> Rewrites:
 
 
 def _replace(silu: Node, h: Node, which: int) -> str | None:
-    product = _product(silu, shape(silu))
-    halves = {f: found[1] for f in product.factors if (found := half(origin(f))) and origin(found[0]) is h}
-    others = [f for f in product.factors if f not in halves]
+    product, factors = _product(silu, shape(silu))
+    halves = {f: found[1] for f in factors if (found := half(origin(f))) and origin(found[0]) is h}
+    others = [f for f in factors if f not in halves]
     if list(halves.values()) != [1 - which]:
-        if only_user(product.node) is None:
-            return (
-                f"{name_of(product.node)} has {len(product.node.users)} users, up not yet among its factors"
-            )
+        if only_user(product) is None:
+            return f"{name_of(product)} has {len(product.users)} users, up not yet among its factors"
         return f"it is not multiplied with the other half of {name_of(h)}"
     if which == 1:
         return "the halves are swapped: the first must be the gate"
     if len(others) > 1 or any(shape(f) != (shape(h)[0], 1) or not is_float(f) for f in others):
         return f"beside up, the product has {', '.join(map(name_of, others))}, not one weight for each row"
-    reader = only_user(product.node)
+    reader = only_user(product)
     if reader is None:
-        return f"{name_of(product.node)} has {len(product.node.users)} users"
+        return f"{name_of(product)} has {len(product.users)} users"
     if not is_op(reader, ops.grouped_mm):
         return f"{name_of(reader)} reads the product, not a grouped product"
-    if dtype(product.node) != dtype(h) or shape(product.node) != shape(silu):
-        given, wanted = dtype(product.node), dtype(h)
-        return f"the product is {given} {list(shape(product.node))}, not {wanted} {list(shape(silu))}"
+    if dtype(product) != dtype(h) or shape(product) != shape(silu):
+        given, wanted = dtype(product), dtype(h)
+        return f"the product is {given} {list(shape(product))}, not {wanted} {list(shape(silu))}"
     weight = None
     if others:
         weight = cast(reader, others[0], torch.promote_types(value(h).dtype, torch.float32))
-    new = put(reader, ops.swiglu.default, h, weight, operand(reader, 2), like=product.node)
-    product.node.replace_all_uses_with(new)
+    new = put(reader, ops.swiglu.default, h, weight, operand(reader, 2), like=product)
+    product.replace_all_uses_with(new)
     return None
 
 
-def _product(silu: Node, sizes: tuple[int, ...]) -> _Product:
-    """Follow products and casts from a silu as long as each value has one reader."""
+def _product(silu: Node, sizes: tuple[int, ...]) -> tuple[Node, list[Node]]:
+    """Follow products and casts as long as each value has one reader: the last, and the factors of silu."""
     node, factors = silu, list[Node]()
     while (user := only_user(node)) is not None:
         if is_op(user, aten.mul):
@@ -105,7 +93,7 @@ def _product(silu: Node, sizes: tuple[int, ...]) -> _Product:
         elif not is_op(user, *SAME_ELEMENTS) and not is_cast(user):
             break
         node = user
-    return _Product(node, tuple(factors))
+    return node, factors
 
 
 def _factors(node: Node, sizes: tuple[int, ...]) -> list[Node]:

@@ -8,7 +8,7 @@ the product between them is linear.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,17 +36,6 @@ from graphmoe.passes.matching import (
 ops = torch.ops.graphmoe
 
 
-class _Experts(NamedTuple):
-    """The operands of a grouped MLP."""
-
-    x: Node
-    w_gate_up: Node
-    w_down: Node
-    weight: Node
-    plan: tuple[Node, Node, Node]
-    """slot_R, row_TK, ends_E."""
-
-
 def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
     """Put `grouped_mlp`, run by a backend, in place of the chain from `permute` to `unpermute`."""
     matches, left = 0, []
@@ -55,11 +44,12 @@ def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
         if isinstance(found, str):
             left.append(f"{name_of(unpermute)}: {found}")
             continue
-        weight = viewed(unpermute, found.weight, *shape(found.plan[1]))
-        weight = cast(unpermute, weight, torch.promote_types(value(found.x).dtype, torch.float32))
-        weights = (_straight(found.w_gate_up), _straight(found.w_down), weight)
+        x, w_gate_up, w_down, weight, *plan = found
+        weight = viewed(unpermute, weight, *shape(plan[1]))
+        weight = cast(unpermute, weight, torch.promote_types(value(x).dtype, torch.float32))
+        weights = (_straight(w_gate_up), _straight(w_down), weight)
         call = ops.grouped_mlp.default
-        y, _ = put_parts(unpermute, call, found.x, *weights, *found.plan, backend, like=unpermute)
+        y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, like=unpermute)
         unpermute.replace_all_uses_with(y)
         matches += 1
     products = len(calls(graph, ops.grouped_mm))
@@ -81,7 +71,8 @@ def hidden_only(graph: fx.Graph) -> None:
             h.replace_all_uses_with(hidden)
 
 
-def _experts(unpermute: Node) -> _Experts | str:
+def _experts(unpermute: Node) -> tuple[Node, ...] | str:
+    """Walk back from the sum to the gather: x, both weights, those of slots, and the plan of three."""
     y, slot, row, ends, weight = operands(unpermute)
     chain = []
     for target in (ops.grouped_mm, ops.swiglu, ops.grouped_mm, ops.permute):
@@ -105,7 +96,7 @@ def _experts(unpermute: Node) -> _Experts | str:
         if not found or [origin(each) for each in operands(gather)[1:]] != [slot, row, ends]:
             return f"{name_of(of_rows)} is no gather of the weights by the plan"
         weight = operand(gather)
-    return _Experts(operand(permute), operand(up, 1), operand(down, 1), weight, (slot, row, ends))
+    return operand(permute), operand(up, 1), operand(down, 1), weight, slot, row, ends
 
 
 def _straight(weight: Node) -> Node:

@@ -8,8 +8,6 @@ left to whoever does it in the graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import fx
 from torch.fx import Node
@@ -41,14 +39,6 @@ MEAN, SUM = 1, 2
 """Reductions of nll_loss; 0 is none."""
 
 
-class _Loss(NamedTuple):
-    """The operands of a cross-entropy of linear logits."""
-
-    h: Node
-    w: Node
-    labels: Node
-
-
 def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
     """Put `linear_cross_entropy` in place of head, log-softmax and nll_loss."""
     matches, left = 0, []
@@ -66,7 +56,8 @@ def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
     return Rewrites(matches, tuple(left), f"{log_softmax} log_softmax, and no nll_loss behind one")
 
 
-def _loss(nll: Node) -> _Loss | str:
+def _loss(nll: Node) -> tuple[Node, Node, Node] | str:
+    """Walk back from the loss to hidden states, head and labels."""
     log_probs, labels, weight, reduction = operands(nll)[:4]
     if weight is not None or reduction not in (MEAN, SUM):
         return "classes are weighted" if weight is not None else "losses are not reduced"
@@ -88,11 +79,11 @@ def _loss(nll: Node) -> _Loss | str:
         return f"the head {name_of(transposed)} is stored as [D, V]"
     if not shape(logits)[-1] == shape(log_softmax)[-1] == shape(log_probs)[-1]:
         return f"{list(shape(logits))} logits become {list(shape(log_softmax))}, {list(shape(log_probs))}"
-    return _Loss(operand(logits), operand(transposed), labels)
+    return operand(logits), operand(transposed), labels
 
 
-def _replace(nll: Node, loss: _Loss, needs_grad: bool) -> None:
-    num_tokens, ignore_index = shape(loss.h)[0], argument(nll, 4, "ignore_index")
+def _replace(nll: Node, loss: tuple[Node, Node, Node], needs_grad: bool) -> None:
+    num_tokens, ignore_index = shape(loss[0])[0], argument(nll, 4, "ignore_index")
     arguments = (*loss, ignore_index, 0.0, num_tokens, 0, needs_grad)
     total, _, _, count, _, _ = put_parts(nll, ops.linear_cross_entropy.default, *arguments, like=nll)
     for result in list(nll.users):

@@ -14,8 +14,6 @@ is expected. An unstable sort becomes a stable one. Sums are made in fp32 and ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 from torch.fx import Node
@@ -128,14 +126,8 @@ def _gather(node: Node, plan: Plan, left: list[str]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Returned:
-    """Rows that are summed per token: `unpermute` of ``rows`` stands for ``node``."""
-
-    node: Node
-    rows: Node
-    k: int
-    weight: Node | None
+Returned = tuple[Node, Node, int, Node | None]
+"""A node, and the rows, k and weights of the `unpermute` that stands for it."""
 
 
 def _return(node: Node, plan: Plan, left: list[str]) -> bool:
@@ -145,18 +137,18 @@ def _return(node: Node, plan: Plan, left: list[str]) -> bool:
     if isinstance(found, str):
         left.append(f"{name_of(node)}: {found}")
         return False
-    weight, before, rows = found.weight, found.node, found.rows
+    before, rows, k, weight = found
     if weight is not None:
         # fp32 as the operation wants it; in fp64 the weights stay what they are.
         precise = torch.promote_types(value(rows).dtype, torch.float32)
-        weight = cast(before, viewed(before, weight, plan.rows // found.k, found.k), precise)
-    row = plan.row_of(before, found.k)
+        weight = cast(before, viewed(before, weight, plan.rows // k, k), precise)
+    row = plan.row_of(before, k)
     new = put(before, ops.unpermute.default, rows, plan.slot, row, plan.ends, weight)
     before.replace_all_uses_with(viewed(before, new, *shape(before)))
     return True
 
 
-def _summed_over_k(gather: Node, plan: Plan) -> _Returned | str | None:
+def _summed_over_k(gather: Node, plan: Plan) -> Returned | str | None:
     """y[row] and, behind views, casts and a product with weights, the sum over k."""
     by = rows_by(gather)
     if by is None or origin(by[1]) is not plan.row or not is_float(gather):
@@ -179,7 +171,7 @@ def _summed_over_k(gather: Node, plan: Plan) -> _Returned | str | None:
     return _weighted(user, by[0], sizes[1], weight, plan)
 
 
-def _summed_by_token(node: Node, plan: Plan) -> _Returned | str | None:
+def _summed_by_token(node: Node, plan: Plan) -> Returned | str | None:
     """zeros.index_add(0, slot // k, y), and scatter_add with the index copied along the columns."""
     along_rows = len(shape(node)) == 2 and operand(node, 1) == 0 and node.kwargs.get("alpha", 1) == 1
     k = divisor(narrow(operand(node, 2)), [plan.slot]) if along_rows and is_float(node) else None
@@ -193,7 +185,7 @@ def _summed_by_token(node: Node, plan: Plan) -> _Returned | str | None:
     return _weighted(node, operand(node, 3), k, None, plan)
 
 
-def _weighted(total: Node, rows: Node, k: int, weight: Node | None, plan: Plan) -> _Returned | str:
+def _weighted(total: Node, rows: Node, k: int, weight: Node | None, plan: Plan) -> Returned | str:
     """The sum, with weights that were multiplied to the rows in their own order, if dtypes allow."""
     options = [(rows, weight)]
     product = origin(rows, casts=True)
@@ -208,9 +200,9 @@ def _weighted(total: Node, rows: Node, k: int, weight: Node | None, plan: Plan) 
                 continue
             after = only_user(total)
             if dtype(each) == dtype(total):
-                return _Returned(total, each, k, its_weight)
+                return total, each, k, its_weight
             if after is not None and is_cast(after) and dtype(each) == dtype(after):
-                return _Returned(after, each, k, its_weight)
+                return after, each, k, its_weight
     return f"the sum of {dtype(rows)} rows stays {dtype(total)}"
 
 

@@ -35,7 +35,6 @@ from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments
-from graphmoe.training.micro_batches import StageOptions
 
 log = logging.getLogger(__name__)
 
@@ -120,15 +119,6 @@ class Execution:
         """Graphs that were compiled when the cache was last added to."""
         self.execute = self.compiled
         optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
-
-    def stage_options(self) -> StageOptions:
-        """Return what a pipeline's stages ask of this executor."""
-        waits = 1 if self.capture is None else self.capture.warmup_steps + (not self._plan.captures_step)
-        if (compiled := self.compiled) is None:
-            return StageOptions(overlap=self.overlap, waiting_steps=waits)
-        return StageOptions(
-            compiled.deferring, self.overlap, compiled.lane if compiled.captures else None, waits
-        )
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""

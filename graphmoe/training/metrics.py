@@ -8,13 +8,12 @@ import math
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from graphmoe.config.schema import ConfigError, LogConfig
 from graphmoe.model.moe import ROUTER_STATS
-from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.runtime.host.files import LineFile, dispensable
@@ -23,21 +22,14 @@ from graphmoe.training.step_rows import StepRow
 log = logging.getLogger(__name__)
 
 
-class Throughput:
+class Throughput(NamedTuple):
     """Rates of a step: tokens/s of all devices, and TFLOP/s and MFU of each."""
 
-    def __init__(
-        self,
-        tokens_per_step: int,
-        flops_per_token: float,
-        device_name: str,
-        peak: float | None,
-        num_devices: int = 1,
-    ) -> None:
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.num_devices = num_devices
-        self.peak = peak or peak_tflops(device_name)
+    tokens_per_step: int
+    flops_per_token: float
+    peak: float | None
+    """Dense bf16 TFLOP/s of a device; None where it is not known."""
+    num_devices: int = 1
 
     def describe(self) -> str:
         """Return the formula for the log."""

@@ -7,14 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.pipeline.transfers import Channel, channels_of
 from graphmoe.plan.plan import Plan
@@ -25,11 +24,10 @@ from graphmoe.runtime.pipeline.overlapped import OverlappedStage
 from graphmoe.runtime.pipeline.stages import Deferring
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
+from graphmoe.training.step import Add, MicroBatches
 
 log = logging.getLogger(__name__)
 
-Add = Callable[[StagePieces, LossOutput], None]
-"""Takes what a stage has made of a micro-batch, in the order of micro-batches for each stage."""
 OpenChannels = Callable[[Iterable[Channel], Sequence[Sequence[int]], torch.device], Channels]
 
 
@@ -43,21 +41,6 @@ class StageOptions(NamedTuple):
     """Context with the captured graphs of one lane; None without captured units."""
     waiting_steps: int = 0
     """Number of first steps of a program in which the host waits: those that compile or capture."""
-
-
-class MicroBatches(Protocol):
-    """Runner of micro-batches, token ids [micro_batch_size, seq_len + 1] each."""
-
-    def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        """Run forward and backward of each; gradients are those of the mean over micro-batches.
-
-        No device sync where no dispatcher waits.
-        """
-        ...
-
-    def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
-        """Run the forward of each; the caller has switched gradients off."""
-        ...
 
 
 def micro_batches_of(

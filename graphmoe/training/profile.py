@@ -24,6 +24,7 @@ from graphmoe.run.files import FACTS, PROFILE_FOLDER, STEP, display_path, trace_
 from graphmoe.run.machine import device_name, memory_gib
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.launch.stamps import Heartbeat
+from graphmoe.runtime.pipeline.engine import Pipeline
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines
 from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
 from graphmoe.runtime.torch_compat import (
@@ -32,7 +33,6 @@ from graphmoe.runtime.torch_compat import (
     write_memory_history,
 )
 from graphmoe.segments import ranges_wanted
-from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import StepClock
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,8 @@ class PipelineProfile:
     def __init__(
         self,
         plan: Plan,
-        micro_batches: Pipelined,
+        pipeline: Pipeline,
+        device: torch.device,
         mesh: Mesh,
         clock: StepClock,
         folder: Path,
@@ -183,7 +184,7 @@ class PipelineProfile:
         assert plan.pipeline is not None
         self._interval, self._last = plan.config.train.log_interval, plan.config.train.steps
         self._table, self._folder, self._clock = plan.pipeline.table, folder, clock
-        self._pipeline, self._device = micro_batches.pipeline, micro_batches.device
+        self._pipeline, self._device = pipeline, device
         self._place = mesh.index("pp")
         groups = mesh.layout.groups("pp")
         self._group, _ = dist.new_subgroups_by_enumeration(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,25 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
-from graphmoe.training.micro_batches import MicroBatches
 from graphmoe.training.step_rows import RECEIVED, device_row
+
+Add = Callable[[StagePieces, LossOutput], None]
+"""Takes what a stage has made of a micro-batch, in the order of micro-batches for each stage."""
+
+
+class MicroBatches(Protocol):
+    """Runner of micro-batches, token ids [micro_batch_size, seq_len + 1] each."""
+
+    def train(self, batches: Iterable[Tensor], add: Add) -> None:
+        """Run forward and backward of each; gradients are those of the mean over micro-batches.
+
+        No device sync where no dispatcher waits.
+        """
+        ...
+
+    def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
+        """Run the forward of each; the caller has switched gradients off."""
+        ...
 
 
 class TrainStep:

@@ -23,6 +23,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.collectives import use_groups
+from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.run.machine import (
@@ -45,7 +46,7 @@ from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
 from graphmoe.training.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
-from graphmoe.training.micro_batches import Pipelined, micro_batches_of
+from graphmoe.training.micro_batches import Pipelined, StageOptions, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
 from graphmoe.training.rerun import RetryingSteps, receive_ladder
 from graphmoe.training.saves import Saves
@@ -107,15 +108,21 @@ class Trainer:
         self.throughput = Throughput(
             train.global_batch_size * data.seq_len,
             flops_per_token(config.model, data.seq_len).total,
-            device_name(device),
-            config.log.peak_tflops,
+            config.log.peak_tflops or peak_tflops(device_name(device)),
             ranks.size,
         )
         self.stop_flag = StopFlag(ranks)
         first_steps = self.capture.warmup_steps + 1 if self.capture else 1
         self.heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
         self.execute = self.optimizer.executor(self.execution.execute)
-        micro_batches = micro_batches_of(plan, self.model, self.execute, mesh, self.execution.stage_options())
+        compiled, capture = self.execution.compiled, self.capture
+        options = StageOptions(
+            compiled.deferring if compiled else None,
+            self.execution.overlap,
+            compiled.lane if compiled and compiled.captures else None,
+            1 if capture is None else capture.warmup_steps + (not plan.captures_step),
+        )
+        micro_batches = micro_batches_of(plan, self.model, self.execute, mesh, options)
         self.train_step = TrainStep(plan, self.model, self.optimizer, micro_batches, mesh)
         places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
         own_folder = folder if ranks.is_first else None
@@ -136,9 +143,8 @@ class Trainer:
             self.trace = StepTrace(config, folder, ranks, device, self.heartbeat, self.rows.clock)
         self.pipeline_profile: PipelineProfile | None = None
         if isinstance(micro_batches, Pipelined) and config.profile.pipeline:
-            self.pipeline_profile = PipelineProfile(
-                plan, micro_batches, mesh, self.rows.clock, folder, self.step
-            )
+            pipeline, clock = micro_batches.pipeline, self.rows.clock
+            self.pipeline_profile = PipelineProfile(plan, pipeline, device, mesh, clock, folder, self.step)
         self.metrics: MetricsWriter = NoMetrics()
         ranks.on_first(self._open_metrics)
 

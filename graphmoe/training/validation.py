@@ -12,8 +12,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums
-from graphmoe.training.micro_batches import MicroBatches
-from graphmoe.training.step import one_of_all
+from graphmoe.training.step import MicroBatches, one_of_all
 
 
 class Validation:

@@ -42,7 +42,7 @@ VALUES = {
     "longest_skip": 1.0, "rank_load": 1.0, "balance_loss": 1.125, "z_loss": 0.5, "router_entropy": 1.75,
 }  # fmt: skip
 LOADS = [[1.5, 0.5, 1.0, 1.0], [0.25, 2.25, 1.25, 0.25]]
-THROUGHPUT = Throughput(1000, 2e9, "some device", peak=100.0)
+THROUGHPUT = Throughput(1000, 2e9, peak=100.0)
 
 
 def row_of(step: int = 7, **values: float) -> dict:

@@ -90,18 +90,6 @@ def test_a_stopped_run_without_checkpoints_names_the_one_that_it_began_from(tmp_
         trainer.run()
 
 
-def test_a_run_that_was_stopped_goes_on_once_the_cause_is_gone(tmp_path, monkeypatch):
-    overrides = ("train.steps=9", "train.max_nonfinite=2", "train.log_interval=1")
-    trainer = trainer_in(tmp_path / "run", *overrides)
-    spoil(monkeypatch, trainer, {4, 5})
-    with pytest.raises(TrainingStopped):
-        trainer.run()
-    monkeypatch.undo()
-    again = train_in(tmp_path / "run", *overrides)
-    assert again.optimizer.applied.item() == 7
-    assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == list(range(1, 10))
-
-
 def test_a_run_whose_last_steps_were_all_skipped_is_not_finished_by_starting_it_again(tmp_path, monkeypatch):
     overrides = ("train.steps=4", "train.max_nonfinite=2", "train.log_interval=1")
     trainer = trainer_in(tmp_path / "run", *overrides)

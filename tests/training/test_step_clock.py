@@ -84,11 +84,10 @@ def test_bringing_a_recorded_pipeline_together_is_in_the_time_of_no_step(time, t
     monkeypatch.setattr(pipeline_profile.dist, "new_subgroups_by_enumeration", lambda *a, **k: (None, []))
     layout = Layout(dp=1, cp=1, tp=1, pp=2, ep=1, etp=1)
     mesh = SimpleNamespace(rank=0, layout=layout, index=lambda axis: 0)
-    pipelined = SimpleNamespace(pipeline=SimpleNamespace(), device=torch.device("cpu"))
     clock = StepClock(torch.device("cpu"))
     run = config("train.steps=4", "train.log_interval=2")
     plan = SimpleNamespace(config=run, pipeline=SimpleNamespace(table=None))
-    profile = PipelineProfile(plan, pipelined, mesh, clock, tmp_path, 0)
+    profile = PipelineProfile(plan, SimpleNamespace(), torch.device("cpu"), mesh, clock, tmp_path, 0)
     kept: list[int] = []
     monkeypatch.setattr(profile, "_keep", lambda number, part: kept.append(number))
     time.takes(profile._recorder, "spans", 100.0)

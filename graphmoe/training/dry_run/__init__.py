@@ -28,8 +28,8 @@ from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.model import GraphSegments, fake_executor, fake_mesh, fake_model
 from graphmoe.training.dry_run.rank import projected_bytes, shown_rank
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
-from graphmoe.training.micro_batches import Add, Pipelined, StageOptions, micro_batches_of
-from graphmoe.training.step import TrainStep
+from graphmoe.training.micro_batches import Pipelined, StageOptions, micro_batches_of
+from graphmoe.training.step import Add, TrainStep
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""``profile.steps``: what is recorded, by whom, and that nothing else changes."""
+"""``profile.steps`` and ``profile.pipeline``: what is recorded, by whom, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.plan.pipeline.actions import Action
+from graphmoe.plan.pipeline.simulate import Span
 from graphmoe.segments import profiler_range, ranges_wanted
+from graphmoe.training.profile import _Part, in_common_time
 from tests.runs import config, numbers, train_in, trainer_in
 
 SHORT = ("train.steps=4", "train.val_batches=0", "checkpoint.interval=2")
@@ -123,3 +126,17 @@ def test_ranges_are_nothing_while_nobody_wants_them():
     with ranges_wanted():
         assert profiler_range("attn", "F") is not profiler_range("mlp", "F")
     assert profiler_range("attn", "F") is profiler_range("mlp", "F")
+
+
+def part(host: str, rank: int, began_ns: int) -> _Part:
+    return _Part(host, began_ns, [Span(rank, "compute", Action("F", rank, 0), 1.0, 3.0)], None)
+
+
+def test_on_one_host_spans_are_moved_by_its_clock():
+    found = in_common_time([part("a", 0, 5_000), part("a", 1, 7_500)])
+    assert [(span.rank, span.start, span.end) for span in found] == [(0, 1.0, 3.0), (1, 3.5, 5.5)]
+
+
+def test_on_several_hosts_whose_clocks_differ_all_begin_at_the_barrier():
+    found = in_common_time([part("a", 0, 5_000), part("b", 1, 7_500)])
+    assert [(span.start, span.end) for span in found] == [(1.0, 3.0)] * 2

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data.contents import ContentCheck
-from graphmoe.data.documents import Documents, split_for_validation
 from graphmoe.data.errors import BadRecords
-from graphmoe.data.samples import PackedSamples, Samples
+from graphmoe.data.samples import Documents, PackedSamples, Samples, split_for_validation
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer
 
 log = logging.getLogger(__name__)

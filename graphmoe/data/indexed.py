@@ -23,17 +23,9 @@ from graphmoe.data.errors import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPE_OF_CODE: dict[int, Any] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.float64,
-    7: np.float32,
-    8: np.uint16,
-}
-CODE_OF_DTYPE = {np.dtype(dtype): code for code, dtype in DTYPE_OF_CODE.items()}
+_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+CODE_OF_DTYPE = {np.dtype(name): code for code, name in enumerate(_DTYPES, start=1)}
+DTYPE_OF_CODE = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
 
 Int_N = npt.NDArray[np.int64]
 
@@ -168,4 +160,4 @@ def _parse_index(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[Any],
     whole = len(documents) and documents[0] == 0 and documents[-1] == num_sequences
     if not whole or (documents[1:] < documents[:-1]).any() or (sizes_M < 0).any():
         raise DataError(f"{what}: its document list or lengths are not in order; it is damaged")
-    return np.dtype(DTYPE_OF_CODE[code]), sizes_M, pointers_M, documents
+    return DTYPE_OF_CODE[code], sizes_M, pointers_M, documents

@@ -1,20 +1,21 @@
-"""Samples of ``seq_len + 1`` tokens: the protocols, and packing of documents."""
+"""Samples of ``seq_len + 1`` tokens, the documents that they are cut from, and the split for validation."""
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphmoe.data.contents import contents_of, damaged
-from graphmoe.data.documents import Documents
 from graphmoe.data.errors import BadRecords, DataError
-from graphmoe.data.order import derive_key, permute
+from graphmoe.data.indexed import TokenFile
+from graphmoe.data.order import GOLDEN, derive_key, held_out, mix64, permute
 
 DOCUMENT_KEY, SAMPLE_KEY = 2, 3
 MAX_BAD_IN_A_ROW = 1000
@@ -22,91 +23,111 @@ MAX_BAD_IN_A_ROW = 1000
 Tokens_BT = npt.NDArray[np.int64]
 
 
-class Reader(Protocol):
-    """A place in an endless row of samples, which only moves forward."""
+@dataclass(frozen=True)
+class Documents:
+    """Documents of several token files; 20 bytes of memory for each."""
+
+    files: Sequence[TokenFile]
+    file_N: npt.NDArray[np.int32]
+    start_N: npt.NDArray[np.int64]
+    length_N: npt.NDArray[np.int64]
+
+    @classmethod
+    def from_files(cls, files: Sequence[TokenFile]) -> Documents:
+        """All documents of these files, in order; empty ones are left out."""
+        file_N = np.repeat(np.arange(len(files), dtype=np.int32), [len(f.start_N) for f in files])
+        none = [np.zeros(0, np.int64)]
+        start_N = np.concatenate(none + [f.start_N for f in files])
+        length_N = np.concatenate(none + [f.length_N for f in files])
+        return cls(files, file_N, start_N, length_N).select(length_N > 0)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.length_N)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.length_N.sum())
+
+    def select(self, keep_N: npt.NDArray[np.bool_]) -> Documents:
+        """The documents where ``keep_N`` is true."""
+        return Documents(self.files, self.file_N[keep_N], self.start_N[keep_N], self.length_N[keep_N])
+
+    def tokens(self, number: int, first: int, count: int) -> npt.NDArray[Any]:
+        """Up to ``count`` tokens of one document from its token ``first`` on."""
+        start = int(self.start_N[number])
+        stop = min(start + first + count, start + int(self.length_N[number]))
+        return self.files[int(self.file_N[number])].tokens_T[start + first : stop]
+
+    def place(self, number: int, token: int) -> str:
+        """File, document and position of one token, for messages; all counted from 0."""
+        file = self.files[int(self.file_N[number])]
+        absolute = int(self.start_N[number]) + token
+        document = file.document_at(absolute)
+        return f"{file.path}, document {document}, position {absolute - int(file.start_N[document])}"
+
+
+def split_for_validation(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+    """(train, validation): no token is in both, and the choice does not depend on a seed.
+
+    Whole documents, chosen by a hash of their number. With fewer than ``1 / fraction`` documents no whole
+    one can be spared: the last ``fraction`` of the tokens of each document is held out instead.
+    """
+    count = documents.num_documents
+    if fraction * count >= 1:
+        number_N = np.arange(1, count + 1, dtype=np.uint64)
+        val_N = held_out(mix64(number_N * np.uint64(GOLDEN)), fraction)
+        return documents.select(~val_N), documents.select(val_N)
+    tail_N = np.floor(documents.length_N * fraction).astype(np.int64)
+    train = replace(documents, length_N=documents.length_N - tail_N)
+    val = replace(documents, start_N=documents.start_N + train.length_N, length_N=tail_N)
+    return train, val.select(tail_N > 0)
+
+
+class Samples(ABC):
+    """An endless row of samples: sample ``i`` is the same in every process and at any time."""
+
+    seq_len: int
+    num_samples: int | None
+    """Samples in one epoch; None when unknown or endless."""
+    fingerprint: str
+    """One word for all that determines the samples but contents of files."""
+    contents = ""
+    """Equal for two sources of the same tokens, as ``contents_of``; nothing where none are stored."""
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        """The tokens [seq_len + 1] of one sample; positions go on after the first epoch."""
+        raise NotImplementedError
+
+    def reader(self, state: dict[str, Any] | None = None) -> Reader:
+        """A reader at the start, or at the place that ``Reader.state`` returned."""
+        return Reader(self)
+
+
+class Reader:
+    """A place in an endless row of samples, which only moves forward; this one can read any at any time."""
+
+    def __init__(self, samples: Samples):
+        self.samples = samples
 
     def read(self, first: int, count: int) -> Tokens_BT:
         """Samples ``first .. first + count - 1`` as [count, seq_len + 1]; ``first`` is not behind."""
+        return np.stack([self.samples.sample(position) for position in range(first, first + count)])
 
     def seek(self, position: int) -> None:
         """Go forward to this sample."""
 
     def state(self) -> dict[str, Any]:
         """Plain values from which ``Samples.reader`` opens a reader at this place."""
-
-    def epochs(self, position: int) -> float:
-        """Return the passes over the corpus at this sample (whole ones for streams)."""
-
-
-class Samples(Protocol):
-    """An endless row of samples: sample ``i`` is the same in every process and at any time."""
-
-    seq_len: int
-
-    @property
-    def num_samples(self) -> int | None:
-        """Samples in one epoch; None when unknown or endless."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for two sources of the same settings and lengths of documents."""
-
-    @property
-    def contents(self) -> str:
-        """Equal for two sources of the same tokens, as ``contents_of``; nothing where none are stored."""
-
-    def reader(self, state: dict[str, Any] | None = None) -> Reader:
-        """A reader at the start, or at the place that ``Reader.state`` returned."""
-
-
-class IndexedSamples(ABC):
-    """Samples that can be computed in any order, so that a place is just a number."""
-
-    seq_len: int
-    num_samples: int | None
-    """Samples in one epoch; None when endless."""
-    fingerprint: str
-    """One word for all that determines the samples but contents of files."""
-    contents = ""
-
-    @abstractmethod
-    def sample(self, position: int) -> npt.NDArray[np.int64]:
-        """The tokens [seq_len + 1] of one sample; positions go on after the first epoch."""
-
-    def reader(self, state: dict[str, Any] | None = None) -> IndexedReader:
-        return IndexedReader(self)
-
-
-class IndexedReader:
-    """The reader of ``IndexedSamples``; it has no state of its own."""
-
-    def __init__(self, samples: IndexedSamples):
-        self.samples = samples
-
-    def read(self, first: int, count: int) -> Tokens_BT:
-        return np.stack([self.samples.sample(position) for position in range(first, first + count)])
-
-    def seek(self, position: int) -> None:
-        """Do nothing: any sample can be read at any time."""
-
-    def state(self) -> dict[str, Any]:
         return {}
 
     def epochs(self, position: int) -> float:
+        """Return the passes over the corpus at this sample (whole ones for streams)."""
         return position / self.samples.num_samples if self.samples.num_samples else 0.0
 
 
-@dataclass(frozen=True)
-class EpochOrder:
-    """Documents of one epoch in their order; 16 bytes of memory for each."""
-
-    document_N: npt.NDArray[np.int64]
-    end_N: npt.NDArray[np.int64]
-    """Running total of tokens after each document."""
-
-
 @dataclass(eq=False)
-class PackedSamples(IndexedSamples):
+class PackedSamples(Samples):
     """Documents laid end to end and cut every ``seq_len`` tokens.
 
     Neighbouring samples share one token: the last label of one is the first input of the next. An epoch
@@ -152,13 +173,13 @@ class PackedSamples(IndexedSamples):
         if self.shuffle:
             key = derive_key(self.seed, epoch, SAMPLE_KEY)
             index = int(permute(np.array([index]), self.num_samples, key)[0])
-        order = self._order(epoch)
+        document_N, end_N = self._order(epoch)
         tokens_T = np.empty(self.seq_len + 1, dtype=np.int64)
         first, filled = index * self.seq_len, 0
-        row = int(np.searchsorted(order.end_N, first, side="right"))
+        row = int(np.searchsorted(end_N, first, side="right"))
         while filled < len(tokens_T):
-            number = int(order.document_N[row])
-            skip = first + filled - int(order.end_N[row]) + int(self.documents.length_N[number])
+            number = int(document_N[row])
+            skip = first + filled - int(end_N[row]) + int(self.documents.length_N[number])
             part = self.documents.tokens(number, skip, len(tokens_T) - filled)
             tokens_T[filled : filled + len(part)] = part
             if self.vocab_size is not None and not self._check(part, number, skip):
@@ -182,8 +203,9 @@ class PackedSamples(IndexedSamples):
         self.bad.report_id("sample", place, int(part[at]), self.vocab_size)
         return False
 
-    def _compute_order(self, epoch: int) -> EpochOrder:
+    def _compute_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Documents in the order of an epoch, and the running total of tokens after each."""
         document_N = np.arange(self.documents.num_documents, dtype=np.int64)
         if self.shuffle:
             document_N = permute(document_N, len(document_N), derive_key(self.seed, epoch, DOCUMENT_KEY))
-        return EpochOrder(document_N, np.cumsum(self.documents.length_N[document_N]))
+        return document_N, np.cumsum(self.documents.length_N[document_N])

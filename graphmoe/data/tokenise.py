@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -56,12 +57,8 @@ class Totals:
     first_bad: str | None = None
 
 
-@dataclass(frozen=True)
-class _PartResult:
-    lengths: list[int]
-    bad: dict[str, int]
-    first_bad: str | None
-    size_bytes: int
+_PartResult = tuple[list[int], BadRecords, int]
+"""Lengths of the documents of a part, what was bad in it, and its bytes."""
 
 
 def tokenise_files(
@@ -90,13 +87,14 @@ def tokenise_files(
     try:
         partial = folder / "whole"
         with open(partial, "wb") as whole:
-            for number, result in enumerate(_run_parts(parts, recipe, folder, dtype.str, workers)):
-                bad.merge(result.bad, result.first_bad)
-                lengths.append(np.asarray(result.lengths, dtype=np.int64))
+            results = _run_parts(parts, recipe, folder, dtype.str, workers)
+            for number, (of_part, found, size_bytes) in enumerate(results):
+                bad.merge(found.counts, found.first)
+                lengths.append(np.asarray(of_part, dtype=np.int64))
                 with open(folder / str(number), "rb") as piece:
                     shutil.copyfileobj(piece, whole, 16 << 20)
                 (folder / str(number)).unlink()
-                done_bytes += result.size_bytes
+                done_bytes += size_bytes
                 if on_progress:
                     on_progress(done_bytes, total_bytes)
             whole.flush()
@@ -171,12 +169,7 @@ def _run_parts(
     context.set_forkserver_preload([__name__])
     executor = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
     try:
-        jobs = [
-            executor.submit(_tokenise_part, part, recipe, out, dtype)
-            for part, out in zip(parts, outs, strict=True)
-        ]
-        for job in jobs:
-            yield job.result()
+        yield from executor.map(_tokenise_part, parts, repeat(recipe), outs, repeat(dtype))
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -197,4 +190,4 @@ def _tokenise_part(part: Part, recipe: Recipe, out: Path, dtype: str) -> _PartRe
             for ids_T in encode_checked(tokenizer, batch, recipe.end_token, recipe.id_limit, bad):
                 lengths.append(len(ids_T))
                 file.write(ids_T.astype(dtype).tobytes())
-    return _PartResult(lengths, dict(bad.counts), bad.first, part.size_bytes)
+    return lengths, bad, part.size_bytes

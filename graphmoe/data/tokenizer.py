@@ -18,15 +18,8 @@ from graphmoe.data.errors import one_line
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the end token in published tokenizers, in the order in which they are looked for.
-END_NAMES = (
-    END_OF_TEXT,
-    "<|end_of_text|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "[EOD]",
-    "[EOS]",
-    "</s>",
-    "<eos>",
-)
+DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", DEEPSEEK_END, "[EOD]", "[EOS]", "</s>", "<eos>")
 LARGEST_ID = 2**24 - 1
 """The tokenizers library takes time for each id below the largest: 10 s for one of 1e9, several times."""
 LONG_TEXT_CHARS = 4_000_000

@@ -57,7 +57,6 @@ def adamw_(
     exp_avg_sq: Tensor,
     weight: Tensor | None = None,
     *,
-    config: OptimConfig,
     decays: bool,
     scalars: StepScalars,
 ) -> None:
@@ -79,25 +78,6 @@ def adamw_(
 
 
 def fused_adamw_(
-    main: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    weight: Tensor | None = None,
-    *,
-    config: OptimConfig,
-    decays: bool,
-    scalars: StepScalars,
-) -> None:
-    """Apply the same step by torch's fused kernel, the fastest uncompiled; scales ``grad``."""
-    fused_adamw_of_many_(
-        [main], [grad], [exp_avg], [exp_avg_sq], config=config, decays=decays, scalars=scalars
-    )
-    if weight is not None:
-        weight.copy_(main)
-
-
-def fused_adamw_of_many_(
     mains: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -107,7 +87,7 @@ def fused_adamw_of_many_(
     decays: bool,
     scalars: StepScalars,
 ) -> None:
-    """Apply the same step to lists of tensors, in few kernels."""
+    """Apply the same step to lists of tensors by torch's fused kernel, which scales the gradients."""
     adamw(
         mains,
         grads,

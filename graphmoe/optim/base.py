@@ -108,12 +108,8 @@ class StepOptimizer(ABC):
         """Take the values of what ``weights_to_fill`` gave for the main weights."""
 
     def _counters(self) -> dict[str, Tensor]:
-        return {
-            "applied": self.applied,
-            "skipped": self.skipped,
-            "skipped_in_row": self.skipped_in_row,
-            "longest_skip": self.longest_skip,
-        }
+        names = ("applied", "skipped", "skipped_in_row", "longest_skip")
+        return {name: getattr(self, name) for name in names}
 
     def _scalars(
         self, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor

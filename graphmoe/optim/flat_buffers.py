@@ -142,16 +142,11 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float) -> list[Fa
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     for name, weight in model.named_parameters():
         members.setdefault(mesh.group(layout_of(weight).summed_over), {})[name] = weight
-    return [
-        Family(
-            weights,
-            [order[name] for name in weights],
-            mesh,
-            layout_of(next(iter(weights.values()))).summed_over,
-            bucket_elements,
-        )
-        for weights in members.values()
-    ]
+    found = []
+    for weights in members.values():
+        axis = layout_of(next(iter(weights.values()))).summed_over
+        found.append(Family(weights, [order[name] for name in weights], mesh, axis, bucket_elements))
+    return found
 
 
 def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:

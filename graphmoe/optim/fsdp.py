@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.transformer import Transformer
-from graphmoe.optim.adamw import fused_adamw_of_many_
+from graphmoe.optim.adamw import fused_adamw_
 from graphmoe.optim.base import StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.compile.units import owner_of
@@ -68,7 +68,7 @@ class ShardedOptimizer(StepOptimizer):
         self.exp_avg_sq = {name: torch.zeros_like(main) for name, main in self.main.items()}
 
     def executor(self, execute: Executor) -> Executor:
-        return self._sharded.executor(execute)
+        return functools.partial(self._sharded.execute, execute)
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> StepResult:
@@ -80,7 +80,7 @@ class ShardedOptimizer(StepOptimizer):
             if names:
                 kinds = (self.main, gradients, self.exp_avg, self.exp_avg_sq)
                 lists = ([kind[name] for name in names] for kind in kinds)
-                fused_adamw_of_many_(*lists, config=self.config, decays=decays, scalars=scalars)
+                fused_adamw_(*lists, config=self.config, decays=decays, scalars=scalars)
         done = scalars.ok.float()
         count_step(done, self.void, *self._counters().values())
         for weight in self.weights.values():
@@ -94,7 +94,6 @@ class ShardedOptimizer(StepOptimizer):
         return {name: shards.get(name, tensor.detach()) for name, tensor in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of main weights and moments by parameter name, and the counters."""
         return {
             "exp_avg": self._shards(self.exp_avg),
             "exp_avg_sq": self._shards(self.exp_avg_sq),
@@ -185,10 +184,6 @@ class ShardedWeights:
         """Wrap a forward that calls the executor, so that it begins with the weights of the last update."""
         return functools.partial(self._root, run)
 
-    def executor(self, execute: Executor) -> Executor:
-        """Return an executor that gathers only the weights that the segments' modules hold."""
-        return functools.partial(self._execute, execute)
-
     def gather_ahead(self, order: Sequence[int]) -> None:
         """Gather each of these blocks while the one before it runs, in the backward the one after it."""
         for number, following in zip(order, order[1:], strict=False):
@@ -203,11 +198,10 @@ class ShardedWeights:
         """Make a gathering for each group of ranks that have the same part of some parameters."""
         self._fill(block)
         held = {place: getattr(*place) for module in block for place in _places(module)}
-        groups: dict[dist.ProcessGroup | None, Axis] = {}
-        for parameter in held.values():
-            axis = layout_of(parameter).summed_over
-            groups.setdefault(self._mesh.group(axis), axis)
         marks = {place: layout_of(parameter) for place, parameter in held.items()}
+        groups: dict[dist.ProcessGroup | None, Axis] = {}
+        for mark in marks.values():
+            groups.setdefault(self._mesh.group(mark.summed_over), mark.summed_over)
         for group, axis in groups.items():
             own = {p for p in held if self._mesh.group(marks[p].summed_over) is group}
             for place in own:
@@ -237,13 +231,14 @@ class ShardedWeights:
             self._meshes[group] = DeviceMesh.from_group(of_one, self._device.type)
         return self._meshes[group]
 
-    def _execute(
+    def execute(
         self,
         execute: Executor,
         segments: Sequence[Segment],
         tensors: dict[str, Tensor],
         keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
+        """Run segments once the weights that their modules hold are gathered, and no others."""
         names = [*tensors]
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
@@ -253,16 +248,13 @@ class ShardedWeights:
         for segment in segments:
             owner = owner_of(segment.run)
             if owner is not None:
-                needed.update(dict.fromkeys(self._needed_by(owner)))
+                if owner not in self._needs:
+                    held = {*_places(owner)}
+                    self._needs[owner] = tuple(each for each, own in self._places.items() if own & held)
+                needed |= dict.fromkeys(self._needs[owner])
         for gathering in reversed(needed):
             run = functools.partial(cast(_Gathering, gathering), run)
         return run(*tensors.values())
-
-    def _needed_by(self, owner: nn.Module) -> tuple[FSDPModule, ...]:
-        if owner not in self._needs:
-            held = {*_places(owner)}
-            self._needs[owner] = tuple(gathering for gathering, own in self._places.items() if own & held)
-        return self._needs[owner]
 
 
 def _places(module: nn.Module) -> Iterator[Holder]:

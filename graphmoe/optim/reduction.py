@@ -61,12 +61,8 @@ class _BucketSum:
     def __init__(
         self, family: Family, bucket: Bucket, gradients: Sequence[Gradient], on_complete: Callable[[], None]
     ) -> None:
-        self._family, self._bucket, self._gradients, self._on_complete = (
-            family,
-            bucket,
-            gradients,
-            on_complete,
-        )
+        self._family, self._bucket = family, bucket
+        self._gradients, self._on_complete = gradients, on_complete
         self._come = 0
         self._expected: int | None = None
         """Gradients added to all parameters in a step; None before the first is over."""
@@ -122,19 +118,17 @@ class WeightGather:
         """Queue all collectives. The update that made the weights comes before them on the current stream."""
         self.wait()
         with profiler_range("weights", "gather"):
-            self._underway = {
-                number: family.gather(bucket) for number, (family, bucket) in enumerate(self._queue)
-            }
+            self._underway = {i: family.gather(bucket) for i, (family, bucket) in enumerate(self._queue)}
 
     def wait(self, weights: Iterable[Tensor] | None = None) -> None:
         """Let the current stream wait for these parameters of the model, or for all."""
         if not self._underway:
             return
-        numbers = [*self._underway]
+        numbers: Iterable[int | None] = [*self._underway]
         if weights is not None:
-            numbers = [self._bucket_of[id(weight)] for weight in weights if id(weight) in self._bucket_of]
+            numbers = (self._bucket_of.get(id(weight)) for weight in weights)
         for number in numbers:
-            if number in self._underway:
+            if number is not None and number in self._underway:
                 wait_for(self._underway.pop(number).wait)
 
 
@@ -156,10 +150,7 @@ class ArrivingWeights:
         for segment in segments:
             owner = owner_of(segment.run)
             if owner is not None:
-                self._wait(self._parameters(owner))
+                if owner not in self._held:
+                    self._held[owner] = tuple(owner.parameters())
+                self._wait(self._held[owner])
         return self._execute(segments, tensors, keep)
-
-    def _parameters(self, owner: nn.Module) -> tuple[Tensor, ...]:
-        if owner not in self._held:
-            self._held[owner] = tuple(owner.parameters())
-        return self._held[owner]

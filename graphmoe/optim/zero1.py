@@ -74,17 +74,16 @@ class Optimizer(StepOptimizer):
         """
         arguments = self._arguments(self.applied)
         if self._alone:
-            self._update = compiler(functools.partial(self._norm_and_update, rule=adamw_), arguments)
+            self._update = compiler(functools.partial(self._norm_and_update, fused=False), arguments)
         else:
             self._norm = compiler(self._norm_of_shards, self._gradient_shards())
-            update = functools.partial(self._update_in_place, rule=adamw_)
+            update = functools.partial(self._update_in_place, fused=False)
             self._update = compiler(update, [self.applied, *arguments])
 
     def executor(self, execute: Executor) -> Executor:
         return execute if self._alone else ArrivingWeights(execute, self.wait_for)
 
     def start_gather(self) -> None:
-        """Start to gather the weights of the last step; ``wait_for`` those to be read."""
         self._weight_gather.start()
 
     def wait_for(self, weights: Iterable[Tensor]) -> None:
@@ -111,15 +110,11 @@ class Optimizer(StepOptimizer):
         return shards_of(self.model, self.mesh.layout, self.mesh.rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Main weights and moments by parameter name, and the counters; tensors are not copied.
-
-        On several ranks, what this rank owns of them.
-        """
         rounded = any(family.main is not family.weight_shard for family in self.families)
         return {
-            "exp_avg": self._state([family.exp_avg for family in self.families]),
-            "exp_avg_sq": self._state([family.exp_avg_sq for family in self.families]),
-            "main": self._state([family.main for family in self.families]) if rounded else {},
+            "exp_avg": self._state("exp_avg"),
+            "exp_avg_sq": self._state("exp_avg_sq"),
+            "main": self._state("main") if rounded else {},
             "counters": self._counters(),
         }
 
@@ -134,10 +129,9 @@ class Optimizer(StepOptimizer):
         found: dict[str, TensorSlot] = {}
         for name, gradient in zip(self.names, self._gradients.values(), strict=True):
             found[f"the gradient of {name}"] = vars(gradient), "total"
-        holders = [("", vars(self))]
-        for family in self.families:
-            holders.append((f" over {family.axis}" if len(self.families) > 1 else "", vars(family)))
-        for which, holder in holders:
+        several = len(self.families) > 1
+        families = [(f" over {family.axis}" if several else "", vars(family)) for family in self.families]
+        for which, holder in [("", vars(self)), *families]:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
                 found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
         return found
@@ -146,15 +140,12 @@ class Optimizer(StepOptimizer):
         """Return the sum of the gradients of a step's micro-batches, in the weight's shape."""
         return self._gradients[id(weight)]
 
-    def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
-        return self.main_weights()
-
     @property
     def main(self) -> list[Tensor]:
         """Main weights in the order of ``weights``."""
-        return list(self.main_weights().values())
+        return list(self.weights_to_fill().values())
 
-    def main_weights(self) -> dict[str, Tensor]:
+    def weights_to_fill(self) -> dict[str, Tensor]:
         """Gather the whole fp32 weights by parameter name; after a change of values call ``adopt``.
 
         A collective. On several ranks they lie where the next backward puts its gradients.
@@ -181,20 +172,18 @@ class Optimizer(StepOptimizer):
     def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensors[name] for name in self.names}
 
-    def _state(self, shards: Sequence[Tensor]) -> dict[str, Any]:
+    def _state(self, kind: str) -> dict[str, Any]:
         """Return entries of a checkpoint: whole tensors on one rank, this rank's ranges on several."""
-        pairs = list(zip(self.families, shards, strict=True))
-        if self._alone:
-            return self._by_name(
-                {n: view for family, flat in pairs for n, view in family.views(flat).items()}
-            )
-        found = {}
-        for family, flat in pairs:
-            weights = dict(zip(family.names, family.weights, strict=True))
+        found: dict[str, Any] = {}
+        for family in self.families:
+            weights, flat = dict(zip(family.names, family.weights, strict=True)), getattr(family, kind)
+            if self._alone:
+                found |= family.views(flat)
+                continue
             for name, (start, own) in family.owned(flat).items():
                 shape, parallel = weights[name].shape, layout_of(weights[name])
                 found[name] = FlatShard(own, start, shape, parallel, self.mesh.layout, self.mesh.rank)
-        return found
+        return self._by_name(found) if self._alone else found
 
     def _collect(self, weight: Tensor) -> None:
         """Take a gradient from autograd as soon as it has made it."""
@@ -211,20 +200,17 @@ class Optimizer(StepOptimizer):
 
     def _arguments(self, loss: Tensor) -> list[Tensor]:
         """Return loss, counters, the flag of void steps, numbers, and the tensors of all regions."""
-        counters = [self.applied, self.skipped, self.skipped_in_row, self.longest_skip]
         tensors = [tensor for region in self._regions for tensor in region.tensors]
-        return [loss, *counters, self.void, self._numbers, *tensors]
+        return [loss, *self._counters().values(), self.void, self._numbers, *tensors]
 
     def _norm_of_shards(self, *gradients: Tensor) -> tuple[Tensor]:
         return (norm_of(gradients),)
 
-    def _norm_and_update(
-        self, *arguments: Tensor, rule: Callable[..., None] = fused_adamw_
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _norm_and_update(self, *arguments: Tensor, fused: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Update ``_arguments`` in place, by the norm of the gradients there."""
         flats = arguments[-sum(len(region.tensors) for region in self._regions) :]
         (norm,) = self._norm_of_shards(*(region.grad for region in self._regions_of(flats)))
-        return self._update_in_place(norm.float(), *arguments, rule=rule)
+        return self._update_in_place(norm.float(), *arguments, fused=fused)
 
     def _update_in_place(
         self,
@@ -237,12 +223,19 @@ class Optimizer(StepOptimizer):
         void: Tensor,
         numbers: Tensor,
         *flats: Tensor,
-        rule: Callable[..., None] = fused_adamw_,
+        fused: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Update ``_arguments`` in place, by a fp32 norm -> the values of a StepResult."""
         scalars = self._scalars(norm, loss, applied, void, numbers)
-        for region in self._regions_of(flats):
-            rule(*region.tensors, config=self.config, decays=region.decays, scalars=scalars)
+        for decays, tensors in self._regions_of(flats):
+            if not fused:
+                adamw_(*tensors, decays=decays, scalars=scalars)
+                continue
+            main, *rest = tensors
+            of_one = ([each] for each in (main, *rest[:3]))
+            fused_adamw_(*of_one, config=self.config, decays=decays, scalars=scalars)
+            for weight in rest[3:]:
+                weight.copy_(main)
         done = scalars.ok.float()
         count_step(done, void, applied, skipped, skipped_in_row, longest_skip)
         return norm, scalars.lr, done

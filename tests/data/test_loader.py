@@ -6,7 +6,7 @@ import torch
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.loader import Loader
-from graphmoe.data.samples import IndexedSamples
+from graphmoe.data.samples import Samples
 from graphmoe.data.sources.synthetic import SyntheticSamples
 
 GLOBAL_BATCH = 8
@@ -67,7 +67,7 @@ def test_a_global_batch_that_cannot_be_split_is_an_error_with_the_figures(sample
         Loader(samples, micro_batch_size=2, global_batch_size=10, world_size=2)
 
 
-class Failing(IndexedSamples):
+class Failing(Samples):
     """Samples of which the fifth cannot be read."""
 
     seq_len, num_samples, fingerprint = 1, 100, "failing"

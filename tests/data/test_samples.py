@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from graphmoe.data.documents import Documents, split_for_validation
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.data.loader import first_batches
 from graphmoe.data.order import held_out, mix64, permute
-from graphmoe.data.samples import PackedSamples
+from graphmoe.data.samples import Documents, PackedSamples, split_for_validation
 from graphmoe.data.sources.synthetic import SyntheticSamples
 
 

@@ -134,7 +134,7 @@ def train(nets: Nets, rank: int | None) -> dict[str, Any]:
     optimizer.gather()
     return {
         "weights": {n: w.detach().clone() for n, w in zip(optimizer.names, optimizer.weights, strict=True)},
-        "main": {name: main.clone() for name, main in optimizer.main_weights().items()},
+        "main": {name: main.clone() for name, main in optimizer.weights_to_fill().items()},
         "norms": torch.stack([result.grad_norm for result in results]),
         "applied": [result.finite.item() for result in results],
     }
@@ -170,7 +170,7 @@ def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
     weights = dict(zip(optimizer.names, optimizer.weights, strict=True))
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     nets.step(optimizer, 0, ranks.rank)
-    main = {name: tensor.clone() for name, tensor in optimizer.main_weights().items()}
+    main = {name: tensor.clone() for name, tensor in optimizer.weights_to_fill().items()}
 
     def fresh() -> set[str]:
         return {name for name, weight in weights.items() if torch.equal(weight, main[name])}

@@ -125,7 +125,7 @@ class Training:
         return Outcome(
             torch.stack(rows).cpu() if rows else torch.zeros(0),
             written,
-            _on_host(gathered(trainer, "main") if shares else trainer.optimizer.main_weights()),
+            _on_host(gathered(trainer, "main") if shares else trainer.optimizer.weights_to_fill()),
             model,
             gradients,
             {**_on_host(entries.tensors), **entries.values},

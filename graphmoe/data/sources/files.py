@@ -13,8 +13,8 @@ from graphmoe.config.schema import DataConfig
 from graphmoe.data.cache import cache_folder, cache_key, cached
 from graphmoe.data.contents import read_entry_file
 from graphmoe.data.corpus import Corpus, configured_tokenizer, pack_corpus, without_validation
-from graphmoe.data.documents import Documents
 from graphmoe.data.errors import BadRecords
+from graphmoe.data.samples import Documents
 from graphmoe.data.text_files import find_files
 from graphmoe.data.tokenise import Recipe, tokenise_files, usable_cores, workers_for
 from graphmoe.data.tokenizer import num_ids, tokenizer_file, tokenizer_hash

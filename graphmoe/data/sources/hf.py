@@ -22,7 +22,7 @@ from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.corpus import Corpus, configured_tokenizer
 from graphmoe.data.errors import BadRecords, DataError, one_line
 from graphmoe.data.order import derive_key, permute
-from graphmoe.data.samples import IndexedSamples, Samples
+from graphmoe.data.samples import Reader, Samples
 from graphmoe.data.text_files import is_unicode
 from graphmoe.data.tokenise import encode_checked
 from graphmoe.data.tokenizer import num_ids, tokenizer_hash
@@ -64,7 +64,7 @@ class RowPlace(NamedTuple):
 
 
 @dataclass(eq=False)
-class StreamSamples:
+class StreamSamples(Samples):
     """Samples packed from a stream of documents."""
 
     dataset: Any
@@ -80,20 +80,11 @@ class StreamSamples:
     """Take only documents that are held out for validation (True) or that are not (False); None takes all."""
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
-    contents: str = field(default="", init=False)
-    """Empty: a reader compares the block that it goes on in."""
 
     def __post_init__(self) -> None:
         c = self.config
-        parts: list[Any] = [
-            c.hf_name,
-            c.hf_config,
-            self.split,
-            c.text_field,
-            c.seed,
-            c.shuffle,
-            c.val_fraction,
-        ]
+        parts: list[Any] = [c.hf_name, c.hf_config, self.split, c.text_field]
+        parts += [c.seed, c.shuffle, c.val_fraction]
         parts += [self.seq_len, self.end_token, self.id_limit, self.held_out, self.dataset.num_shards]
         parts.append(tokenizer_hash(self.tokenizer))
         self.fingerprint = "stream:" + hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
@@ -106,12 +97,13 @@ class StreamSamples:
         return f"{self.config.hf_name} [{self.split}]"
 
 
-class StreamReader:
+class StreamReader(Reader):
     """A place in the samples of a stream: the current block of documents and an offset in its tokens."""
 
     def __init__(self, samples: StreamSamples, state: dict[str, Any] | None):
         state = state or {"position": 0, "offset": 0, "block": None}
-        self._samples = samples
+        super().__init__(samples)
+        self._name, self._length = samples.name, samples.seq_len + 1
         self._position, self._offset = int(state["position"]), int(state["offset"])
         self._stream = _blocks(samples, state["block"])
         self._blocks: deque[_Block] = deque()
@@ -136,15 +128,12 @@ class StreamReader:
 
     def _next(self) -> npt.NDArray[np.int64]:
         """The next sample; its last token is the first of the one after."""
-        length = self._samples.seq_len + 1
-        self._fill(length)
-        parts, wanted, offset = [], length, self._offset
+        self._fill(self._length)
+        parts, wanted, offset = [], self._length, self._offset
         for block in self._blocks:
             parts.append(block.tokens_T[offset : offset + wanted])
             wanted, offset = wanted - len(parts[-1]), 0
-            if not wanted:
-                break
-        self._offset += length - 1
+        self._offset += self._length - 1
         while self._offset >= len(self._blocks[0].tokens_T):
             self._offset -= len(self._blocks.popleft().tokens_T)
         self._position += 1
@@ -154,19 +143,16 @@ class StreamReader:
         """Read blocks until that many tokens lie after the offset."""
         held = sum(len(block.tokens_T) for block in self._blocks)
         while held < self._offset + num_tokens:
-            self._blocks.append(next(self._stream))
-            self._compare(self._blocks[-1])
-            held += len(self._blocks[-1].tokens_T)
-
-    def _compare(self, block: _Block) -> None:
-        """Refuse a first block that is not the one of the state."""
-        if self._wanted_sum not in (None, block.sum):
-            place = RowPlace(self._samples.name, block.start["epoch"], block.start["row"])
-            raise DataError(
-                f"{place}: the documents from here on are not those of the checkpoint's run; restore the "
-                "data set, or start a new run folder with hydra.run.dir=..."
-            )
-        self._wanted_sum = None
+            block = next(self._stream)
+            if self._wanted_sum not in (None, block.sum):  # the first one is that of the state
+                raise DataError(
+                    f"{RowPlace(self._name, block.start['epoch'], block.start['row'])}: the documents from "
+                    "here on are not those of the checkpoint's run; restore the data set, or start a new run "
+                    "folder with hydra.run.dir=..."
+                )
+            self._wanted_sum = None
+            self._blocks.append(block)
+            held += len(block.tokens_T)
 
 
 class _Block(NamedTuple):
@@ -189,8 +175,8 @@ def _blocks(samples: StreamSamples, start: dict[str, Any] | None) -> Iterator[_B
             if not block:
                 break
             tokens_T = _tokens(samples, block, where)
+            found |= len(tokens_T) > 0
             if len(tokens_T):
-                found = True
                 yield _Block(tokens_T, where, hashlib.blake2b(tokens_T.data, digest_size=16).hexdigest())
         if not found:
             raise DataError(_nothing_found(samples))
@@ -244,10 +230,9 @@ class _Rows:
         if samples.config.shuffle:
             key = derive_key(samples.config.seed, where["epoch"], SHARD_KEY)
             self._shards = permute(self._shards, len(self._shards), key)
-        self._shard: Any = None
-        self._rows: Iterator[dict[str, Any]] = iter(())
-        if where["shard"] < len(self._shards):
-            self._open(where["dataset"])
+        self._shard: Any
+        self._rows: Iterator[dict[str, Any]]
+        self._open(where["dataset"])
 
     def where(self) -> dict[str, Any]:
         """The place of the next row, as plain values."""
@@ -262,21 +247,20 @@ class _Rows:
                 record = next(self._rows, None)
             except Exception as error:  # of any type: parsers, file systems and the network stand behind it
                 raise DataError(f"{self._place()}: cannot be read: {one_line(error)}") from error
-            if record is None:
-                self._next_shard()
+            if record is not None:
+                rows.append((self._place(), self._text(record)))
+                self._where["row"] += 1
                 continue
-            rows.append((self._place(), self._text(record)))
-            self._where["row"] += 1
+            self._where["shard"] += 1
+            self._open(None)
         self._where["number"] += 1
         return rows
 
-    def _next_shard(self) -> None:
-        self._where["shard"] += 1
-        self._shard = None
-        if self._where["shard"] < len(self._shards):
-            self._open(None)
-
     def _open(self, state: dict[str, Any] | None) -> None:
+        """Open the shard that is next; none after the last."""
+        self._shard = None
+        if self._where["shard"] >= len(self._shards):
+            return
         index = int(self._shards[self._where["shard"]])
         self._shard = self._samples.dataset.shard(num_shards=len(self._shards), index=index)
         if state is not None:
@@ -287,13 +271,11 @@ class _Rows:
         return RowPlace(self._samples.name, self._where["epoch"], self._where["row"])
 
     def _text(self, record: dict[str, Any]) -> Any:
-        if self._samples.config.text_field not in record:
-            names = ", ".join(record)
-            raise ConfigError(
-                f"data.text_field={self._samples.config.text_field} is not a column of {self._samples.name}; "
-                f"its columns: {names}"
-            )
-        return record[self._samples.config.text_field]
+        key = self._samples.config.text_field
+        if key not in record:
+            what = f"data.text_field={key} is not a column of {self._samples.name}"
+            raise ConfigError(f"{what}; its columns: {', '.join(record)}")
+        return record[key]
 
 
 def open_stream(config: DataConfig, split: str) -> Any:
@@ -310,7 +292,7 @@ def open_stream(config: DataConfig, split: str) -> Any:
         ) from error
 
 
-class RememberedSamples(IndexedSamples):
+class RememberedSamples(Samples):
     """The first samples of a stream, kept in memory once read; for validation."""
 
     def __init__(self, stream: Samples):

@@ -11,9 +11,9 @@ from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.cache import SMALL_BYTES
 from graphmoe.data.contents import read_summed_file
 from graphmoe.data.corpus import Corpus, pack_corpus, without_validation
-from graphmoe.data.documents import Documents
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import TokenFile, pair
+from graphmoe.data.samples import Documents
 from graphmoe.data.tokenizer import load_tokenizer
 
 

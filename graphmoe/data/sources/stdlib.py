@@ -21,19 +21,17 @@ from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.cache import cache_folder, cache_key, cached
 from graphmoe.data.contents import entry_damage, read_entry_file
 from graphmoe.data.corpus import Corpus, configured_tokenizer, pack_corpus
-from graphmoe.data.documents import Documents
 from graphmoe.data.errors import BadRecords
 from graphmoe.data.indexed import smallest_dtype, write_token_file
 from graphmoe.data.order import held_out
+from graphmoe.data.samples import Documents
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids, tokenizer_hash, train_bpe
 
 log = logging.getLogger(__name__)
 
-# Not part of the library proper (packages, tests), or tables rather than text (encodings, lib2to3 grammar).
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} | {
-    "encodings",
-    "lib2to3",
-}
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+LEFT_OUT |= {"encodings", "lib2to3"}
+"""Folders that are not of the library proper, or tables rather than text."""
 MIN_FILES = 2
 
 
@@ -131,9 +129,11 @@ def _build(
     texts = {file.name: text for file in files if (text := _decode(file))}
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") for name in texts]
     val = held_out(np.array(hashes, dtype=np.uint64), val_fraction)
-    parts = {"train": [t for t, v in zip(texts.values(), val, strict=True) if not v]}
-    if val.any():
-        parts["val"] = [t for t, v in zip(texts.values(), val, strict=True) if v]
+    sides = {"train": False, "val": True} if val.any() else {"train": False}
+    parts = {
+        name: [text for text, held in zip(texts.values(), val, strict=True) if held == side]
+        for name, side in sides.items()
+    }
     log.info("standard library: %d files, %d characters", len(texts), sum(map(len, texts.values())))
     if tokenizer is None:
         tokenizer = train_bpe(iter(parts["train"]), bpe_vocab_size, len(parts["train"]))

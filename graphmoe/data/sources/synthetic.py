@@ -10,7 +10,7 @@ import numpy.typing as npt
 from graphmoe.config.schema import DataConfig
 from graphmoe.data.corpus import Corpus
 from graphmoe.data.order import derive_key
-from graphmoe.data.samples import IndexedSamples
+from graphmoe.data.samples import Samples
 
 TOKENS_KEY = 1
 
@@ -23,7 +23,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
 
 
 @dataclass(eq=False)
-class SyntheticSamples(IndexedSamples):
+class SyntheticSamples(Samples):
     """Uniformly random token ids: sample ``i`` depends on the seed and on ``i`` only."""
 
     seq_len: int

@@ -38,21 +38,10 @@ _MOST_LISTED = 3
 """Unfinished runs that are named at start."""
 _FREE_SECTIONS = ("format", "sweep")
 _FREE_KEYS = (
-    "compile.cache",
-    "compile.cache_dir",
-    "compile.cache_shared",
-    "data.cache_dir",
-    "host.env",
-    "host.gc_interval",
-    "host.kernarg_pool_mb",
-    "host.manual_gc",
-    "host.max_hw_queues",
-    "host.numa",
-    "host.nvlink_multicast",
-    "launch.endpoint",
-    "launch.gpus_per_job",
-    "launch.hang_timeout_s",
-    "launch.max_restarts",
+    *("compile.cache", "compile.cache_dir", "compile.cache_shared", "data.cache_dir"),
+    *("host.env", "host.gc_interval", "host.kernarg_pool_mb", "host.manual_gc", "host.max_hw_queues"),
+    *("host.numa", "host.nvlink_multicast"),
+    *("launch.endpoint", "launch.gpus_per_job", "launch.hang_timeout_s", "launch.max_restarts"),
     "launch.write_only",
 )
 """Keys that make no difference to which run a configuration stands for."""
@@ -105,11 +94,6 @@ def _usable(resume: bool) -> tuple[_State, ...]:
     return (_State.free, _State.unfinished) if resume else (_State.free,)
 
 
-def is_free(path: Path) -> bool:
-    """Tell whether a folder holds nothing of a run."""
-    return not any((path / name).exists() for name in _TRACES)
-
-
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write ``resolved.yaml``, which workers read."""
     text, found = yaml.safe_dump(config, sort_keys=False), prints()
@@ -126,12 +110,10 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
     log.info("run folder: %s%s", display_path(folder.path), how)
     others, num_more = passed_over(folder.base, folder.path, config)
     for path, keys in others:
+        shown, differing = display_path(path), ", ".join(keys)
         saved = saved_steps(path / CHECKPOINTS)
-        how = f"checkpoint.resume_from={display_path(path)} continues it" if saved else "it saved nothing"
-        differences = ", ".join(keys)
-        log.info(
-            "%s is an unfinished run of another configuration (%s); %s", display_path(path), differences, how
-        )
+        how = f"checkpoint.resume_from={shown} continues it" if saved else "it saved nothing"
+        log.info("%s is an unfinished run of another configuration (%s); %s", shown, differing, how)
     if num_more:
         log.info("%d older unfinished runs of this name are not listed", num_more)
 
@@ -209,9 +191,8 @@ def _enter(
         lock = FileLock.acquire(path / _LOCK_FILE)
     except OSError as error:
         if is_new:
-            raise ConfigError(
-                f"the run's folder {path} cannot be made ({error.strerror or error})"
-            ) from error
+            why = error.strerror or error
+            raise ConfigError(f"the run's folder {path} cannot be made ({why})") from error
         log.warning("%s is passed over: %s", path, error)
         return None
     if lock is None:
@@ -249,7 +230,7 @@ def _state(path: Path, ours: Any) -> _State:
 def _readable_state(path: Path, ours: Any) -> _State:
     if path.exists() and not path.is_dir():
         return _State.taken
-    if is_free(path):
+    if not any((path / name).exists() for name in _TRACES):
         return _State.free
     for name in (ENVIRONMENT_FILE, METRICS_FILE):
         file = path / name

@@ -13,9 +13,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -129,8 +128,8 @@ def _open_files(
         source = open_hf(folder, shaped_as=config)
         theirs, files, found = source.config, source.files, source.pieces
     else:
-        weights = open_weights(folder)
-        theirs, files, found = weights.config, weights.files, own_pieces(shapes)
+        theirs, files, _ = open_weights(folder)
+        found = own_pieces(shapes)
     _refuse_other_tie(folder, theirs, config)
     files.check(found, shapes, hints=same_function(config, theirs))
     return theirs, files, found
@@ -158,30 +157,18 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
     except MismatchError as error:
         if config_file(folder) is None:
             raise
-        raise MismatchError(f"{_why_unfit(folder, run_config(folder), ours)}\n{error}") from error
-
-
-def _why_unfit(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str:
-    changes = different_keys(theirs, ours)
-    if not changes:
-        return (
-            f"{folder} is of the same model, but not of the same precision or optimizer; use the same, or "
-            "checkpoint.init_from, which takes the weights only"
+        changes = different_keys(run_config(folder), ours)
+        listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
+        why = (
+            f"{folder} is of another model ({listed}; its own -> this run's); set these keys as it has them, "
+            "or start without its weights"
         )
-    listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
-    return (
-        f"{folder} is of another model ({listed}; its own -> this run's); set these keys as it has them, "
-        "or start without its weights"
-    )
-
-
-@dataclass(frozen=True)
-class WeightsFolder:
-    """An opened folder of our own format."""
-
-    config: ModelConfig
-    files: TensorFiles
-    meta: WeightsMeta
+        if not changes:
+            why = (
+                f"{folder} is of the same model, but not of the same precision or optimizer; use the same, "
+                "or checkpoint.init_from, which takes the weights only"
+            )
+        raise MismatchError(f"{why}\n{error}") from error
 
 
 class WeightsMeta(msgspec.Struct):
@@ -190,6 +177,14 @@ class WeightsMeta(msgspec.Struct):
     format: str
     model: str
     token_ids: dict[str, int | list[int] | None] | None = None
+
+
+class WeightsFolder(NamedTuple):
+    """Opened folder of our own format."""
+
+    config: ModelConfig
+    files: TensorFiles
+    meta: WeightsMeta
 
 
 def open_weights(folder: Path) -> WeightsFolder:
@@ -237,14 +232,11 @@ def train_command(folder: Path, config: ModelConfig) -> str:
     """The command that starts a run from the weights in a folder of our own format."""
     option = option_name(config.name)
     place = shlex.quote(str(folder))
-    init = shlex.quote(f"checkpoint.init_from={_hydra_value(folder)}")
-    return f"python -m graphmoe.train --config-dir {place} model={option} {init}"
-
-
-def _hydra_value(folder: Path) -> str:
-    """The path in quotes where Hydra's grammar needs them."""
     text = str(folder)
-    return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else "'" + text.replace("'", r"\'") + "'"
+    if not re.fullmatch(r"[A-Za-z0-9_./-]+", text):  # Hydra's grammar needs quotes
+        text = "'" + text.replace("'", r"\'") + "'"
+    init = shlex.quote(f"checkpoint.init_from={text}")
+    return f"python -m graphmoe.train --config-dir {place} model={option} {init}"
 
 
 def option_name(name: str) -> str:

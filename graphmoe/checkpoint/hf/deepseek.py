@@ -10,6 +10,21 @@ from graphmoe.config.schema import AttentionKind, AuxLoss, GroupScore, ModelConf
 BEST_IN_GROUP = 2  # scores that DeepSeek-V3's published code sums for a group, whatever top-k is
 
 
+SIZES = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_attention_heads": "num_heads",
+    "first_k_dense_replace": "num_dense_layers",
+    "intermediate_size": "dense_ffn_size",
+    "moe_intermediate_size": "expert_ffn_size",
+    "num_experts_per_tok": "top_k",
+    "max_position_embeddings": "context_length",
+}
+"""Keys of config.json that are required, and the fields of ModelConfig that they stand for."""
+
+
 def read_v2(keys: Keys) -> dict[str, Any]:
     """ModelConfig fields of a DeepSeek-V2 config.json."""
     keys.only("scoring_func", "softmax")
@@ -69,28 +84,17 @@ def write_v3(config: ModelConfig) -> dict[str, Any]:
 
 def _read_common(keys: Keys) -> dict[str, Any]:
     keys.only("moe_layer_freq", 1)
-    heads, context = keys.int("num_attention_heads"), keys.int("max_position_embeddings")
-    keys.only("num_key_value_heads", heads)
+    sizes: dict[str, Any] = {field: keys.int(key) for key, field in SIZES.items()}
+    keys.only("num_key_value_heads", sizes["num_heads"])
     keys.require("q_lora_rank", null="none")
     keys.require("n_shared_experts", null="none")
-    expert = keys.int("moe_intermediate_size")
-    return {
+    return sizes | {
         "attention": AttentionKind.mla,
-        "num_heads": heads,
         "q_lora_rank": keys.int("q_lora_rank", default=0),
-        "kv_lora_rank": keys.int("kv_lora_rank"),
-        "qk_nope_head_dim": keys.int("qk_nope_head_dim"),
-        "qk_rope_head_dim": keys.int("qk_rope_head_dim"),
-        "v_head_dim": keys.int("v_head_dim"),
-        "num_dense_layers": keys.int("first_k_dense_replace"),
-        "dense_ffn_size": keys.int("intermediate_size"),
         "num_experts": keys.int("n_routed_experts", "num_local_experts", "num_experts"),
-        "expert_ffn_size": expert,
-        "shared_ffn_size": expert * keys.int("n_shared_experts", default=0),
-        "top_k": keys.int("num_experts_per_tok"),
-        "context_length": context,
+        "shared_ffn_size": sizes["expert_ffn_size"] * keys.int("n_shared_experts", default=0),
         "norm_eps": keys.float("rms_norm_eps", 1e-6),
-        **read_rope(keys, AttentionKind.mla, default_theta=10000.0, context=context),
+        **read_rope(keys, AttentionKind.mla, default_theta=10000.0, context=sizes["context_length"]),
         **_read_aux_loss(keys),
     }
 
@@ -109,27 +113,17 @@ def _read_aux_loss(keys: Keys) -> dict[str, Any]:
 
 def _write_common(config: ModelConfig) -> dict[str, Any]:
     with_loss = config.aux_loss is not AuxLoss.none
-    return {
+    return {key: getattr(config, field) for key, field in SIZES.items()} | {
         "num_key_value_heads": config.num_heads,
-        "num_attention_heads": config.num_heads,
         "q_lora_rank": config.q_lora_rank or None,
-        "kv_lora_rank": config.kv_lora_rank,
-        "qk_nope_head_dim": config.qk_nope_head_dim,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
-        "first_k_dense_replace": config.num_dense_layers,
         "moe_layer_freq": 1,
-        "intermediate_size": config.dense_ffn_size,
         "n_routed_experts": config.num_experts,
-        "moe_intermediate_size": config.expert_ffn_size,
         "n_shared_experts": config.shared_ffn_size // config.expert_ffn_size,
-        "num_experts_per_tok": config.top_k,
         "n_group": config.num_groups,
         "topk_group": config.topk_groups,
         "routed_scaling_factor": config.routed_scale,
         "aux_loss_alpha": config.aux_loss_coef if with_loss else 0.0,
         "seq_aux": config.aux_loss is AuxLoss.sequence,
-        "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         **write_rope(config),
     }

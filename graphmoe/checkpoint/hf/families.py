@@ -40,27 +40,13 @@ FAMILIES = (
     ),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", GQA, grouped_query.read_qwen3, grouped_query.write_qwen3),
     Family(
-        "mixtral",
-        "MixtralForCausalLM",
-        GQA,
-        grouped_query.read_mixtral,
-        grouped_query.write_mixtral,
-        moe="block_sparse_moe",
-        gate_up_down=("w1", "w3", "w2"),
+        "mixtral", "MixtralForCausalLM", GQA, grouped_query.read_mixtral, grouped_query.write_mixtral,
+        moe="block_sparse_moe", gate_up_down=("w1", "w3", "w2"),
     ),
-)
-# What a config.json does not say, or says about training only.
-TRAINING_KEYS = {
-    "name",
-    "attention_backend",
-    "bias_update_rate",
-    "aux_loss",
-    "aux_loss_coef",
-    "z_loss_coef",
-    "mtp_loss_weight",
-    "init_std",
-    "peak_lr",
-}
+)  # fmt: skip
+TRAINING_KEYS = {"name", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
+TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
+"""Keys that a config.json does not say, or says about training only."""
 MLA_KEYS = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 GQA_KEYS = {"num_kv_heads", "head_dim", "qk_norm"}
 
@@ -111,11 +97,8 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Lines for the keys in which two models would compute something else; empty if none."""
     ours, theirs = _effective(a), _effective(b)
-    lines = []
-    for key in dict.fromkeys((*ours, *theirs)):
-        if ours.get(key) != theirs.get(key):
-            lines.append(f"model.{key}={_shown(getattr(a, key))}, not {_shown(getattr(b, key))}")
-    return lines
+    keys = [key for key in dict.fromkeys((*ours, *theirs)) if ours.get(key) != theirs.get(key)]
+    return [f"model.{key}={_shown(getattr(a, key))}, not {_shown(getattr(b, key))}" for key in keys]
 
 
 def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]:
@@ -190,21 +173,14 @@ def _effective(config: ModelConfig) -> dict[str, Any]:
         keys["num_groups"] = 1
         dropped |= {"topk_groups", "group_score"}
     else:
-        keys["group_score"] = _scores_summed(config)
+        per_group = config.top_k // config.topk_groups
+        summed = {GroupScore.max: 1, GroupScore.topk_sum: per_group, GroupScore.top2_sum: 2}
+        keys["group_score"] = summed[config.group_score]
     if config.rope_scaling is RopeScaling.none:
         dropped |= {key for key in keys if key.startswith("yarn_")}
     if config.num_dense_layers == 0:
         dropped.add("dense_ffn_size")
     return {key: value for key, value in keys.items() if key not in dropped}
-
-
-def _scores_summed(config: ModelConfig) -> int:
-    """Return the number of experts' scores that make up the score of a group."""
-    return {
-        GroupScore.max: 1,
-        GroupScore.topk_sum: config.top_k // config.topk_groups,
-        GroupScore.top2_sum: 2,
-    }[config.group_score]
 
 
 def _shown(value: Any) -> Any:

@@ -46,7 +46,7 @@ def load_hf(
     source = open_hf(Path(folder))
     source.files.check(source.pieces, shapes_of(source.config))
     model = build_model(source.config, device=device, dtype=dtype or source.dtype(), seed=None)
-    source.fill(model.state_dict())
+    fill(model.state_dict(), source.files, source.pieces)
     return source.config, model
 
 
@@ -85,12 +85,8 @@ class HfFolder:
 
     def dtype(self) -> torch.dtype:
         """The dtype of the weights; the router's bias, which is fp32 everywhere, does not count."""
-        weights = (piece.theirs for piece in self.pieces if not _is_bias(piece))
+        weights = (piece.theirs for piece in self.pieces if not piece.ours.endswith(".selection_bias"))
         return self.files.dtype(name for name in weights if name in self.files.headers)
-
-    def fill(self, state: dict[str, Tensor], on_bytes: Progress = lambda num_bytes: None) -> None:
-        """Copy the weights into our tensors, in place; ``files.check`` comes first."""
-        fill(state, self.files, self.pieces, on_bytes)
 
 
 def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> HfFolder:
@@ -104,7 +100,7 @@ def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> HfFolder:
     family, config = to_model_config(raw, str(path), folder_name(folder))
     files = TensorFiles(folder, STEM)
     files.require_parts(config, str(path), "num_experts")
-    if config.mtp_depth and not _has_layer(files, config.num_layers):
+    if not any(name.startswith(f"model.layers.{config.num_layers}.") for name in files.headers):
         config = replace(config, mtp_depth=0)  # transformers writes the depth, but no such layer
     return HfFolder(raw, family, config, files, pieces(family, shaped_as or config))
 
@@ -173,11 +169,7 @@ def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
     """Shape of each weight of the model by our name, without allocating it. *Raises* ConfigError."""
     try:
         model = build_model(config, device="meta")
-    except (
-        RuntimeError,
-        OverflowError,
-        TypeError,
-    ) as error:  # a tensor of more elements than there are numbers
+    except (RuntimeError, OverflowError, TypeError) as error:  # more elements than there are numbers
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.name={config.name}: no model has such sizes ({reason})") from error
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -202,11 +194,3 @@ def _check_state(state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Non
     if problems:
         head = f"the model does not fit the configuration in {len(problems)} tensors:"
         raise ConfigError("\n  ".join([head, *problems]))
-
-
-def _has_layer(files: TensorFiles, number: int) -> bool:
-    return any(name.startswith(f"model.layers.{number}.") for name in files.headers)
-
-
-def _is_bias(piece: Piece) -> bool:
-    return piece.ours.endswith(".selection_bias")

@@ -26,7 +26,8 @@ class Keys:
 
         Without a default the key is required.
         """
-        name, value = self._first(names)
+        name = next((name for name in names if self.raw.get(name) is not None), names[0])
+        value = self.raw.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:
@@ -36,7 +37,7 @@ class Keys:
 
     def float(self, name: str, default: float) -> float:
         """Number under this name, or the default where it is absent or null."""
-        value = self.raw.get(name)
+        value = self.raw.get(name, default)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
@@ -47,12 +48,9 @@ class Keys:
     def bool(self, name: str, default: bool) -> bool:
         """Truth value under this name, or the default where it is absent or null."""
         value = self.raw.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | None):
             self._expected(name, value, "true or false")
-            return default
-        return value
+        return value if isinstance(value, bool) else default
 
     def require(self, name: str, null: str) -> None:
         """Refuse a whole number that is absent, for which transformers has a default; null means ``null``."""
@@ -69,17 +67,18 @@ class Keys:
         """Note a value that graphmoe has no counterpart for, and what it has one for."""
         self.problems.append(f"{name}={json.dumps(value)[:80]}; supported is {supported}")
 
-    def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
-        for name in names:
-            if self.raw.get(name) is not None:
-                return name, self.raw[name]
-        return names[0], None
-
     def _expected(self, name: str, value: Any, kind: str) -> None:
-        if name in self.raw:
-            self.problems.append(f"{name}={json.dumps(value)[:80]} must be {kind}")
-        else:
-            self.problems.append(f"{name} is missing; it must be {kind}")
+        there = f"{name}={json.dumps(value)[:80]}" if name in self.raw else f"{name} is missing; it"
+        self.problems.append(f"{there} must be {kind}")
+
+
+_YARN = {
+    "factor": "yarn_factor",
+    "original_max_position_embeddings": "yarn_original_context",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+"""Keys of a yarn scaling, and the fields of ModelConfig that they stand for."""
 
 
 def read_rope(keys: Keys, kind: AttentionKind, *, default_theta: float, context: int) -> dict[str, Any]:
@@ -104,14 +103,8 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     """Keys of config.json for the rotary embedding, in the style of the published files."""
     if config.rope_scaling is RopeScaling.none:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
-    scaling: dict[str, Any] = {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": config.yarn_factor,
-        "original_max_position_embeddings": config.yarn_original_context,
-        "beta_fast": config.yarn_beta_fast,
-        "beta_slow": config.yarn_beta_slow,
-    }
+    scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn"}
+    scaling |= {key: getattr(config, field) for key, field in _YARN.items()}
     magnitudes = {"mscale": config.yarn_mscale, "mscale_all_dim": config.yarn_mscale_all_dim}
     if config.attention is AttentionKind.mla or magnitudes != {"mscale": 1.0, "mscale_all_dim": 0.0}:
         scaling |= magnitudes
@@ -128,15 +121,14 @@ def _read_yarn(rope: Keys, kind: AttentionKind, context: int) -> dict[str, Any]:
     magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     if abs(rope.float("attention_factor", magnitude) - magnitude) > 1e-6 * magnitude:
         rope.refuse("attention_factor", rope.raw["attention_factor"], f"null or {magnitude} for this factor")
-    return {
-        "rope_scaling": RopeScaling.yarn,
-        "yarn_factor": factor,
-        "yarn_original_context": rope.int("original_max_position_embeddings", default=context),
-        "yarn_beta_fast": rope.float("beta_fast", 32.0),
-        "yarn_beta_slow": rope.float("beta_slow", 1.0),
+    original = rope.int("original_max_position_embeddings", default=context)
+    found = (factor, original, rope.float("beta_fast", 32.0), rope.float("beta_slow", 1.0))
+    fields = {
         "yarn_mscale": mscale,
         "yarn_mscale_all_dim": all_dim,
+        **dict(zip(_YARN.values(), found, strict=True)),
     }
+    return {"rope_scaling": RopeScaling.yarn, **fields}
 
 
 def _read_magnitudes(rope: Keys, kind: AttentionKind) -> tuple[float, float]:

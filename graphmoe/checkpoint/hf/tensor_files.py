@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -23,12 +24,7 @@ from graphmoe.checkpoint.hf.names import WHOLE, Index, Piece
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DEFAULT_SHARD = "5GB"
 NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -80,11 +76,7 @@ class TensorFiles:
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
         """The narrowest dtype that holds each of these tensors exactly."""
-        common = {DTYPES[self.headers[name].dtype] for name in names}
-        widest = common.pop()
-        for dtype in common:
-            widest = torch.promote_types(widest, dtype)
-        return widest
+        return functools.reduce(torch.promote_types, {DTYPES[self.headers[name].dtype] for name in names})
 
     def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
         """Raise ConfigError where a model has more layers, or of these keys, than there are tensors.
@@ -121,7 +113,9 @@ class TensorFiles:
                 problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
             elif header.dtype not in DTYPES:
                 problems.append(f"no float tensor: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
-            elif piece.repeats in self.headers and not self._equal(piece.theirs, piece.repeats):
+            elif piece.repeats in self.headers and not torch.equal(
+                *map(self.read, (piece.theirs, piece.repeats))
+            ):
                 problems.append(f"different: {piece.theirs} must equal {piece.repeats}; the model has one")
         known = {piece.theirs for piece in pieces}
         for name, header in self.headers.items():
@@ -129,8 +123,8 @@ class TensorFiles:
                 problems.append(f"extra: {name} {list(header.shape)}")
         return problems
 
-    def _equal(self, name: str, other: str) -> bool:
-        return torch.equal(self.read(name), self.read(other))
+    def _differ(self, name: str, other: str) -> bool:
+        return not torch.equal(self.read(name), self.read(other))
 
     def _fp8(self) -> list[str]:
         quantized = [
@@ -200,9 +194,8 @@ def write_shards(
     try:
         for file, names in split.filename_to_tensors.items():
             try:
-                save_file(
-                    {name: _packed(by_name[name]) for name in names}, draft / file, metadata={"format": "pt"}
-                )
+                packed = {name: _packed(by_name[name]) for name in names}
+                save_file(packed, draft / file, metadata={"format": "pt"})
             except SafetensorError as error:
                 raise ConfigError(f"{folder / file} cannot be written: {error}") from error
             on_bytes(sum(by_name[name].num_bytes for name in names))
@@ -210,7 +203,9 @@ def write_shards(
             index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
             path = draft / f"{stem}.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _remove_old(folder, stem)
+        numbered = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+        for path in [path for path in folder.iterdir() if numbered.fullmatch(path.name)]:
+            path.unlink()
         written = sorted(draft.iterdir())
         return [path.rename(folder / path.name) for path in written]
     finally:
@@ -234,10 +229,3 @@ def _packed(entry: TensorToWrite) -> Tensor:
     if not tensor.isfinite().all():
         raise ConfigError(f"{entry.name} has values that are not finite as {entry.dtype}; nothing is written")
     return tensor
-
-
-def _remove_old(folder: Path, stem: str) -> None:
-    numbered = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-    for path in list(folder.iterdir()):
-        if numbered.fullmatch(path.name):
-            path.unlink()

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from graphmoe.config.schema import ConfigError, cache_root
 from graphmoe.config.untrusted import FileError, read_json, typed
-from graphmoe.runtime.host.files import FileLock, is_locked
+from graphmoe.runtime.host.files import FileLock, is_locked, replace_text
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +150,7 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
             path.name: _FileFacts(num_bytes=path.stat().st_size, sha256=sha256_of(path))
             for path in sorted(temporary.iterdir())
         }
-        with open(temporary / META, "w") as file:
-            json.dump(_Document(files=files, meta=meta), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        replace_text(temporary / META, json.dumps(_Document(files=files, meta=meta), indent=1), durably=True)
         if entry.exists():  # and damaged
             shutil.rmtree(entry)
         temporary.rename(entry)
@@ -167,9 +164,7 @@ def _lock(path: Path) -> Iterator[None]:
     lock = FileLock.acquire(path)
     if lock is None:
         log.info("another process prepares %s; waiting", path.stem)
-        started = time.monotonic()
         lock = FileLock.acquire(path, wait=True)
-        log.info("waited %.1f s for %s", time.monotonic() - started, path.stem)
     assert lock is not None
     try:
         yield

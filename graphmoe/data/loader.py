@@ -27,16 +27,9 @@ class Loader:
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        *,
-        micro_batch_size: int,
-        global_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        prefetch: int = 4,
-        pin_memory: bool = False,
-    ):
+        self, samples: Samples, *, micro_batch_size: int, global_batch_size: int,
+        rank: int = 0, world_size: int = 1, prefetch: int = 4, pin_memory: bool = False,
+    ):  # fmt: skip
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
                 f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size="
@@ -44,11 +37,8 @@ class Loader:
                 f"{micro_batch_size * world_size}"
             )
         assert 0 <= rank < world_size
-        self.samples = samples
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size
-        self.rank, self.world_size = rank, world_size
-        self.prefetch, self.pin_memory = prefetch, pin_memory
+        self.samples, self.prefetch, self.pin_memory = samples, prefetch, pin_memory
+        self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
         self._position = _Position(0, {}, 0.0)
         self._cursor: _Cursor | None = None
         self._prefetcher: Prefetcher[_Batch] | None = None
@@ -80,13 +70,9 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank: what was handed out, not what was prefetched."""
-        return {
-            "consumed": self._position.consumed,
-            "fingerprint": self.samples.fingerprint,
-            "contents": self.samples.contents,
-            "epochs": self._position.epochs,
-            "reader": self._position.reader_state,
-        }
+        consumed, reader, epochs = self._position
+        sums = {"fingerprint": self.samples.fingerprint, "contents": self.samples.contents}
+        return {"consumed": consumed, **sums, "epochs": epochs, "reader": reader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples of this state. *Raises* ConfigError when the data is not the same."""

@@ -135,21 +135,22 @@ def _text_of_line(raw: bytes, text_field: str) -> tuple[str | None, tuple[str, s
     """(text, None) or (None, (kind, detail) of what is wrong); (None, None) for a blank line."""
     if not raw.strip():
         return None, None
+    kind, text = "record without text", None
     try:
         record = json.loads(raw)
     except UnicodeDecodeError as error:
         return None, ("line that is not UTF-8", f"byte {error.start} of the line is not UTF-8")
     except (ValueError, RecursionError) as error:
         return None, ("bad JSON line", f"not JSON: {error}")
-    kind = "record without text"
     if not isinstance(record, dict):
-        return None, (kind, f"a JSON object is wanted, not {type(record).__name__}")
-    if text_field not in record:
-        return None, (kind, f"no field '{text_field}' (it has: {', '.join(list(record)[:10])})")
-    text = record[text_field]
-    if not isinstance(text, str):
-        return None, (kind, f"field '{text_field}' is {type(text).__name__}, not text")
-    return text, None
+        detail = f"a JSON object is wanted, not {type(record).__name__}"
+    elif text_field not in record:
+        detail = f"no field '{text_field}' (it has: {', '.join(list(record)[:10])})"
+    elif isinstance(text := record[text_field], str):
+        return text, None
+    else:
+        detail = f"field '{text_field}' is {type(text).__name__}, not text"
+    return None, (kind, detail)
 
 
 def _line_number(path: Path, offset: int) -> int:

@@ -23,6 +23,7 @@ from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.optim.adamw import fused_adamw_
 from graphmoe.optim.base import StepOptimizer, StepResult, count_step, norm_of
+from graphmoe.plan.buckets import decays
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.runtime.compile.units import owner_of
 from graphmoe.runtime.ranks import Mesh
@@ -75,12 +76,12 @@ class ShardedOptimizer(StepOptimizer):
         gradients = {name: self._gradient(name) for name in self.weights}
         norm = self._over_ranks(norm_of([*gradients.values()]))
         scalars = self._scalars(norm, loss.detach().float(), self.applied, self.void, self._numbers)
-        for decays in (True, False):
-            names = [n for n, own in self.main.items() if (own.dim() > 1) is decays and own.numel()]
+        for decayed in (True, False):
+            names = [n for n, own in self.main.items() if decays(own) is decayed and own.numel()]
             if names:
                 kinds = (self.main, gradients, self.exp_avg, self.exp_avg_sq)
                 lists = ([kind[name] for name in names] for kind in kinds)
-                fused_adamw_(*lists, config=self.config, decays=decays, scalars=scalars)
+                fused_adamw_(*lists, config=self.config, decays=decayed, scalars=scalars)
         done = scalars.ok.float()
         count_step(done, self.void, *self._counters().values())
         for weight in self.weights.values():

@@ -22,6 +22,11 @@ class Sized(Protocol):
     def dim(self) -> int: ...
 
 
+def decays(weight: Sized) -> bool:
+    """Tell whether weight decay applies: to matrices and experts, and not to norms and biases."""
+    return weight.dim() > 1
+
+
 class Bucket(NamedTuple):
     """Neighbouring parameters whose gradients are reduced, and whose weights are gathered, at once."""
 
@@ -51,8 +56,8 @@ class BufferLayout:
     def of(cls, weights: Sequence[Sized], num_ranks: int, index: int, bucket_elements: float) -> BufferLayout:
         """Lay whole parameters into buckets of at most ``bucket_elements``, or of one parameter."""
         starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
-        for decays in (True, False):
-            members = [i for i, weight in enumerate(weights) if _decays(weight) is decays]
+        for decayed_ones in (True, False):
+            members = [i for i, weight in enumerate(weights) if decays(weight) is decayed_ones]
             for group in _neighbours(members, weights, bucket_elements):
                 start = end
                 for i in group:
@@ -63,7 +68,7 @@ class BufferLayout:
                 own = slice(start + index * part, start + (index + 1) * part)
                 shard = slice(start // num_ranks, end // num_ranks)
                 buckets.append(Bucket(tuple(group), slice(start, end), own, shard))
-            if decays:
+            if decayed_ones:
                 decayed = end // num_ranks
         return cls(tuple(starts), tuple(buckets), end, decayed)
 
@@ -80,11 +85,6 @@ def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) 
         groups[0].insert(0, i)
         room -= length
     return groups
-
-
-def _decays(weight: Sized) -> bool:
-    """Return True for matrices and experts, which decay; norms and biases do not."""
-    return weight.dim() > 1
 
 
 def _aligned(length: int, to: int) -> int:

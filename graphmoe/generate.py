@@ -13,7 +13,7 @@ import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.config.arguments import emit, parse_args, run_tool
-from graphmoe.config.schema import ConfigError, DataSource, DeviceChoice, ModelConfig, OutputFormat
+from graphmoe.config.schema import ConfigError, DeviceChoice, ModelConfig, OutputFormat
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters
@@ -64,15 +64,13 @@ def main(argv: list[str]) -> None:
 
 
 def _no_tokenizer(folder: Path, source: str | None) -> str:
-    message = f"run={folder} has no {TOKENIZER_FILE}: it was trained on data.source={source}"
-    if source == DataSource.synthetic.name:
-        return f"{message}, random tokens that stand for no text; train on text, such as data=stdlib"
-    if source == DataSource.memmap.name:
-        return (
-            f"{message} without data.tokenizer; copy the {TOKENIZER_FILE} that made the token files into the "
-            "run's folder, or train with data.tokenizer=..."
-        )
-    return f"{message}; copy the {TOKENIZER_FILE} of its data into the run's folder"
+    copy = f"copy the {TOKENIZER_FILE}"
+    advice = {
+        "synthetic": ", random tokens that stand for no text; train on text, such as data=stdlib",
+        "memmap": f" without data.tokenizer; {copy} that made the token files into the run's folder, or "
+        "train with data.tokenizer=...",
+    }.get(source or "", f"; {copy} of its data into the run's folder")
+    return f"run={folder} has no {TOKENIZER_FILE}: it was trained on data.source={source}{advice}"
 
 
 def load_model(

@@ -55,12 +55,16 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
     started = time.monotonic()
     files = find_files(args.input, "input")
     bin_path, idx_path = pair(args.output)
-    _check_output(args, bin_path, idx_path)
+    there = [str(path) for path in (bin_path, idx_path) if path.exists()]
+    if there and not args.overwrite:
+        raise ConfigError(f"{' and '.join(there)} exist already; use overwrite=true or another output")
+    if args.workers < 0:
+        raise ConfigError(f"workers={args.workers} is negative; use workers=0 to have it chosen")
+    bin_path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.tokenizer, "tokenizer")
     end = end_of_document(tokenizer, args.tokenizer, args.eod_token, "eod_token") if args.append_eod else None
-    recipe = Recipe(
-        tokenizer_file(args.tokenizer), end, args.text_field, num_ids(tokenizer), args.skip_bad, "skip_bad"
-    )
+    path, ids = tokenizer_file(args.tokenizer), num_ids(tokenizer)
+    recipe = Recipe(path, end, args.text_field, ids, args.skip_bad, "skip_bad")
     workers = args.workers or workers_for(files, usable_cores())
     bin_path.with_suffix(SUMS).unlink(missing_ok=True)
     totals = _tokenise_with_progress(files, recipe, args.output, workers)
@@ -72,7 +76,7 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
         "documents": totals.num_documents,
         "tokens": totals.num_tokens,
         "bin_bytes": bin_path.stat().st_size,
-        "vocab_size": num_ids(tokenizer),
+        "vocab_size": ids,
         "eod_token": None if end is None else tokenizer.id_to_token(end),
         "workers": workers,
         "skipped": totals.bad,
@@ -97,15 +101,6 @@ def main(argv: list[str]) -> None:
     if counts["skipped"]:
         text += "\nskipped: " + ", ".join(f"{count:,} {kind}" for kind, count in counts["skipped"].items())
     emit(counts, text, args.format)
-
-
-def _check_output(args: PrepareArgs, bin_path: Path, idx_path: Path) -> None:
-    there = [str(path) for path in (bin_path, idx_path) if path.exists()]
-    if there and not args.overwrite:
-        raise ConfigError(f"{' and '.join(there)} exist already; use overwrite=true or another output")
-    if args.workers < 0:
-        raise ConfigError(f"workers={args.workers} is negative; use workers=0 to have it chosen")
-    bin_path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _tokenise_with_progress(files: list[Path], recipe: Recipe, output: Path, workers: int) -> Totals:

@@ -117,7 +117,7 @@ class FlatShard:
             part = piece // self.layout.size(cut.axis)
             first = part * _index(self.layout, cut.axis, self.rank)
             starts = (number * piece + first for number in range(cut.pieces))
-            runs = list(_joined(run for start in starts for _, run in _take(runs, start, part)))
+            runs = _joined(run for start in starts for _, run in _take(runs, start, part))
             length = part * cut.pieces
         return runs
 
@@ -187,15 +187,11 @@ def _take(runs: Sequence[range], start: int, length: int) -> list[tuple[int, ran
     return found
 
 
-def _joined(runs: Iterable[range]) -> Iterator[range]:
-    """The same indices, with runs that adjoin made one."""
-    last = range(0)
+def _joined(runs: Iterable[range]) -> list[range]:
+    """Return the same indices, with runs that adjoin made one."""
+    found: list[range] = []
     for run in runs:
-        if last and last.stop == run.start:
-            last = range(last.start, run.stop)
-            continue
-        if last:
-            yield last
-        last = run
-    if last:
-        yield last
+        if found and found[-1].stop == run.start:
+            run = range(found.pop().start, run.stop)
+        found.append(run)
+    return found

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +74,9 @@ class ContentCheck:
         for path, file in self._files.items():
             assert file.sums is not None
             try:
-                found = sha256_of(path, self._closed.is_set)
-            except OSError as error:
-                self._found = DataError(f"{path} cannot be read ({error.strerror})")
+                found = _sha256_of(path, self._closed.is_set)
+            except DataError as error:
+                self._found = error
                 return
             if self._closed.is_set():
                 return
@@ -118,20 +118,22 @@ def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
             raise DataError(f"{sums_path} has no sum of {path.name}; write it again, or remove it")
     file = dataclasses.replace(read_token_file(prefix, sums=sums), compared=compare)
     for path in pair(prefix) if compare else ():
-        try:
-            found = sha256_of(path)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror})") from error
-        if found != sums[path.name]:
+        if _sha256_of(path) != sums[path.name]:
             raise DataError(f"{path}: its sha256 is not that in {sums_path.name}; restore the file")
     return file
 
 
+def _sha256_of(path: Path, stops: Callable[[], bool] = lambda: False) -> str:
+    try:
+        return sha256_of(path, stops)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+
+
 def write_sums(prefix: Path) -> None:
     """Write the sums of a pair beside it."""
-    bin_path, idx_path = pair(prefix)
-    lines = [f"{sha256_of(path)}  {path.name}\n" for path in (bin_path, idx_path)]
-    bin_path.with_suffix(SUMS).write_text("".join(lines), encoding="utf-8")
+    lines = [f"{sha256_of(path)}  {path.name}\n" for path in pair(prefix)]
+    pair(prefix)[0].with_suffix(SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def contents_of(files: Sequence[TokenFile]) -> str:

@@ -30,13 +30,7 @@ class Loader:
         self, samples: Samples, *, micro_batch_size: int, global_batch_size: int,
         rank: int = 0, world_size: int = 1, prefetch: int = 4, pin_memory: bool = False,
     ):  # fmt: skip
-        if global_batch_size % (micro_batch_size * world_size):
-            raise ConfigError(
-                f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size="
-                f"{micro_batch_size} times {world_size} data-parallel ranks; use a multiple of "
-                f"{micro_batch_size * world_size}"
-            )
-        assert 0 <= rank < world_size
+        assert global_batch_size % (micro_batch_size * world_size) == 0 and 0 <= rank < world_size
         self.samples, self.prefetch, self.pin_memory = samples, prefetch, pin_memory
         self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
         self._position = _Position(0, {}, 0.0)

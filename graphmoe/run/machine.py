@@ -82,8 +82,16 @@ def device_name(device: torch.device) -> str:
 
 def git_commit() -> str | None:
     """Commit of this source tree, with '-dirty' if it has changes; None outside a git checkout."""
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):

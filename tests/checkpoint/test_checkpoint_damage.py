@@ -109,12 +109,6 @@ def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_00000003.tmp-1"]
 
 
-def test_a_checkpoint_set_aside_comes_back_if_its_successor_never_came(tmp_path):
-    save_steps(make_store(tmp_path), 1)
-    (tmp_path / "step_00000001").rename(tmp_path / "step_00000001.replaced")
-    assert load_step(make_store(tmp_path)) == 1
-
-
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata.tmp", "manifest.json.tmp"])
 def test_a_full_disk_is_reported_and_loses_no_earlier_checkpoint(tmp_path, monkeypatch, async_save, victim):

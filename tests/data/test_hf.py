@@ -8,7 +8,7 @@ import pytest
 from graphmoe.config.schema import ConfigError, DataConfig, DataSource
 from graphmoe.data import DataError, Loader, open_data
 from graphmoe.data.sources import hf as hf_module
-from tests.data.texts import sentences, write_jsonl
+from tests.data.texts import sentences
 
 pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -107,15 +107,6 @@ def test_bad_rows_are_an_error_with_their_number_or_counted(tmp_path, tokenizer_
     corpus = open_hf(tmp_path / "set", tokenizer_path, skip_bad=True)
     corpus.train.reader().read(0, 10)
     assert corpus.bad["record without text"] >= 1
-
-
-def test_a_broken_file_names_the_row(tmp_path, tokenizer_path):
-    (tmp_path / "set").mkdir()
-    path = write_jsonl(tmp_path / "set" / "a.jsonl", sentences(12))
-    path.write_text(path.read_text() + '{"text": "half\n')
-    corpus = open_hf(tmp_path / "set", tokenizer_path)
-    with pytest.raises(DataError, match=r"row \d+ of epoch 0: cannot be read"):
-        corpus.train.reader().read(0, 60)
 
 
 def test_wrong_configurations_say_what_to_type(folder, tokenizer_path, tmp_path):

@@ -60,13 +60,6 @@ def test_another_corpus_is_refused_on_resume(samples):
         other.load_state_dict(state)
 
 
-def test_a_global_batch_that_cannot_be_split_is_an_error_with_the_figures(samples):
-    with pytest.raises(
-        ConfigError, match="global_batch_size=10 .*micro_batch_size=2 times 2 .*multiple of 4"
-    ):
-        Loader(samples, micro_batch_size=2, global_batch_size=10, world_size=2)
-
-
 class Failing(Samples):
     """Samples of which the fifth cannot be read."""
 

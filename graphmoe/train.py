@@ -48,7 +48,7 @@ from graphmoe.runtime.host.signals import (
     exit_at_signals,
 )
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.worker import LOGS, train_rank
+from graphmoe.worker import LOGS, set_environment_of, train_rank
 
 if TYPE_CHECKING:
     from graphmoe.run.folder import RunFolder
@@ -74,7 +74,7 @@ def main() -> None:
             examples=EXAMPLES,
             makes_folder=True,
             known_errors=(RunFailed,),
-            prepare=_prepare,
+            prepare=set_environment_of,
         )
     finally:
         gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
@@ -120,12 +120,6 @@ def train(config: RunConfig) -> float | None:
     elif summary["stopped_by"]:
         raise KeyboardInterrupt
     return value_of(summary)
-
-
-def _prepare(config: RunConfig) -> None:
-    from graphmoe.runtime.host.environment import set_environment
-
-    set_environment(config.host, config.run.device)
 
 
 def _write_only(config: RunConfig) -> None:

@@ -70,7 +70,7 @@ def main() -> None:
     log_dir: Path | None = None
     try:
         path = _path(sys.argv[1:])
-        config = load_config(path, _set_environment)
+        config = load_config(path, set_environment_of)
         ranks = _join(config)
         with ends_at_signals():
             config, folder, claimed = _agree(config, path, ranks)
@@ -93,7 +93,7 @@ def _path(words: Sequence[str]) -> Path:
     return Path(words[0]).absolute()
 
 
-def _set_environment(config: RunConfig) -> None:
+def set_environment_of(config: RunConfig) -> None:
     from graphmoe.runtime.host.environment import set_environment
 
     set_environment(config.host, config.run.device)

@@ -23,11 +23,10 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     """Return one message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
     # A folder of the user's own may add options to a group: Hydra knows those, this module does not.
     own_folder = any(word.startswith(("--config-dir", "-cd")) for word in argv)
-    unknown = [text for override in _overrides(argv) for text in _unknown(override, own_folder)]
-    if unknown:
-        return "; ".join(unknown)
-    if unreadable := _unreadable(argv):
-        return unreadable
+    overrides, unreadable = _parsed(argv)
+    unknown = [text for override in overrides for text in _unknown(override, own_folder)]
+    if unknown or unreadable:
+        return "; ".join(unknown) or str(unreadable)
     plugin = re.search(r"Could not (?:find|load) 'hydra/(\w+/\w+)'", str(error))
     if plugin and plugin[1] in PLUGINS:
         asked = plugin[1].replace("/", "=")
@@ -127,35 +126,23 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
             yield f"unknown key or group '{key}' on the command line ('{line}'); did you mean '{close}'?"
 
 
-def _overrides(argv: Sequence[str]) -> list[Override]:
+def _parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:
+    """Return the overrides that Hydra can read, and an error for the first other, which wants quotes."""
     parser = OverridesParser.create()
-    found: list[Override] = []
+    found, unreadable = list[Override](), None
     for word in argv:
-        if "=" not in word and not word.startswith("~") or word.startswith("--"):
+        key, equals, value = word.partition("=")
+        if (not equals and not word.startswith("~")) or word.startswith("-"):
             continue
         try:
             found.append(parser.parse_override(word))
         except HydraException:
-            continue  # Hydra's own message about the syntax is shown
-    return found
-
-
-def _unreadable(argv: Sequence[str]) -> str | None:
-    """Return an error for the first override that Hydra's grammar cannot read, with the quotes it wants."""
-    parser = OverridesParser.create()
-    for word in argv:
-        key, equals, value = word.partition("=")
-        if not equals or word.startswith("-"):
-            continue
-        try:
-            parser.parse_override(word)
-        except HydraException:
             quoted = value.strip("'\"").replace("'", "\\'")
-            return (
+            unreadable = unreadable or (
                 f"{key}={value} on the command line cannot be read: its value needs quotes of its own inside "
                 f"those of the shell, as in \"{key}='{quoted}'\""
             )
-    return None
+    return found, unreadable
 
 
 def _conf_folder() -> Path:

@@ -62,11 +62,14 @@ def hydra_app(
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what goes wrong, so that it can be worded here
     ConfigStore.instance().store(name="schema", node=RunConfig)
-    OmegaConf.register_new_resolver("graphmoe.prog", lambda: prog, replace=True)
-    OmegaConf.register_new_resolver("graphmoe.examples", lambda: "\n".join(examples), replace=True)
-    report = f"{SweepReport.__module__}.{SweepReport.__qualname__}"
-    OmegaConf.register_new_resolver("graphmoe.sweep_report", lambda: report, replace=True)
-    OmegaConf.register_new_resolver("graphmoe.sweep_dir", _sweep_dir, replace=True)
+    resolvers: dict[str, Callable[..., str]] = {
+        "prog": lambda: prog,
+        "examples": lambda: "\n".join(examples),
+        "sweep_report": lambda: f"{SweepReport.__module__}.{SweepReport.__qualname__}",
+        "sweep_dir": lambda resume, new: os.path.expanduser(resume) if resume else new,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(f"graphmoe.{name}", resolver, replace=True)
     if not makes_folder and not {"-sc", "--shell-completion"} & set(sys.argv):
         sys.argv += ["hydra.run.dir=.", "hydra.sweep.dir=.", "hydra.sweep.subdir=."]
     errors: list[Exception] = []
@@ -117,10 +120,6 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
             raise
         errors.append(error)  # a sweeper that cannot go on without the jobs that failed
     return 0
-
-
-def _sweep_dir(resume: str | None, new: str) -> str:
-    return str(Path(resume).expanduser()) if resume else new
 
 
 def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None) -> RunConfig:

@@ -8,10 +8,11 @@ are neighbouring ranks. This module is arithmetic; ``graphmoe.runtime.ranks`` ma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,23 +113,22 @@ class Layout:
         """Return all groups of the axis; each rank is in one."""
         if axis == "embed":
             return self._embed_groups()
-        offsets, starts = self._offsets(axis, inside=True), self._offsets(axis, inside=False)
-        return [tuple(start + offset for offset in offsets) for start in starts]
+        return [*map(tuple, self._grid(axis).tolist())]
 
     def first_group(self, axis: Axis) -> tuple[int, ...]:
         """Return the group of rank 0, which holds the embedding, without a list of all others."""
         if axis != "embed":
-            return tuple(self._offsets(axis, inside=True))
-        of_place = self._offsets("dp_cp", inside=True)
+            return tuple(self._grid(axis)[0].tolist())
+        of_place = self._grid("dp_cp")[0].tolist()
         return tuple(place * self.size("stage") + rank for place in self.embed_on for rank in of_place)
 
-    def _offsets(self, axis: Axis, *, inside: bool) -> list[int]:
-        """Return offsets of a group's ranks from its first, or of the first ranks of groups from rank 0."""
+    def _grid(self, axis: Axis) -> npt.NDArray[np.int64]:
+        """Return all ranks, a row for each group of the axis."""
         folding, spanned = _SPANS[axis]
-        sizes = [getattr(self, name) for name in folding]
-        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-        chosen = [i for i, name in enumerate(folding) if (name in spanned) is inside]
-        return _offsets([sizes[i] for i in chosen], [strides[i] for i in chosen])
+        ranks = np.arange(self.size("world")).reshape([getattr(self, name) for name in folding])
+        others = [i for i, name in enumerate(folding) if name not in spanned]
+        inside = [i for i, name in enumerate(folding) if name in spanned]
+        return ranks.transpose(others + inside).reshape(-1, self.size(axis))
 
     def _embed_groups(self) -> list[tuple[int, ...]]:
         holders: dict[int, tuple[int, ...]] = {}
@@ -186,14 +186,6 @@ def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int
         pieces = whole.chunk(cut.pieces, dim=cut.dim)
         whole = torch.cat([piece.chunk(count, dim=cut.dim)[index] for piece in pieces], dim=cut.dim)
     return whole
-
-
-def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Return all sums of index * stride, the last dimension fastest."""
-    found = [0]
-    for size, stride in zip(sizes, strides, strict=True):
-        found = [start + i * stride for start in found for i in range(size)]
-    return found
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

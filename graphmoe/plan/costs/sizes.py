@@ -53,7 +53,15 @@ class Sizes:
         backend = config.model.attention_backend
         unequal = config.model.attention is AttentionKind.mla
         asked = backend is AttentionBackend.padded_flash
-        block, room = _room(config, layout, on_nvidia) if travels else (0, _arriving(config, layout))
+        model, tokens, block = config.model, routed_tokens(config, layout), 0
+        if travels:
+            room = capacity(config.moe, model, layout, tokens)
+        else:  # a balanced routing that spreads each token as widely as it can, as in a dry run
+            rows_of_each = math.ceil(tokens * min(model.top_k, layout.ep) / layout.ep)
+            room = Load(rows_of_each * layout.size("ep_etp"), tokens * model.top_k * layout.etp)
+        if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
+            block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
+            room = room._replace(rows=rows)
         return cls(
             config.model,
             layout,
@@ -99,20 +107,3 @@ class Sizes:
     def num_moe_layers(self) -> int:
         """MoE layers of the whole model, with those that predict later tokens."""
         return self.model.num_layers - self.model.num_dense_layers + self.model.mtp_depth
-
-
-def _room(config: RunConfig, layout: Layout, on_nvidia: bool) -> tuple[int, Load]:
-    """Return the rows of a block, if any, and the room by ``moe.receive_budget``."""
-    model, tokens = config.model, routed_tokens(config, layout)
-    room = capacity(config.moe, model, layout, tokens)
-    if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
-        block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
-        return block, room._replace(rows=rows)
-    return 0, room
-
-
-def _arriving(config: RunConfig, layout: Layout) -> Load:
-    """Return the load of a balanced routing that spreads each token as widely as it can, as in a dry run."""
-    model, tokens = config.model, routed_tokens(config, layout)
-    rows_of_each = math.ceil(tokens * min(model.top_k, layout.ep) / layout.ep)
-    return Load(rows_of_each * layout.size("ep_etp"), tokens * model.top_k * layout.etp)

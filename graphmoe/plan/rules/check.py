@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -107,16 +108,8 @@ def violations(config: RunConfig) -> list[str]:
 def resolve(config: RunConfig) -> RunConfig:
     """Return a copy with values for ``auto`` and ``null``; backends of kernels are chosen later."""
     config = with_dry_batch(config)
-    config = dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run),
-        data=dataclasses.replace(config.data),
-        precision=dataclasses.replace(config.precision),
-        moe=dataclasses.replace(config.moe),
-        compile=dataclasses.replace(config.compile),
-        launch=dataclasses.replace(config.launch),
-        parallel=dataclasses.replace(config.parallel),
-    )
+    sections = {f.name: copy.copy(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    config = RunConfig(**sections)
     if config.run.device is DeviceChoice.auto:
         config.run.device = DeviceChoice.cuda if torch.cuda.is_available() else DeviceChoice.cpu
     if config.precision.compute is ComputeDtype.auto:

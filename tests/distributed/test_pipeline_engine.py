@@ -44,7 +44,7 @@ def cases_of(num_ranks):
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def runs(request, tmp_path_factory):
     """Cases by name, each with its findings and its log by rank."""
     cases = cases_of(request.param)

@@ -20,7 +20,7 @@ from graphmoe.passes.table import PassRunner
 from graphmoe.plan.layout import Axis, Layout, ParameterLayout
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.ranks import Mesh, Ranks
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, selected
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 STEPS = 5
@@ -186,9 +186,10 @@ def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Results of two ranks."""
-    cases = {name: functools.partial(trained, nets) for name, nets in CASES.items()}
+    wanted = selected(request, "name")
+    cases = {name: functools.partial(trained, nets) for name, nets in CASES.items() if name in wanted}
     cases |= {f.__name__: f for f in (times_of_sums, weights_on_their_way)}
     return run_ranks(tmp_path_factory.mktemp("two"), cases)
 
@@ -200,7 +201,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return run_ranks(tmp_path_factory.mktemp("four"), cases, num_ranks=4)
 
 
-@pytest.mark.parametrize("name", [*CASES, *OF_FOUR])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compiled")) for n in (*CASES, *OF_FOUR)]
+)
 def test_ranks_end_with_the_weights_and_norms_of_one_process(name, request):
     nets = CASES.get(name) or OF_FOUR[name]
     ranks = request.getfixturevalue("two" if name in CASES else "four")[name]

@@ -49,7 +49,7 @@ COMMANDS = {
 """Commands of one file stand to the right of all rooms."""
 NO_HEAD = {"how", "of", "that", "those", "what", "when", "where", "whether", "which", "who", "whose"}
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 327, 50_500, 43_700, 23
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 300, 48_100, 39_500, 20
 """As they are: whoever makes them smaller lowers these. The aim is 300, 42,000, 30,000 and 18."""
 
 

@@ -135,38 +135,16 @@ def _weight_grad(
         left, right = left.contiguous(), right.contiguous()
         rows = right if step == "down_wgrad" else left
         arguments = (left, right, result, slot_R.contiguous(), ends_E)
-        constants = weight_grad_constants(step, config, (E, M, N), row_TK.shape[1])
         launch = functools.partial(
-            weight_grad_kernel[(programs,)],
-            *arguments,
-            **constants,
+            weight_grad_kernel[(programs,)], *arguments,
+            E=E, M=M, N=N, K=row_TK.shape[1], GATHER_LEFT=step == "down_wgrad",
             DESCRIPTOR=config.descriptors != "none" and _describable(rows),
-            ADD=add,
-            UPCAST=not left.is_cuda,
-            num_warps=num_warps(config.threads),
-            num_stages=config.stages,
-        )
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_R=config.block_k, GROUP=config.group,
+            SUBTILES=config.subtiles, ADD=add, UPCAST=not left.is_cuda,
+            num_warps=num_warps(config.threads), num_stages=config.stages,
+        )  # fmt: skip
         _with_scratch_memory(launch)
     return result
-
-
-def weight_grad_constants(
-    step: str, config: Config, sizes: tuple[int, int, int], slots: int
-) -> dict[str, Any]:
-    """Constants of `weight_grad_kernel` for a step and its config; ``sizes`` are E, M and N."""
-    E, M, N = sizes
-    return {
-        "E": E,
-        "M": M,
-        "N": N,
-        "K": slots,
-        "GATHER_LEFT": step == "down_wgrad",
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_R": config.block_k,
-        "GROUP": config.group,
-        "SUBTILES": config.subtiles,
-    }
 
 
 def _with_scratch_memory(launch: Callable[[], Any]) -> None:
@@ -223,36 +201,21 @@ def _rows(
     x, w = x.contiguous(), w.contiguous()
     load_w = config.descriptors != "none" and _describable(w)
     load_x = config.descriptors == "both" and slot is None and _describable(x)
+    (C, N), contract_last = sizes, not step.endswith("dgrad")
+    # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it would load
+    # element by element.
+    flatten = config.flatten and (contract_last or load_w or N % config.block_n == 0)
     rows_kernel[(programs,)](
         _descriptor(x, (config.block_m, config.block_k)) if load_x else x,
         _weight_descriptor(w, step, config) if load_w else w, out, h, a, partial,
         None if weight is None else weight.contiguous(), None if slot is None else slot.contiguous(),
         ends_E, table, max_tiles, num_rows,
-        **rows_constants(step, config, sizes, load_w), K=slots if weight is None else weight.shape[1],
-        X_DESCRIPTOR=load_x, UPCAST=not x.is_cuda, num_warps=num_warps(config.threads),
-        num_stages=config.stages,
+        C=C, N=N, K=slots if weight is None else weight.shape[1], EPILOGUE=_EPILOGUES[step],
+        CONTRACT_LAST=contract_last, X_DESCRIPTOR=load_x, W_DESCRIPTOR=load_w,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_k, GROUP=config.group,
+        SUBTILES=config.subtiles, AHEAD=min(config.ahead, config.subtiles), FLATTEN=flatten,
+        UPCAST=not x.is_cuda, num_warps=num_warps(config.threads), num_stages=config.stages,
     )  # fmt: skip
-
-
-def rows_constants(step: str, config: Config, sizes: tuple[int, int], load_w: bool) -> dict[str, Any]:
-    """Constants of `rows_kernel` for a step and its config."""
-    (C, N), contract_last = sizes, not step.endswith("dgrad")
-    return {
-        "C": C,
-        "N": N,
-        "EPILOGUE": _EPILOGUES[step],
-        "CONTRACT_LAST": contract_last,
-        "W_DESCRIPTOR": load_w,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_C": config.block_k,
-        "GROUP": config.group,
-        "SUBTILES": config.subtiles,
-        "AHEAD": min(config.ahead, config.subtiles),
-        # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it
-        # would load element by element.
-        "FLATTEN": config.flatten and (contract_last or load_w or N % config.block_n == 0),
-    }
 
 
 def _config(step: str, x: Tensor, num_rows: int, num_experts: int) -> Config:

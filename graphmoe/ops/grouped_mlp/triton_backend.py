@@ -202,8 +202,8 @@ def _rows(
     load_w = config.descriptors != "none" and _describable(w)
     load_x = config.descriptors == "both" and slot is None and _describable(x)
     (C, N), contract_last = sizes, not step.endswith("dgrad")
-    # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it would load
-    # element by element.
+    # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it would
+    # load element by element.
     flatten = config.flatten and (contract_last or load_w or N % config.block_n == 0)
     rows_kernel[(programs,)](
         _descriptor(x, (config.block_m, config.block_k)) if load_x else x,

@@ -46,9 +46,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.run.machine import describe
 
 CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show that every case runs"
-Measure = Callable[[BenchArgs, torch.device, bool], Measured]
-Render = Callable[[dict[str, Any]], Iterator[str]]
-SUITES: dict[Suite, tuple[Measure, Render]] = {
+SUITES: dict[Suite, tuple[Callable[..., Measured], Callable[[dict[str, Any]], Iterator[str]]]] = {
     Suite.ops: (measure_operations, render_operations),
     Suite.step: (measure_steps, render_steps),
     Suite.dispatch: (measure_exchanges, render_dispatch),
@@ -62,8 +60,9 @@ def main(argv: list[str]) -> None:
     args = parse_args(BenchArgs, argv, prog="graphmoe.bench")
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # on stderr
     document = bench(args, argv)
+    has_failed = any(row["error"] for row in document["rows"])
     if not is_first():
-        sys.exit(any(row["error"] for row in document["rows"]))
+        sys.exit(has_failed)
     if args.out is not None:
         try:
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> None:
     emit(document, render(document), args.format)
     if args.suite is Suite.ladder and args.out is not None:
         draw_ladder(document, args.out.with_suffix(".png"))
-    if any(row["error"] for row in document["rows"]):
+    if has_failed:
         sys.exit(1)
 
 
@@ -86,8 +85,7 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     started = time.monotonic()
     if args.out is not None and is_first():
         rows_file(args.out).unlink(missing_ok=True)
-    measure, _ = SUITES[args.suite]
-    rows, left_out, method = measure(args, device, full)
+    rows, left_out, method = SUITES[args.suite][0](args, device, full)
     found = {"rates": rates_of_rows(rows)} if args.suite is Suite.calibrate else {}
     return {
         "suite": args.suite.name,
@@ -109,25 +107,24 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def render(document: dict[str, Any]) -> str:
     """The table as Markdown, with its legend below."""
-    _, lines = SUITES[Suite[document["suite"]]]
-    return "\n".join([*lines(document), *_footnotes(document)])
+    facts, warning = document["environment"], document["method"]["warning"]
+    packages, command = facts["packages"], " ".join(facts["command"])
+    return "\n".join(
+        [
+            *SUITES[Suite[document["suite"]]][1](document),
+            *([f"Warning: {warning}."] if warning else []),
+            f"Device: {facts['device']}, torch {packages['torch']}, triton {packages['triton']}; bf16.",
+            f"Commit: {facts['git_commit'] or 'not in a git checkout'}; command: {command}",
+            *(f"Left out: {line}." for line in document["left_out"]),
+            f"{document['seconds']:.1f} s in all.",
+        ]
+    )
 
 
 def _environment(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
     """Facts that the times depend on, without names of this machine or of its folders."""
     facts = {key: value for key, value in describe(device).items() if key != "host"}
     return facts | {"command": [without_folders(word) for word in ["python", "-m", "graphmoe.bench", *argv]]}
-
-
-def _footnotes(document: dict[str, Any]) -> Iterator[str]:
-    facts, packages = document["environment"], document["environment"]["packages"]
-    if document["method"]["warning"]:
-        yield f"Warning: {document['method']['warning']}."
-    yield f"Device: {facts['device']}, torch {packages['torch']}, triton {packages['triton']}; bf16."
-    yield f"Commit: {facts['git_commit'] or 'not in a git checkout'}; command: {' '.join(facts['command'])}"
-    for line in document["left_out"]:
-        yield f"Left out: {line}."
-    yield f"{document['seconds']:.1f} s in all."
 
 
 if __name__ == "__main__":

@@ -81,31 +81,6 @@ class BenchArgs:
     """text, or json: one document on stdout and nothing else there."""
 
 
-def check(args: BenchArgs) -> tuple[torch.device, bool]:
-    """Return the device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
-    problems: list[str] = []
-    gpu = torch.cuda.is_available()
-    if args.repeats < 1:
-        problems.append(f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20")
-    if not 1 <= args.limit_s <= MOST_S:
-        problems.append(f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120")
-    problems += [*_without_effect(args), *_wrong_ranks(args)]
-    if args.device is DeviceChoice.cuda and not gpu:
-        problems.append("device=cuda, but torch sees no GPU; use device=cpu or device=auto")
-    on_gpu = gpu and args.device is not DeviceChoice.cpu
-    problems += _too_many_or_few(args, torch.cuda.device_count() if on_gpu else 0)
-    if args.shapes is ShapeChoice.full and not on_gpu:
-        problems.append("shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto")
-    problems += file_problems("out", args.out, f"{args.suite.value}.json")
-    brings_chart = args.suite is Suite.ladder and args.out is not None
-    if brings_chart and importlib.util.find_spec("matplotlib") is None:
-        problems.append(f"out={args.out} brings a chart, which needs matplotlib: {MATPLOTLIB}")
-    if problems:
-        raise ConfigError("; ".join(problems))
-    device = torch.device("cuda", _own_gpu()) if on_gpu else torch.device("cpu")
-    return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
-
-
 MOST_S = 86_400
 """A day: the longest that a row may be given."""
 CPU_RANKS = 2
@@ -120,57 +95,71 @@ OF_SUITES = {
     "blocks": (Suite.dispatch,),
     "nproc": (Suite.ladder, Suite.projection),
 }
+"""Suites that an argument has an effect with."""
 
 
-def _without_effect(args: BenchArgs) -> Iterator[str]:
-    """Yield the arguments of other suites that were set."""
+def check(args: BenchArgs) -> tuple[torch.device, bool]:
+    """Return the device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
+    on_gpu = torch.cuda.is_available() and args.device is not DeviceChoice.cpu
+    if problems := [
+        *_problems(args, on_gpu),
+        *_wrong_ranks(args, torch.cuda.device_count() if on_gpu else 0),
+    ]:
+        raise ConfigError("; ".join(problems))
+    device, local = torch.device("cpu"), os.environ.get("LOCAL_RANK")
+    if on_gpu:  # this rank's own, where torchrun started several
+        own = torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
+        device = torch.device("cuda", own)
+    return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
+
+
+def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
+    """Yield values out of range, without effect, or that this machine cannot have."""
+    if args.repeats < 1:
+        yield f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20"
+    if not 1 <= args.limit_s <= MOST_S:
+        yield f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120"
     default = BenchArgs()
     for name, suites in OF_SUITES.items():
         if args.suite not in suites and (value := getattr(args, name)) != getattr(default, name):
             others = " or ".join(f"suite={suite.name}" for suite in suites)
             yield f"{name}={value} has no effect with suite={args.suite.name}; use {others}"
+    if args.device is DeviceChoice.cuda and not on_gpu:
+        yield "device=cuda, but torch sees no GPU; use device=cpu or device=auto"
+    if args.shapes is ShapeChoice.full and not on_gpu:
+        yield "shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto"
+    yield from file_problems("out", args.out, f"{args.suite.value}.json")
+    brings_chart = args.suite is Suite.ladder and args.out is not None
+    if brings_chart and importlib.util.find_spec("matplotlib") is None:
+        yield f"out={args.out} brings a chart, which needs matplotlib: {MATPLOTLIB}"
 
 
-def _wrong_ranks(args: BenchArgs) -> Iterator[str]:
-    """Yield the problems of the number of processes: suite=dispatch needs several, suite=calibrate may."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
+    """Yield the problems of the number of processes, and of ranks of jobs; ``gpus`` is 0 on a CPU."""
+    size, name = int(os.environ.get("WORLD_SIZE", "1")), f"suite={args.suite.name}"
     if args.suite is Suite.dispatch and size == 1:
         yield (
             "suite=dispatch measures how tokens travel between ranks, and here is one; start it with "
             "torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch"
         )
-    joins = args.suite in (Suite.dispatch, Suite.calibrate)
-    if joins and size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
-        yield f"suite={args.suite.name} is for the ranks of one node; use torchrun --nnodes=1"
-    if joins and args.device is not DeviceChoice.cpu:
-        gpus = torch.cuda.device_count()
-        if 0 < gpus < size:
-            name = args.suite.name
-            yield f"suite={name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
-    if not joins and size > 1:
-        yield f"suite={args.suite.name} is for one process; start it with python -m graphmoe.bench"
-
-
-def _too_many_or_few(args: BenchArgs, gpus: int) -> Iterator[str]:
-    """Yield the problems of the number of ranks of jobs; ``gpus`` is 0 on a CPU."""
-    if args.suite is Suite.projection and args.nproc is not None and args.nproc < 1:
-        yield f"nproc={args.nproc} must be 1 or more"
-    elif args.suite is Suite.projection and 0 < gpus < (args.nproc or 1):
-        yield f"nproc={args.nproc}, but {gpus} GPUs are visible; use nproc={gpus}"
-    if args.suite is not Suite.ladder:
+    if args.suite not in (Suite.dispatch, Suite.calibrate):
+        if size > 1:
+            yield f"{name} is for one process; start it with python -m graphmoe.bench"
+    elif size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+        yield f"{name} is for the ranks of one node; use torchrun --nnodes=1"
+    elif 0 < gpus < size:
+        yield f"{name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
+    if args.suite not in OF_SUITES["nproc"]:
         return
-    wanted = args.nproc if args.nproc is not None else gpus or CPU_RANKS
-    if wanted < 2:
+    is_ladder = args.suite is Suite.ladder
+    wanted = args.nproc if args.nproc is not None else (gpus or CPU_RANKS) if is_ladder else 1
+    if is_ladder and wanted < 2:
         given = f"nproc={wanted}" if args.nproc is not None else f"{wanted} visible GPU"
         yield f"{given}: the rungs of suite=ladder share experts between GPUs; use nproc=2 or more"
+    elif wanted < 1:
+        yield f"nproc={wanted} must be 1 or more"
     elif 0 < gpus < wanted:
         yield f"nproc={wanted}, but {gpus} GPUs are visible; use nproc={gpus}"
-
-
-def _own_gpu() -> int:
-    """The GPU of this rank, where torchrun started several."""
-    local = os.environ.get("LOCAL_RANK")
-    return torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
 
 
 def visible(device: torch.device) -> int:
@@ -199,7 +188,7 @@ def compose_config(*words: str) -> RunConfig:
 
 def split_list(text: str) -> list[str]:
     """The items of a list, which commas outside brackets separate; brackets around all may be left out."""
-    items, depth, whole = [""], 0, False
+    items, depth = [""], 0
     for character in text:
         depth += (character in "[{(") - (character in "]})")
         if character == "," and depth == 0:

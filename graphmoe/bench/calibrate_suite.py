@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphmoe.bench import calibrate_cases
 from graphmoe.bench.arguments import BenchArgs, compose_config
-from graphmoe.bench.calibrate_cases import CalibrateCase
+from graphmoe.bench.calibrate_cases import CalibrateCase, full_cases, tiny_cases
 from graphmoe.bench.cases import (
-    Cell,
     Measured,
     Row,
     chosen,
@@ -30,15 +24,14 @@ from graphmoe.bench.cases import (
     reason,
     table,
 )
-from graphmoe.bench.jobs import UNREAD, ProcessFailed, in_own_process
+from graphmoe.bench.jobs import UNREAD, JobFailed
 from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks, samples_ms
-from graphmoe.bench.step_suite import measure
+from graphmoe.bench.step_suite import times_of_run
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
 
-log = logging.getLogger(__name__)
 SMALL_KERNELS = 200
 """Launched one after the other, in one graph on a GPU, for the least time of a kernel."""
 KERNELS_OF_SEGMENT = 8
@@ -58,14 +51,16 @@ WORK = {"attention_backward": 2}
 def measure_rates(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=calibrate``: rows of calls, each with its share of the card's peak or ``value_us``."""
     card = card_of_device(device)
-    cases = [*calibrate_cases.calibrate_cases(calibrate_cases.FULL if full else calibrate_cases.TINY)]
+    cases = [*(full_cases() if full else tiny_cases())]
     rows: list[Row] = []
     if is_first():
-        run = functools.partial(run_calibrate_case, card=card, device=device, repeats=args.repeats)
-        rows += one_by_one(chosen(cases, args.only), run, _brief, args.out)
-        rows.append(
-            _time_row("kernel", "segment_us", lambda: (None, _kernel_us(device) * KERNELS_OF_SEGMENT))
+        rows += one_by_one(
+            chosen(cases, args.only),
+            lambda case: run_calibrate_case(case, card, device, args.repeats),
+            lambda row: f"{row['call']} {row['share']:.3g}",
+            args.out,
         )
+        rows.append(_time_row("kernel", "segment_us", lambda: (None, _segment_us(device))))
         keep(args.out, rows[-1:])
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         left_out = ["node: one rank sends nothing; start it with torchrun --nproc-per-node=8"]
@@ -75,8 +70,6 @@ def measure_rates(args: BenchArgs, device: torch.device, full: bool) -> Measured
         with joined_ranks(device) as ranks:
             rows.append(exchange_row(ranks, card, args.repeats))
     keep(args.out, rows[-1:])
-    for line in left_out:
-        log.info("left out: %s", line)
     method = {"card": card.name, "kernels_of_segment": KERNELS_OF_SEGMENT, "launched": " ".join(LAUNCHED)}
     return rows, left_out, method
 
@@ -130,15 +123,15 @@ def _time_row(case: str, rate: str, measured: Callable[[], tuple[float | None, f
     row = calibrate_row(case, rate, rate)
     try:
         row["median_ms"], row["value_us"] = measured()
-    except (ConfigError, ProcessFailed) as error:
+    except (ConfigError, JobFailed) as error:
         row["error"] = " ".join(str(error).split())
     except Exception as error:
         row["error"] = reason(error)
     return row
 
 
-def _kernel_us(device: torch.device) -> float:
-    """The least time of kernels that follow each other."""
+def _segment_us(device: torch.device) -> float:
+    """The least time of kernels that follow each other, as many as a segment has."""
     numbers = torch.zeros(1024, device=device)
 
     def kernels() -> None:
@@ -149,24 +142,23 @@ def _kernel_us(device: torch.device) -> float:
     if device.type != "cuda":
         started = time.perf_counter()
         kernels()
-        return (time.perf_counter() - started) / SMALL_KERNELS * 1e6
+        return (time.perf_counter() - started) / SMALL_KERNELS * 1e6 * KERNELS_OF_SEGMENT
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels()
     graph.replay()
     (times,) = time_in_turns({"kernels": graph.replay}, 10, device).values()
-    return statistics.median(times) / SMALL_KERNELS * 1e3
+    return statistics.median(times) / SMALL_KERNELS * 1e3 * KERNELS_OF_SEGMENT
 
 
 def _host_times(device: torch.device, limit_s: float) -> tuple[float, float]:
     """The host's milliseconds in a step of a small model, and us for each start of a segment."""
     words = [] if device.type == "cuda" else ["compile=none"]
-    config = compose_config(*LAUNCHED, f"run.device={device.type}", *words)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        times = in_own_process(measure, config, Path(folder), TIMED_STEPS, limit_s=limit_s)
-    median_ms = statistics.median(times["host_samples_ms"])
-    return median_ms, median_ms * 1e3 / (2 * num_segments(config.model))
+    overrides = [*LAUNCHED, f"run.device={device.type}", *words]
+    starts = 2 * num_segments(compose_config(*overrides).model)
+    median_ms = statistics.median(times_of_run(overrides, TIMED_STEPS, limit_s)["host_samples_ms"])
+    return median_ms, median_ms * 1e3 / starts
 
 
 def num_segments(model: ModelConfig) -> int:
@@ -233,18 +225,9 @@ def render_calibration(document: dict[str, Any]) -> Iterator[str]:
     def share(row: Row) -> str:
         return f"{row['share']:.3g}" if row["share"] is not None else f"{row['value_us']:.1f} us"
 
-    columns: dict[str, Cell] = {
-        "case": "{case}",
-        "call": "{call}",
-        "ms": "{median_ms:.4f}",
-        "share of peak": share,
-    }
-    yield from table(columns, document["rows"], named=2)
+    columns = {"case": "{case}", "call": "{call}", "ms": "{median_ms:.4f}"}
+    yield from table({**columns, "share of peak": share}, document["rows"], named=2)
     yield (
         f"Shares of the peaks of {document['method']['card']}. python -m graphmoe.project rates=FILE reads "
         f"the document that out=FILE writes; it has {', '.join(document['rates']) or 'no rates'}."
     )
-
-
-def _brief(row: Row) -> str:
-    return f"{row['call']} {row['share']:.3g}"

@@ -23,7 +23,6 @@ from graphmoe.bench.cases import (
     Row,
     chosen,
     free_memory,
-    is_first,
     one_by_one,
     route,
     table,
@@ -41,7 +40,6 @@ from graphmoe.plan.experts import FACTS
 from graphmoe.runtime.dispatch.symm import make_peers
 from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer
 
-log = logging.getLogger(__name__)
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
 VENDORS = {choice.value: choice for choice, facts in FACTS.items() if facts.buffer}
@@ -117,8 +115,6 @@ def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Meas
     shapes = FULL if full else TINY
     vendors = vendors_of(device, shapes)
     left_out = [f"{choice.value}: {missing}" for choice, missing in vendors.items() if missing]
-    for line in left_out * is_first():
-        log.info("left out: %s", line)
     here = [choice for choice, missing in vendors.items() if not missing]
     cases = chosen(dispatch_cases(shapes, args.blocks, here), args.only)
     with joined_ranks(device) as ranks:

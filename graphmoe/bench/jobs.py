@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from graphmoe.bench.arguments import BenchArgs, compose_config
-from graphmoe.bench.cases import FLOPS_PER_S, Row, chosen, one_by_one, reason, times_of
+from graphmoe.bench.cases import FLOPS_PER_S, Row, chosen, one_by_one, times_of
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.run.files import METRICS_FILE, SUMMARY_FILE
-from graphmoe.runtime.host.signals import die_with_parent, end_with_parent
+from graphmoe.runtime.host.signals import end_with_parent
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 UNREAD = (
     "train.val_batches=0",
     "checkpoint=none",
@@ -39,7 +35,7 @@ UNREAD = (
 )
 """Overrides of every run, so that only steps are timed."""
 END_S = 10
-"""Seconds that a process may take to end after it has given its result, and a job after each signal."""
+"""Seconds that a job may take to end after each signal."""
 SHOWN = 4000
 """Characters of a failed job's output that are logged, since its folder goes."""
 
@@ -66,7 +62,7 @@ def run_cases(
         row = case.row | {"error": None}
         try:
             return [row | measure(row, compose_config(*row["overrides"]))]
-        except (ConfigError, ProcessFailed, OSError) as error:
+        except (ConfigError, JobFailed, OSError) as error:
             return [row | {"error": " ".join(str(error).split())}]
 
     return one_by_one(chosen(cases, args.only), run, brief, args.out)
@@ -89,73 +85,28 @@ def rates_of_steps(config: RunConfig, ranks: int, samples_ms: Sequence[float]) -
     return {"tokens": tokens, "floor_ms": floor_ms, **times, "tokens_per_s": rate, "tflops": tflops}
 
 
-class ProcessFailed(Exception):
-    """The reason why a process gave no result."""
-
-
-def in_own_process(function: Callable[..., Result], *arguments: Any, limit_s: float) -> Result:
-    """Return ``function(*arguments)``, all of which must be picklable. *Raises* ProcessFailed.
-
-    The process is killed after ``limit_s`` seconds. Its stdout goes to stderr.
-    """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    patience_s = 0.0
-    try:
-        if not receiver.poll(limit_s):
-            raise ProcessFailed(_late(limit_s))
-        result, error = receiver.recv()
-        patience_s = END_S
-    except (EOFError, OSError):  # it died, perhaps while it sent
-        process.join(END_S)
-        code = process.exitcode or 0
-        if code < 0:
-            names = {each.value: each.name for each in signal.Signals}
-            killed = f"its process was killed by {names.get(-code, f'signal {-code}')}"
-            raise ProcessFailed(killed) from None
-        raise ProcessFailed(f"its process ended with status {process.exitcode}") from None
-    finally:
-        process.join(patience_s)
-        process.kill()
-        process.join()
-    if error is not None:
-        raise ProcessFailed(error)
-    return result
-
-
-def _run(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Send (result, None) or (None, reason) from the process."""
-    die_with_parent()  # so that the device is free where nobody waits any more
-    os.dup2(2, 1)  # stdout of the tool holds its document alone
-    try:
-        sender.send((function(*arguments), None))
-    except ConfigError as error:
-        sender.send((None, str(error)))
-    except Exception as error:
-        traceback.print_exc()
-        sender.send((None, reason(error)))
+class JobFailed(Exception):
+    """The reason why a job gave no result."""
 
 
 def train(overrides: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run a training job as a user starts it; return the rows of its steps and its summary.
 
-    *Raises* ProcessFailed, and OSError where the job left no such files.
+    *Raises* JobFailed, and OSError where the job left no such files.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch) / "run"
-        _run_job([*overrides, f"hydra.run.dir={folder}"], Path(scratch) / "output", limit_s)
+        run_job("graphmoe.train", [*overrides, f"hydra.run.dir={folder}"], limit_s, Path(scratch) / "output")
         lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     return [row for row in map(json.loads, lines) if "loss" in row], summary
 
 
-def _run_job(overrides: Sequence[str], printed: Path, limit_s: float) -> None:
+def run_job(module: str, words: Sequence[str], limit_s: float, printed: Path) -> None:
+    """Run a module, with its output in a file. *Raises* JobFailed, also where it has not ended in time."""
     with printed.open("wb") as output:
         job = subprocess.Popen(
-            [sys.executable, "-m", "graphmoe.train", *overrides],
+            [sys.executable, "-m", module, *words],
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -164,7 +115,8 @@ def _run_job(overrides: Sequence[str], printed: Path, limit_s: float) -> None:
         try:
             status = job.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise ProcessFailed(_late(limit_s)) from None
+            late = f"not done after limit_s={limit_s:g} seconds, compilation included; use more"
+            raise JobFailed(late) from None
         finally:
             _end(job)
     if status:
@@ -172,7 +124,8 @@ def _run_job(overrides: Sequence[str], printed: Path, limit_s: float) -> None:
         log.error("the end of what the job printed:\n%s", text[-SHOWN:])
         found = re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL)
         last = text.rpartition("\n")[2]
-        raise ProcessFailed(found[1] if found else f"its process ended with status {status}: {last}")
+        how = f"ended with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
+        raise JobFailed(found[1] if found else f"its process {how}: {last}")
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -184,7 +137,3 @@ def _end(job: subprocess.Popen[bytes]) -> None:
                 job.wait(END_S)
             except subprocess.TimeoutExpired:
                 continue
-
-
-def _late(limit_s: float) -> str:
-    return f"not done after limit_s={limit_s:g} seconds, compilation included; use more"

@@ -7,7 +7,6 @@ V vocabulary, B sequences.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
-log = logging.getLogger(__name__)
 Alternatives = Mapping[str, Callable[[], Run]]
 Sizes = dict[str, int]
 BF16, F32, I32 = 2, 4, 4
@@ -98,8 +96,6 @@ def measure_operations(args: BenchArgs, device: torch.device, full: bool) -> Mea
     """Run ``suite=ops``."""
     cases, left_out = ops_suite(FULL if full else TINY, device)
     cases = chosen(cases, args.only)
-    for line in left_out:
-        log.info("left out: %s", line)
 
     def run(case: Case) -> list[Row]:
         found = run_case(case, device, args.repeats)
@@ -121,7 +117,12 @@ def ops_suite(shapes: Shapes, device: torch.device) -> tuple[list[Case], list[st
         backends = ["torch", "triton", *here]
         left_out = [f"{name}: {packages[name]} is not installed" for name in packages if name not in here]
     cases = [
-        *_mlp_cases(shapes.mlp, device, backends),
+        *(
+            _mlp_case(label, shape, skewed, direction, device, backends)
+            for label, shape in shapes.mlp.items()
+            for skewed in (False, True)
+            for direction in MLP_RESULTS
+        ),
         *_row_cases(shapes.rows, device),
         *_swiglu_cases(shapes.swiglu, device),
         *(case for label, shape in shapes.router.items() for case in _router_cases(label, shape, device)),
@@ -130,43 +131,38 @@ def ops_suite(shapes: Shapes, device: torch.device) -> tuple[list[Case], list[st
     return cases, left_out
 
 
-def _mlp_cases(shapes: dict[str, MlpShape], device: torch.device, backends: Sequence[str]) -> Iterator[Case]:
-    """Every direction at every shape, with natural routing and with one expert at 4 times the mean.
+def _mlp_case(
+    label: str, shape: MlpShape, skewed: bool, direction: str, device: torch.device, backends: Sequence[str]
+) -> Case:
+    """A direction at a shape, with natural routing or with one expert at 4 times the mean.
 
     A training step is timed with the mix of backends that ``moe.experts=auto`` takes, too.
     """
-    for label, shape in shapes.items():
-        sizes = {name: size for name, size in vars(shape).items() if name != "dtype"}
-        flops = 3 * 2 * (shape.T * shape.K) * shape.F * shape.D  # of the products of gate, up and down
-        for skewed in (False, True):
-            for direction, results in MLP_RESULTS.items():
-                is_step = direction == "forward_backward"
-                yield Case(
-                    f"grouped_mlp/{label}{'_skewed' if skewed else ''}/{direction}",
-                    sizes,
-                    flops * (3 if is_step else 1),
-                    "FLOPs",
-                    results,
-                    functools.partial(_mlp_alternatives, shape, skewed, direction, device, backends),
-                    "kept" if is_step else None,
-                )
+    is_step = direction == "forward_backward"
 
+    def make() -> Alternatives:
+        generator, op = _seeded(device), "forward" if is_step else direction
+        routing, weight_TK = route(shape.T, shape.E, shape.K, generator, device, skewed=skewed)
+        dy_TD, names = None, {name: name for name in backends}
+        if is_step:
+            dy_TD = torch.randn(shape.T, shape.D, generator=generator, device=device, dtype=shape.dtype)
+            mix = choose_backends("auto", shape, device, None)
+            names[f"auto={mix}"] = mix
+        inputs = random_inputs(op, shape, weight_TK, routing.plan, generator)
+        return {
+            name: functools.partial(_bind_mlp, op, inputs, dy_TD, backend) for name, backend in names.items()
+        }
 
-def _mlp_alternatives(
-    shape: MlpShape, skewed: bool, direction: str, device: torch.device, backends: Sequence[str]
-) -> Alternatives:
-    generator = _seeded(device)
-    routing, weight_TK = route(shape.T, shape.E, shape.K, generator, device, skewed=skewed)
-    dy_TD, names = None, {name: name for name in backends}
-    if direction == "forward_backward":
-        dy_TD = torch.randn(shape.T, shape.D, generator=generator, device=device, dtype=shape.dtype)
-        chosen_backends = choose_backends("auto", shape, device, None)
-        names[f"auto={chosen_backends}"], direction = chosen_backends, "forward"
-    inputs = random_inputs(direction, shape, weight_TK, routing.plan, generator)
-    return {
-        name: functools.partial(_bind_mlp, direction, inputs, dy_TD, backend)
-        for name, backend in names.items()
-    }
+    flops = 3 * 2 * (shape.T * shape.K) * shape.F * shape.D  # of the products of gate, up and down
+    return Case(
+        f"grouped_mlp/{label}{'_skewed' if skewed else ''}/{direction}",
+        {name: size for name, size in vars(shape).items() if name != "dtype"},
+        flops * (3 if is_step else 1),
+        "FLOPs",
+        MLP_RESULTS[direction],
+        make,
+        "kept" if is_step else None,
+    )
 
 
 def _bind_mlp(direction: str, inputs: Sequence[Tensor], dy_TD: Tensor | None, backend: str) -> Run:

@@ -16,14 +16,11 @@ from graphmoe.bench.jobs import UNREAD, RunCase, run_cases, steps_words, train
 from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
 from graphmoe.ops.timing import spread
 from graphmoe.plan.costs.hardware import Card
-from graphmoe.plan.costs.rates import Speeds, rates_of
-from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules.check import resolve
-from graphmoe.project.document import MEMORY_ERROR
-from graphmoe.project.memory import PlaceMemory, allocated_bytes, exact_memory
-from graphmoe.project.step_time import StepTime, step_time
+from graphmoe.project.document import MEMORY_ERROR, projected
+from graphmoe.project.memory import PlaceMemory, allocated_bytes
 
 MOST_TIME = 0.10
 """Error of a projected time beyond which a row is a miss."""
@@ -75,7 +72,7 @@ def measure_projections(args: BenchArgs, device: torch.device, full: bool) -> Me
     num_ranks, card = args.nproc or 1, card_of_device(device)
 
     def numbers_of(row: Row, config: RunConfig) -> Row:
-        places, step = projected(config, card, args.rates, num_ranks)
+        places, step = projected_run(config, card, args.rates, num_ranks)
         steps, summary = train(row["overrides"], args.limit_s)
         return errors_of(places, step, steps[-args.repeats :], summary)
 
@@ -120,38 +117,32 @@ def projection_cases(
     return cases
 
 
-def projected(
+def projected_run(
     config: RunConfig, card: Card, rates: Path | None, num_ranks: int
-) -> tuple[list[PlaceMemory], StepTime]:
+) -> tuple[list[PlaceMemory], dict[str, Any]]:
     """The memory of each place along pp, and the step, on ``num_ranks`` ranks. *Raises* ConfigError."""
-    precision = replace(config.precision)
-    if precision.compute is ComputeDtype.auto:
-        precision.compute = ComputeDtype.bf16
-    config = resolve(replace(config, precision=precision))
+    if config.precision.compute is ComputeDtype.auto:
+        config = replace(config, precision=replace(config.precision, compute=ComputeDtype.bf16))
+    config = resolve(config)
     layout = Layout.of(config.parallel, num_ranks)
-    on_nvidia, plan = card.is_nvidia, pipeline_of(config, layout)
-    places = exact_memory(config, layout, on_nvidia=on_nvidia, plan=plan)
-    sizes, speeds = (
-        Sizes.from_config(config, layout, on_nvidia=on_nvidia),
-        Speeds(card, rates_of(card, rates)),
-    )
-    return places, step_time(config, sizes, places, speeds, plan)
+    return projected(config, layout, card, rates, pipeline_of(config, layout))
 
 
 def errors_of(
-    places: Sequence[PlaceMemory], step: StepTime, steps: Sequence[dict[str, Any]], summary: dict[str, Any]
+    places: Sequence[PlaceMemory], step: Row, steps: Sequence[dict[str, Any]], summary: dict[str, Any]
 ) -> Row:
     """Projected numbers beside measured ones, and errors: projected over measured, less 1.
 
     Memory is that of the worst rank in torch's allocator. Segments have forward and backward of a
     micro-batch; update, gradients and host are of a step.
     """
-    seconds = {f"{name}:forward": each for name, each in step.forward_s.items()}
-    seconds |= {f"{name}:backward": each for name, each in step.backward_s.items()}
-    seconds |= {"update": step.update_s, "gradients": step.gradients_s, "host": step.host_s}
+    times = step["time_s"]
+    seconds = {f"{name}:forward": each for name, each in times["forward_by_segment"].items()}
+    seconds |= {f"{name}:backward": each for name, each in times["backward_by_segment"].items()}
+    seconds |= {"update": times["update"], "gradients": times["exposed_gradients"], "host": times["host"]}
     samples_ms = [round(each["step_s"] * 1e3, 4) for each in steps]
     p10_ms, measured_ms, p90_ms = spread(samples_ms)
-    projected_ms, projected_gib = step.step_s * 1e3, max(map(allocated_bytes, places)) / 2**30
+    projected_ms, projected_gib = step["step_time_s"] * 1e3, max(map(allocated_bytes, places)) / 2**30
     memory_error = projected_gib / summary["peak_memory_gib"] - 1
     time_error = projected_ms / measured_ms - 1
     errors = {"memory": (memory_error, MEMORY_ERROR), "time": (time_error, MOST_TIME)}

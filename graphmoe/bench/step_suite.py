@@ -6,6 +6,7 @@ Times are those of steps, of the host, and of the idle device; memory and the la
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import tempfile
 import time
@@ -23,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphmoe.bench.arguments import BenchArgs, compose_config, numbers, refuse, split_list, without
 from graphmoe.bench.cases import BYTES_PER_S, FLOPS_PER_S, Cell, Measured, Row, scaled, synchronize, table
-from graphmoe.bench.jobs import UNREAD, RunCase, in_own_process, rates_of_steps, run_cases, steps_words
+from graphmoe.bench.jobs import UNREAD, RunCase, rates_of_steps, run_cases, run_job, steps_words
+from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.attention import check_backend
 from graphmoe.model.sizes import count_parameters
@@ -76,15 +78,10 @@ KEYS = {
 def measure_steps(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=step``."""
 
-    def numbers_of(row: Row, config: RunConfig) -> Row:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            arguments = config, Path(folder), args.repeats
-            return step_numbers(config, in_own_process(measure, *arguments, limit_s=args.limit_s))
-
     rows = run_cases(
         step_cases(FULL if full else TINY, device.type, args),
         args,
-        numbers_of,
+        lambda row, config: step_numbers(config, times_of_run(row["overrides"], args.repeats, args.limit_s)),
         lambda row: f"{row['median_ms']:.2f} ms, {row['tokens_per_s']:,.0f} tokens/s",
     )
     method = {
@@ -168,11 +165,22 @@ def step_numbers(config: RunConfig, measured: Row) -> Row:
     }
 
 
-def measure(config: RunConfig, folder: Path, repeats: int) -> Row:
-    """Train in this process, whose device must hold nothing else, and time ``repeats`` steps.
+def times_of_run(overrides: Sequence[str], repeats: int, limit_s: float) -> Row:
+    """Time ``repeats`` steps of a run in a process of its own. *Raises* JobFailed and ConfigError.
 
     Without a GPU there are times of the host alone; without capture no graphs.
     """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        result, printed = Path(folder) / "times.json", Path(folder) / "output"
+        run_job("graphmoe.bench.step_suite", [*overrides, str(repeats), str(result)], limit_s, printed)
+        found: Row = json.loads(result.read_text(encoding="utf-8"))
+        return found
+
+
+def main(argv: list[str]) -> None:
+    """Train in this process, whose device must hold nothing else, and write the times of some steps."""
+    *overrides, repeats, result = argv
+    config, folder = compose_config(*overrides), Path(result).parent
     device = open_device(config.run.device)
     plan = plan_of(config, 1)
     check_memory(plan, device)
@@ -185,7 +193,7 @@ def measure(config: RunConfig, folder: Path, repeats: int) -> Row:
         stack.enter_context(GarbageCollection(config.host))
         for _ in range(config.graph.warmup_steps + WARM_UP_STEPS):
             trainer._train_step()
-        return _measured(trainer, device, repeats)
+        Path(result).write_text(json.dumps(_measured(trainer, device, int(repeats))), encoding="utf-8")
 
 
 def _measured(trainer: Trainer, device: torch.device, repeats: int) -> Row:
@@ -309,3 +317,7 @@ def render_steps(document: dict[str, Any]) -> Iterator[str]:
         "Memory: peak is what tensors take, without what a graph holds for itself alone; reserved has all, "
         "with the graphs' pool. Each row ran in a process of its own."
     )
+
+
+if __name__ == "__main__":
+    run_tool(main)

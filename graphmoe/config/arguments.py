@@ -17,12 +17,11 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.box import Box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -155,17 +154,17 @@ def text_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
-    left: int = 1,
-    box: Box | None = None,
+    names: Container[int] = (0,),
     styles: Sequence[str | None] = (),
+    **options: Any,
 ) -> Table:
-    """A table for a terminal: ``left`` columns of names, which may break over lines, then numbers.
+    """A table for a terminal: columns of names, by their places, which may break over lines; else of numbers.
 
-    Cells are shown as they are. ``styles`` are those of the first rows.
+    Cells are shown as they are. ``styles`` belong to the first rows, ``options`` to rich's Table.
     """
-    table = Table(box=box, pad_edge=False, header_style="bold")
+    table = Table(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
     for place, column in enumerate(columns):
-        is_name = place < left
+        is_name = place in names
         table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
     for row, style in itertools.zip_longest(rows, styles):
         table.add_row(*map(Text, row), style=style)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from graphmoe.config.arguments import file_problems
 from graphmoe.config.schema import ConfigError, OutputFormat
-from graphmoe.pipeline_view.chart import MATPLOTLIB
+
+MATPLOTLIB = "pip install 'graphmoe[dev]'"
 
 
 @dataclass
@@ -69,106 +71,81 @@ MOST_CELLS = 2**16
 """Stages times micro-batches at most: so many are computed in some ten seconds."""
 LARGEST_COST = 1e100
 """Largest cost that is accepted; sums of such costs are finite."""
+BESIDE_A_RUN = ("run", "step", "cost.comm", "png", "html", "out", "format")
+"""Keys that a recorded run does not say itself."""
+OF_A_SCHEDULE = ("microbatches", "overlap", "cost.f", "cost.b", "cost.w", "cost.comm", "cost.activation_gib")
+"""Keys of what is simulated."""
 
 
 def check(args: ViewArgs) -> None:
     """Check the values. *Raises* ConfigError with everything that is wrong."""
-    problems = [*_purpose(args), *_numbers(args), *_without_effect(args), *_pictures(args)]
+    given = {**_given(args), **_given(args.cost, "cost.")}
+    problems = [
+        *_purpose(args, given),
+        *_numbers(args, given),
+        *_without_effect(args, given),
+        *_pictures(args),
+    ]
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _purpose(args: ViewArgs) -> Iterator[str]:
-    """Yield problems where there is nothing to look at, or more than one source of it."""
-    asked = {"schedule": args.schedule, "layout": args.layout, "model": args.model}
-    if args.run is None and not any(asked.values()):
-        yield "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."
-    if args.run is not None:
-        sizes = {
-            "stages": args.stages,
-            "virtual_stages": args.virtual_stages,
-            "microbatches": args.microbatches,
-            "overlap": args.overlap,
-            "cost.f": args.cost.f,
-            "cost.b": args.cost.b,
-            "cost.w": args.cost.w,
-            "cost.hidden": args.cost.hidden,
-            "cost.activation_gib": args.cost.activation_gib,
-            "seq_len": None if args.seq_len == ViewArgs.seq_len else args.seq_len,
-        }
-        given = _given({**asked, **sizes})
-        if given:
-            yield f"run={args.run} has its own {', '.join(given)}; leave out what the run says itself"
-
-
-def _given(values: Mapping[str, object]) -> list[str]:
+def _given(keys: ViewArgs | CostKeys, prefix: str = "") -> dict[str, Any]:
     """Return the keys whose values are not their defaults: cost.w=0 counts, cost.comm=0 does not."""
-    silent = {"cost.comm": 0.0, "cost.hidden": 0.0}
-    return [
-        key
-        for key, value in values.items()
-        if value is not None and value is not False and value != [] and value != silent.get(key)
-    ]
+    default = type(keys)()
+    values = {f.name: getattr(keys, f.name) for f in fields(keys) if f.name != "cost"}
+    return {f"{prefix}{k}": v for k, v in values.items() if v != getattr(default, k) and v != []}
 
 
-def _numbers(args: ViewArgs) -> Iterator[str]:
+def _purpose(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield problems where there is nothing to look at, or more than one source of it."""
+    if not {"schedule", "layout", "model", "run"} & given.keys():
+        yield "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."
+    if args.run is not None and (own := [key for key in given if key not in BESIDE_A_RUN]):
+        yield f"run={args.run} has its own {', '.join(own)}; leave out what the run says itself"
+
+
+def _numbers(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield numbers outside their ranges."""
-    counts = {"stages": args.stages, "microbatches": args.microbatches, "seq_len": args.seq_len}
-    for key, count in counts.items():
-        if count is not None and count < 1:
-            yield f"{key}={count} must be 1 or more"
-    virtual = args.virtual_stages or []
+    for key in ("stages", "microbatches", "seq_len"):
+        if given.get(key, 1) < 1:
+            yield f"{key}={given[key]} must be 1 or more"
+    virtual, schedules = args.virtual_stages or [], len(args.schedule or [""])
+    shown = f"virtual_stages={','.join(map(str, virtual))}"
     if any(count < 1 for count in virtual):
-        yield f"virtual_stages={','.join(map(str, virtual))} must be 1 or more"
-    if len(virtual) > 1 and len(virtual) != len(args.schedule or [""]):
+        yield f"{shown} must be 1 or more"
+    if len(virtual) > 1 and len(virtual) != schedules:
         yield (
-            f"virtual_stages={','.join(map(str, virtual))} has {len(virtual)} numbers for "
-            f"{len(args.schedule or [''])} schedules; give one for all, or one for each"
+            f"{shown} has {len(virtual)} numbers for {schedules} schedules; give one for all, or one for each"
         )
     stages, micro_batches = args.stages or 1, args.microbatches or 4 * (args.stages or 1)
     if stages * micro_batches > MOST_CELLS:
-        fewer = max(1, MOST_CELLS // stages)
         yield (
             f"stages={stages} with {micro_batches} micro-batches would take minutes; use fewer stages, or at "
-            f"most microbatches={fewer}"
+            f"most microbatches={max(1, MOST_CELLS // stages)}"
         )
-    positive = {"cost.f": args.cost.f, "cost.activation_gib": args.cost.activation_gib}
-    for key, value in positive.items():
-        if value is not None and not 0 < value <= LARGEST_COST:
-            yield f"{key}={value} must be greater than 0, and at most {LARGEST_COST:g}"
-    for key in ("b", "w", "comm", "hidden"):
-        value = getattr(args.cost, key)
-        if value is not None and not 0 <= value <= LARGEST_COST:
-            yield f"cost.{key}={value} must be 0 or greater, and at most {LARGEST_COST:g}"
+    for key, value in given.items():
+        positive = key in ("cost.f", "cost.activation_gib")
+        if key.startswith("cost.") and not (0 <= value <= LARGEST_COST and (value > 0 or not positive)):
+            least = "greater than 0" if positive else "0 or greater"
+            yield f"{key}={value} must be {least}, and at most {LARGEST_COST:g}"
 
 
-def _without_effect(args: ViewArgs) -> Iterator[str]:
+def _without_effect(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield keys that have no effect beside the others."""
     if args.step is not None and args.run is None:
         yield f"step={args.step} is one of a run; add run=..."
-    for key in ("b", "w"):
-        value = getattr(args.cost, key)
-        if args.model is not None and value is not None:
-            yield f"model={args.model} says what backwards cost; leave out cost.{key}={value}"
-    if args.cost.hidden and not args.overlap and args.run is None:
-        yield f"cost.hidden={args.cost.hidden} is for overlap=true"
-    if args.seq_len != ViewArgs.seq_len and args.model is None and args.run is None:
-        yield f"seq_len={args.seq_len} says what a model's parts cost; add model=..."
-    if args.schedule or args.run:
+    for key in ("cost.b", "cost.w"):
+        if args.model is not None and key in given:
+            yield f"model={args.model} says what backwards cost; leave out {key}={given[key]}"
+    if args.run is not None:
         return
-    given = {
-        "microbatches": args.microbatches,
-        "overlap": args.overlap,
-        "cost.f": args.cost.f,
-        "cost.b": args.cost.b,
-        "cost.w": args.cost.w,
-        "cost.comm": args.cost.comm,
-        "cost.activation_gib": args.cost.activation_gib,
-        "png": args.png,
-        "html": args.html,
-        "out": args.out,
-    }
-    if useless := _given(given):
+    if args.cost.hidden and not args.overlap:
+        yield f"cost.hidden={args.cost.hidden} is for overlap=true"
+    if "seq_len" in given and args.model is None:
+        yield f"seq_len={args.seq_len} says what a model's parts cost; add model=..."
+    useless = [key for key in (*OF_A_SCHEDULE, "png", "html", "out") if key in given]
+    if useless and not args.schedule:
         yield f"{', '.join(useless)}: nothing is simulated or drawn without a schedule; add schedule=1f1b"
 
 

@@ -1,4 +1,4 @@
-"""Bars of a picture, one for each action of a timeline, and its numbers as a document and a table.
+"""Bars of a picture, one for each action of a timeline, and a PNG with them.
 
 A rank has a row of height 1 around its number. Transfers, where there are any, have a narrow track below the
 track of computation; a forward and a backward that take turns are two bars of half the height.
@@ -7,16 +7,16 @@ track of computation; a forward and a backward that take turns are two bars of h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
+from graphmoe.config.schema import ConfigError
+from graphmoe.pipeline_view.arguments import MATPLOTLIB
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BarKind = Literal["F", "B", "I", "W", "comm"]
 COLOURS: dict[BarKind, str] = {
@@ -40,8 +40,15 @@ _HALF = 0.43
 """Half the height of a row's bars."""
 
 
-@dataclass(frozen=True)
-class Panel:
+WIDTH_IN, DPI = 16.0, 120
+ROW_IN, HEAD_IN, LEGEND_IN = 0.34, 0.75, 0.45
+"""Heights of a rank's row, of what is around a panel, and of the legend."""
+_FONT, _SMALLEST_FONT = 7.0, 4.5
+_DIGIT_WIDTH = 0.64
+"""Width of a digit as a share of the font's size."""
+
+
+class Panel(NamedTuple):
     """A timeline, and its title and unit in a picture."""
 
     title: str
@@ -52,8 +59,7 @@ class Panel:
     """Factor from the timeline's own unit to the shown one."""
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """One action or transfer; its times have the unit of the panel."""
 
     kind: BarKind
@@ -86,16 +92,14 @@ class Bar:
 
 def bars_of(panel: Panel) -> list[Bar]:
     """Return all bars of a panel, from left to right for each rank."""
-    timeline = panel.timeline
-    has_transfers = any(span.track == "comm" for span in timeline.spans)
-    return [
-        bar for span in timeline.spans for bar in _bars(span, timeline.placement, panel.scale, has_transfers)
-    ]
+    spans, placement = panel.timeline.spans, panel.timeline.placement
+    has_transfers = any(span.track == "comm" for span in spans)
+    return [bar for span in spans for bar in _bars(span, placement, panel.scale, has_transfers)]
 
 
 def text_colour(colour: str) -> str:
     """Return black or white, whichever is easier to read on a colour."""
-    red, green, blue = _channels(colour)
+    red, green, blue = bytes.fromhex(colour[1:])
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "#222222"
 
 
@@ -115,22 +119,27 @@ def shown_peak(timeline: Timeline, rank: int) -> str:
     return f"{peak} activation" if peak == "1" else f"{peak} activations"
 
 
+def shown_makespan(panel: Panel) -> str:
+    return f"{panel.timeline.makespan * panel.scale:,.6g} {panel.unit}".strip()
+
+
+def axis_title(panels: Sequence[Panel]) -> str:
+    return f"time, {panels[0].unit}" if panels[0].unit else "time, in the unit of the costs"
+
+
 def summary(panel: Panel) -> str:
     """A panel's numbers on one line."""
     timeline = panel.timeline
-    time = f"{timeline.makespan * panel.scale:,.6g} {panel.unit}".strip()
-    most = max(range(timeline.placement.num_ranks), key=lambda rank: _peaks(timeline)[rank])
-    return f"makespan {time}, bubble {timeline.bubble:.1%}, peak {shown_peak(timeline, most)}"
+    peaks = timeline.peak_activations if timeline.peak_bytes is None else timeline.peak_bytes
+    most = max(range(timeline.placement.num_ranks), key=peaks.__getitem__)
+    peak = shown_peak(timeline, most)
+    return f"makespan {shown_makespan(panel)}, bubble {timeline.bubble:.1%}, peak {peak}"
 
 
 def kinds_of(bars: Sequence[Bar]) -> list[BarKind]:
     """Return the kinds of some bars, in the order of the legend."""
     found = {bar.kind for bar in bars}
     return [kind for kind in COLOURS if kind in found]
-
-
-def _peaks(timeline: Timeline) -> tuple[float, ...]:
-    return timeline.peak_activations if timeline.peak_bytes is None else timeline.peak_bytes
 
 
 def _bars(span: Span, placement: Placement, scale: float, has_transfers: bool) -> Iterator[Bar]:
@@ -154,62 +163,87 @@ def _bars(span: Span, placement: Placement, scale: float, has_transfers: bool) -
 def _shade(colour: str, stage: int, stages: Sequence[int]) -> str:
     """The colour, lighter for later stages of the rank."""
     share = _LIGHTEST * stages.index(stage) / max(len(stages) - 1, 1)
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in _channels(colour))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in bytes.fromhex(colour[1:]))
 
 
-def _channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
+    """Write the panels one below the other on a common axis of time.
+
+    *Raises* ConfigError where the file cannot be written or matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: a PNG needs matplotlib: {MATPLOTLIB}; html=... needs nothing more"
+        ) from error
+
+    drawn = [bars_of(panel) for panel in panels]
+    ranks = [panel.timeline.placement.num_ranks for panel in panels]
+    height = sum(ROW_IN * count + HEAD_IN for count in ranks) + LEGEND_IN
+    figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=ranks)[:, 0]
+    end = max((bar.end for bars in drawn for bar in bars), default=1.0)
+    for axes, panel, bars in zip(rows, panels, drawn, strict=True):
+        axes.set_xlim(0, end)
+        _draw(axes, panel, bars)
+        _label(axes, bars, points_per_time=0.86 * WIDTH_IN * 72 / end)
+    rows[-1].set_xlabel(axis_title(panels))
+    kinds = kinds_of([bar for bars in drawn for bar in bars])
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in kinds],
+        loc="outside upper left",
+        ncols=len(COLOURS),
+        frameon=False,
+    )
+    try:
+        figure.savefig(path, dpi=DPI, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from error
 
 
-def timeline_document(panel: Panel) -> dict[str, Any]:
-    """A timeline as plain values. ``stages`` is the number of ranks, as on the command line."""
-    timeline = panel.timeline
-    ranks = range(timeline.placement.num_ranks)
-    rows: list[dict[str, list[dict[str, Any]]]] = [{"compute": [], "comm": []} for _ in ranks]
-    for span in timeline.spans:
-        rows[span.rank][span.track] += _actions(span, panel.scale)
-    return {
-        "schedule": timeline.schedule,
-        "title": panel.title,
-        "stages": len(ranks),
-        "virtual_stages": timeline.placement.num_stages // len(ranks),
-        "microbatches": timeline.num_micro_batches,
-        "ranks": [list(timeline.placement.stages_of(rank)) for rank in ranks],
-        "unit": panel.unit or None,
-        "makespan": timeline.makespan * panel.scale,
-        "bubble": timeline.bubble,
-        "peak_activations": list(timeline.peak_activations),
-        "peak_bytes": None if timeline.peak_bytes is None else list(timeline.peak_bytes),
-        "busy": [1 - idle for idle in idle_shares(timeline)],
-        "actions": [row["compute"] for row in rows],
-        "transfers": [row["comm"] for row in rows],
-    }
+def _draw(axes: Axes, panel: Panel, bars: Sequence[Bar]) -> None:
+    """Draw the bars of a panel as one collection, and the words beside its rows."""
+    from matplotlib.collections import PolyCollection
+
+    corners = [
+        [(bar.start, bar.low), (bar.end, bar.low), (bar.end, bar.high), (bar.start, bar.high)] for bar in bars
+    ]
+    colours = [bar.colour for bar in bars]
+    axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.4))
+    num_ranks = panel.timeline.placement.num_ranks
+    idle = idle_shares(panel.timeline)
+    axes.set_ylim(num_ranks - 0.5, -0.5)
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(
+        range(num_ranks),
+        [f"{idle[rank]:.1%} idle, {shown_peak(panel.timeline, rank)}" for rank in range(num_ranks)],
+        fontsize=8,
+    )
+    for side in (axes, right):
+        side.tick_params(axis="y", length=0)
+        side.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(f"{panel.title}: {summary(panel)}", loc="left", fontsize=10)
 
 
-def timeline_table(panel: Panel) -> Group:
-    """The numbers of each rank, below those of the whole."""
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("rank", "stages", "busy", "peak"):
-        table.add_column(name, justify="left" if name == "stages" else "right")
-    timeline = panel.timeline
-    for rank, idle in enumerate(idle_shares(timeline)):
-        stages = " ".join(map(str, timeline.placement.stages_of(rank)))
-        table.add_row(str(rank), stages, f"{1 - idle:.1%}", shown_peak(timeline, rank))
-    return Group(Text(f"{panel.title}: {summary(panel)}", "bold"), table)
-
-
-def _actions(span: Span, scale: float) -> Iterator[dict[str, Any]]:
-    """The actions of a span, two with the same times where they take turns."""
-    both = (span.step.forward, span.step.backward) if isinstance(span.step, Together) else (span.step,)
-    for place, action in enumerate(both):
-        yield {
-            "action": str(action),
-            **_fields(action),
-            "start": span.start * scale,
-            "end": span.end * scale,
-            **({"in_turns_with": str(both[1 - place])} if len(both) == 2 else {}),
-        }
-
-
-def _fields(action: Action) -> dict[str, Any]:
-    return {"kind": action.kind, "stage": action.stage, "micro_batch": action.micro_batch}
+def _label(axes: Axes, bars: Sequence[Bar], points_per_time: float) -> None:
+    """Write the micro-batch into each bar that has room for it."""
+    for bar in bars:
+        if bar.kind == "comm":
+            continue
+        room = (bar.end - bar.start) * points_per_time - 1
+        size = min(_FONT, room / (_DIGIT_WIDTH * len(bar.label)), 0.8 * 72 * ROW_IN * (bar.high - bar.low))
+        if size >= _SMALLEST_FONT:
+            axes.text(
+                (bar.start + bar.end) / 2,
+                (bar.low + bar.high) / 2,
+                bar.label,
+                size=size,
+                color=text_colour(bar.colour),
+                ha="center",
+                va="center_baseline",
+                clip_on=True,
+                in_layout=False,
+            )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,17 @@ from graphmoe.pipeline_view.bars import (
     Bar,
     BarKind,
     Panel,
+    axis_title,
     bars_of,
     idle_shares,
     kinds_of,
+    shown_makespan,
     shown_peak,
     summary,
     text_colour,
 )
-from graphmoe.web_page.page import Chart, chart_of, grid, paragraph, table
-from graphmoe.web_page.page import write_page as write_whole
+from graphmoe.web_page import Chart, chart_of, grid, paragraph, table
+from graphmoe.web_page import write_page as write_whole
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Bar as Trace
@@ -37,8 +40,7 @@ HEAD_PX, GAP_PX = 70, 60
 def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
     """Write the panels one below the other on a common axis of time, then their numbers by rank."""
     says = "A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter."
-    head, *rows = _table(panels)
-    content = grid([timeline_chart(panels)]) + table(head, rows)
+    content = grid([timeline_chart(panels)]) + table(["", *(panel.title for panel in panels)], _rows(panels))
     write_whole(path, "graphmoe: pipeline", paragraph(f"`{command}`") + paragraph(says), [("", content)])
 
 
@@ -77,14 +79,18 @@ def timeline_figure(panels: Sequence[Panel]) -> Figure:
         figure.update_yaxes(
             range=[ranks.stop - 0.5, -0.5],
             tickvals=list(ranks),
-            ticktext=_side(panel),
+            ticktext=[
+                f"rank {rank}<br><span style='font-size:9px'>{idle:.0%} idle, "
+                f"{re.sub('activations?', 'act.', shown_peak(panel.timeline, rank))}</span>"
+                for rank, idle in enumerate(idle_shares(panel.timeline))
+            ],
             fixedrange=True,
             row=row,
             col=1,
         )
     end = max(bar.end for panel in panels for bar in bars_of(panel))
     figure.update_xaxes(range=[0, end * 1.005], minallowed=0, maxallowed=end * 1.02, showticklabels=True)
-    figure.update_xaxes(title_text=_axis_title(panels), row=len(panels), col=1)
+    figure.update_xaxes(title_text=axis_title(panels), row=len(panels), col=1)
     figure.update_yaxes(automargin=True, ticks="", showgrid=False, zeroline=False)
     figure.update_annotations(x=0, xanchor="left", font_size=13)
     figure.update_layout(
@@ -129,35 +135,18 @@ def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) ->
     )
 
 
-def _side(panel: Panel) -> list[str]:
-    """Words beside the rows: idle share and peak of each rank."""
-    return [
-        f"rank {rank}<br><span style='font-size:9px'>{idle:.0%} idle, "
-        f"{re.sub('activations?', 'act.', shown_peak(panel.timeline, rank))}</span>"
-        for rank, idle in enumerate(idle_shares(panel.timeline))
-    ]
-
-
-def _axis_title(panels: Sequence[Panel]) -> str:
-    unit = panels[0].unit
-    return f"time, {unit}" if unit else "time, in the unit of the costs"
-
-
-def _table(panels: Sequence[Panel]) -> list[list[str]]:
-    """Makespan and bubble of each panel, then idle share and peak of each rank."""
-    head = ["", *(panel.title for panel in panels)]
+def _rows(panels: Sequence[Panel]) -> Iterator[list[str]]:
+    """Yield makespan and bubble of each panel, then idle share and peak of each rank."""
     timelines = [panel.timeline for panel in panels]
-    rows: list[list[str]] = [
-        ["makespan", *(f"{p.timeline.makespan * p.scale:,.6g} {p.unit}".strip() for p in panels)],
-        ["bubble", *(f"{timeline.bubble:.2%}" for timeline in timelines)],
-        ["micro-batches", *(str(timeline.num_micro_batches) for timeline in timelines)],
-    ]
-    for rank in range(max(timeline.placement.num_ranks for timeline in timelines)):
-        cells = [
-            f"{idle_shares(timeline)[rank]:.1%} idle, peak {shown_peak(timeline, rank)}"
-            if rank < timeline.placement.num_ranks
-            else ""
-            for timeline in timelines
+    yield ["makespan", *(shown_makespan(panel) for panel in panels)]
+    yield ["bubble", *(f"{timeline.bubble:.2%}" for timeline in timelines)]
+    yield ["micro-batches", *(str(timeline.num_micro_batches) for timeline in timelines)]
+    cells = [
+        [
+            f"{idle:.1%} idle, peak {shown_peak(timeline, rank)}"
+            for rank, idle in enumerate(idle_shares(timeline))
         ]
-        rows.append([f"rank {rank}", *cells])
-    return [head, *rows]
+        for timeline in timelines
+    ]
+    for rank, of_rank in enumerate(itertools.zip_longest(*cells, fillvalue="")):
+        yield [f"rank {rank}", *of_rank]

@@ -1,33 +1,33 @@
-"""Plan of one panel: a schedule with its sizes, layout and costs, or a layout alone."""
+"""Panels to show: of schedules with sizes, layout and costs, or of a recorded run; or a layout alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from omegaconf import OmegaConf
-from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.table import Table as TextTable
-from rich.text import Text
 
 from graphmoe.config.arguments import nearest
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.pipeline_view.arguments import CostKeys, ViewArgs
 from graphmoe.pipeline_view.bars import Panel
-from graphmoe.pipeline_view.sources import modelled_costs
 from graphmoe.plan.costs.segment_times import SegmentTime, modelled_parts, stage_costs
-from graphmoe.plan.pipeline.actions import Placement
+from graphmoe.plan.pipeline.actions import Placement, Together
 from graphmoe.plan.pipeline.balance import default_layout
+from graphmoe.plan.pipeline.check import TableError
 from graphmoe.plan.pipeline.layouts import StagePieces, parse_layout, pieces_of
 from graphmoe.plan.pipeline.plan import slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
-from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
+from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate, table_of
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 
 DEFAULT_RANKS, DEFAULT_COST = 4, 1000.0
+MS_PER_US = 1e-3
 _WORDS = {
     "parallel.pp": "stages",
     "pipeline.virtual_stages": "virtual_stages",
@@ -38,8 +38,7 @@ _WORDS = {
 """Keys of a run that errors name, and the keys of this tool in their place."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Placement, layout and timeline of one schedule, or of a layout without one."""
 
     placement: Placement
@@ -48,7 +47,7 @@ class Plan:
     """Layout string."""
     stages: tuple[StagePieces, ...] = ()
     """Pieces of the layout's stages."""
-    costs: tuple[SegmentTime, ...] = ()
+    costs: Sequence[SegmentTime] = ()
     """Seconds of one sequence by stage, where a model is given."""
     slower: str | None = None
     """Warning that the schedule is slower than 1f1b, with one to use instead; None where it is not."""
@@ -58,46 +57,12 @@ def make_plan(args: ViewArgs, place: int) -> Plan:
     """The plan of the schedule in this place of the list. *Raises* ConfigError in the tool's words."""
     try:
         plan = _make_plan(args, place)
-        return plan if plan.panel is None or args.overlap else replace(plan, slower=_slower(args, plan))
+        return plan if plan.panel is None or args.overlap else plan._replace(slower=_slower(args, plan))
     except ConfigError as error:
         message = str(error)
         for key, word in _WORDS.items():
             message = message.replace(key, word)
         raise ConfigError(message) from error
-
-
-def layout_document(plan: Plan) -> dict[str, Any]:
-    """A layout as plain values, nothing where there is none."""
-    if plan.layout is None:
-        return {}
-    placement, pieces = plan.placement, parse_layout(plan.layout)
-    ranks = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
-    document: dict[str, Any] = {
-        "stages": placement.num_ranks,
-        "virtual_stages": placement.num_stages // placement.num_ranks,
-        "layout": plan.layout,
-        "pieces": pieces,
-        "ranks": [list(stages) for stages in ranks],
-        "rank_pieces": [[pieces[stage] for stage in stages] for stages in ranks],
-    }
-    if plan.costs:
-        document["stage_ms"] = [1e3 * cost.total for cost in plan.costs]
-    return document
-
-
-def layout_table(plan: Plan) -> Group:
-    """A layout by stage."""
-    assert plan.layout is not None
-    table = TextTable(box=SIMPLE_HEAD)
-    for name in ("stage", "rank", "piece", "layers", *(["of the time"] if plan.costs else [])):
-        table.add_column(name, justify="left" if name in ("piece", "layers") else "right")
-    total = sum(cost.total for cost in plan.costs)
-    for stage, piece in enumerate(parse_layout(plan.layout)):
-        layers = plan.stages[stage].layers
-        numbers = f"{layers.start} to {layers.stop - 1}" if len(layers) > 1 else "".join(map(str, layers))
-        share = [f"{plan.costs[stage].total / total:.1%}"] if plan.costs else []
-        table.add_row(str(stage), str(plan.placement.rank_of[stage]), piece, numbers, *share)
-    return Group(Text(f"layout {plan.layout}", "bold"), table)
 
 
 def load_preset(name: str) -> ModelConfig:
@@ -115,7 +80,9 @@ def load_preset(name: str) -> ModelConfig:
 def _make_plan(args: ViewArgs, place: int) -> Plan:
     name = args.schedule[place] if args.schedule else None
     model = None if args.model is None else load_preset(args.model)
-    layout = None if args.layout is None else _unquoted(args.layout)
+    layout = args.layout
+    if layout and len(layout) > 1 and layout[0] == layout[-1] and layout[0] in "'\"":
+        layout = layout[1:-1]  # quotes that a shell has left
     num_ranks, virtual = _sizes(args, place, name, layout)
     sizes = num_ranks, args.microbatches or 4 * num_ranks, virtual
     if name is None:
@@ -127,35 +94,32 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
     if layout is None and model is not None:
         layout = default_layout(model, args.seq_len, placement.rank_of)
     stages: tuple[StagePieces, ...] = ()
-    costs: list[SegmentTime] = []
+    costs: Sequence[SegmentTime] = ()
     if layout is not None:
         pieces = parse_layout(layout, key="layout")
         letters = "".join(pieces)
         num_layers = letters.count("t") if model is None else model.num_layers
         mtp_depth = letters.count("m") if model is None else model.mtp_depth
         stages = pieces_of(layout, num_layers, mtp_depth, num_ranks * virtual, key="layout")
-        costs = [] if model is None else stage_costs(pieces, modelled_parts(model, args.seq_len))
+        costs = () if model is None else stage_costs(pieces, modelled_parts(model, args.seq_len))
     if name is None:
-        return Plan(placement, None, layout, stages, tuple(costs))
+        return Plan(placement, None, layout, stages, costs)
     of_stages = _costs(args.cost, placement, costs)
     timeline = simulate(make_table(name, *sizes, overlap=args.overlap, costs=of_stages), of_stages)
-    words = [name, *([f"{virtual} stages a rank"] if virtual > 1 else [])]
-    panel = Panel(", ".join([*words, *(["overlap"] if args.overlap else [])]), timeline, "")
-    return Plan(placement, panel, layout, stages, tuple(costs))
+    words = [name, *([f"{virtual} stages a rank"] if virtual > 1 else []), *["overlap"] * args.overlap]
+    return Plan(placement, Panel(", ".join(words), timeline, ""), layout, stages, costs)
 
 
 def _slower(args: ViewArgs, plan: Plan) -> str | None:
     """Return a warning where 1f1b would be faster on as many ranks, with a schedule to use instead."""
     assert plan.panel is not None
-    shown = plan.panel.timeline
+    shown, ranks = plan.panel.timeline, plan.placement.num_ranks
 
     def timeline_of(name: str) -> Timeline | None:
         if name == shown.schedule:
             return shown
-        other = replace(
-            args, schedule=[name], virtual_stages=None, layout=None, stages=plan.placement.num_ranks
-        )
         try:
+            other = replace(args, schedule=[name], virtual_stages=None, layout=None, stages=ranks)
             panel = _make_plan(other, 0).panel
         except ConfigError:
             return None
@@ -178,13 +142,82 @@ def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> 
 
 
 def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) -> Costs:
-    """Return the costs of stages: modelled where the model is known, else equal."""
+    """Return the costs of stages, equal without a model.
+
+    Modelled ones are scaled so that a rank's forward takes ``cost.f`` in the mean of ranks.
+    """
     activation = None if keys.activation_gib is None else keys.activation_gib * 2**30
     f, b, w = (DEFAULT_COST if given is None else given for given in (keys.f, keys.b, keys.w))
     costs = Costs.of_rank(placement, f, b, w, comm=keys.comm, hidden=keys.hidden, activation_bytes=activation)
-    return costs if not stages else modelled_costs(stages, placement, f, costs)
+    if not stages:
+        return costs
+    scale = f * placement.num_ranks / sum(stage.forward for stage in stages)
+    return replace(
+        costs,
+        forward=tuple(stage.forward * scale for stage in stages),
+        backward_input=tuple(stage.inputs * scale for stage in stages),
+        backward_weight=tuple(stage.weights * scale for stage in stages),
+    )
 
 
-def _unquoted(text: str) -> str:
-    """Remove quotes around the text that a shell has left."""
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
+    """Return a step as a run recorded it, by default the last one, and as simulated with the run's own times.
+
+    *Raises* ConfigError where the run recorded nothing, not this step, or only a part of it.
+    """
+    path = run / FILE_NAME
+    timelines = read_timelines(path)
+    if not timelines:
+        raise ConfigError(f"{path} has no steps; let the run go on for some with profile.pipeline=true")
+    step = max(timelines) if step is None else step
+    if step not in timelines:
+        raise ConfigError(
+            f"step={step} is not in {path}; use one of {', '.join(map(str, sorted(timelines)))}"
+        )
+    recorded = timelines[step]
+    costs, name = median_costs(timelines.values(), comm / MS_PER_US), recorded.schedule
+    table = table_of(name, recorded.placement, recorded.num_micro_batches, recorded.spans)
+    try:
+        simulated = simulate(table, costs)
+    except TableError as error:
+        raise ConfigError(f"step {step} of {path} is no whole step: {error}") from error
+    return [
+        Panel(f"{name}, step {step} as recorded", recorded, "ms", MS_PER_US),
+        Panel(f"{name}, simulated with the run's median times", simulated, "ms", MS_PER_US),
+    ]
+
+
+def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
+    """Return the median times of a run's steps by stage and kind, in the unit of the timelines.
+
+    A forward and a backward that take turns give only the time that they save: the median of all such pairs.
+    For a stage that never runs one of them alone, half of a pair's time is taken.
+    """
+    alone: dict[tuple[str, int], list[float]] = defaultdict(list)
+    halves: dict[tuple[str, int], list[float]] = defaultdict(list)
+    pairs: list[tuple[Together, float]] = []
+    num_stages = 0
+    for timeline in timelines:
+        num_stages = timeline.placement.num_stages
+        for span in timeline.spans:
+            took = span.end - span.start
+            if span.track != "compute":
+                continue
+            if isinstance(span.step, Together):
+                pairs.append((span.step, took))
+                for action in span.step:
+                    halves[action.kind, action.stage].append(took / 2)
+            else:
+                alone[span.step.kind, span.step.stage].append(took)
+
+    def of(kind: str, stage: int) -> float:
+        return statistics.median(alone.get((kind, stage)) or halves.get((kind, stage)) or [0.0])
+
+    saved = [sum(of(action.kind, action.stage) for action in pair) - took for pair, took in pairs]
+    return Costs(
+        tuple(of("F", stage) for stage in range(num_stages)),
+        tuple(of("I", stage) or of("B", stage) for stage in range(num_stages)),  # B is I and W in one
+        tuple(of("W", stage) for stage in range(num_stages)),
+        comm,
+        max(statistics.median(saved), 0.0) if saved else 0.0,
+    )

@@ -45,24 +45,20 @@ def run(argv: list[str]) -> None:
     else:
         check_words(others)
     command = shlex.join(["python", "-m", PROG, *argv])
-    asked = functools.cache(lambda: _asked(own, others))
 
-    def complete(config: RunConfig) -> RunConfig:
-        # The tool's keys are checked only here: Hydra has then refused misspelt keys of a run.
-        return completed(config, asked(), fixed_keys(others))
-
-    def show(config: RunConfig) -> None:
-        _show(asked(), command, others, config)
+    @functools.cache
+    def asked() -> ProjectArgs:  # checked only after Hydra has refused misspelt keys of a run
+        args = parse_args(ProjectArgs, own, prog=PROG)
+        check(args, others)
+        return args
 
     sys.argv[1:] = ["--help" if word == "help" else word for word in others]
-    hydra_app(show, prog=PROG, examples=EXAMPLES, complete=complete)
-
-
-def _asked(own: list[str], others: list[str]) -> ProjectArgs:
-    """Return the tool's own keys, checked. *Raises* ConfigError."""
-    args = parse_args(ProjectArgs, own, prog=PROG)
-    check(args, others)
-    return args
+    hydra_app(
+        lambda config: _show(asked(), command, others, config),
+        prog=PROG,
+        examples=EXAMPLES,
+        complete=lambda config: completed(config, asked(), fixed_keys(others)),
+    )
 
 
 def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) -> None:
@@ -75,13 +71,13 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
     if args.search:
         with _shown_progress() as report:
             document = search(config, args, words, report)
-        emit(document, render_search(document), config.format)
     else:
         document = project(config, args)
-        emit(document, render(document), config.format)
+    shown, write = (render_search, write_search) if args.search else (render, write_projection)
+    emit(document, shown(document), config.format)
     if args.page is not None:
         try:
-            (write_search if args.search else write_projection)(args.page, command, document)
+            write(args.page, command, document)
         except OSError as error:
             raise ConfigError(f"cannot write page={args.page}: {error.strerror}") from error
         print(f"wrote {args.page}", file=sys.stderr)

@@ -52,6 +52,9 @@ class ProjectArgs:
 
 NOT_OF_A_RUN = ("launch.nodes", "launch.nproc", "launch.fake_world")
 """Keys of a run for the number of ranks, which this tool takes from ``nodes``."""
+GLOBAL_BATCH = "train.global_batch_size"
+MISSPELT = 0.7
+"""Likeness from which a word counts as a misspelt key of the tool; keys and groups of a run are less like."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -59,10 +62,6 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     keys = {field.name for field in fields(ProjectArgs)}
     own = [word for word in words if word.partition("=")[0] in keys]
     return own, [word for word in words if word not in own]
-
-
-MISSPELT = 0.7
-"""Likeness from which a word counts as a misspelt key of the tool; keys and groups of a run are less like."""
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -99,9 +98,6 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
     _ = args.card
 
 
-GLOBAL_BATCH = "train.global_batch_size"
-
-
 def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = frozenset()) -> RunConfig:
     """Return the configuration on the tool's ranks, in bf16, with a global batch if none was chosen.
 
@@ -117,9 +113,10 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
     )
     if config.precision.compute is ComputeDtype.auto:
         config.precision.compute = ComputeDtype.bf16
+    is_open = GLOBAL_BATCH not in fixed and config.train.global_batch_size == TrainConfig.global_batch_size
     if args.search:
-        return _to_search(config, args, fixed)
-    if _is_open(config, fixed):
+        return _to_search(config, args, is_open)
+    if is_open:  # neither a word nor a file has chosen a global batch
         try:
             layout = Layout.of(config.parallel, args.num_ranks)
         except (ConfigError, ZeroDivisionError):  # the rules of a run refuse these
@@ -127,11 +124,6 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
         count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
         config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
     return config
-
-
-def _is_open(config: RunConfig, fixed: frozenset[str]) -> bool:
-    """Return True where neither a word nor a file of the configuration has chosen a global batch."""
-    return GLOBAL_BATCH not in fixed and config.train.global_batch_size == TrainConfig.global_batch_size
 
 
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:
@@ -146,10 +138,10 @@ def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
     return shlex.join(["python", "-m", "graphmoe.train", *own, *found.split(), *launch])
 
 
-def _to_search(config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> RunConfig:
+def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig:
     """Leave the number of ranks open, so that the configuration suits any layout."""
     config.launch.nproc = config.launch.nodes = "auto"
-    if _is_open(config, fixed):
+    if is_open:
         config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
     travels = config.moe.dispatcher not in (
         DispatcherChoice.auto, DispatcherChoice.local, DispatcherChoice.alltoall

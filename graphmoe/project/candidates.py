@@ -72,7 +72,12 @@ class Candidates:
                 problem = problem or str(error)
                 continue
             count += 1
-            config = self._config(parallel)
+            moe = self.config.moe
+            is_auto = moe.dispatcher in (DispatcherChoice.local, DispatcherChoice.alltoall)
+            if is_auto and "moe.dispatcher" not in self.fixed:
+                moe = replace(moe, dispatcher=DispatcherChoice.auto)
+            moe = replace(moe, dispatcher=dispatcher_of(moe, parallel))
+            config = replace(self.config, parallel=parallel, moe=moe)
             yield Candidate(self._words(parallel), config, layout), self._problems(config, layout)
         if not count:
             raise ConfigError(
@@ -85,48 +90,45 @@ class Candidates:
             words = self._schedule_words(candidate.layout.pp, name, virtual_stages)
             pipeline = replace(candidate.config.pipeline, schedule=name, virtual_stages=virtual_stages)
             config = replace(candidate.config, pipeline=pipeline)
-            yield replace(candidate, words=_joined(candidate.words, words), config=config)
+            yield replace(candidate, words=_joined(candidate.words, *words), config=config)
 
     def recomputing(self, candidate: Candidate, kind: int) -> Candidate:
         """Return a candidate with a kind of recompute, whose words are complete."""
-        recompute = self.kinds[kind]
-        config = replace(candidate.config, recompute=recompute.config)
+        words, recompute = self.kinds[kind]
+        config = replace(candidate.config, recompute=recompute)
         return replace(
-            candidate, words=_joined(candidate.words, recompute.words, self._batch), config=config, kind=kind
+            candidate, words=_joined(candidate.words, words, self._batch), config=config, kind=kind
         )
 
-    def _schedules(self, pp: int) -> list[tuple[str, int | None]]:
-        """Return schedules with virtual stages; the configured one where there is no pipeline."""
+    def _schedules(self, pp: int) -> Iterator[tuple[str, int | None]]:
+        """Yield schedules with virtual stages; the configured one where there is no pipeline."""
         pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
         if pp == 1:
-            return [(pipeline.schedule, pipeline.virtual_stages)]
+            yield pipeline.schedule, pipeline.virtual_stages
+            return
         names = [name for name, facts in SCHEDULES.items() if not facts.keeps_all]
+        if pipeline.ep_overlap:
+            names = [name for name in names if SCHEDULES[name].build_overlapped]
         if "pipeline.schedule" in self.fixed:
             names = [pipeline.schedule]
-        if pipeline.ep_overlap and "pipeline.schedule" not in self.fixed:
-            names = [name for name in names if SCHEDULES[name].build_overlapped]
-        found: list[tuple[str, int | None]] = []
         for name in names:
             fewest, limit = SCHEDULES[name].virtual_stages
             tried = (fewest,) if limit == fewest else VIRTUAL_STAGES
             if "pipeline.virtual_stages" in self.fixed:
-                found.append((name, pipeline.virtual_stages))
+                yield name, pipeline.virtual_stages
             else:
-                found += [(name, count) for count in tried if count <= most]
-        return found
+                yield from ((name, count) for count in tried if count <= most)
 
-    def _schedule_words(self, pp: int, name: str, virtual_stages: int | None) -> str:
-        """Return what to type for a schedule."""
-        words = []
+    def _schedule_words(self, pp: int, name: str, virtual_stages: int | None) -> Iterator[str]:
+        """Yield what to type for a schedule."""
         if pp > 1 and "pipeline.schedule" not in self.fixed:
-            words.append(f"pipeline.schedule={name}")
+            yield f"pipeline.schedule={name}"
         if "pipeline.virtual_stages" not in self.fixed:
             takes_any = SCHEDULES[name].virtual_stages[1] is None
             if pp > 1 and takes_any and virtual_stages:
-                words.append(f"pipeline.virtual_stages={virtual_stages}")
+                yield f"pipeline.virtual_stages={virtual_stages}"
             elif self.config.pipeline.virtual_stages is not None:  # of a file
-                words.append("pipeline.virtual_stages=null")
-        return " ".join(words)
+                yield "pipeline.virtual_stages=null"
 
     def _kinds(self) -> list[RecomputeChoice]:
         """Return the kinds of recompute, the configured one alone where the command line has one."""
@@ -145,25 +147,23 @@ class Candidates:
         ]
         if self.config.recompute == RecomputeConfig():
             return kinds
-        return [RecomputeChoice(_recompute_words(kind.config), kind.config) for kind in kinds]
+        return [RecomputeChoice(_all_keys(kind.config), kind.config) for kind in kinds]
 
     def _dimensions(self) -> Iterator[ParallelConfig]:
         config, model, ranks = self.config.parallel, self.config.model, self.num_ranks
-        in_node = divisors(ranks, GPUS_PER_NODE)
         shares = divisors(model.num_experts, ranks) if has_experts(model) else [1]
-        for pp, tp, cp in itertools.product(
+        for pp, tp, cp, ep in itertools.product(
             self._tried("pp", divisors(ranks, len_of_parts(model))),
-            self._tried("tp", in_node),
+            self._tried("tp", divisors(ranks, GPUS_PER_NODE)),
             self._tried("cp", divisors(ranks, MOST_CP)),
+            self._tried("ep", shares),
         ):
-            for ep in self._tried("ep", shares):
-                # etp sends each token to more ranks than the same growth of ep, so it is tried only where
-                # ep cannot grow
-                parts = [tp] if tp > 1 and has_experts(model) and model.num_experts % (ep * tp) else []
-                for etp in self._tried("etp", [1, *parts]):
-                    sizes = replace(config, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
-                    for method in self._methods(sizes):
-                        yield replace(sizes, cp_method=method)
+            # etp sends each token to more ranks than the same growth of ep, so it is tried only where
+            # ep cannot grow
+            parts = [tp] if tp > 1 and has_experts(model) and model.num_experts % (ep * tp) else []
+            for etp in self._tried("etp", [1, *parts]):
+                sizes = replace(config, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+                yield from (replace(sizes, cp_method=method) for method in self._methods(sizes))
 
     def _tried(self, name: str, options: Sequence[int]) -> Sequence[int]:
         is_fixed = f"parallel.{name}" in self.fixed
@@ -175,14 +175,6 @@ class Candidates:
             return [parallel.cp_method]
         auto = context_method(replace(parallel, cp_method=ContextMethod.auto), self.config.model)
         return list(dict.fromkeys([auto, ContextMethod.ring])) if parallel.cp > 1 else [auto]
-
-    def _config(self, parallel: ParallelConfig) -> RunConfig:
-        moe = self.config.moe
-        is_auto = moe.dispatcher in (DispatcherChoice.local, DispatcherChoice.alltoall)
-        if is_auto and "moe.dispatcher" not in self.fixed:
-            moe = replace(moe, dispatcher=DispatcherChoice.auto)
-        moe = replace(moe, dispatcher=dispatcher_of(moe, parallel))
-        return replace(self.config, parallel=parallel, moe=moe)
 
     def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
         """Return violated rules of a run, but for those of schedules and recompute."""
@@ -202,15 +194,12 @@ class Candidates:
             values["etp"] = parallel.etp
         if parallel.cp > 1:
             values["cp_method"] = parallel.cp_method.value
-        return " ".join(
-            f"parallel.{name}={value}"
-            for name, value in values.items()
-            if f"parallel.{name}" not in self.fixed
-        )
+        keys = {f"parallel.{name}": value for name, value in values.items()}
+        return " ".join(f"{key}={value}" for key, value in keys.items() if key not in self.fixed)
 
 
-def _recompute_words(recompute: RecomputeConfig) -> str:
-    """Return all keys, for a configuration whose files set some of them."""
+def _all_keys(recompute: RecomputeConfig) -> str:
+    """Return words for all keys of recompute, for a configuration whose files set some of them."""
     lists = {key: ",".join(getattr(recompute, key)) for key in ("segments", "ops", "layer_ids")}
     words = [f"recompute.{key}=[{names}]" for key, names in lists.items()]
     return " ".join([f"recompute.all={str(recompute.all).lower()}", *words])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from graphmoe.config.schema import DispatcherChoice, ModelConfig, RunConfig
@@ -20,9 +20,8 @@ from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_ba
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.recompute import Recompute
-from graphmoe.project.buffers import communication_bytes, own_buffer_bytes
 from graphmoe.project.candidates import Candidate, RecomputeChoice
-from graphmoe.project.memory import state_bytes
+from graphmoe.project.memory import communication_bytes, own_buffer_bytes, state_bytes
 from graphmoe.project.step_time import (
     host_seconds,
     message_seconds,
@@ -35,20 +34,19 @@ FILLING = 2
 """Micro-batches for each rank of a pipeline after which no schedule keeps more than before."""
 RANKS = 4
 """Ranks of the pipelines whose waits stand for those of longer ones."""
+Stages = tuple[StagePieces, ...]
 
 
-@dataclass(frozen=True)
-class PlaceKind:
+class PlaceKind(NamedTuple):
     """Places along pp whose stages are alike; ``place`` is the one of them that keeps most."""
 
     place: int
-    stages: tuple[StagePieces, ...]
+    stages: Stages
     moments: tuple[tuple[int, ...], ...]
     """Micro-batches that are kept of each stage, at the moments when a rank keeps most."""
 
 
-@dataclass(frozen=True)
-class ShortPipeline:
+class ShortPipeline(NamedTuple):
     """A pipeline with as many micro-batches as fill it."""
 
     places: tuple[PlaceKind, ...]
@@ -71,7 +69,7 @@ class Estimates:
     ) -> None:
         self.config, self.model, self.kinds = config, config.model, kinds
         self.speeds, self.on_nvidia = speeds, on_nvidia
-        self.element_bytes = Sizes.from_config(config, Layout(), on_nvidia=on_nvidia).element_bytes
+        self._plain = Sizes.from_config(config, Layout(), on_nvidia=on_nvidia)
         self._all = all_pieces(self.model.num_layers, self.model.mtp_depth)
         self._are_alike = not any(kind.config.layer_ids for kind in kinds)
         self._sizes: dict[Layout, tuple[RunConfig, Sizes]] = {}
@@ -88,11 +86,11 @@ class Estimates:
         """Return the pipeline of a candidate. *Raises* ConfigError where there is none."""
         config, layout = candidate.config, candidate.layout
         name, pp, count = config.pipeline.schedule, layout.pp, num_micro_batches(config, layout)
+        facts = SCHEDULES.get(name)
         follows: tuple[DispatcherChoice, int, int] = (DispatcherChoice.local, 1, 0)
-        if name in SCHEDULES and SCHEDULES[name].is_folded:  # the table follows times of stages
+        if facts and facts.is_folded:  # the table follows times of stages
             follows = config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind
-        is_long = name in SCHEDULES and SCHEDULES[name].keeps_all
-        short = count if is_long else min(count, FILLING * pp + count % pp)
+        short = count if facts and facts.keeps_all else min(count, FILLING * pp + count % pp)
         return self._pipeline(pp, name, config.pipeline.virtual_stages, short, *follows)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:
@@ -105,23 +103,21 @@ class Estimates:
         for place in pipeline.places:
             kept = [self._stage(like, kind, pieces).activations for pieces in place.stages]
             lanes = max(map(sum, place.moments)) if has_pool else 0
-            memory: dict[str, float] = {
-                **self._state(_of_weights(layout, pipeline.embed_on), place.stages)[0],
-                "activations": max(
-                    sum(count * size for count, size in zip(counts, kept, strict=True))
-                    for counts in place.moments
-                ),
-                "buffers": communication + self._buffers(like, kind, place.stages, lanes),
-            }
-            needs.append((place.place, memory))
+            activations = max(
+                sum(count * size for count, size in zip(counts, kept, strict=True))
+                for counts in place.moments
+            )
+            buffers = communication + self._buffers(like, kind, place.stages, lanes)
+            state = self._state(_of_weights(layout, pipeline.embed_on), place.stages)[0]
+            needs.append((place.place, {**state, "activations": activations, "buffers": buffers}))
         return max(needs, key=lambda need: sum(need[1].values()))
 
     def model_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one micro-batch through the whole model."""
         return self._stage(self._like(candidate), candidate.kind, self._all).time.total
 
-    def seconds(self, candidate: Candidate, pipeline: ShortPipeline) -> float:
-        """Return about the seconds of a step: the place with most to compute, and waits of ranks alike."""
+    def tokens_per_s_per_gpu(self, candidate: Candidate, pipeline: ShortPipeline) -> float:
+        """Return about the throughput: by the place with most to compute, and waits of ranks alike."""
         like, kind, layout = self._like(candidate), candidate.kind, candidate.layout
         weights = _of_weights(layout, pipeline.embed_on)
         count = num_micro_batches(candidate.config, layout)
@@ -138,7 +134,8 @@ class Estimates:
         hidden = min(gradients * self.speeds.rates.hidden_gradients, makespan / count)
         update = update_seconds(max(sizes["moments"] for sizes, _ in states), self.speeds)
         host = count * max(sum(stage.host_s for stage in stages) for stages in of_places)
-        return max(makespan + gradients - hidden + update, host)
+        tokens = self.config.train.global_batch_size * self._plain.seq_len / layout.size("world")
+        return tokens / max(makespan + gradients - hidden + update, host)
 
     def _waits(self, candidate: Candidate) -> tuple[float, float]:
         """Return what each micro-batch and each further rank add to a makespan, in times of a rank."""
@@ -187,42 +184,34 @@ class Estimates:
             return ShortPipeline((PlaceKind(0, (self._all,), ((1,),)),))
         return ShortPipeline(place_kinds(plan, self.model if self._are_alike else None), plan.embed_on)
 
-    def _estimate_stage(self, like: Layout, kind: int, pieces: StagePieces) -> _Stage:
+    def _with_recompute(self, like: Layout, kind: int) -> tuple[RunConfig, Sizes]:
         config, sizes = self._sizes[like]
-        config = replace(config, recompute=self.kinds[kind].config)
+        return replace(config, recompute=self.kinds[kind].config), sizes
+
+    def _estimate_stage(self, like: Layout, kind: int, pieces: StagePieces) -> _Stage:
+        config, sizes = self._with_recompute(like, kind)
         times = stage_times(config, sizes, self.speeds, pieces)
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
-        return _Stage(
-            sum_of("", times),
-            host_seconds(config, times, self.speeds),
-            float(sum(part.total() for part in kept.values())),
-        )
+        host_s = host_seconds(config, times, self.speeds)
+        return _Stage(sum_of("", times), host_s, float(sum(part.total() for part in kept.values())))
 
-    def _estimate_state(
-        self, layout: Layout, stages: tuple[StagePieces, ...]
-    ) -> tuple[dict[str, int], float]:
+    def _estimate_state(self, layout: Layout, stages: Stages) -> tuple[dict[str, int], float]:
         """Return bytes by kind of the rank that has these stages, and seconds to exchange its gradients."""
-        weights = rank_weights(self.model, layout, stages)
-        sizes = replace(Sizes.from_config(self.config, Layout(), on_nvidia=self.on_nvidia), layout=layout)
-        return (
-            state_bytes(weights, layout, self.element_bytes, self.config.optim.bucket_mb),
-            reduction_seconds(sizes, self.speeds, stages),
-        )
+        weights, e = rank_weights(self.model, layout, stages), self._plain.element_bytes
+        state = state_bytes(weights, layout, e, self.config.optim.bucket_mb)
+        return state, reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages)
 
-    def _estimate_buffers(
-        self, like: Layout, kind: int, stages: tuple[StagePieces, ...], lanes: int
-    ) -> float:
-        config, sizes = self._sizes[like]
-        config = replace(config, recompute=self.kinds[kind].config)
+    def _estimate_buffers(self, like: Layout, kind: int, stages: Stages, lanes: int) -> float:
+        config, sizes = self._with_recompute(like, kind)
         return sum(own_buffer_bytes(config, sizes, stages, lanes).values())
 
 
 def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKind, ...]:
     """Group the places of a pipeline by their stages, with ``model`` by the layers of each kind."""
-    groups: dict[tuple[StagePieces, ...], list[tuple[int, tuple[tuple[int, ...], ...]]]] = {}
+    groups: dict[Stages, list[tuple[int, tuple[tuple[int, ...], ...]]]] = {}
     for place, moments in enumerate(in_flight(plan.table)):
         own = plan.own_stages(place).values()
-        stages = tuple(stage if model is None else alike(stage, model) for stage in own)
+        stages = tuple(stage if model is None else _alike(stage, model) for stage in own)
         groups.setdefault(stages, []).append((place, moments))
     return tuple(
         PlaceKind(
@@ -234,7 +223,7 @@ def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKin
     )
 
 
-def alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
+def _alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
     """Return the same pieces for all stages with as many dense and MoE layers."""
     dense = sum(i < model.num_dense_layers for i in pieces.layers)
     first = model.num_dense_layers - dense

@@ -1,7 +1,8 @@
-"""Bytes that each rank of a run needs, by kind, and where its activations are."""
+"""Bytes that each rank of a run needs, by kind: state, activations, and buffers by purpose."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -11,19 +12,26 @@ from typing import Any
 
 import torch
 
-from graphmoe.config.schema import ConfigError, DpShard, RunConfig
+from graphmoe.config.schema import (
+    AttentionKind,
+    ConfigError,
+    DispatcherChoice,
+    DpShard,
+    RunConfig,
+)
 from graphmoe.model.sizes import Weight, rank_weights
+from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.buckets import BufferLayout
-from graphmoe.plan.costs.activations import Bytes, stage_activations
+from graphmoe.plan.costs.activations import Bytes, made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.layout import Layout
+from graphmoe.plan.layout import AXES, Axis, Layout
 from graphmoe.plan.pipeline.check import peaks
-from graphmoe.plan.pipeline.layouts import all_pieces
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, pipeline_of
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.recompute import Recompute
-from graphmoe.project.buffers import buffer_bytes, ranks_of
 from graphmoe.run.files import PROJECTION_FILE, write_json
+from graphmoe.segments import FULL_ITERATION, segments_of
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +39,13 @@ MEMORY_KINDS = ("params", "grads", "main_params", "moments", "activations", "buf
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
 """Buffers that torch's allocator does not hold: communicators', and memory that ranks share."""
 FP32 = 4
+COMMUNICATOR_BYTES = 128 * 2**20
+"""Assumed for each communicator that a rank is in: NCCL and RCCL keep buffers per channel and peer, whose sum
+depends on topology and version. Not measured here."""
+CHANNEL_BYTES = 32 * 2**20
+"""Assumed for each channel between two ranks of a pipeline, for the same reason."""
+MESSAGES_UNDER_WAY = 2
+"""Messages of a channel: one that is sent and not answered yet, and one that is received ahead."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +97,17 @@ def exact_memory(
         by_part: dict[str, Bytes] = {}
         for part, kept in (item for number in numbers for item in stages[number].items()):
             by_part[part] = by_part.get(part, Counter()) + kept
-        weights = rank_weights(model, layout, own)
+        buffers = own_buffer_bytes(config, sizes, own, lanes[place])
         places.append(
             PlaceMemory(
                 place,
-                state_bytes(weights, layout, sizes.element_bytes, config.optim.bucket_mb),
+                state_bytes(
+                    rank_weights(model, layout, own), layout, sizes.element_bytes, config.optim.bucket_mb
+                ),
                 activations[place],
                 sum(by_part.values(), Counter()),
                 by_part,
-                buffer_bytes(config, sizes, own, lanes[place]),
+                {**buffers, "communication": communication_bytes(sizes)},
             )
         )
     return places
@@ -113,7 +130,7 @@ def state_bytes(
     weights: Sequence[Weight], layout: Layout, element_bytes: int, bucket_mb: float
 ) -> dict[str, int]:
     """Return bytes by kind as flat buffers hold them: whole weights and gradients, and shards of all."""
-    families: dict[Any, list[Weight]] = {}
+    families: dict[object, list[Weight]] = {}
     for weight in weights:
         families.setdefault(ranks_of(layout, weight.summed_over), []).append(weight)
     found = dict.fromkeys(MEMORY_KINDS[:4], 0)
@@ -121,12 +138,142 @@ def state_bytes(
         ranks = layout.size(members[0].summed_over)
         size = BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size
         shard = size // ranks
-        is_rounded = element_bytes != FP32
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
         found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
-        found["main_params"] += FP32 * shard if is_rounded else 0
+        found["main_params"] += FP32 * shard if element_bytes != FP32 else 0
         found["moments"] += 2 * FP32 * shard
     return found
+
+
+def own_buffer_bytes(
+    config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
+) -> dict[str, float]:
+    """Return the bytes by purpose that follow from the rank's own work; communication is not among them.
+
+    ``lanes`` are the most stages of micro-batches that the rank has in flight.
+    """
+    layers, model = _layers(sizes, stages), sizes.model
+    moe = sum(i >= model.num_dense_layers for i in layers)
+    working = _working_bytes(sizes, Recompute.of(config.recompute), stages)
+    width = model.head_dim if model.attention is AttentionKind.gqa else model.qk_rope_head_dim
+    of_router = 4 * model.num_experts * (2 if model.selection_bias else 1)  # counts and biases
+    return {
+        "tables": 4 * sizes.seq_len * width + of_router * moe,  # rotary ones, and those of routers
+        "dispatch": dispatch_bytes(sizes, config.moe.dispatcher) if moe else 0,
+        "working": working,
+        "graph_pool": _graph_pool(
+            config.graph.scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), working
+        ),
+    }
+
+
+def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePieces]) -> float:
+    """Return the most bytes that the backward of a layer, or the loss, needs for itself at a time.
+
+    A backward needs the gradients of what a segment keeps, and the part of the layer that is made again.
+    Compiled code that joins operations takes less.
+    """
+    model, e = sizes.model, sizes.element_bytes
+    found = [0.0]
+    layers = _layers(sizes, stages)
+    if not recompute.layers:  # one of each kind stands for all
+        layers = [*{index < model.num_dense_layers: index for index in layers}.values()]
+    for index in layers:
+        mlp = _experts_work(sizes)
+        if index < model.num_dense_layers:
+            mlp = e * sizes.gathered * 3 * model.dense_ffn_size // sizes.layout.tp + 3 * sizes.state
+        found.append(max(_attention_work(sizes), mlp) + made_again(sizes, recompute, index))
+    if any(stage.loss for stage in stages):
+        found.append(_loss_work(sizes))
+    return max(found)
+
+
+def dispatch_bytes(sizes: Sizes, dispatcher: DispatcherChoice) -> float:
+    """Bytes that a dispatcher keeps for a run. *Raises* ConfigError where its buffers are not known here."""
+    if dispatcher in (DispatcherChoice.local, DispatcherChoice.alltoall):
+        return 0
+    if dispatcher is DispatcherChoice.symm:
+        from graphmoe.ops.symm.peers import Region  # imports kernels
+        from graphmoe.ops.symm.peers import Sizes as Exchange
+
+        model, row_bytes = sizes.model, sizes.element_bytes * sizes.model.hidden_size
+        places = model.top_k * sizes.layout.etp
+        room = Exchange(sizes.tokens, row_bytes, model.top_k, places, sizes.room.rows, sizes.block)
+        return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes
+    raise ConfigError(
+        f"the buffers of moe.dispatcher={dispatcher.value} are not projected; use "
+        f"moe.dispatcher=alltoall, or symm inside nodes"
+    )
+
+
+def _attention_work(sizes: Sizes) -> float:
+    """Bytes of the gradients of queries, keys, values and of attention's result."""
+    model = sizes.model
+    if model.attention is AttentionKind.gqa:
+        width = sizes.heads(2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    else:
+        head = model.qk_nope_head_dim + model.qk_rope_head_dim
+        value = head if sizes.pads_values else model.v_head_dim
+        width = 2 * sizes.heads(model.num_heads) * (head + value)
+    return sizes.element_bytes * sizes.attended * width + 3 * sizes.state
+
+
+def _experts_work(sizes: Sizes) -> float:
+    """Bytes of rows as they arrive and leave, of their gradients, and of activations of the slots."""
+    model, e, (rows, slots) = sizes.model, sizes.element_bytes, sizes.room
+    inner = model.expert_ffn_size // sizes.layout.etp
+    travels = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0
+    return e * model.hidden_size * (travels + slots) + e * slots * 3 * inner + 4 * sizes.state
+
+
+def _loss_work(sizes: Sizes) -> float:
+    """Bytes of all tokens' logits where ranks of tp share the head; else of a chunk's, or of the backward.
+
+    The backward scales the head's gradient, which the forward has made, and takes the norm's in fp32.
+    """
+    model, tp = sizes.model, sizes.layout.tp
+    if tp > 1:
+        return 12 * sizes.gathered * model.vocab_size / tp
+    rows = min(rows_per_chunk(sizes.tokens, model.vocab_size, sizes.element_bytes), sizes.tokens)
+    logits = rows * model.vocab_size * sizes.element_bytes
+    return max(logits, 4 * model.vocab_size * model.hidden_size + 9 * sizes.state)
+
+
+def _graph_pool(
+    scope: str | list[str], sizes: Sizes, moe: int, dense: int, lanes: float, stages: int, working: float
+) -> float:
+    """Bytes of captured graphs beside activations: each lane has its working memory and copies at borders.
+
+    At a border a captured segment reads a state, and a gradient of it, that no graph has made.
+    """
+    if scope == FULL_ITERATION or not segments_of(scope):
+        return 0.0
+    captured = segments_of(scope)
+    borders = sum(
+        count for count, last in ((moe, "moe_combine"), (dense, "mlp")) if not {last, "attn"} <= {*captured}
+    )
+    return 2 * sizes.state * lanes / stages * borders + max(lanes - 1, 0) * working
+
+
+def communication_bytes(sizes: Sizes) -> float:
+    """Bytes of communicators, and of a pipeline's messages under way."""
+    layout = sizes.layout
+    groups = {ranks_of(layout, axis) for axis in AXES if layout.size(axis) > 1}
+    channels = min(layout.pp - 1, 2) * 2  # a channel for each direction to the neighbours
+    messages = channels * MESSAGES_UNDER_WAY * sizes.state
+    return len(groups) * COMMUNICATOR_BYTES + channels * CHANNEL_BYTES + messages
+
+
+def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
+    """Return the numbers of a rank's layers, with the layers that predict later tokens last."""
+    of_mtp = [sizes.model.num_layers + k for stage in stages for k in stage.mtp]
+    return [i for stage in stages for i in stage.layers] + of_mtp
+
+
+@functools.lru_cache(maxsize=4096)
+def ranks_of(layout: Layout, axis: Axis) -> object:
+    """Return a key that axes with the same process groups share: the group of rank 0 stands for all."""
+    return None if layout.size(axis) == 1 else layout.first_group(axis)
 
 
 def write_projected_memory(folder: Path, plan: Plan) -> None:
@@ -159,20 +306,11 @@ def with_its_transport(plan: Plan) -> RunConfig:
 
 def allocated_bytes(place: PlaceMemory) -> float:
     """Bytes of a place in torch's allocator, as torch.cuda.max_memory_allocated counts them."""
-    return place.total - sum(_outside(place).values())
+    return place.total - sum(place.buffers[kind] for kind in OUTSIDE_ALLOCATOR)
 
 
 def _gib_by_kind(place: PlaceMemory) -> dict[str, float]:
-    outside = _outside(place)
-    sizes = {
-        **place.state,
-        "activations": place.activations,
-        "buffers": sum(place.buffers.values()) - sum(outside.values()),
-        **outside,
-        "total": place.total,
-    }
-    return {kind: size / 2**30 for kind, size in sizes.items()}
-
-
-def _outside(place: PlaceMemory) -> dict[str, float]:
-    return {kind: place.buffers[kind] for kind in OUTSIDE_ALLOCATOR}
+    outside = {kind: place.buffers[kind] for kind in OUTSIDE_ALLOCATOR}
+    inside = sum(place.buffers.values()) - sum(outside.values())
+    sizes = {**place.state, "activations": place.activations, "buffers": inside, **outside}
+    return {kind: size / 2**30 for kind, size in {**sizes, "total": place.total}.items()}

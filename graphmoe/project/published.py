@@ -20,11 +20,8 @@ def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
 
     *Raises* ConfigError for a configuration that the chart's assumptions do not describe.
     """
-    if problems := [*_published_rules(config, layout)]:
-        raise ConfigError(
-            "; ".join(f"assumptions=published {problem}" for problem in problems)
-            + "; use assumptions=exact, which does"
-        )
+    if problems := [f"assumptions=published {problem}" for problem in _published_rules(config, layout)]:
+        raise ConfigError("; ".join([*problems, "use assumptions=exact, which does"]))
     weights = _weights(config.model, layout)
     sizes = {
         "params": BF16 * weights,
@@ -64,16 +61,13 @@ def _activation_bytes(config: RunConfig, layout: Layout) -> float:
 
 
 def _published_rules(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Yield settings that the chart does not describe."""
     model, recompute = config.model, config.recompute
     if model.attention is not AttentionKind.gqa:
         yield f"has no model.attention={model.attention.value}"
-    for key, count in (("num_dense_layers", model.num_dense_layers), ("mtp_depth", model.mtp_depth)):
-        if count:
-            yield f"has no model.{key}={count}"
-    for key, size in (("tp", layout.tp), ("etp", layout.etp)):
-        if size > 1:
-            yield f"has no parallel.{key}={size}"
+    yield from (
+        f"has no model.{key}={n}" for key in ("num_dense_layers", "mtp_depth") if (n := getattr(model, key))
+    )
+    yield from (f"has no parallel.{key}={n}" for key in ("tp", "etp") if (n := getattr(layout, key)) > 1)
     if model.num_layers % layout.pp:
         yield f"shares model.num_layers={model.num_layers} equally, not by parallel.pp={layout.pp}"
     if recompute.all or recompute.segments or recompute.ops or recompute.layer_ids:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from graphmoe.config.schema import DispatcherChoice, RunConfig
 from graphmoe.model.sizes import flops_per_token, rank_weights
@@ -15,7 +17,6 @@ from graphmoe.plan.costs.segment_times import (
     embed_time,
     head_time,
     join_time,
-    sum_of,
     times_of_layers,
 )
 from graphmoe.plan.costs.sizes import Sizes
@@ -31,26 +32,6 @@ UPDATE_BYTES = 34
 """Bytes that the compiled update moves for each parameter that a rank owns (docs/architecture.md)."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step; those by segment are of one micro-batch on the slowest place along pp."""
-
-    step_s: float
-    bubble: float
-    """Share of the time of the micro-batches in which a rank of a pipeline waits."""
-    forward_s: dict[str, float]
-    backward_s: dict[str, float]
-    exchange_s: float
-    """Part of forward and backward in which the rank waits for others, over all micro-batches of the step."""
-    gradients_s: float
-    """Exchange of gradients and weights that no computation covers."""
-    update_s: float
-    host_s: float
-    """Time of the host to start all work that is not in one graph; a step is not shorter."""
-    tokens_per_s_per_gpu: float
-    mfu: float
-
-
 def step_time(
     config: RunConfig,
     sizes: Sizes,
@@ -58,22 +39,23 @@ def step_time(
     speeds: Speeds,
     plan: PipelinePlan | None,
     bubble: float | None = None,
-) -> StepTime:
-    """Project a step. ``bubble`` takes the place of the simulated one.
+) -> dict[str, Any]:
+    """Project a step: seconds of it and of its parts, and throughput, as a document has them.
 
-    Each micro-batch beyond those of the plan's table adds the time of the slowest place.
+    Times by segment are of one micro-batch on the slowest place along pp. The exchange is the part of them in
+    which the rank waits for others, over all micro-batches; exposed gradients are what no computation covers;
+    a step is not shorter than the host needs to start all work that is not in one graph. ``bubble``, the
+    share of the micro-batches' time in which a rank waits, takes the place of the simulated one. Each
+    micro-batch beyond those of the plan's table adds the time of the slowest place.
     """
-    layout = sizes.layout
+    layout, model = sizes.layout, config.model
     count = num_micro_batches(config, layout)
-    model = config.model
     speeds = replace(speeds, adding=(count - 1) / count)
     stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
+    own = [plan.placement.stages_of(place) if plan else (0,) for place in range(layout.pp)]
     times = [stage_times(config, sizes, speeds, pieces) for pieces in stages]
-    totals = [sum_of("", of_stage) for of_stage in times]
-    busy = [
-        sum(totals[number].total for number in (plan.placement.stages_of(place) if plan else (0,)))
-        for place in range(layout.pp)
-    ]
+    totals = [total_time(of_stage) for of_stage in times]
+    busy = [sum(totals[number].total for number in numbers) for numbers in own]
     if plan is None:
         makespan, waits = count * busy[0], 0.0
     else:
@@ -86,34 +68,33 @@ def step_time(
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
         makespan, waits = count * sum(busy) / len(busy) / (1 - bubble), bubble
-    slowest = max(range(layout.pp), key=busy.__getitem__)
-    own = plan.placement.stages_of(slowest) if plan else (0,)
     owned = [plan.own_stages(place).values() if plan else stages for place in range(layout.pp)]
     gradients = max(reduction_seconds(sizes, speeds, of_place) for of_place in owned)
-    hidden = min(gradients * speeds.rates.hidden_gradients, makespan / count)
-    gradients -= hidden
+    gradients -= min(gradients * speeds.rates.hidden_gradients, makespan / count)
     update = update_seconds(max(place.state["moments"] for place in places), speeds)
-    host = count * max(
-        sum(
-            host_seconds(config, times[number], speeds)
-            for number in (plan.placement.stages_of(p) if plan else (0,))
-        )
-        for p in range(layout.pp)
-    )
+    of_host = [host_seconds(config, of_stage, speeds) for of_stage in times]
+    host = count * max(sum(of_host[number] for number in numbers) for numbers in own)
     step = max(makespan + gradients + update, host)
-    tokens = config.train.global_batch_size * sizes.seq_len
-    rate = tokens / step / layout.size("world")
-    return StepTime(
-        step,
-        waits,
-        *_by_segment([time for number in own for time in times[number]]),
-        count * sum(totals[number].exchange for number in own),
-        gradients,
-        update,
-        host,
-        rate,
-        rate * flops_per_token(model, sizes.seq_len).total / (speeds.card.tflops * 1e12),
-    )
+    rate = config.train.global_batch_size * sizes.seq_len / step / layout.size("world")
+    slowest = own[max(range(layout.pp), key=busy.__getitem__)]
+    forward_s, backward_s = defaultdict[str, float](float), defaultdict[str, float](float)
+    for time in (time for number in slowest for time in times[number]):
+        forward_s[time.name] += time.forward
+        backward_s[time.name] += time.inputs + time.weights
+    return {
+        "step_time_s": step,
+        "bubble": waits,
+        "tokens_per_s_per_gpu": rate,
+        "mfu": rate * flops_per_token(model, sizes.seq_len).total / (speeds.card.tflops * 1e12),
+        "time_s": {
+            "forward_by_segment": dict(forward_s),
+            "backward_by_segment": dict(backward_s),
+            "exposed_exchange": count * sum(totals[number].exchange for number in slowest),
+            "exposed_gradients": gradients,
+            "update": update,
+            "host": host,
+        },
+    }
 
 
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
@@ -134,14 +115,10 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
     return found
 
 
-def _by_segment(times: list[SegmentTime]) -> tuple[dict[str, float], dict[str, float]]:
-    """Sum forward and backward by segment."""
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    for time in times:
-        forward[time.name] = forward.get(time.name, 0) + time.forward
-        backward[time.name] = backward.get(time.name, 0) + time.inputs + time.weights
-    return forward, backward
+def total_time(times: list[SegmentTime]) -> SegmentTime:
+    """Sum segments into one without a name."""
+    kinds = ("forward", "inputs", "weights", "exchange")
+    return SegmentTime("", *(sum(getattr(time, kind) for time in times) for kind in kinds))
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
@@ -156,10 +133,9 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
     """
     layout = sizes.layout
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
-    num_bytes: dict[Axis, int] = {}
+    num_bytes = Counter[Axis]()
     for weight in rank_weights(sizes.model, layout, stages):
-        axis = weight.summed_over
-        num_bytes[axis] = num_bytes.get(axis, 0) + (4 + sizes.element_bytes) * weight.size
+        num_bytes[weight.summed_over] += (4 + sizes.element_bytes) * weight.size
     return sum(
         speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in num_bytes.items()
     )

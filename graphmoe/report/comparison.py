@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphmoe.report.curves import MAX_POINTS, Curve, curve, thinned
+from graphmoe.report.charts import MAX_POINTS, Curve, curve, over, thinned
 from graphmoe.report.run_data import RunData
-from graphmoe.run.metrics_file import Row
-from graphmoe.web_page.page import COLOURS, chart_of, grid, paragraph, table, write_page
+from graphmoe.web_page import COLOURS, chart_of, grid, paragraph, table, write_page
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -36,21 +34,17 @@ def write_comparison(runs: Sequence[RunData], path: Path) -> None:
     """Make the page. *Raises* ImportError without Plotly."""
     names = names_of(runs)
     curves = curves_of_runs([run_curves(run, name) for run, name in zip(runs, names, strict=True)])
-    differences = config_differences(runs)
+    configuration = paragraph("The runs have the same configuration.")
+    if differences := config_differences(runs):
+        configuration = table(["key", *names], differences)
     sections = [
         ("Numbers", table(["", *names], numbers(runs), numbers_from=1)),
         ("Curves", curves or paragraph("None of the runs has recorded a step.")),
-        (
-            "Configuration",
-            table(["key", *names], differences)
-            if differences
-            else paragraph("The runs have the same configuration."),
-        ),
+        ("Configuration", configuration),
     ]
-    states = table(
-        ["run", "state", "folder"], [(n, r.state, r.folder) for n, r in zip(names, runs, strict=True)]
-    )
-    write_page(path, f"graphmoe: {len(runs)} runs", states, sections)
+    states = [(name, run.state, run.folder) for name, run in zip(names, runs, strict=True)]
+    header = table(["run", "state", "folder"], states)
+    write_page(path, f"graphmoe: {len(runs)} runs", header, sections)
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
@@ -81,21 +75,14 @@ def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _rate(run: RunData) -> Curve:
-    """Tokens per second of each device, without the first step, which compiles."""
-
-    def of_each(row: Row) -> float | None:
-        whole = row.get("tokens_per_s")
-        return None if whole is None else whole / run.num_ranks
-
-    return curve("", run.steps[1:] or run.steps, of_each)
-
-
 _LOSSES = ("training loss", "validation loss")
 _PANELS: dict[str, Callable[[RunData], Curve]] = {
     "training loss": lambda run: curve("", run.steps, "loss"),
     "validation loss": lambda run: curve("", run.validations, "val_loss"),
-    "tokens/s of each device": _rate,
+    # without the first step, which compiles
+    "tokens/s of each device": lambda run: curve(
+        "", run.steps[1:] or run.steps, over("tokens_per_s", run.num_ranks)
+    ),
     "model FLOPs utilisation": lambda run: curve("", run.steps, "mfu"),
     "peak memory so far, GiB": lambda run: curve("", run.steps, "memory_gib"),
     "learning rate": lambda run: curve("", run.steps, "lr"),
@@ -103,11 +90,9 @@ _PANELS: dict[str, Callable[[RunData], Curve]] = {
 }
 _AXES = {"step": None, "tokens": 0, "time in steps, s": 1}
 """Indices into the numbers that a step has reached."""
-_BUTTONS = {"type": "buttons", "direction": "right", "y": 1.0, "yanchor": "bottom", "pad": {"b": 30}}
 
 
-@dataclass(frozen=True)
-class RunCurves:
+class RunCurves(NamedTuple):
     """Curves of a run as they are drawn, by panel."""
 
     name: str
@@ -116,11 +101,6 @@ class RunCurves:
     is_thinned: bool
     reached: dict[int, tuple[int, float]]
     """Tokens, and seconds spent in steps, by step."""
-
-    def over(self, axis: str, drawn: Curve) -> Sequence[float]:
-        """Positions of the points of one of its curves on an axis of `_AXES`."""
-        index = _AXES[axis]
-        return drawn.steps if index is None else [self.reached[step][index] for step in drawn.steps]
 
 
 def run_curves(run: RunData, name: str, hover: Sequence[str] = ()) -> RunCurves:
@@ -149,12 +129,6 @@ def curves_of_runs(runs: Sequence[RunCurves]) -> str:
     return grid([chart_of(curves_figure(runs), "Curves", alt, is_zoomed=True, note=shown)])
 
 
-class _Trace(NamedTuple):
-    run: RunCurves
-    title: str
-    drawn: Curve
-
-
 def curves_figure(runs: Sequence[RunCurves]) -> Figure:
     """Panels one below the other, with buttons for the axis of all and the scale of losses.
 
@@ -163,8 +137,8 @@ def curves_figure(runs: Sequence[RunCurves]) -> Figure:
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
-    traces = [_Trace(run, title, each) for run in runs for title, each in run.panels.items() if each.steps]
-    titles = [title for title in _PANELS if any(trace.title == title for trace in traces)]
+    traces = [(run, title, each) for run in runs for title, each in run.panels.items() if each.steps]
+    titles = [title for title in _PANELS if any(each[1] == title for each in traces)]
     colours = {run.name: colour for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False)}
     figure = make_subplots(
         rows=len(titles),
@@ -187,9 +161,25 @@ def curves_figure(runs: Sequence[RunCurves]) -> Figure:
         )
         in_legend.add(run.name)
         figure.add_trace(scatter, row=titles.index(title) + 1, col=1)
+    places = {
+        axis: [
+            each.steps if n is None else [run.reached[s][n] for s in each.steps] for run, _, each in traces
+        ]
+        for axis, n in _AXES.items()
+    }
+    below = f"xaxis{len(titles) if len(titles) > 1 else ''}.title.text"
+    axes = [f"yaxis{number or ''}.type" for number in range(len(titles) + 1) if number != 1]
+    of_losses = [axis for axis, title in zip(axes, titles, strict=True) if title in _LOSSES]
     figure.update_layout(
         height=330 * len(titles),
-        updatemenus=[_axis_buttons(traces, len(titles)), _scale_buttons(titles)],
+        updatemenus=[
+            _buttons("left", "update", {axis: [{"x": x}, {below: axis}] for axis, x in places.items()}),
+            _buttons(
+                "right",
+                "relayout",
+                {f"{kind} loss": [dict.fromkeys(of_losses, kind)] for kind in ("linear", "log")},
+            ),
+        ],
         legend={"orientation": "h", "y": -0.18 / len(titles), "yanchor": "top"},
         margin={"t": 90, "l": 70, "r": 30},
     )
@@ -197,25 +187,14 @@ def curves_figure(runs: Sequence[RunCurves]) -> Figure:
     return figure
 
 
-def _axis_buttons(traces: Sequence[_Trace], num_panels: int) -> dict[str, Any]:
-    """Buttons that draw all traces over steps, tokens or time."""
-    title = f"xaxis{num_panels if num_panels > 1 else ''}.title.text"
-    buttons = [
-        {
-            "label": axis,
-            "method": "update",
-            "args": [{"x": [run.over(axis, drawn) for run, _, drawn in traces]}, {title: axis}],
-        }
-        for axis in _AXES
-    ]
-    return {**_BUTTONS, "buttons": buttons, "x": 0, "xanchor": "left"}
-
-
-def _scale_buttons(titles: Sequence[str]) -> dict[str, Any]:
-    axes = [f"yaxis{number or ''}.type" for number in range(len(titles) + 1) if number != 1]
-    of_losses = [axis for axis, title in zip(axes, titles, strict=True) if title in _LOSSES]
-    buttons = [
-        {"label": f"{kind} loss", "method": "relayout", "args": [dict.fromkeys(of_losses, kind)]}
-        for kind in ("linear", "log")
-    ]
-    return {**_BUTTONS, "buttons": buttons, "x": 1, "xanchor": "right"}
+def _buttons(side: str, method: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Buttons at a side above the panels, each with what it passes to a method of Plotly."""
+    place = {
+        "x": 0 if side == "left" else 1,
+        "xanchor": side,
+        "y": 1.0,
+        "yanchor": "bottom",
+        "pad": {"b": 30},
+    }
+    buttons = [{"label": label, "method": method, "args": args} for label, args in arguments.items()]
+    return {"type": "buttons", "direction": "right", "buttons": buttons, **place}

@@ -6,12 +6,16 @@ import math
 import shlex
 from pathlib import Path
 
-from graphmoe.report.curves import speed_charts, training_charts
-from graphmoe.report.experts import expert_charts
-from graphmoe.report.memory import memory_charts, memory_remarks
+from graphmoe.report.charts import (
+    expert_charts,
+    memory_charts,
+    memory_remarks,
+    speed_charts,
+    training_charts,
+)
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.report.work import capture_section, compile_section, pipeline_section, segments_section
-from graphmoe.web_page.page import Chart, folds, grid, paragraph, table, tiles, write_page
+from graphmoe.web_page import Chart, folds, grid, paragraph, table, tiles, write_page
 
 REPORT_FILE = "report.html"
 NO_STEPS = "No step of training is recorded yet: the run writes them every `train.log_interval` steps."
@@ -47,21 +51,17 @@ def _header(run: RunData) -> str:
     environment, summary = run.environment, run.summary
     validation, peak = summary.get("final_val_loss"), summary.get("peak_memory_gib")
     rate, mfu, tflops = run.tokens_per_s_per_rank(), run.median("mfu"), run.median("tflops")
-    ranks = f"{run.num_ranks} x " if run.num_ranks > 1 else ""
+    ranks, speed = f"{run.num_ranks} x " * (run.num_ranks > 1), f"{_number(tflops, '.4g')} TFLOP/s, median"
     entries = [
         (
             "model",
-            str(run.of("model.name") or "?"),
+            run.of("model.name") or "?",
             ", ".join(filter(None, [run.of("precision.compute"), run.state])),
         ),
         ("device", f"{ranks}{environment.get('device', '?')}", str(environment.get("host", ""))),
         ("parallel layout", run.layout(), f"global batch {run.of('train.global_batch_size')}"),
         (f"tokens/s/{run.device_word}", _number(rate, ",.0f"), "median without the first step"),
-        (
-            "MFU",
-            "?" if mfu is None else f"{mfu:.1%}",
-            "peak of the device is not known" if mfu is None else f"{_number(tflops, '.4g')} TFLOP/s, median",
-        ),
+        ("MFU", _number(mfu, ".1%"), "peak of the device is not known" if mfu is None else speed),
         ("final loss", _number(summary.get("final_loss"), ".4f"), f"validation {_number(validation, '.4f')}"),
         ("peak memory", f"{_number(peak, ',.2f')} GiB", "largest of all ranks"),
         ("first step", f"{_number(summary.get('time_to_first_step_s'), ',.1f')} s", "after the command"),
@@ -77,13 +77,9 @@ def _charts(charts: list[Chart], otherwise: str) -> str:
 
 
 def _rates(run: RunData) -> str:
-    names = {
-        "step_s": "s per step",
-        "tokens_per_s": "tokens/s of all",
-        "tflops": "TFLOP/s of each",
-        "mfu": "MFU",
-    }
-    known = [(name, f"{run.median(key):,.5g}") for key, name in names.items() if run.median(key) is not None]
+    keys = ("step_s", "tokens_per_s", "tflops", "mfu")
+    names = zip(keys, ("s per step", "tokens/s of all", "TFLOP/s of each", "MFU"), strict=True)
+    known = [(name, f"{run.median(key):,.5g}") for key, name in names if run.median(key) is not None]
     return table(["median without the first step", ""], known, numbers_from=1) if known else ""
 
 
@@ -94,9 +90,8 @@ def _loads_hint(run: RunData) -> str:
 
 def _configuration(run: RunData) -> str:
     """A folded table for each section."""
-    flat = run.flat_config()
     groups: dict[str, list[tuple[str, str]]] = {}
-    for key, value in flat.items():
+    for key, value in run.flat_config().items():
         groups.setdefault(key.partition(".")[0] if "." in key else "others", []).append((key, value))
     if not groups:
         return paragraph("The run's folder has no resolved.yaml.")

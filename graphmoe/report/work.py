@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.report.charts import bars, bars_layout
 from graphmoe.report.run_data import RunData
 from graphmoe.run.files import PIPELINE_FILE
-from graphmoe.web_page.page import COLOURS, Chart, grid, paragraph, side_by_side, table
+from graphmoe.web_page import COLOURS, Chart, grid, paragraph, side_by_side, table
 
 MAX_TRACE_BYTES = 16 * 2**20
 """Size of a compressed trace that is read when a run ends; larger ones take too long there."""
@@ -19,7 +21,7 @@ PIPELINE_HINT = "No picture of the pipeline: `profile.pipeline=true` records one
 
 def segments_section(run: RunData, max_trace_bytes: float) -> str:
     """A bar for each segment or compiled unit from a trace of steps, or what would make one."""
-    from graphmoe.trace.__main__ import trace_of
+    from graphmoe.trace.events import trace_of
 
     try:
         path = trace_of(run.folder, None)
@@ -42,28 +44,22 @@ def _of_trace(path: Path) -> str:
     except ConfigError as error:
         return paragraph(f"No time by segment: {error}")
     segments = list(dict.fromkeys(each.segment for each in found.segments))
-    parts = list(dict.fromkeys(each.part for each in found.segments))
-    times = {(each.segment, each.part): each.ms for each in found.segments}
+    times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for each in found.segments:
+        times[each.part][each.segment] = each.ms
     words = {"F": "forward", "I": "input gradients", "W": "weight gradients", "B": "backward", "": "other"}
     traces = [
-        {"type": "bar", "orientation": "h", "name": words.get(part, part), "y": segments,
-         "x": [times.get((segment, part), 0.0) for segment in segments],
-         "marker": {"color": COLOURS[number % len(COLOURS)]}, "hovertemplate": "%{y}: <b>%{x:.4g} ms</b>"}
-        for number, part in enumerate(parts)
-    ]  # fmt: skip
-    layout = {
-        "barmode": "stack",
-        "xaxis": {"title": {"text": "ms per step"}},
-        "yaxis": {"autorange": "reversed"},
-    }
-    most = max(segments, key=lambda name: sum(times.get((name, part), 0.0) for part in parts), default="")
+        bars(words.get(part, part), segments, [of_part[name] for name in segments], colour, "ms")
+        for (part, of_part), colour in zip(times.items(), itertools.cycle(COLOURS), strict=False)
+    ]
+    most = max(segments, key=lambda name: sum(of_part[name] for of_part in times.values()), default="")
     alt = f"Time by segment of {found.num_steps} steps of {found.step_ms:.4g} ms; most is {most}"
     whose = "when any of its kernels runs" if found.on == "gpu" else "of the host"
     of_rank = f" of rank {found.facts['rank']}" if "rank" in found.facts else ""
     note = f"Mean of {found.num_steps} steps{of_rank}, {found.step_ms:,.4g} ms each; times {whose}."
     if found.idle is not None:
         note += f" The GPU is idle for {found.idle:.1%}."
-    height = 130 + 26 * len(segments)
+    layout, height = bars_layout("ms per step"), 130 + 26 * len(segments)
     return grid([Chart("Time by segment", alt, traces, layout, height, is_wide=True, note=note)])
 
 
@@ -89,15 +85,7 @@ def compile_section(run: RunData) -> str:
         for name, each in report.get("passes", {}).items()
     ]  # fmt: skip
     of_units = [
-        [
-            unit["unit"],
-            unit["for"],
-            f"{unit['used']}x",
-            unit["graphs"],
-            f"{unit['seconds']:.1f}",
-            unit["source"],
-        ]
-        for unit in units
+        [u["unit"], u["for"], f"{u['used']}x", u["graphs"], f"{u['seconds']:.1f}", u["source"]] for u in units
     ]
     head = ["pass", "matches", "operations", "kept for the backward", "ms"]
     columns = ["unit", "for", "used", "graphs", "seconds", "from"]
@@ -113,12 +101,12 @@ def capture_section(run: RunData) -> str:
     report = run.captured
     if not report:
         scope = run.of("graph.scope")
-        asked = scope not in (None, "none")
-        return paragraph(
-            f"`graph.scope={_scope(scope)}` left no report: no step was captured."
-            if asked
-            else "Nothing is captured: `graph.scope=none`. A scope such as `graph.scope=layer` captures."
-        )
+        if scope in (None, "none"):
+            return paragraph(
+                "Nothing is captured: `graph.scope=none`. A scope such as `graph.scope=layer` captures."
+            )
+        shown = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
+        return paragraph(f"`graph.scope={shown}` left no report: no step was captured.")
     where = "on the host, in place of a device's graphs" if report["on"] == "host" else "on the device"
     said = f"`graph.scope={report['scope']}`: {report['graphs']} graphs {where} in {report['seconds']:.2f} s"
     said += f", {report['pool_bytes'] / 2**20:,.0f} MiB in their pool; {report['warmup_steps']} steps before."
@@ -139,7 +127,7 @@ def pipeline_section(run: RunData) -> str:
     """The last step that was recorded and its simulation; empty without a pipeline."""
     if (run.folder / PIPELINE_FILE).is_file():
         from graphmoe.pipeline_view.page import timeline_chart
-        from graphmoe.pipeline_view.sources import recorded_panels
+        from graphmoe.pipeline_view.plans import recorded_panels
 
         try:
             return grid([timeline_chart(recorded_panels(run.folder, None, 0.0))])
@@ -150,12 +138,6 @@ def pipeline_section(run: RunData) -> str:
 
 def _saved(each: dict[str, Any]) -> str:
     before, after = each.get("saved_bytes_before"), each.get("saved_bytes_after")
-    return "" if before is None or after is None else f"{_mib(before)} to {_mib(after)}"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.2f} MiB"
-
-
-def _scope(scope: str | Iterable[str]) -> str:
-    return scope if isinstance(scope, str) else f"[{','.join(scope)}]"
+    if before is None or after is None:
+        return ""
+    return f"{before / 2**20:,.2f} MiB to {after / 2**20:,.2f} MiB"

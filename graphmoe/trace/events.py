@@ -10,14 +10,16 @@ import gzip
 import io
 import math
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
-from graphmoe.run.files import STEP, trace_file
+from graphmoe.run.files import PROFILE_FOLDER, STEP, trace_file
 
 LARGEST_TRACE = 4 << 30
 """Bytes of a trace that is read, unpacked."""
@@ -82,6 +84,49 @@ def rank_of(name: str) -> int | None:
     return rank if rank is not None and name == trace_file(rank) else None
 
 
+def trace_of(run: Path, rank: int | None) -> Path:
+    """The trace of a rank of a run, by default the lowest. *Raises* ConfigError where there is none."""
+    return traces_of([run], rank)[0]
+
+
+def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
+    """The traces of one rank of each run, by default the lowest that all of them recorded.
+
+    *Raises* ConfigError where there is none.
+    """
+    of_runs = [recorded(run) for run in runs]
+    if rank is None:
+        common = set.intersection(*map(set, of_runs))
+        if not common:
+            pairs = zip(runs, of_runs, strict=True)
+            there = ", ".join(f"{run} has rank {listed(found)}" for run, found in pairs)
+            raise ConfigError(
+                f"no rank recorded in all: {there}; record the same profile.ranks, or use trace="
+            )
+        rank = min(common)
+    for run, found in zip(runs, of_runs, strict=True):
+        if rank not in found:
+            raise ConfigError(
+                f"rank={rank} has no trace in {run}; there are those of {listed(found)} (profile.ranks)"
+            )
+    return [found[rank] for found in of_runs]
+
+
+def recorded(run: Path) -> dict[int, Path]:
+    """The traces of a run by rank, one at least."""
+    if not run.is_dir():
+        raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>")
+    files = (run / PROFILE_FOLDER).glob("*")
+    found = {rank: path for path in files if (rank := rank_of(path.name)) is not None}
+    if not found:
+        raise ConfigError(f"{run} has no trace; a run with profile.steps=[10,12] writes one")
+    return found
+
+
+def listed(found: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(found)))
+
+
 class _Device(msgspec.Struct):
     name: str | None = None
 
@@ -135,11 +180,11 @@ def read_trace(path: Path) -> Trace:
     """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for a file that is no trace."""
     document = from_json(_text(path), _Document, str(path))
     trace = Trace(path, facts={**(document.graphmoe or {})})
-    names = [device.name for device in document.deviceProperties or [] if device.name]
-    trace.device = trace.facts.get("device") or (names[0] if names else None)
+    names = (device.name for device in document.deviceProperties or [] if device.name)
+    trace.device = trace.facts.get("device") or next(names, None)
     for number, event in enumerate(document.traceEvents):
         if event.ph == "X" and event.ts is not None:
-            _add(trace, event, f"{path}: traceEvents[{number}]")
+            _add(trace, event, event.ts, f"{path}: traceEvents[{number}]")
     for events in (trace.host, trace.calls, trace.activities, trace.steps):
         events.sort(key=lambda event: (event.start, -event.end))
     return trace
@@ -151,24 +196,22 @@ def _text(path: Path) -> str:
         if path.suffix == ".gz":
             with gzip.open(io.BytesIO(content)) as file:
                 content = file.read(LARGEST_TRACE + 1)
-        if len(content) > LARGEST_TRACE:
-            raise FileError(f"{path} has more than {LARGEST_TRACE:,} bytes; record fewer steps")
-        return content.decode("utf-8")
+        text = content.decode("utf-8") if len(content) <= LARGEST_TRACE else None
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        if isinstance(error, FileError):
-            raise
         raise FileError(f"{path} is no whole trace: {error}") from error
+    if text is None:
+        raise FileError(f"{path} has more than {LARGEST_TRACE:,} bytes; record fewer steps")
+    return text
 
 
-def _add(trace: Trace, event: _Event, where: str) -> None:
+def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
     """Put one event where it belongs; most categories are of no use here."""
     category, args = event.cat or "", event.args or {}
     if category not in HOST and category not in DEVICE and not category.endswith(RUNTIME):
         return
     known = typed(args, _Args, f"{where}.args")
-    assert event.ts is not None
-    start, end = event.ts, event.ts + (event.dur or 0.0)
-    if not (math.isfinite(start) and math.isfinite(end)):
+    end = start + (event.dur or 0.0)
+    if not math.isfinite(start + end):
         raise FileError(f"{where}: ts={event.ts} and dur={event.dur} are no times")
     thread, name = (event.pid, event.tid), str(event.name or "")
     if category in HOST:

@@ -10,7 +10,6 @@ import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphmoe.trace.events import Activity, HostEvent, Thread, Trace
@@ -48,21 +47,20 @@ class Place(NamedTuple):
     """The innermost operation."""
 
 
-@dataclass
-class Owners:
+class Owners(NamedTuple):
     """The place of each host event and of each call, in the order of the trace's lists."""
 
     host: list[Place]
     calls: list[Place]
     around: list[Place]
     """Places in which host events begin."""
-    _of_sequence: dict[int, Owner]
+    of_sequence: dict[int, Owner]
 
     def of(self, place: Place) -> Owner:
         """The owner of a place."""
         if place.sequence is None:
             return place.owner
-        forward = self._of_sequence.get(place.sequence)
+        forward = self.of_sequence.get(place.sequence)
         return Owner(forward.unit, "B") if forward else NOBODY
 
 
@@ -70,9 +68,13 @@ def owners_of(trace: Trace) -> Owners:
     """Find the place of everything on the host."""
     num_host = len(trace.host)
     owners = Owners([Place()] * num_host, [Place()] * len(trace.calls), [Place()] * num_host, {})
-    for events in _threads(trace).values():
+    by_thread: dict[Thread, list[tuple[HostEvent, int]]] = defaultdict(list)
+    for listed in (trace.host, trace.calls):
+        for index, event in enumerate(listed):
+            by_thread[event.thread].append((event, index))
+    for events in by_thread.values():
         nest: list[tuple[float, Place]] = []
-        for event, index in events:
+        for event, index in sorted(events, key=lambda pair: (pair[0].start, -pair[0].end)):
             while nest and nest[-1][0] <= event.start:
                 nest.pop()
             outer = nest[-1][1] if nest else Place()
@@ -84,7 +86,7 @@ def owners_of(trace: Trace) -> Owners:
             nest.append((event.end, place))
             sequence = event.args.get("Sequence number", -1)
             if sequence >= 0 and place.sequence is None and place.owner.part == "F":
-                owners._of_sequence[sequence] = place.owner  # the last one has the node of autograd
+                owners.of_sequence[sequence] = place.owner  # the last one has the node of autograd
     return owners
 
 
@@ -96,24 +98,20 @@ def step_of(steps: Sequence[HostEvent], time: float) -> int | None:
 
 def self_times(trace: Trace) -> Iterator[tuple[int, float]]:
     """Each operation's index and its time without that of operations and ranges of ours inside."""
-    by_thread: dict[Thread, list[int]] = defaultdict(list)
+    inner: dict[int, float] = defaultdict(float)
+    nests: dict[Thread, list[int]] = defaultdict(list)
     for index, event in enumerate(trace.host):
-        if not event.is_range or unit_and_part(event.name):
-            by_thread[event.thread].append(index)
-    for indices in by_thread.values():
-        inner: dict[int, float] = defaultdict(float)
-        nest: list[int] = []
-        for index in indices:
-            event = trace.host[index]
-            while nest and trace.host[nest[-1]].end <= event.start:
-                nest.pop()
-            if nest:
-                inner[nest[-1]] += event.end - event.start
-            nest.append(index)
-        for index in indices:
-            event = trace.host[index]
-            if not event.is_range:
-                yield index, max(event.end - event.start - inner[index], 0.0)
+        if event.is_range and not unit_and_part(event.name):
+            continue
+        nest = nests[event.thread]
+        while nest and trace.host[nest[-1]].end <= event.start:
+            nest.pop()
+        if nest:
+            inner[nest[-1]] += event.end - event.start
+        nest.append(index)
+    for index, event in enumerate(trace.host):
+        if not event.is_range:
+            yield index, max(event.end - event.start - inner[index], 0.0)
 
 
 def _inside(event: HostEvent, outer: Place) -> Place:
@@ -123,16 +121,6 @@ def _inside(event: HostEvent, outer: Place) -> Place:
     if event.name.startswith(_AUTOGRAD) and "Sequence number" in event.args:
         return Place(NOBODY, event.args["Sequence number"], event)
     return Place(outer.owner, outer.sequence, event)
-
-
-def _threads(trace: Trace) -> dict[Thread, list[tuple[HostEvent, int]]]:
-    found: dict[Thread, list[tuple[HostEvent, int]]] = defaultdict(list)
-    for events in (trace.host, trace.calls):
-        for index, event in enumerate(events):
-            found[event.thread].append((event, index))
-    for listed in found.values():
-        listed.sort(key=lambda pair: (pair[0].start, -pair[0].end))
-    return found
 
 
 def is_communication(activity: Activity) -> bool:

@@ -130,9 +130,7 @@ def _notes(summary: Summary) -> list[str]:
         )
     if any(".." in unit for unit in units):
         notes.append("a row such as attn..mlp is a compiled unit: its kernels are fused over its segments")
-    if UNKNOWN.unit in units:
-        notes.append(f"{UNKNOWN.unit}: kernels whose launch is not in the trace")
-    return notes
+    return [*notes, *[f"{UNKNOWN.unit}: kernels whose launch is not in the trace"] * (UNKNOWN.unit in units)]
 
 
 def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
@@ -166,8 +164,8 @@ def _spent_in_ranges(trace: Trace, owners: Owners) -> dict[Owner, float]:
         named = unit_and_part(event.name) if event.is_range else None
         if named and step_of(trace.steps, event.start) is not None:
             spent[named] += event.end - event.start
-            if around.owner != NOBODY:
-                spent[around.owner] -= event.end - event.start
+            spent[around.owner] -= event.end - event.start
+    spent.pop(NOBODY, None)
     return spent
 
 

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from graphmoe.trace.__main__ import trace_of
-from graphmoe.trace.events import read_trace
+from graphmoe.trace.events import read_trace, trace_of
 from graphmoe.trace.summary import summarise
 from graphmoe.training.profile import StepTrace
 from tests.gpu.tiny import GPU, UNREAD

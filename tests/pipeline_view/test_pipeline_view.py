@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ import pytest
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view import __main__ as tool
-from graphmoe.pipeline_view.plans import load_preset
-from graphmoe.pipeline_view.sources import median_costs
+from graphmoe.pipeline_view.plans import load_preset, median_costs
 from graphmoe.plan.costs.segment_times import modelled_parts
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
@@ -27,30 +25,27 @@ from tests.runs import ROOT
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
 
 
-def document(capsys, *words: str) -> dict:
-    tool.main([*words, "format=json"])
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
+def document(capsys, words: str) -> dict:
+    tool.main([*words.split(), "format=json"])
+    return json.loads(capsys.readouterr().out)
 
 
-def shown(capsys, *words: str) -> str:
-    tool.main(list(words))
+def shown(capsys, words: str) -> str:
+    tool.main(words.split())
     return capsys.readouterr().out
 
 
-def error_of(*words: str) -> str:
+def error_of(words: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        tool.main(list(words))
+        tool.main(words.split())
     return str(caught.value)
 
 
-SIZES = ["stages=8", "virtual_stages=1", "microbatches=32"]
-ZB1P = ["schedule=zb1p", *SIZES, "cost.f=1000", "cost.b=1000", "cost.w=1000"]
+ZB1P = "schedule=zb1p stages=8 virtual_stages=1 microbatches=32 cost.f=1000 cost.b=1000 cost.w=1000"
 
 
 def test_the_document_of_a_schedule_has_every_action_with_its_times(capsys):
-    found = document(capsys, *ZB1P)
+    found = document(capsys, ZB1P)
     assert (found["schedule"], found["stages"], found["virtual_stages"]) == ("zb1p", 8, 1)
     assert found["makespan"] == 32 * 3000 + 7 * 1000
     assert found["bubble"] == pytest.approx(7000 / found["makespan"])
@@ -64,57 +59,47 @@ def test_the_document_of_a_schedule_has_every_action_with_its_times(capsys):
     assert found["actions"][0][0] == first and found["transfers"] == [[]] * 8
 
 
-def test_stdout_of_the_command_is_the_document_and_nothing_else(tmp_path):
-    words = [*ZB1P, "format=json", f"html={tmp_path / 'a.html'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "graphmoe.pipeline_view", *words], capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)
-    assert found["makespan"] == 103_000 and found["pictures"] == [str(tmp_path / "a.html")]
-    assert done.stderr == ""
+def test_stdout_is_the_document_and_nothing_else(tmp_path, capsys):
+    tool.main([*ZB1P.split(), "format=json", f"html={tmp_path / 'a.html'}"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["pictures"] == [str(tmp_path / "a.html")] and printed.err == ""
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_virtual_stages_share_the_cost_of_a_rank(name, capsys):
-    found = document(capsys, f"schedule={name}", "stages=4", "cost.f=8", "cost.b=4", "cost.w=2")
+    found = document(capsys, f"schedule={name} stages=4 cost.f=8 cost.b=4 cost.w=2")
     assert found["virtual_stages"] == SCHEDULES[name].virtual_stages[0] and found["microbatches"] == 16
     for actions in found["actions"]:
         assert sum(action["end"] - action["start"] for action in actions) == pytest.approx(16 * (8 + 4 + 2))
 
 
 def test_a_schedule_that_is_slower_than_1f1b_is_said_to_be(capsys):
-    words = ["schedule=zbv,v_min", "stages=8", "cost.f=1000", "cost.b=2300", "cost.w=600"]
-    none, said = (found["slower_than_1f1b"] for found in document(capsys, *words)["schedules"])
+    words = "schedule=zbv,v_min stages=8 cost.f=1000 cost.b=2300 cost.w=600"
+    none, said = (found["slower_than_1f1b"] for found in document(capsys, words)["schedules"])
     assert none is None and said.startswith("v_min is slower than 1f1b by simulation: bubble ")
-    assert said in " ".join(shown(capsys, *words).split())
-    assert "slower_than_1f1b" not in document(capsys, "layout=Et|tL", "stages=2")
+    assert said in " ".join(shown(capsys, words).split())
+    assert "slower_than_1f1b" not in document(capsys, "layout=Et|tL stages=2")
 
 
 @pytest.mark.parametrize("name", ["zbv", "v_half", "v_min"])
 def test_a_table_on_a_v_is_made_for_the_costs_that_are_given(name, capsys):
-    found = document(
-        capsys, f"schedule={name}", "stages=4", "cost.f=3", "cost.b=4", "cost.w=1", "cost.comm=0.1"
-    )
+    found = document(capsys, f"schedule={name} stages=4 cost.f=3 cost.b=4 cost.w=1 cost.comm=0.1")
     costs = Costs.of_rank(Placement.folded(4), 3, 4, 1, comm=0.1)
     assert found["makespan"] == simulate(make_table(name, 4, 16, costs=costs), costs).makespan
 
 
 def test_several_schedules_are_a_list_in_the_order_that_was_asked(capsys):
-    words = ["schedule=interleaved,1f1b,interleaved", "virtual_stages=2,1,4", "microbatches=8"]
-    found = document(capsys, *words)["schedules"]
+    words = "schedule=interleaved,1f1b,interleaved virtual_stages=2,1,4 microbatches=8"
+    found = document(capsys, words)["schedules"]
     assert [(one["schedule"], one["virtual_stages"]) for one in found] == [
         ("interleaved", 2),
         ("1f1b", 1),
         ("interleaved", 4),
     ]
     assert found[2]["makespan"] < found[0]["makespan"] < found[1]["makespan"]
-    text = shown(capsys, *words)
-    titles = [line for line in text.splitlines() if "bubble" in line]
-    assert [title.split(":")[0] for title in titles] == [
-        "interleaved, 2 stages a rank",
-        "1f1b",
-        "interleaved, 4 stages a rank",
-    ]
+    text = shown(capsys, words)
+    titles = [line.split(":")[0] for line in text.splitlines() if "bubble" in line]
+    assert titles == ["interleaved, 2 stages a rank", "1f1b", "interleaved, 4 stages a rank"]
     assert text.rstrip().endswith("out=<folder> draws this")
 
 
@@ -123,12 +108,12 @@ def test_the_layout_in_the_documentation_is_that_of_the_model(capsys):
     (said,) = re.findall(
         r"^pipeline.schedule=zb1p: 4 stages on 4 ranks, .* layout (\S+)$", page, re.MULTILINE
     )
-    assert document(capsys, "model=tiny", "stages=4", "schedule=zb1p", "seq_len=256")["layout"] == said
+    assert document(capsys, "model=tiny stages=4 schedule=zb1p seq_len=256")["layout"] == said
 
 
 def test_transfers_pairs_and_bytes_are_in_the_document(capsys):
     words = "schedule=1f1b stages=2 microbatches=8 overlap=true cost.hidden=400 cost.comm=10"
-    found = document(capsys, *words.split(), "cost.activation_gib=0.5")
+    found = document(capsys, f"{words} cost.activation_gib=0.5")
     pairs = [action for action in found["actions"][0] if "in_turns_with" in action]
     by_name = {action["action"]: action for action in pairs}
     assert pairs and all(by_name[pair["in_turns_with"]]["start"] == pair["start"] for pair in pairs)
@@ -139,73 +124,42 @@ def test_transfers_pairs_and_bytes_are_in_the_document(capsys):
 
 @pytest.mark.parametrize("text", ['"Et|(tt|)*6L"', "Et|(tt|)*6L", "'E t | (t*2|)*6 L'"])
 def test_a_layout_is_written_out_by_stage_and_by_rank(text, capsys):
-    found = document(capsys, f"layout={text}", "stages=4", "virtual_stages=2")
+    tool.main([f"layout={text}", "stages=4", "virtual_stages=2", "format=json"])
+    found = json.loads(capsys.readouterr().out)
     assert found["pieces"] == ["Et", "tt", "tt", "tt", "tt", "tt", "tt", "L"]
     assert found["ranks"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert found["rank_pieces"] == [["Et", "tt"], ["tt", "tt"], ["tt", "tt"], ["tt", "L"]]
     assert (found["stages"], found["virtual_stages"]) == (4, 2) and "makespan" not in found
 
 
-def test_a_v_schedule_folds_the_layout(capsys):
-    found = document(capsys, "layout=Et|(tt|)*6L", "schedule=zbv", "stages=4")
-    assert found["ranks"] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert found["rank_pieces"][0] == ["Et", "L"] and found["makespan"] > 0
-
-
-@pytest.mark.parametrize(
-    "words, ranks",
-    [(["stages=4"], [[0, 2 * 2], [1, 5], [2, 6], [3, 7]]), ([], [[n] for n in range(8)])],
-    ids=["stages", "neither"],
-)
-def test_ranks_and_virtual_stages_follow_from_the_number_of_pieces(words, ranks, capsys):
-    assert document(capsys, "layout=Et|(tt|)*6L", *words)["ranks"] == ranks
-
-
-def test_the_table_of_a_layout_numbers_the_layers(capsys):
+def test_a_layout_follows_its_pieces_is_folded_by_a_v_schedule_and_numbers_the_layers(capsys):
+    folded = document(capsys, "layout=Et|(tt|)*6L schedule=zbv stages=4")
+    assert folded["ranks"] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert folded["rank_pieces"][0] == ["Et", "L"] and folded["makespan"] > 0
+    of_stages = document(capsys, "layout=Et|(tt|)*6L stages=4")
+    assert of_stages["ranks"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert document(capsys, "layout=Et|(tt|)*6L")["ranks"] == [[n] for n in range(8)]
     rows = [line.split() for line in shown(capsys, "layout=Et|ttt|L").splitlines()]
     assert ["1", "1", "ttt", "1", "to", "3"] in rows and ["0", "0", "Et", "0"] in rows
     assert ["2", "2", "L"] in rows
 
 
 def test_a_model_gives_layout_and_costs(capsys):
-    words = ["model=deepseek_v2_lite", "schedule=1f1b", "stages=4", "microbatches=4", "cost.f=10"]
-    found = document(capsys, *words)
-    model = load_preset("deepseek_v2_lite")
-    assert sum(found["stage_ms"]) == pytest.approx(
-        1e3 * sum(part.total for part in modelled_parts(model, 4096))
-    )
-    assert "".join(found["pieces"]) == "E" + "t" * 27 + "L" and len(found["pieces"]) == 4
+    words = "model=deepseek_v2_lite schedule=1f1b stages=4 microbatches=4 cost.f=10"
+    found = document(capsys, words)
+    modelled = modelled_parts(load_preset("deepseek_v2_lite"), 4096)
+    assert sum(found["stage_ms"]) == pytest.approx(1e3 * sum(part.total for part in modelled))
     forwards = [next(a for a in actions if a["kind"] == "F") for actions in found["actions"]]
     times = [action["end"] - action["start"] for action in forwards]
     assert found["pieces"] == ["E" + "t" * 7, "t" * 7, "t" * 7, "t" * 6 + "L"]
     assert sum(times) == pytest.approx(40) and times[1] == pytest.approx(times[2])
     assert times[0] < times[1] - 0.01 and times[3] > times[1] + 0.01
-    long = document(capsys, *words, "seq_len=65536")
+    long = document(capsys, f"{words} seq_len=65536")
     assert sum(long["stage_ms"]) > sum(found["stage_ms"])
-    assert "of the time" in shown(capsys, *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "is_said"),
-    [
-        (["layout=Et|tL"], True),
-        (["layout=Etttt|L", "model=tiny"], False),
-        (["model=tiny"], False),
-        ([], False),
-    ],
-)
-def test_stages_of_a_layout_that_are_not_weighed_are_said_to_be(words, is_said, capsys):
-    text = shown(capsys, "schedule=1f1b", "stages=2", *words)
-    assert ("all stages cost the same here" in text) == is_said
-
-
-def test_a_model_alone_shows_its_balanced_layout(capsys):
-    found = document(capsys, "model=tiny", "stages=2")
-    assert found["pieces"] == ["Ett", "ttL"] and "actions" not in found
-
-
-def test_several_schedules_show_a_layout_that_they_share_once(capsys):
-    text = shown(capsys, "model=tiny", "schedule=1f1b,zb1p", "stages=2")
+    assert "of the time" in shown(capsys, words)
+    alone = document(capsys, "model=tiny stages=2")
+    assert alone["pieces"] == ["Ett", "ttL"] and "actions" not in alone
+    text = shown(capsys, "model=tiny schedule=1f1b,zb1p stages=2")  # which share a layout
     assert text.count("layout ") == 1 and text.count("bubble") == 2
 
 
@@ -215,66 +169,59 @@ def test_every_preset_can_be_named(name):
 
 
 def test_pictures_go_where_they_are_asked_to(capsys, tmp_path):
-    words = ["schedule=1f1b,zb1p", "stages=2", "microbatches=3", f"out={tmp_path / 'new' / 'folder'}"]
-    text = shown(capsys, *words, f"png={tmp_path / 'a.png'}")
+    words = f"schedule=1f1b,zb1p stages=2 microbatches=3 out={tmp_path / 'new' / 'folder'}"
+    text = shown(capsys, f"{words} png={tmp_path / 'a.png'}")
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
     assert list(map(str, files)) == ["a.png", "new/folder/pipeline.html", "new/folder/pipeline.png"]
     assert text.count("written:") == 3 and "draws this" not in text
     page = (tmp_path / "new/folder/pipeline.html").read_text()
     assert "schedule=1f1b,zb1p" in page and not re.search(r"<(script|link|img)[^>]* (src|href)=", page)
     drawn = set(re.findall(r'"(\d[FBIW]\d): ', page[page.index("application/json") :]))
-    micro_batches = [f"{stage}{kind}{n}" for stage in (0, 1) for kind in "FBIW" for n in range(3)]
-    assert drawn == set(micro_batches)
+    assert drawn == {f"{stage}{kind}{n}" for stage in (0, 1) for kind in "FBIW" for n in range(3)}
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A run that recorded five steps of zb1p; two of them were slow."""
-    table = make_table("zb1p", 2, 6)
     timelines = {}
     for step, factor in ((10, 1.0), (20, 2.0), (30, 3.0), (40, 1.0), (50, 1.0)):
         costs = Costs((2e3 * factor, 3e3 * factor), (2e3, 3e3), (1e3, 1.5e3), activation_bytes=(2**30, 2**30))
-        timelines[step] = simulate(table, costs)
+        timelines[step] = simulate(make_table("zb1p", 2, 6), costs)
     write_timelines(tmp_path / FILE_NAME, timelines)
     return tmp_path
 
 
-def test_a_run_is_shown_as_recorded_and_with_its_median_times(run, capsys):
+def test_a_run_is_shown_and_drawn_as_recorded_and_with_its_median_times(run, capsys, tmp_path):
     recorded, simulated = document(capsys, f"run={run}")["schedules"]
     assert recorded["title"] == "zb1p, step 50 as recorded" and recorded["unit"] == "ms"
     assert recorded["peak_bytes"] == [2 * 2**30, 2 * 2**30]
     assert simulated["makespan"] == pytest.approx(recorded["makespan"])  # the last step took the median
-    slow = document(capsys, f"run={run}", "step=30", "cost.comm=0.5")["schedules"]
+    slow = document(capsys, f"run={run} step=30 cost.comm=0.5")["schedules"]
     assert slow[0]["makespan"] > slow[1]["makespan"] > recorded["makespan"]
     waits = [wait["end"] - wait["start"] for rank in slow[1]["transfers"] for wait in rank]
     assert waits and waits == pytest.approx([0.5] * len(waits))
+    text = shown(capsys, f"run={run} html={tmp_path / 'a.html'}")
+    assert re.search(r"step 50 as recorded: makespan [\d,.]+ ms, bubble [\d.%]+, peak 2 GiB", text)
+    assert "makespan: from the first start to the last end of any rank\n" in text
+    assert "time, ms" in (tmp_path / "a.html").read_text()
+    assert "10, 20, 30" in (error := error_of(f"run={run} step=11")) and "step=11 is not in" in error
 
 
 @pytest.mark.parametrize(
-    ("words", "unit"),
+    ("words", "unit", "weighs"),
     [
-        ("stages=2", "costs: a rank's forward of one micro-batch is cost.f=1000"),
-        ("stages=2 cost.f=2.5", "costs: a rank's forward of one micro-batch is cost.f=2.5"),
-        ("model=tiny", "costs: a rank's forward of one micro-batch is cost.f=1000, in the mean of ranks"),
+        ("stages=2", "cost.f=1000", None),
+        ("stages=2 cost.f=2.5 layout=Et|tL", "cost.f=2.5", False),
+        ("stages=2 model=tiny", "cost.f=1000, in the mean of ranks", True),
+        ("stages=2 model=tiny layout=Etttt|L", "cost.f=1000, in the mean of ranks", True),
     ],
 )
-def test_the_makespan_is_named_with_its_unit(words, unit, capsys):
-    text = shown(capsys, "schedule=1f1b", *words.split())
+def test_the_makespan_is_named_with_its_unit_and_stages_that_are_not_weighed(words, unit, weighs, capsys):
+    text = shown(capsys, f"schedule=1f1b {words}")
     assert re.search(r"^1f1b: makespan [\d,.]+, bubble", text, re.MULTILINE)
-    said = " ".join(text.split())
-    assert f"the first start to the last end of any rank, in the unit of {unit} out=<folder>" in said
-
-
-def test_the_makespan_of_a_run_is_in_milliseconds(run, capsys):
-    text = shown(capsys, f"run={run}")
-    assert re.search(r"as recorded: makespan [\d,.]+ ms, bubble", text)
-    assert "makespan: from the first start to the last end of any rank\n" in text
-
-
-def test_a_run_is_drawn(run, capsys, tmp_path):
-    text = shown(capsys, f"run={run}", f"html={tmp_path / 'a.html'}")
-    assert "zb1p, step 50 as recorded" in text and "peak 2 GiB" in text
-    assert "time, ms" in (tmp_path / "a.html").read_text()
+    said = "of any rank, in the unit of costs: a rank's forward of one micro-batch is"
+    assert f"{said} {unit} " in " ".join(text.split())
+    assert ("all stages cost the same here" in text) == (weighs is False)
 
 
 def test_median_times_of_pairs_are_what_they_save():
@@ -289,86 +236,58 @@ def test_median_times_of_pairs_are_what_they_save():
 
 
 def test_a_step_that_is_not_whole_is_shown_as_an_error(tmp_path):
-    timeline = two_ranks()
-    write_timelines(
-        tmp_path / FILE_NAME, {1: timeline.__class__(**{**vars(timeline), "spans": timeline.spans[2:]})}
-    )
-    assert f"step 1 of {tmp_path / FILE_NAME} is no whole step: mixed: rank 0 at 0I0" in error_of(
-        f"run={tmp_path}"
-    )
+    timeline = dataclasses.replace(two_ranks(), spans=two_ranks().spans[2:])
+    write_timelines(tmp_path / FILE_NAME, {1: timeline})
+    said = f"step 1 of {tmp_path / FILE_NAME} is no whole step: mixed: rank 0 at 0I0"
+    assert said in error_of(f"run={tmp_path}")
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("", "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."),
-        ("schedule=zb2", "schedule=zb2: there is no such schedule; use one of gpipe, 1f1b, interleaved"),
-        (
-            "schedule=1f1b stages=0 microbatches=0",
-            "stages=0 must be 1 or more; microbatches=0 must be 1 or more",
-        ),
-        (
-            "schedule=1f1b cost.f=0 cost.w=-1",
-            "cost.f=0.0 must be greater than 0, and at most 1e+100; cost.w=-1.0 must be 0 or gr",
-        ),
-        ("schedule=1f1b cost.comm=inf", "cost.comm=inf must be 0 or greater"),
-        ("schedule=zbv cost.f=1e308", "cost.f=1e+308 must be greater than 0, and at most 1e+100"),
-        (
-            "schedule=1f1b stages=1000000000",
-            "stages=1000000000 with 4000000000 micro-batches would take minutes",
-        ),
-        ("schedule=1f1b stages=64 microbatches=100000", "use fewer stages, or at most microbatches=1024"),
-        ("schedule=1f1b cost.x=1", "unknown key 'cost.x'"),
-        ("schedule=1f1b virtual_stages=2", "virtual_stages=2 does not suit schedule=1f1b"),
-        ("schedule=1f1b virtual_stages=0", "virtual_stages=0 must be 1 or more"),
-        (
-            "schedule=1f1b,zb1p virtual_stages=1,1,1",
-            "has 3 numbers for 2 schedules; give one for all, or one",
-        ),
-        ("schedule=zb1p overlap=true", "overlap=true runs a forward and a backward together"),
-        ("schedule=1f1b cost.hidden=1", "cost.hidden=1.0 is for overlap=true"),
-        ("run=outputs/tiny cost.w=0 seq_len=99", "run=outputs/tiny has its own cost.w, seq_len; leave out"),
-        ("layout=Et|tL cost.b=0", "cost.b: nothing is simulated or drawn without a schedule"),
-        ("schedule=1f1b seq_len=9", "seq_len=9 says what a model's parts cost; add model=..."),
-        ("schedule=1f1b model=tinyy", "model=tinyy is no preset; did you mean 'tiny'?"),
-        ("schedule=1f1b model=tiny cost.b=1", "model=tiny says what backwards cost; leave out cost.b=1.0"),
-        ("model=tiny stages=8", "stages * virtual_stages = 8, and the model has 6 parts (Et*4L)"),
-        (
-            "model=tiny layout=Et|tL",
-            "layout: t is there 2 times, and model.num_layers=4; add 2\n  Et|tL\n     ^",
-        ),
-        ("layout=Et|tL stages=3", "layout: 2 pieces, and stages * virtual_stages = 3; use 2 borders |"),
-        ("layout=Et|xL", "layout: 'x' is no letter of a layout"),
-        ("layout=Et|tL cost.f=3 out=x", "cost.f, out: nothing is simulated or drawn without a schedule; add"),
-        ("schedule=1f1b step=3", "step=3 is one of a run; add run=..."),
-        ("run=x schedule=1f1b stages=3 cost.w=1", "run=x has its own schedule, stages, cost.w; leave out"),
-        ("run=x", "there is no x/pipeline.json; a run with profile.pipeline=true writes it"),
-        (
-            "schedule=1f1b png=none/a.png",
-            "png=none/a.png: there is no folder none; make it, or name another file",
-        ),
-        ("schedule=1f1b html=.", "html=. is a folder; name a file, such as html=pipeline.html"),
-        ("schedule=1f1b out=there.txt", "out=there.txt is a file; name a folder, or use html=there.txt"),
-    ],
+WRONG = (
+    ("", "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."),
+    ("schedule=zb2", "schedule=zb2: there is no such schedule; use one of gpipe, 1f1b, interleaved"),
+    ("schedule=1f1b stages=0 microbatches=0", "stages=0 must be 1 or more; microbatches=0 must be 1 or more"),
+    ("schedule=1f1b cost.f=0 cost.w=-1", "cost.f=0.0 must be greater than 0, and at most 1e+100; cost.w=-1"),
+    ("schedule=1f1b cost.comm=inf", "cost.comm=inf must be 0 or greater"),
+    ("schedule=zbv cost.f=1e308", "cost.f=1e+308 must be greater than 0, and at most 1e+100"),
+    ("schedule=1f1b stages=1000000000", "with 4000000000 micro-batches would take minutes"),
+    ("schedule=1f1b stages=64 microbatches=100000", "use fewer stages, or at most microbatches=1024"),
+    ("schedule=1f1b cost.x=1", "unknown key 'cost.x'"),
+    ("schedule=1f1b virtual_stages=2", "virtual_stages=2 does not suit schedule=1f1b"),
+    ("schedule=1f1b virtual_stages=0", "virtual_stages=0 must be 1 or more"),
+    ("schedule=1f1b,zb1p virtual_stages=1,1,1", "has 3 numbers for 2 schedules; give one for all, or one"),
+    ("schedule=zb1p overlap=true", "overlap=true runs a forward and a backward together"),
+    ("schedule=1f1b cost.hidden=1", "cost.hidden=1.0 is for overlap=true"),
+    ("run=outputs/tiny cost.w=0 seq_len=99", "run=outputs/tiny has its own seq_len, cost.w; leave out"),
+    ("layout=Et|tL cost.b=0", "cost.b: nothing is simulated or drawn without a schedule"),
+    ("schedule=1f1b seq_len=9", "seq_len=9 says what a model's parts cost; add model=..."),
+    ("schedule=1f1b model=tinyy", "model=tinyy is no preset; did you mean 'tiny'?"),
+    ("schedule=1f1b model=tiny cost.b=1", "model=tiny says what backwards cost; leave out cost.b=1.0"),
+    ("model=tiny stages=8", "stages * virtual_stages = 8, and the model has 6 parts (Et*4L)"),
+    ("model=tiny layout=Et|tL", "layout: t is there 2 times, and model.num_layers=4; add 2\n  Et|tL\n     ^"),
+    ("layout=Et|tL stages=3", "layout: 2 pieces, and stages * virtual_stages = 3; use 2 borders |"),
+    ("layout=Et|xL", "layout: 'x' is no letter of a layout"),
+    ("layout=Et|tL cost.f=3 out=x", "cost.f, out: nothing is simulated or drawn without a schedule; add"),
+    ("schedule=1f1b step=3", "step=3 is one of a run; add run=..."),
+    ("run=x schedule=1f1b stages=3 cost.w=1", "run=x has its own schedule, stages, cost.w; leave out"),
+    ("run=x", "there is no x/pipeline.json; a run with profile.pipeline=true writes it"),
+    ("schedule=1f1b png=none/a.png", "png=none/a.png: there is no folder none; make it, or name another"),
+    ("schedule=1f1b html=.", "html=. is a folder; name a file, such as html=pipeline.html"),
+    ("schedule=1f1b out=there.txt", "out=there.txt is a file; name a folder, or use html=there.txt"),
 )
-def test_what_cannot_be_shown_is_named_with_what_would_do(words, message, tmp_path, monkeypatch):
+
+
+def test_what_cannot_be_shown_is_named_with_what_would_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("there.txt").touch()
-    assert message in error_of(*words.split())
-
-
-def test_a_step_that_was_not_recorded_is_named_with_those_that_were(run):
-    assert "step=11 is not in" in (error := error_of(f"run={run}", "step=11")) and "10, 20, 30" in error
+    answers = {words: error_of(words) for words, _ in WRONG}
+    assert {words: answers[words] for words, said in WRONG if said not in answers[words]} == {}
+    with pytest.raises(SystemExit) as end:
+        run_tool(tool.main, ["schedule=zb2"])
+    assert end.value.code == 2 and capsys.readouterr().out == ""
 
 
 def test_without_matplotlib_a_png_is_refused_and_a_page_is_not(monkeypatch, capsys, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
-    assert "a PNG needs matplotlib: pip install" in error_of("schedule=1f1b", f"png={tmp_path / 'a.png'}")
-    assert "written" in shown(capsys, "schedule=1f1b", f"html={tmp_path / 'a.html'}")
-
-
-def test_an_error_ends_the_command_with_status_2(capsys):
-    with pytest.raises(SystemExit) as end:
-        run_tool(tool.main, ["schedule=zb2"])
-    assert end.value.code == 2 and capsys.readouterr().out == ""
+    assert "a PNG needs matplotlib: pip install" in error_of(f"schedule=1f1b png={tmp_path / 'a.png'}")
+    assert "written" in shown(capsys, f"schedule=1f1b html={tmp_path / 'a.html'}")

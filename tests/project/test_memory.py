@@ -1,14 +1,23 @@
-"""Memory of whole ranks: against dry runs, along pipelines, and what is refused."""
+"""Memory of whole ranks: against dry runs and flat buffers, along pipelines, and what is refused."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.model.build import build_model
+from graphmoe.model.sizes import rank_weights
+from graphmoe.optim.flat_buffers import families_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peak_activations
+from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.pipeline.plan import pipeline_of
-from graphmoe.project.memory import MEMORY_KINDS, exact_memory
+from graphmoe.plan.plan import plan_of
+from graphmoe.project.memory import MEMORY_KINDS, exact_memory, state_bytes
+from graphmoe.runtime.dispatch import make_dispatcher
+from graphmoe.runtime.ranks import Mesh
+from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.training.dry_run import dry_run
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, slow_but
@@ -55,12 +64,16 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
         assert place.activations <= place.by_segment.total() * plan.table.num_micro_batches
 
 
-def test_the_kinds_of_a_rank_add_up():
-    (memory,), _ = memory_of()
+def test_the_kinds_of_a_rank_add_up_and_what_is_not_counted_is_refused():
+    (memory,), run = memory_of()
     kinds = memory.kinds_gb()
     assert tuple(kinds) == MEMORY_KINDS
     assert kinds["total"] == pytest.approx(sum(kinds[kind] for kind in MEMORY_KINDS[:-1]))
     assert memory.by_segment == sum(memory.by_part.values(), type(memory.by_segment)())
+    run = replace(run, compile=replace(run.compile, enabled=False))
+    run = replace(run, passes=replace(run.passes, disabled=["fuse_experts"]))
+    with pytest.raises(ConfigError, match="compile.enabled=true.*leave them out"):
+        exact_memory(run, Layout(), on_nvidia=False)
 
 
 def test_lanes_of_a_captured_pipeline_have_working_memory_each():
@@ -78,9 +91,57 @@ def test_lanes_of_a_captured_pipeline_have_working_memory_each():
     assert partial.buffers["graph_pool"] > 0
 
 
-def test_what_is_not_counted_is_refused_with_what_to_type_instead():
-    _, run = memory_of()
-    run = replace(run, compile=replace(run.compile, enabled=False))
-    run = replace(run, passes=replace(run.passes, disabled=["fuse_experts"]))
-    with pytest.raises(ConfigError, match="compile.enabled=true.*leave them out"):
-        exact_memory(run, Layout(), on_nvidia=False)
+EIGHT = ("launch.fake_world=8", "train.global_batch_size=16", "optim.bucket_mb=0.01", "compile.enabled=false")
+CASES = {
+    "dp": (),
+    "bf16": ("precision.compute=bf16",),
+    "latent queries, multi-token prediction": ("model.q_lora_rank=8", "model.mtp_depth=1"),
+    "grouped queries, ep": (
+        "model.attention=gqa", "model.num_kv_heads=2", "model.qk_norm=true", "parallel.ep=4",
+    ),
+    "tp, ep": ("parallel.tp=2", "parallel.ep=2"),
+    "cp, etp": ("parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
+    "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", CASES.values(), ids=CASES)
+def test_state_is_what_a_dry_run_counts(words):
+    run = config(*EIGHT, "model.num_dense_layers=1", *words)
+    layout = Layout.of(run.parallel, 8)
+    weights = rank_weights(run.model, layout, [all_pieces(run.model.num_layers, run.model.mtp_depth)])
+    element_bytes = 2 if run.precision.compute.value == "bf16" else 4
+    found = dry_run(run)["memory"]["state_bytes"]
+    names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
+    projected = state_bytes(weights, layout, element_bytes, run.optim.bucket_mb)
+    if element_bytes == 4:  # the shard of the weights is the main weights
+        assert projected["main_params"] == 0
+    assert {names[kind]: size for kind, size in projected.items() if size} == {
+        name: found[name] for name in names.values() if name in found
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("words", [(), ("model.mtp_depth=1",), ("model.tie_embeddings=true",)])
+def test_state_of_each_place_of_a_pipeline_is_that_of_its_flat_buffers(schedule, words):
+    run = config(
+        "launch.nproc=8", "parallel.pp=2", "parallel.ep=2", f"pipeline.schedule={schedule}",
+        "train.global_batch_size=16", *words,
+    )  # fmt: skip
+    plan = plan_of(run, 8)
+    layout = plan.layout
+    for place in range(2):
+        stages = tuple(plan.own_stages(place))
+        with fake_process_group(8, place * 4):
+            mesh = Mesh(layout)
+            model = build_model(
+                run.model, device="meta", dtype=torch.bfloat16, seed=None, execution=run.moe, layout=layout,
+                rank=mesh.rank, dispatcher=make_dispatcher(plan, mesh), stages=stages,
+            )  # fmt: skip
+            families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4)
+        found = state_bytes(rank_weights(run.model, layout, stages), layout, 2, run.optim.bucket_mb)
+        assert found["moments"] == sum(8 * len(family.main) for family in families)
+        assert found["grads"] == sum(
+            4 * len(family.grad) + (4 * len(family.main) if family.group is not None else 0)
+            for family in families
+        )

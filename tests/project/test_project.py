@@ -24,14 +24,11 @@ def document(project):
     return document
 
 
-@pytest.mark.parametrize(
-    ("words", "total", "fits"),
-    [(("parallel.ep=8",), 195.0, False), (("parallel.ep=8", "parallel.cp=2"), 118.3, True)],
-)
-def test_the_published_chart_is_one_command(words, total, fits, document):
-    found = document(*CHART, "parallel.pp=24", *words, "assumptions=published")
-    assert (found["memory_gb"]["total"], found["fits"]) == (total, fits)
-    assert found["memory_gb_per_rank"] == [found["memory_gb"]] * 768
+def test_the_published_chart_is_one_command(document):
+    for words, total, fits in ((("parallel.cp=1",), 195.0, False), (("parallel.cp=2",), 118.3, True)):
+        found = document(*CHART, "parallel.pp=24", "parallel.ep=8", *words, "assumptions=published")
+        assert (found["memory_gb"]["total"], found["fits"]) == (total, fits)
+        assert found["memory_gb_per_rank"] == [found["memory_gb"]] * 768
 
 
 def test_every_rank_is_listed_and_the_worst_is_one_of_them(document):
@@ -68,22 +65,20 @@ def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, project, document):
     assert "GB left, near the limit" in text and all(reason in text for reason in found["not_counted"][1:])
 
 
-def misfit(kind: str, *, pp: int = 1, micro_batch_size: int = 1) -> str:
+def misfit(kind: str, pp: int = 1, size: int = 1) -> str:
     """Advice to a layout that does not fit, where most memory is of one kind."""
     memory = {**dict.fromkeys(MEMORY_KINDS, 1.0), kind: 100.0, "total": 150.0}
     shown = {"memory_gb": memory, "card_gb": 80, "worst_rank": 0, "fits": False, "layout": {"pp": pp}}
-    return verdict({**shown, "micro_batch_size": micro_batch_size}).partition(": try ")[2]
+    return verdict({**shown, "micro_batch_size": size}).partition(": try ")[2]
 
 
 def test_advice_is_what_there_is_to_change():
-    cut = "recompute.*, a larger parallel.cp"
-    assert misfit("activations") == f"{cut} or a larger parallel.tp"
+    cut, small = "recompute.*, a larger parallel.cp", "train.micro_batch_size=1 (it is 4)"
     assert misfit("activations", pp=2) == f"{cut}, a larger parallel.tp or another pipeline.schedule"
-    small = "train.micro_batch_size=1 (it is 4)"
-    assert misfit("activations", micro_batch_size=4) == f"{small}, {cut} or a larger parallel.tp"
-    assert misfit("buffers", micro_batch_size=4) == f"{small} or a larger parallel.cp"
+    assert misfit("activations", size=4) == f"{small}, {cut} or a larger parallel.tp"
+    assert misfit("buffers", size=4) == f"{small} or a larger parallel.cp"
     assert misfit("buffers", pp=2) == "a larger parallel.cp"
-    assert misfit("grads", micro_batch_size=4) == "a larger parallel.ep, parallel.pp or parallel.tp"
+    assert misfit("grads", size=4) == "a larger parallel.ep, parallel.pp or parallel.tp"
 
 
 @pytest.mark.parametrize(
@@ -100,16 +95,11 @@ def test_advice_is_what_there_is_to_change():
         (("hardware=h100", "assumptions=exakt"), "assumptions=exakt: expected one of exact, published"),
         (("hardware=h100", "compile.enabled=false"), "use compile.enabled=true"),
         (("hardware=h100", "assumptions=published"), "assumptions=published has no model.attention=mla"),
-        (("hardware=h100", "model.hiden_size=4"), "model.hiden_size"),
         (("hardware=h100", "-m"), "-m: a projection is of one run; leave it out"),
         (("hardware=h100", "top=0"), "top=0 must be 1 or more"),
         (("hardware=h100", "page=nowhere/x.html"), "page=nowhere/x.html: there is no folder nowhere"),
-        (("hardware=h100", "page=x.txt"), "page=x.txt must end in .html; use page=x.html"),
         (("hardware=h100", "search=true", "pipeline.microbatches=8"), "give train.global_batch_size"),
-        (
-            ("hardware=h100", "search=true", "assumptions=published"),
-            "search=true has no assumptions=published",
-        ),
+        (("hardware=h100", "search=true", "assumptions=published"), "has no assumptions=published"),
         (("hardware=h100", "search=true", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
     ],
 )
@@ -126,9 +116,7 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project, document):
     assert (result.status, result.err) == (0, f"wrote {page}\n")  # progress is for terminals
     assert "tokens/s/GPU" in result.out
     text = page.read_text()
-    assert (
-        "plotly" in text and "card, 141 GB" in text and "tokens/s/GPU" in text and "src=" not in text[:2000]
-    )
+    assert all(said in text for said in ("plotly", "card, 141 GB", "tokens/s/GPU"))
     found = document(*words)
     assert found["global_batch_size"] == 16  # typed, though it is a run's default
     assert len(found["best"]) == 3
@@ -136,13 +124,8 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project, document):
         assert line["words"] in text
     command = found["recommended"]["command"]
     assert len(command) > 160 and result.out.splitlines()[-1] == command and command in text
-
-
-def test_a_page_of_a_search_that_finds_nothing_says_so(tmp_path, project):
-    page = tmp_path / "search.html"
     words = ("model=moe_1t", "hardware=h100", "nodes=1", "train.micro_batch_size=1", "search=true")
-    result = project(*words, f"page={page}")
-    assert result.status == 0, result.err
+    assert project(*words, f"page={page}").status == 0
     assert "Nothing fits 8 cards of 80 GB." in page.read_text()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -70,11 +69,6 @@ class Page:
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
-
-    def screenshot(self, path: Path, **clip: float) -> None:
-        """Write a PNG of the window, or of a part: x, y, width, height, scale."""
-        area = {"clip": clip, "captureBeyondViewport": True} if clip else {}
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **area)["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and take events until its answer is there."""

@@ -19,10 +19,21 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
 from graphmoe.project.memory import allocated_bytes, exact_memory, projected_memory
 from graphmoe.report import __main__ as report
+from graphmoe.report.charts import (
+    KINDS,
+    MAX_CELLS,
+    MAX_FRAMES,
+    MAX_POINTS,
+    OUTSIDE_ALLOCATOR,
+    Curve,
+    curve,
+    curves_chart,
+    loads_chart,
+    memory_remarks,
+    projected_chart,
+    thinned,
+)
 from graphmoe.report.comparison import config_differences, names_of, numbers
-from graphmoe.report.curves import MAX_POINTS, Curve, curve, curves_chart, thinned
-from graphmoe.report.experts import MAX_CELLS, MAX_FRAMES, loads_chart
-from graphmoe.report.memory import KINDS, OUTSIDE_ALLOCATOR, memory_remarks, projected_chart
 from graphmoe.report.page import write_report
 from graphmoe.report.run_data import read_run
 from graphmoe.report.work import segments_section
@@ -104,20 +115,16 @@ def test_a_folder_without_steps_or_with_damaged_files_has_a_page_that_says_so(tm
     assert "<figure" not in text and "Plotly" not in (tmp_path / "report.html").read_text()
 
 
-def test_a_summary_of_the_end_counts_more_than_what_metrics_say(tmp_path):
-    (run_in(tmp_path) / "summary.json").write_text(
-        json.dumps({"finished": True, "steps": 9, "peak_memory_gib": 7.5, "median_tokens_per_s": 8.0})
-    )
+def test_a_summary_of_the_end_counts_more_than_metrics_and_metrics_that_went_on_more_than_it(tmp_path):
+    ended = {"finished": True, "steps": 9, "peak_memory_gib": 7.5, "median_tokens_per_s": 8.0}
+    (run_in(tmp_path) / "summary.json").write_text(json.dumps(ended))
     run = read_run(tmp_path)
     assert (run.state, run.summary["peak_memory_gib"]) == ("finished, 9 steps", 7.5)
     assert run.tokens_per_s_per_rank() == 2.0
-
-
-def test_a_run_that_went_on_after_its_summary_is_described_by_its_metrics(tmp_path):
     stopped = {"finished": False, "stopped_by": "SIGTERM", "steps": 2, "final_loss": 7.0,
                "final_val_loss": 1.5, "median_tokens_per_s": 400.0, "peak_memory_gib": 7.5,
                "time_to_first_step_s": 4.0}  # fmt: skip
-    (run_in(tmp_path) / "summary.json").write_text(json.dumps(stopped))
+    (tmp_path / "summary.json").write_text(json.dumps(stopped))
     run = read_run(tmp_path)
     assert run.state == "not finished, 3 of 9 steps" and run.summary["final_loss"] == 6.0
     assert run.summary["final_val_loss"] is None and run.tokens_per_s_per_rank() == (400 + 800 / 3) / 2 / 4
@@ -126,28 +133,26 @@ def test_a_run_that_went_on_after_its_summary_is_described_by_its_metrics(tmp_pa
     assert read_run(tmp_path).state == "stopped by SIGTERM, 3 of 9 steps"
 
 
-def test_a_long_curve_keeps_its_ends_and_every_peak():
+def test_a_long_curve_keeps_its_ends_and_every_peak_and_leaves_out_what_is_not_finite():
     values = [0.0] * 100_000
     values[54_321], values[77_777] = 9.0, -9.0
-    thin = thinned(Curve("loss", list(range(100_000)), values))
+    whole = Curve("loss", list(range(100_000)), values)
+    thin = thinned(whole)
     assert len(thin.steps) <= MAX_POINTS and (thin.steps[0], thin.steps[-1]) == (0, 99_999)
     assert {9.0, -9.0} < set(thin.values) and thin.steps == sorted(thin.steps)
     assert thin.values[thin.steps.index(54_321)] == 9.0
-    chart = curves_chart("Loss", "nats", [Curve("loss", list(range(100_000)), values)])
-    assert chart is not None and f"{len(thin.steps):,} of 100,000 points" in chart.note
-
-
-def test_values_that_are_not_there_or_not_finite_are_not_drawn():
+    (chart,) = curves_chart("Loss", "nats", [whole])
+    assert f"{len(thin.steps):,} of 100,000 points" in chart.note
     rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3}, {"step": 4, "loss": math.inf}]
     assert curve("loss", rows, "loss") == Curve("loss", [1], [2.0])
-    assert curves_chart("Loss", "nats", [curve("lr", rows, "lr")]) is None
+    assert curves_chart("Loss", "nats", [curve("lr", rows, "lr")]) == []
 
 
 @pytest.mark.parametrize(("layers", "experts", "frames"), [(2, 4, MAX_FRAMES), (60, 384, MAX_CELLS // 23040)])
 def test_a_heat_map_has_few_pictures_among_them_the_first_and_the_last(layers, experts, frames):
     rows = [{"step": n, "steps": 5, "load": [[n / 100] * experts] * layers} for n in range(5, 1001, 5)]
-    chart = loads_chart(rows)
-    assert chart is not None and chart.frames is not None
+    (chart,) = loads_chart(rows)
+    assert chart.frames is not None
     assert len(chart.frames.values) == len(chart.frames.names) == frames
     assert (chart.frames.names[0], chart.frames.names[-1]) == ("5", "1000")
     assert chart.frames.values[-1] == chart.traces[0]["z"] == rows[-1]["load"]
@@ -159,29 +164,16 @@ def test_a_heat_map_has_few_pictures_among_them_the_first_and_the_last(layers, e
 
 
 def test_one_recorded_time_makes_a_heat_map_of_one_picture():
-    chart = loads_chart([{"step": 3, "steps": 3, "load": [[0.5, 1.5]]}])
-    assert chart is not None and chart.frames is not None and list(chart.frames.names) == ["3"]
+    (chart,) = loads_chart([{"step": 3, "steps": 3, "load": [[0.5, 1.5]]}])
+    assert chart.frames is not None and list(chart.frames.names) == ["3"]
     assert "fullest is expert 1 of MoE layer 0 with 1.5" in chart.alt
-    assert loads_chart([]) is None
+    assert loads_chart([]) == []
 
 
-def test_projected_memory_is_that_of_the_projection_beside_the_measured(tmp_path):
-    compiled = config("compile.enabled=true")
-    plan = plan_of(compiled, 1)
-    document = projected_memory(plan)
-    (place,) = exact_memory(compiled, plan.layout, on_nvidia=True)
-    assert document["places"][0]["total"] * 2**30 == pytest.approx(place.total)
-    run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
-    chart = projected_chart(read_run(tmp_path))
-    assert chart is not None
-    whole = sum(trace["x"][0] for trace in chart.traces if trace["y"] == ["projected"])
-    assert whole * 2**30 == pytest.approx(place.total)
-    assert [trace["x"] for trace in chart.traces if trace["y"] == ["measured"]] == [[3.0]]
-
-
-def test_memory_outside_the_allocator_is_apart_from_the_projection_of_its_peak(tmp_path):
-    compiled = config("compile.enabled=true", "parallel.ep=2", "moe.dispatcher=symm")
-    plan = plan_of(compiled, 2)
+@pytest.mark.parametrize("words", [(), ("parallel.ep=2", "moe.dispatcher=symm")], ids=["one rank", "ep"])
+def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is_apart(words, tmp_path):
+    compiled = config("compile.enabled=true", *words)
+    plan = plan_of(compiled, 2 if words else 1)
     document = projected_memory(plan)
     (place,) = exact_memory(compiled, plan.layout, on_nvidia=True)
     (kinds,) = document["places"]
@@ -189,24 +181,27 @@ def test_memory_outside_the_allocator_is_apart_from_the_projection_of_its_peak(t
     assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}
     assert sum(size for kind, size in kinds.items() if kind != "total") == pytest.approx(kinds["total"])
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
-    chart = projected_chart(read_run(tmp_path))
-    assert chart is not None and "communication and memory shared for dispatch" in chart.note
-    bars = {row: sum(t["x"][0] for t in chart.traces if t["y"] == [row]) for row in ("projected", APART)}
+    (chart,) = projected_chart(read_run(tmp_path))
+    rows = ("projected", APART, "measured")
+    bars = {row: sum(trace["x"][0] for trace in chart.traces if trace["y"] == [row]) for row in rows}
     outside = place.buffers["communication"] + place.buffers["dispatch"]
-    assert min(place.buffers["communication"], place.buffers["dispatch"]) > 0
     assert bars["projected"] * 2**30 == pytest.approx(place.total - outside) == allocated_bytes(place)
-    assert bars[APART] * 2**30 == pytest.approx(outside)
-    assert f"projected {bars['projected']:.4g} GiB, measured 3 GiB, {APART} {bars[APART]:.4g}" in chart.alt
+    assert bars[APART] * 2**30 == pytest.approx(outside) and bars["measured"] == 3.0
+    if words:
+        assert min(place.buffers["communication"], place.buffers["dispatch"]) > 0
+        assert "communication and memory shared for dispatch" in chart.note
+        said = f"projected {bars['projected']:.4g} GiB, measured 3 GiB, {APART} {bars[APART]:.4g}"
+        assert said in chart.alt
 
 
 def test_the_page_says_why_a_run_is_not_projected(tmp_path):
     document = projected_memory(plan_of(config(), 1))
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
     assert "use compile.enabled=true" in memory_remarks(read_run(tmp_path))
-    assert projected_chart(read_run(tmp_path)) is None
+    assert projected_chart(read_run(tmp_path)) == []
 
 
-def test_times_by_segment_say_of_which_steps_and_rank_they_are(tmp_path):
+def test_times_by_segment_say_of_which_steps_and_rank_they_are_and_a_large_trace_is_left(tmp_path):
     trace = KinetoTrace()
     for at in (0, 100):
         trace.range(f"ProfilerStep#{at}", at, at + 50)
@@ -215,12 +210,6 @@ def test_times_by_segment_say_of_which_steps_and_rank_they_are(tmp_path):
     trace.write(run_in(tmp_path) / "profile" / "rank3.trace.json.gz", facts)
     text = segments_section(read_run(tmp_path), max_trace_bytes=math.inf)
     assert "Mean of 2 steps of rank 3, 0.05 ms each; times of the host." in text
-
-
-def test_a_large_trace_is_left_to_the_command(tmp_path):
-    folder = run_in(tmp_path) / "profile"
-    folder.mkdir()
-    (folder / "rank0.trace.json.gz").write_bytes(b"no trace")
     text = segments_section(read_run(tmp_path), max_trace_bytes=4)
     assert f"python -m graphmoe.report run={tmp_path}" in text and "is not read" in text
 
@@ -248,36 +237,29 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "other.html").read_bytes() == (tmp_path / "comparison.html").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "nothing to report; use run="),
-        (["run=a", "runs=a,b"], "two ways to name runs"),
-        (["runs=a"], "runs=a is one; use run=a"),
-        (["run=nowhere"], "nowhere is no folder"),
-        (["run=."], ". has no resolved.yaml or metrics.jsonl"),
-        (["run=a", "out=a"], "out=a is a folder; name a file, such as out=a/report.html"),
-        (
-            ["run=a", "out=none/b.html"],
-            "out=none/b.html: there is no folder none; make it, or name another file",
-        ),
-    ],
+WRONG = (
+    ([], "nothing to report; use run="),
+    (["run=a", "runs=a,b"], "two ways to name runs"),
+    (["runs=a"], "runs=a is one; use run=a"),
+    (["run=nowhere"], "nowhere is no folder"),
+    (["run=."], ". has no resolved.yaml or metrics.jsonl"),
+    (["run=a", "out=a"], "out=a is a folder; name a file, such as out=a/report.html"),
+    (["run=a", "out=none/b.html"], "out=none/b.html: there is no folder none; make it, or name another"),
 )
-def test_what_the_command_cannot_do_is_said(words, said, tmp_path, monkeypatch):
+
+
+def test_what_the_command_cannot_do_is_said(tmp_path, monkeypatch):
     run_in(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        report.main(words)
+    for words, said in WRONG:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            report.main(words)
 
 
-def test_without_plotly_the_command_says_so_in_one_line(tmp_path, monkeypatch):
+def test_without_plotly_the_command_ends_and_a_run_is_warned_and_goes_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=r"^no page: .*; pip install plotly$"):
         report.main([f"run={run_in(tmp_path)}"])
-
-
-def test_a_run_whose_page_fails_is_warned_and_goes_on(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with caplog.at_level(logging.WARNING):
         leave_report(run_in(tmp_path / "a"))
         leave_report(tmp_path / "none")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from graphmoe.plan.costs.hardware import CARDS, H100
+from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.run.files import trace_file
 from graphmoe.trace.__main__ import main
 from graphmoe.trace.events import Activity, Trace, rank_of, read_trace
@@ -19,7 +16,6 @@ from graphmoe.trace.floors import Device
 from graphmoe.trace.owners import is_communication
 from graphmoe.trace.summary import SegmentTime, Summary, length, summarise
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
-from tests.runs import ROOT
 
 
 def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
@@ -31,13 +27,10 @@ def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
     return found
 
 
-def test_the_name_of_a_trace_says_the_rank_and_is_known_without_torch():
+def test_the_name_of_a_trace_says_the_rank():
     assert [rank_of(trace_file(rank)) for rank in (0, 7, 1023)] == [0, 7, 1023]
     others = ("rank1.memory.pickle", "rank.trace.json.gz", "rank01.trace.json.gz", "1.trace.json.gz", "notes")
     assert [name for name in others if rank_of(name) is not None] == []
-    code = "import sys, graphmoe.trace.events; print('torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert said.stdout == "False\n"
 
 
 def test_time_that_intervals_cover_counts_once():
@@ -45,7 +38,7 @@ def test_time_that_intervals_cover_counts_once():
     assert length([]) == 0
 
 
-def test_kernels_belong_to_the_segment_around_their_launch_on_its_thread(tmp_path):
+def test_kernels_belong_to_segments_and_a_step_has_idle_time_communication_and_launches(tmp_path):
     summary = read(two_steps(), tmp_path)
     assert {(s.segment, s.part): round(s.ms, 6) for s in summary.segments} == {
         ("attn", "F"): 0.1,
@@ -56,10 +49,6 @@ def test_kernels_belong_to_the_segment_around_their_launch_on_its_thread(tmp_pat
     assert [s.calls for s in summary.segments] == [1.0] * 4
     assert segment(summary, "gradients", "sum").communication_ms == pytest.approx(0.15)
     assert segment(summary, "attn", "F").communication_ms == 0
-
-
-def test_a_step_has_its_idle_time_communication_and_launches(tmp_path):
-    summary = read(two_steps(), tmp_path)
     # from 100 to 2000 us: 100 + 300 + 300 us are busy in each step
     assert summary.step_ms == pytest.approx(0.95) and summary.idle == pytest.approx(1 - 1400 / 1900)
     assert summary.exposed_ms == pytest.approx(0.1) and summary.hidden_ms == pytest.approx(0.05)
@@ -95,21 +84,12 @@ def test_floors_are_those_of_shapes_and_bytes_and_else_unknown(tmp_path):
     assert {"sm80_xmma_gemm", "triton_poi_fused_adamw", "Memcpy HtoD (Pinned -> Device)"} <= unknown
 
 
-def test_the_bandwidth_of_a_card_is_the_one_that_is_projected_with(monkeypatch, tmp_path):
-    def of(device: str) -> float | None:
-        return Device.of(Trace(tmp_path, device=device)).bytes_per_us
-
-    for card in CARDS.values():
-        assert of(f"Vendor {card.name} 99GB") == card.hbm_tb_per_s * 1e6
-    monkeypatch.setitem(CARDS, "h100", dataclasses.replace(H100, hbm_tb_per_s=1.0))
-    names = (
-        "NVIDIA H100 80GB HBM3",
-        "NVIDIA H100 PCIe",
-        "NVIDIA H100 NVL",
-        "NVIDIA H100 MIG 1g.10gb",
-        "H800",
-    )
-    assert [of(name) for name in names] == [1e6, 2e6, 3.9e6, None, None]
+def test_the_bandwidth_of_a_card_is_the_one_that_is_projected_with(tmp_path):
+    expected = {f"Vendor {card.name} 99GB": card.hbm_tb_per_s for card in CARDS.values()}
+    expected |= {"NVIDIA H100 PCIe": 2.0, "NVIDIA H100 MIG 1g.10gb": None, "H800": None}
+    for name, bandwidth in expected.items():
+        found = Device.of(Trace(tmp_path, device=name)).bytes_per_us
+        assert found == (bandwidth and bandwidth * 1e6), name
 
 
 def test_the_largest_kernel_of_a_product_has_its_floor_and_the_others_none(tmp_path):
@@ -132,26 +112,17 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
         trace.kernel(name, start, start + 10, 77)
     summary = read(trace, tmp_path)
     (unit,) = summary.segments
-    assert (unit.segment, unit.part, unit.ms, unit.calls) == (
-        "attn..moe_combine",
-        "B",
-        pytest.approx(0.03),
-        1,
-    )
+    assert (unit.segment, unit.part, unit.calls) == ("attn..moe_combine", "B", 1)
+    assert unit.ms == pytest.approx(0.03) and summary.launch_ms == pytest.approx(0.02)
     assert unit.communication_ms == pytest.approx(0.01) == summary.exposed_ms
-    assert summary.launch_ms == pytest.approx(0.02)
-    assert summary.notes == [
-        "a row such as attn..mlp is a compiled unit: its kernels are fused over its segments"
-    ]
-
-
-def test_a_note_says_that_no_kernel_of_a_captured_step_belongs_to_a_segment(tmp_path):
-    trace = KinetoTrace()
-    trace.range("ProfilerStep#5", 0, 100)
-    trace.range("full_iteration:replay", 10, 40)
-    trace.call("cudaGraphLaunch", 12, 32, 77)
-    trace.kernel("nvjet_tst", 50, 60, 77)
-    summary = read(trace, tmp_path)
+    (note,) = summary.notes
+    assert "is a compiled unit: its kernels are fused over its segments" in note
+    whole = KinetoTrace()
+    whole.range("ProfilerStep#5", 0, 100)
+    whole.range("full_iteration:replay", 10, 40)
+    whole.call("cudaGraphLaunch", 12, 32, 77)
+    whole.kernel("nvjet_tst", 50, 60, 77)
+    summary = read(whole, tmp_path)
     assert [(s.segment, s.part) for s in summary.segments] == [("full_iteration", "replay")]
     (note,) = summary.notes
     assert "its kernels say nothing of segments" in note and "graph.scope=layer tells segments apart" in note
@@ -271,5 +242,4 @@ def test_communication_is_known_by_name():
         "Memcpy DtoD (Device -> Device)": False,
         "triton_poi_fused_add": False,
     }
-    found = {name: is_communication(Activity(name, "kernel", 0, 1, "0", None)) for name in names}
-    assert found == names
+    assert {n: is_communication(Activity(n, "kernel", 0, 1, "0", None)) for n in names} == names

@@ -44,8 +44,8 @@ from graphmoe.report.run_data import read_run
 from graphmoe.run.files import SweepRecord, display_path, write_json
 from graphmoe.runtime.host.files import FileLock
 from graphmoe.runtime.host.signals import NOTICES, ends_at_signals, heard, say
-from graphmoe.web_page.page import paragraph, table
-from graphmoe.web_page.page import write_page as write_whole
+from graphmoe.web_page import paragraph, table
+from graphmoe.web_page import write_page as write_whole
 
 PAGE_FILE = "sweep.html"
 STOP_FILE = "sweep.stop"

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_overrides
 from graphmoe.command.sweep.process import job_curves, sweep_table, write_page
+from graphmoe.report.charts import MAX_POINTS
 from graphmoe.report.comparison import curves_figure
-from graphmoe.report.curves import MAX_POINTS
 from graphmoe.run.files import METRICS_FILE
 
 LONG = 0.012345678901234
@@ -101,8 +101,8 @@ def test_a_long_curve_is_thinned_on_every_axis_and_the_page_says_so(tmp_path):
     assert found is not None and found.is_thinned
     loss = found.panels["training loss"]
     assert len(loss.steps) <= MAX_POINTS and loss.steps[-1] == steps[-1]
-    assert found.over("tokens", loss) == [8 * n for n in loss.steps]
-    assert found.over("time in steps, s", loss)[-1] == steps[-1]
+    assert [found.reached[n][0] for n in loss.steps] == [8 * n for n in loss.steps]
+    assert found.reached[loss.steps[-1]][1] == steps[-1]
     write_page(tmp_path / "sweep.html", "command", [made], {0: []})
     assert "Of more than 1,500 points the smallest" in (tmp_path / "sweep.html").read_text()
 

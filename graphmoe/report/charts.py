@@ -1,0 +1,257 @@
+"""Charts of a run: curves over its steps, memory by kind, loads of experts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from graphmoe.report.run_data import RunData
+from graphmoe.run.metrics_file import Row
+from graphmoe.web_page import COLOURS, Chart, Frames, paragraph
+
+MAX_POINTS = 1500
+"""Points of a curve. Of a longer one the smallest and the largest of neighbours are drawn."""
+MAX_FRAMES, MAX_CELLS = 40, 200_000
+"""Pictures of the heat map, and numbers in all of them."""
+KINDS = {
+    "params": "weights",
+    "grads": "gradients",
+    "main_params": "main weights",
+    "moments": "moments",
+    "activations": "activations",
+    "buffers": "buffers",
+}
+OUTSIDE_ALLOCATOR = {"communication": "communication", "dispatch": "memory shared for dispatch"}
+"""Kinds that the measured peak of a GPU leaves out, as their writer names them, which imports torch."""
+
+
+class Curve(NamedTuple):
+    """Values over steps."""
+
+    name: str
+    steps: list[int]
+    values: list[float]
+
+
+def curve(name: str, rows: Sequence[Row], value: str | Callable[[Row], float | None]) -> Curve:
+    """The curve of a key of the rows, or of a function of each; rows without it are left out."""
+    of = value if callable(value) else lambda row: row.get(value)
+    known = [(row["step"], v) for row in rows if (v := of(row)) is not None and math.isfinite(v)]
+    return Curve(name, [step for step, _ in known], [found for _, found in known])
+
+
+def over(key: str, divisor: float) -> Callable[[Row], float | None]:
+    """The value of a key of a row divided by a number."""
+    return lambda row: None if row.get(key) is None else row[key] / divisor
+
+
+def thinned(whole: Curve) -> Curve:
+    """At most ``MAX_POINTS`` of its points: first, last, and the smallest and largest of each stretch."""
+    name, steps, values = whole
+    count, stretches = len(steps), (MAX_POINTS - 2) // 2
+    if count <= MAX_POINTS:
+        return whole
+    kept = {0, count - 1}
+    for number in range(stretches):
+        places = range(number * count // stretches, (number + 1) * count // stretches)
+        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
+    return Curve(name, [steps[n] for n in sorted(kept)], [values[n] for n in sorted(kept)])
+
+
+def curves_chart(
+    title: str, unit: str, curves: Iterable[Curve], *, log: bool = False, note: str = ""
+) -> list[Chart]:
+    """A chart of curves, each with a colour of its own; empty where none has a point."""
+    whole = [each for each in curves if each.steps]
+    if not whole:
+        return []
+    drawn = [thinned(each) for each in whole]
+    traces = [
+        {
+            "type": "scatter",
+            "name": each.name,
+            "x": each.steps,
+            "y": each.values,
+            "mode": "lines" if len(each.steps) > 30 else "lines+markers",
+            "line": {"color": COLOURS[place % len(COLOURS)], "width": 1.8},
+            "hovertemplate": "step %{x}: <b>%{y:.5g}</b>",
+        }
+        for place, each in enumerate(drawn)
+    ]
+    shorter = [
+        f"{len(thin.steps):,} of {len(each.steps):,} points{f' of {each.name}' if len(whole) > 1 else ''}"
+        for each, thin in zip(whole, drawn, strict=True)
+        if thin is not each
+    ]
+    notes = [note, f"Drawn: {', '.join(shorter)}." if shorter else ""]
+    ends = [f"{each.name} from {each.values[0]:.4g} to {each.values[-1]:.4g}" for each in whole]
+    layout = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": unit}, **({"type": "log"} if log else {})},
+        "showlegend": len(traces) > 1,
+    }
+    alt = f"{title} over steps {whole[0].steps[0]} to {whole[0].steps[-1]}: {'; '.join(ends)}"
+    return [Chart(title, alt, traces, layout, note=" ".join(filter(None, notes)))]
+
+
+def training_charts(run: RunData) -> list[Chart]:
+    """Loss, learning rate, gradient norm, and terms that are added to the loss where any of them is not 0."""
+    losses = curve("training", run.steps, "loss"), curve("validation", run.validations, "val_loss")
+    norm = curve("gradient norm", run.steps, "grad_norm")
+    names = {"balance_loss": "load balance", "z_loss": "router z", "mtp_loss": "multi-token prediction"}
+    added = [each for key, name in names.items() if any((each := curve(name, run.steps, key)).values)]
+    title = f"Loss of {added[0].name}" if len(added) == 1 else "Other losses"
+    return [
+        *curves_chart("Loss", "nats per token", losses),
+        *curves_chart("Learning rate", "learning rate", [curve("learning rate", run.steps, "lr")]),
+        *curves_chart("Gradient norm", "before clipping", [norm], log=min(norm.values, default=0) > 0),
+        *curves_chart(title, "before its weight", added),
+    ]
+
+
+def speed_charts(run: RunData) -> list[Chart]:
+    """Throughput, and MFU or what there is of it without a known peak. The first step compiles."""
+    later, note = run.steps[1:] or run.steps, "Without the first step." if len(run.steps) > 1 else ""
+    rate = curve("tokens/s", later, over("tokens_per_s", run.num_ranks))
+    mfu = curve("MFU", later, over("mfu", 0.01))
+    charts = curves_chart(f"Throughput of each {run.device_word}", "tokens/s", [rate], note=note)
+    if mfu.steps:
+        return charts + curves_chart("Model FLOPs utilisation", "MFU, %", [mfu], note=note)
+    unknown = f"{note} No MFU: the peak of this device is not known; log.peak_tflops sets it.".strip()
+    flops = [curve("TFLOP/s", later, "tflops")]
+    return charts + curves_chart(f"Model FLOPs of each {run.device_word}", "TFLOP/s", flops, note=unknown)
+
+
+def memory_charts(run: RunData) -> list[Chart]:
+    """Projected beside measured, and the peak over steps."""
+    peak = curve("peak of rank 0", run.steps, "memory_gib")
+    return [*projected_chart(run), *curves_chart("Peak memory so far", "GiB", [peak])]
+
+
+def projected_chart(run: RunData) -> list[Chart]:
+    """A bar by kind for each place of the pipeline, and one of the peak that was measured.
+
+    What torch's allocator does not hold has bars of its own. Empty without a projection.
+    """
+    places, peak = run.projection.get("places"), run.summary.get("peak_memory_gib")
+    if not places:
+        return []
+    held, outside = (
+        {kind: name for kind, name in kinds.items() if any(place.get(kind) for place in places)}
+        for kinds in (KINDS, OUTSIDE_ALLOCATOR)
+    )
+    colours = dict(zip([*KINDS, *OUTSIDE_ALLOCATOR], COLOURS, strict=False))
+    traces = [
+        bars(name, _rows(row, places), [place.get(kind, 0.0) for place in places], colours[kind], "GiB")
+        for row, kinds in (("projected", held), ("outside the allocator", outside))
+        for kind, name in kinds.items()
+    ]
+    if peak is not None:
+        traces.append(bars("measured peak", ["measured"], [peak], "#8a94a3", "GiB"))
+    most = max(place["total"] - sum(place.get(kind, 0.0) for kind in outside) for place in places)
+    said = f"projected {most:.4g} GiB" + ("" if peak is None else f", measured {peak:.4g} GiB")
+    notes = ["Not projected: the device's context, code of kernels, workspaces, rounding of the allocator."]
+    if outside:
+        more = max(sum(place.get(kind, 0.0) for kind in outside) for place in places)
+        said += f", outside the allocator {more:.4g} GiB"
+        notes.append(f"Apart, as torch's allocator does not hold them: {' and '.join(outside.values())}.")
+    if run.of("run.device") == "cpu":
+        notes.append("On a CPU the measured is all memory of the process, Python and torch too.")
+    height, alt = 190 + 34 * (len(places) * (2 if outside else 1) + 1), f"Memory by kind: {said}"
+    return [Chart("Memory by kind", alt, traces, bars_layout("GiB"), height, note=" ".join(notes))]
+
+
+def memory_remarks(run: RunData) -> str:
+    """The reason why there is no projection, if there is none."""
+    if run.projection.get("places"):
+        return ""
+    why = run.projection.get("why_not", "the run recorded none")
+    return paragraph(f"No projected memory: {why.removeprefix('not projected: ')}.")
+
+
+def _rows(name: str, places: Sequence[Any]) -> list[str]:
+    return [name] if len(places) == 1 else [f"{name}, pp {place}" for place in range(len(places))]
+
+
+def bars(name: str, rows: Sequence[str], sizes: Sequence[float], colour: str, unit: str) -> dict[str, Any]:
+    """A trace of bars that lie, one in each row."""
+    trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": sizes}
+    return {**trace, "marker": {"color": colour}, "hovertemplate": f"%{{y}}: <b>%{{x:.4g}} {unit}</b>"}
+
+
+def bars_layout(below: str) -> dict[str, Any]:
+    """The layout of stacked bars that lie, the first row at the top."""
+    return {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": below}},
+        "yaxis": {"autorange": "reversed"},
+    }
+
+
+def expert_charts(run: RunData) -> list[Chart]:
+    """Loads of experts over time, the fullest expert and rank over the mean, and the routers' entropy."""
+    routed = [row for row in run.steps if row.get("load_max_over_mean")]
+    curves = [curve("mean of layers", routed, lambda row: statistics.fmean(row["load_max_over_mean"]))]
+    if any(len(row["load_max_over_mean"]) > 1 for row in routed):
+        curves.append(curve("worst layer", routed, lambda row: max(row["load_max_over_mean"])))
+    of_ranks = curve("fullest rank", run.steps, "rank_load")
+    if any(load != 1 for load in of_ranks.values):  # ranks share the experts
+        curves.append(of_ranks)
+    entropy = [curve("mean of layers", run.steps, "router_entropy")] if routed else []
+    entropies, experts = curves_chart("Router entropy", "nats", entropy), run.of("model.num_experts")
+    if entropies and experts:
+        most = math.log(experts)
+        even = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": most, "y1": most}
+        label = {"text": f"even: ln {experts}", "xref": "paper", "x": 1, "y": most, "showarrow": False}
+        entropies[0].layout["shapes"] = [{**even, "line": {"dash": "dot", "width": 1, "color": "#888888"}}]
+        entropies[0].layout["annotations"] = [{**label, "xanchor": "right", "yanchor": "top"}]
+    loads = loads_chart(run.expert_loads)
+    return [*loads, *curves_chart("Fullest expert", "load / mean", curves), *entropies]
+
+
+def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """The load of each expert of each layer, a picture for each of some times; empty without any."""
+    if not rows:
+        return []
+    layers, experts = len(rows[0]["load"]), len(rows[0]["load"][0])
+    count = max(2, min(MAX_FRAMES, MAX_CELLS // (layers * experts), len(rows)))
+    shown = [rows[round(n * (len(rows) - 1) / (count - 1))] for n in range(count)] if len(rows) > 1 else rows
+    largest = max(2.0, *(load for row in shown for layer in row["load"] for load in layer))
+    last = shown[-1]
+    trace = {
+        "type": "heatmap",
+        "z": last["load"],
+        "zmin": 0,
+        "zmax": largest,
+        "colorscale": [[0, "#2b6cb0"], [1 / largest, "#f2efe6"], [1, "#c0392b"]],
+        "colorbar": {"title": {"text": "load / mean", "side": "right"}, "thickness": 12},
+        "hovertemplate": "MoE layer %{y}, expert %{x}: <b>%{z:.3g}</b> of the mean<extra></extra>",
+        "xgap": 1 if experts <= 64 else 0,
+        "ygap": 1 if layers <= 64 else 0,
+    }
+    xaxis, yaxis = (
+        {"title": {"text": text}, "showgrid": False, "dtick": max(1, 2 ** math.ceil(math.log2(number / 16)))}
+        for text, number in (("expert", experts), ("MoE layer", layers))
+    )
+    fullest = max((load, layer, e) for layer, of in enumerate(last["load"]) for e, load in enumerate(of))
+    alt = (
+        f"Heat map of the load of {experts} experts in {layers} MoE layers over the mean of the layer, at "
+        f"{len(shown)} times; at step {last['step']} the fullest is expert {fullest[2]} of MoE layer "
+        f"{fullest[1]} with {fullest[0]:.3g}"
+    )
+    means = statistics.median(row["steps"] for row in shown)
+    note = f"1 is the mean of the layer. Each picture is the mean of {means:g} steps; {len(shown)} of "
+    return [
+        Chart(
+            "Load of experts",
+            alt,
+            [trace],
+            {"xaxis": xaxis, "yaxis": {**yaxis, "autorange": "reversed"}},
+            height_px=min(700, max(260, 130 + 22 * layers)),
+            is_wide=True,
+            frames=Frames("up to step", [str(row["step"]) for row in shown], [row["load"] for row in shown]),
+            note=f"{note}{len(rows)} recorded ones are here.",
+        )
+    ]

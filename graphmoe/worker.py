@@ -212,8 +212,7 @@ def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
 
 def leave_report(folder: Path) -> None:
     """Write the run's page; log an error there with the command that makes the page later."""
-    from graphmoe.report.page import write_report
-    from graphmoe.report.work import MAX_TRACE_BYTES
+    from graphmoe.report.page import MAX_TRACE_BYTES, write_report
 
     try:
         write_report(folder, max_trace_bytes=MAX_TRACE_BYTES)

@@ -114,7 +114,6 @@ def check(args: BenchArgs) -> tuple[torch.device, bool]:
 
 
 def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
-    """Yield values out of range, without effect, or that this machine cannot have."""
     if args.repeats < 1:
         yield f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20"
     if not 1 <= args.limit_s <= MOST_S:
@@ -160,11 +159,6 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
         yield f"nproc={wanted} must be 1 or more"
     elif 0 < gpus < wanted:
         yield f"nproc={wanted}, but {gpus} GPUs are visible; use nproc={gpus}"
-
-
-def visible(device: torch.device) -> int:
-    """The ranks of a ladder that names no number."""
-    return torch.cuda.device_count() if device.type == "cuda" else CPU_RANKS
 
 
 DEPENDENT = {

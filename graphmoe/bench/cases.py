@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.timing import WARM_UP_CALLS, spread, time_in_turns
@@ -136,19 +137,16 @@ def compare(names: Sequence[str], results: Results, expected: Results | None) ->
         if not bool(torch.isfinite(result).all()):
             wrong.append(f"{name} is not finite")
         elif expected is not None and (wanted := expected[number]) is not None:
-            difference = relative_difference(result, wanted)
+            difference = float("inf")
+            if result.shape == wanted.shape:
+                norms = [
+                    vector_norm(each, dtype=torch.float32)
+                    for each in (result.to(wanted.dtype) - wanted, wanted)
+                ]
+                difference = float(norms[0] / norms[1].clamp_min(1e-30))
             if not difference <= TOLERANCE:
                 wrong.append(f"{name} differs by {difference:.1%} from the first alternative's")
     return "; ".join(wrong) or None
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference over that of what is expected; infinite for another shape."""
-    if actual.shape != expected.shape:
-        return float("inf")
-    norm = torch.linalg.vector_norm(expected, dtype=torch.float32)
-    difference = torch.linalg.vector_norm(actual.to(expected.dtype) - expected, dtype=torch.float32)
-    return float(difference / norm.clamp_min(1e-30))
 
 
 def reason(error: BaseException) -> str:
@@ -163,7 +161,6 @@ def without_folders(text: str) -> str:
 
 
 def _warm(run: Run, device: torch.device) -> Results:
-    """Results of the first call, after some more."""
     results = run.call()
     for _ in range(WARM_UP_CALLS - 1):
         run.call()

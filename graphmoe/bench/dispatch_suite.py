@@ -96,27 +96,29 @@ def dispatch_cases(
     ]
 
 
-def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> dict[DispatcherChoice, str | None]:
-    """Dispatchers through a package's buffer that are for such a device, and why one cannot run, or None."""
+def vendors_of(
+    device: torch.device, shapes: Mapping[str, MlpShape]
+) -> tuple[list[DispatcherChoice], list[str]]:
+    """Dispatchers through a package's buffer that can run on such a device, and why one cannot."""
     if device.type != "cuda":
-        return {}
+        return [], []
     choice = DispatcherChoice.turbo if torch.version.hip else DispatcherChoice.deepep
-    package, limits, why = VENDOR_PACKAGES[choice.value], FACTS[choice].buffer, None
+    package, limits = VENDOR_PACKAGES[choice.value], FACTS[choice].buffer
     assert limits is not None
     if not is_installed(package.module):
         why = f"the package {package.module} is not installed; install it with: {package.install}"
-    elif any(shape.D % limits.hidden_step for shape in shapes.values()):
+        return [], [f"{choice.value}: {why}"]
+    if any(shape.D % limits.hidden_step for shape in shapes.values()):
         why = f"it moves rows of a multiple of {limits.hidden_step} numbers; use shapes=full"
-    return {choice: why}
+        return [], [f"{choice.value}: {why}"]
+    return [choice], []
 
 
 def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=dispatch``. Equal on all ranks."""
     shapes = FULL if full else TINY
-    vendors = vendors_of(device, shapes)
-    left_out = [f"{choice.value}: {missing}" for choice, missing in vendors.items() if missing]
-    here = [choice for choice, missing in vendors.items() if not missing]
-    cases = chosen(dispatch_cases(shapes, args.blocks, here), args.only)
+    vendors, left_out = vendors_of(device, shapes)
+    cases = chosen(dispatch_cases(shapes, args.blocks, vendors), args.only)
     with joined_ranks(device) as ranks:
         if ranks.rank:
             logging.getLogger().setLevel(logging.WARNING)
@@ -213,8 +215,6 @@ class DispatchSuite:
         return found
 
     def _times(self, parts: Sequence[tuple[Call, Call]], way: ways.Way, floor_ms: float) -> Row:
-        """Time exchanges alone, their products alone and both."""
-
         def timed(turns: Sequence[Turn]) -> list[float]:
             return samples_ms(self._ranks, turns, repeats=self._repeats, captures=way.captures)
 

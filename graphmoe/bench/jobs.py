@@ -40,6 +40,13 @@ SHOWN = 4000
 """Characters of a failed job's output that are logged, since its folder goes."""
 
 
+class Setting(NamedTuple):
+    """Overrides of all runs of a suite, and what sets its runs apart."""
+
+    words: tuple[str, ...]
+    runs: Any
+
+
 class RunCase(NamedTuple):
     """One run: the row to fill, whose overrides are all that the run sets."""
 

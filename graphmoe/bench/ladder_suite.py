@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from graphmoe.bench.arguments import (
+    CPU_RANKS,
     BenchArgs,
     compose_config,
     key_of,
     numbers,
     refuse,
     split_list,
-    visible,
     without,
 )
 from graphmoe.bench.cases import FLOPS_PER_S, Cell, Measured, Row, scaled, table
-from graphmoe.bench.jobs import UNREAD, RunCase, rates_of_steps, run_cases, steps_words, train
+from graphmoe.bench.jobs import UNREAD, RunCase, Setting, rates_of_steps, run_cases, steps_words, train
 from graphmoe.config.schema import ConfigError, RunConfig
 
 PEAK_TFLOPS = 989.0
@@ -54,21 +54,15 @@ RUNGS = (
 """All but the larger micro-batches, which come last."""
 
 
-class LadderSetting(NamedTuple):
-    """Overrides of the suite, and its micro-batch sizes: of all rungs, then of further rungs."""
-
-    words: tuple[str, ...]
-    micro_batch_sizes: tuple[int, ...]
-
-
-FULL = LadderSetting(
+FULL = Setting(
     ("model=deepseek_v2_lite", "data=synthetic", "data.seq_len=4096", "optim.lr=1e-6")
     + ("recompute.ops=[layernorm,mla_up_proj]",),
     (2, 4),
 )
-TINY = LadderSetting(
+TINY = Setting(
     ("model=tiny", "model.num_layers=2", "data=synthetic", "data.seq_len=16", "optim.lr=1e-6"), (1, 2)
 )
+"""Micro-batch sizes: of all rungs, then of further rungs."""
 KEYS = {
     "train.micro_batch_size": "micro_batch_sizes",
     "train.steps": "repeats",
@@ -85,7 +79,7 @@ MICRO_BATCHES = 4
 
 def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=ladder``."""
-    num_ranks = args.nproc or visible(device)
+    num_ranks = args.nproc or (torch.cuda.device_count() if device.type == "cuda" else CPU_RANKS)
 
     def numbers_of(row: Row, config: RunConfig) -> Row:
         steps, summary = train(row["overrides"], args.limit_s)
@@ -102,11 +96,11 @@ def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured
     return rows, [], {"ranks": num_ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s}
 
 
-def ladder_cases(setting: LadderSetting, device: str, num_ranks: int, args: BenchArgs) -> list[RunCase]:
+def ladder_cases(setting: Setting, device: str, num_ranks: int, args: BenchArgs) -> list[RunCase]:
     """The rungs, each with the settings of those before it. *Raises* ConfigError."""
     own = split_list(args.overrides or "")
     _check_overrides(own)
-    sizes = numbers("micro_batch_sizes", args.micro_batch_sizes or "") or list(setting.micro_batch_sizes)
+    sizes = numbers("micro_batch_sizes", args.micro_batch_sizes or "") or list(setting.runs)
     larger = [Rung(f"micro_batch_{size}", (), f"{size} sequences at once") for size in sizes[1:]]
     of_rungs = [sizes[0]] * len(RUNGS) + sizes[1:]
     base = (*without(setting.words, own), f"parallel.ep={num_ranks}", *own, *UNREAD, "log.sample_tokens=0")

@@ -12,7 +12,7 @@ import torch
 from graphmoe.bench.arguments import BenchArgs, compose_config, refuse, split_list, without
 from graphmoe.bench.calibrate_suite import card_of_device
 from graphmoe.bench.cases import Cell, Measured, Row, table
-from graphmoe.bench.jobs import UNREAD, RunCase, run_cases, steps_words, train
+from graphmoe.bench.jobs import UNREAD, RunCase, Setting, run_cases, steps_words, train
 from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
 from graphmoe.ops.timing import spread
 from graphmoe.plan.costs.hardware import Card
@@ -34,16 +34,9 @@ class Run(NamedTuple):
     micro_batches: int = 1
 
 
-class ProjectionSetting(NamedTuple):
-    """Overrides of all runs of the suite, and the runs."""
-
-    words: tuple[str, ...]
-    runs: dict[str, Run]
-
-
 LITE = ("model=deepseek_v2_lite", "model.num_layers=6")
 QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4")
-FULL = ProjectionSetting(
+FULL = Setting(
     ("data=synthetic", "data.seq_len=4096", "optim.lr=1e-6", "precision.compute=bf16"),
     {
         "lite_mbs1_none": Run(1, LITE),
@@ -57,7 +50,7 @@ FULL = ProjectionSetting(
         "small_none": Run(4, ("model=tiny", "data.seq_len=256")),
     },
 )
-TINY = ProjectionSetting(
+TINY = Setting(
     ("model=tiny", "model.num_layers=2", "data=synthetic", "data.seq_len=32", "optim.lr=1e-6"),
     {"plain": Run(1, ()), "recompute": Run(1, ("recompute.all=true",))},
 )
@@ -89,9 +82,7 @@ def measure_projections(args: BenchArgs, device: torch.device, full: bool) -> Me
     return rows, [], method
 
 
-def projection_cases(
-    setting: ProjectionSetting, device: str, num_ranks: int, args: BenchArgs
-) -> list[RunCase]:
+def projection_cases(setting: Setting, device: str, num_ranks: int, args: BenchArgs) -> list[RunCase]:
     """The runs with the user's overrides in all of them. *Raises* ConfigError where none can run."""
     own = split_list(args.overrides or "")
     refuse(own, KEYS, UNREAD)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphmoe.bench.arguments import BenchArgs, compose_config, numbers, refuse, split_list, without
 from graphmoe.bench.cases import BYTES_PER_S, FLOPS_PER_S, Cell, Measured, Row, scaled, synchronize, table
-from graphmoe.bench.jobs import UNREAD, RunCase, rates_of_steps, run_cases, run_job, steps_words
+from graphmoe.bench.jobs import UNREAD, RunCase, Setting, rates_of_steps, run_cases, run_job, steps_words
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.attention import check_backend
@@ -52,18 +52,12 @@ UPDATE_BYTES = 34
 """Per parameter: main weights and moments read and written, gradients read twice, bf16 weights written."""
 
 
-class StepSetting(NamedTuple):
-    """Overrides of the suite, and its shapes: sequences of the micro-batch, and their tokens."""
-
-    words: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-
-
-FULL = StepSetting(
+FULL = Setting(
     ("model=deepseek_v2_lite", "model.num_layers=6", "data=synthetic", "optim.lr=1e-6"),
     ((1, 4096), (4, 4096), (1, 512)),
 )
-TINY = StepSetting(("model=tiny", "model.num_layers=2", "data=synthetic", "optim.lr=1e-6"), ((2, 32),))
+TINY = Setting(("model=tiny", "model.num_layers=2", "data=synthetic", "optim.lr=1e-6"), ((2, 32),))
+"""Shapes: sequences of the micro-batch, and their tokens."""
 KEYS = {
     "graph": "scopes",
     "graph.scope": "scopes",
@@ -94,7 +88,7 @@ def measure_steps(args: BenchArgs, device: torch.device, full: bool) -> Measured
     return rows, [], method
 
 
-def step_cases(setting: StepSetting, device: str, args: BenchArgs) -> list[RunCase]:
+def step_cases(setting: Setting, device: str, args: BenchArgs) -> list[RunCase]:
     """Cases of the shapes and scopes asked for; ``none`` first and last, for the drift of the device's clock.
 
     *Raises* ConfigError.
@@ -102,7 +96,7 @@ def step_cases(setting: StepSetting, device: str, args: BenchArgs) -> list[RunCa
     own, wanted = split_list(args.overrides or ""), split_list(args.scopes)
     refuse(own, KEYS, UNREAD)
     _check_scopes(wanted)
-    shapes: Sequence[tuple[int, int]] = setting.shapes
+    shapes: Sequence[tuple[int, int]] = setting.runs
     if args.micro_batch_sizes or args.seq_lens:
         sizes = numbers("micro_batch_sizes", args.micro_batch_sizes or "")
         lengths = numbers("seq_lens", args.seq_lens or "") or [shapes[0][1]]
@@ -197,7 +191,6 @@ def main(argv: list[str]) -> None:
 
 
 def _measured(trainer: Trainer, device: torch.device, repeats: int) -> Row:
-    """Steps by the device's clock while the host runs ahead, steps of the host, the device's busy time."""
     step, on_gpu = trainer._train_step, device.type == "cuda"
     synchronize(device)
     if on_gpu:
@@ -256,7 +249,6 @@ Activity = tuple[str, float, float]
 
 
 def _profiled(step: Callable[[], None], device: torch.device) -> list[Activity]:
-    """Activities of the device in `PROFILED_STEPS` steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(PROFILED_STEPS):
             step()

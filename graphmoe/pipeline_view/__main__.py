@@ -162,7 +162,6 @@ def timeline_table(panel: Panel) -> Group:
 
 
 def _actions(span: Span, scale: float) -> Iterator[dict[str, Any]]:
-    """Yield the actions of a span, two with the same times where they take turns."""
     both = span.step if isinstance(span.step, Together) else (span.step,)
     for place, action in enumerate(both):
         yield {

@@ -98,7 +98,6 @@ def _given(keys: ViewArgs | CostKeys, prefix: str = "") -> dict[str, Any]:
 
 
 def _purpose(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems where there is nothing to look at, or more than one source of it."""
     if not {"schedule", "layout", "model", "run"} & given.keys():
         yield "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."
     if args.run is not None and (own := [key for key in given if key not in BESIDE_A_RUN]):
@@ -106,7 +105,6 @@ def _purpose(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _numbers(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield numbers outside their ranges."""
     for key in ("stages", "microbatches", "seq_len"):
         if given.get(key, 1) < 1:
             yield f"{key}={given[key]} must be 1 or more"
@@ -132,7 +130,6 @@ def _numbers(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _without_effect(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield keys that have no effect beside the others."""
     if args.step is not None and args.run is None:
         yield f"step={args.step} is one of a run; add run=..."
     for key in ("cost.b", "cost.w"):
@@ -150,7 +147,6 @@ def _without_effect(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pictures(args: ViewArgs) -> Iterator[str]:
-    """Yield files that cannot be written."""
     yield from file_problems("png", args.png, "pipeline.png")
     yield from file_problems("html", args.html, "pipeline.html")
     if args.out is not None and args.out.exists() and not args.out.is_dir():

@@ -143,7 +143,6 @@ def kinds_of(bars: Sequence[Bar]) -> list[BarKind]:
 
 
 def _bars(span: Span, placement: Placement, scale: float, has_transfers: bool) -> Iterator[Bar]:
-    """The bars of a span: two where a forward and a backward take turns."""
     centre, start, end = span.rank, span.start * scale, span.end * scale
     border = centre + _HALF / 2 if has_transfers else centre + _HALF
     both = span.step if isinstance(span.step, Together) else (span.step,)
@@ -161,7 +160,6 @@ def _bars(span: Span, placement: Placement, scale: float, has_transfers: bool) -
 
 
 def _shade(colour: str, stage: int, stages: Sequence[int]) -> str:
-    """The colour, lighter for later stages of the rank."""
     share = _LIGHTEST * stages.index(stage) / max(len(stages) - 1, 1)
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in bytes.fromhex(colour[1:]))
 
@@ -204,7 +202,6 @@ def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def _draw(axes: Axes, panel: Panel, bars: Sequence[Bar]) -> None:
-    """Draw the bars of a panel as one collection, and the words beside its rows."""
     from matplotlib.collections import PolyCollection
 
     corners = [
@@ -229,7 +226,6 @@ def _draw(axes: Axes, panel: Panel, bars: Sequence[Bar]) -> None:
 
 
 def _label(axes: Axes, bars: Sequence[Bar], points_per_time: float) -> None:
-    """Write the micro-batch into each bar that has room for it."""
     for bar in bars:
         if bar.kind == "comm":
             continue

@@ -104,7 +104,6 @@ def timeline_figure(panels: Sequence[Panel]) -> Figure:
 
 
 def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) -> Trace:
-    """All bars of a kind as one trace."""
     from plotly.graph_objects import Bar as Trace
 
     unit = f" {panel.unit}" if panel.unit else ""
@@ -136,7 +135,6 @@ def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) ->
 
 
 def _rows(panels: Sequence[Panel]) -> Iterator[list[str]]:
-    """Yield makespan and bubble of each panel, then idle share and peak of each rank."""
     timelines = [panel.timeline for panel in panels]
     yield ["makespan", *(shown_makespan(panel) for panel in panels)]
     yield ["bubble", *(f"{timeline.bubble:.2%}" for timeline in timelines)]

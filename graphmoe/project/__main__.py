@@ -62,7 +62,6 @@ def run(argv: list[str]) -> None:
 
 
 def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) -> None:
-    """Print the projection of the configured run, or the layouts that were found, and write the page."""
     from graphmoe.project.document import project  # imports torch
     from graphmoe.project.page import write_projection, write_search
     from graphmoe.project.search import search

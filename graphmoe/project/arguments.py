@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import enum
 import math
@@ -70,26 +71,21 @@ def check_words(words: Sequence[str]) -> None:
     names = [word.partition("=")[0] for word in words]
     misspelt = [name for name in names if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
     problems = [f"unknown key '{name}'{nearest(name, keys)}" for name in misspelt]
-    problems += [
-        f"{word}: a projection is of one run; leave it out" for word in words if word in ("-m", "--multirun")
-    ]
+    multirun = [word for word in words if word in ("-m", "--multirun")]
+    problems += [f"{word}: a projection is of one run; leave it out" for word in multirun]
     if problems:
         raise ConfigError("; ".join(problems))
 
 
 def check(args: ProjectArgs, words: Sequence[str]) -> None:
     """Raise ConfigError for values out of range, and for words of a run that contradict the tool's."""
-    problems = []
-    if args.nodes < 1:
-        problems.append(f"nodes={args.nodes} must be 1 or more")
+    problems = [f"{key}={n} must be 1 or more" for key in ("nodes", "top") if (n := getattr(args, key)) < 1]
     for word in words:
-        if word.lstrip("+").partition("=")[0] in NOT_OF_A_RUN:
+        name, _, value = word.lstrip("+").partition("=")
+        if name in NOT_OF_A_RUN:
             problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
-        name, _, value = word.partition("=")
         if args.search and name == "pipeline.microbatches" and value != "null":
             problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
-    if args.top < 1:
-        problems.append(f"top={args.top} must be 1 or more")
     if args.search and args.assumptions is Assumptions.published:
         problems.append("search=true has no assumptions=published; leave it out")
     problems += file_problems("page", args.page, "page.html")
@@ -117,12 +113,10 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
     if args.search:
         return _to_search(config, args, is_open)
     if is_open:  # neither a word nor a file has chosen a global batch
-        try:
+        with contextlib.suppress(ConfigError, ZeroDivisionError):  # the rules of a run refuse these
             layout = Layout.of(config.parallel, args.num_ranks)
-        except (ConfigError, ZeroDivisionError):  # the rules of a run refuse these
-            return config
-        count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
-        config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
+            count = config.pipeline.microbatches or (4 * layout.pp if layout.pp > 1 else 1)
+            config.train.global_batch_size = config.train.micro_batch_size * layout.dp * count
     return config
 
 
@@ -143,10 +137,10 @@ def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig
     config.launch.nproc = config.launch.nodes = "auto"
     if is_open:
         config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
-    travels = config.moe.dispatcher not in (
-        DispatcherChoice.auto, DispatcherChoice.local, DispatcherChoice.alltoall
-    )  # fmt: skip
-    if travels and config.parallel.ep == 1:  # these need ranks that share the experts
+    any_ranks = (DispatcherChoice.auto, DispatcherChoice.local, DispatcherChoice.alltoall)
+    if (
+        config.moe.dispatcher not in any_ranks and config.parallel.ep == 1
+    ):  # it needs ranks that share experts
         ep = math.gcd(config.model.num_experts, GPUS_PER_NODE)
         config.parallel = replace(config.parallel, ep=ep)
     return config

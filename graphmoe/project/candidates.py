@@ -120,7 +120,6 @@ class Candidates:
                 yield from ((name, count) for count in tried if count <= most)
 
     def _schedule_words(self, pp: int, name: str, virtual_stages: int | None) -> Iterator[str]:
-        """Yield what to type for a schedule."""
         if pp > 1 and "pipeline.schedule" not in self.fixed:
             yield f"pipeline.schedule={name}"
         if "pipeline.virtual_stages" not in self.fixed:
@@ -166,8 +165,7 @@ class Candidates:
                 yield from (replace(sizes, cp_method=method) for method in self._methods(sizes))
 
     def _tried(self, name: str, options: Sequence[int]) -> Sequence[int]:
-        is_fixed = f"parallel.{name}" in self.fixed
-        return [getattr(self.config.parallel, name)] if is_fixed else options
+        return [getattr(self.config.parallel, name)] if f"parallel.{name}" in self.fixed else options
 
     def _methods(self, parallel: ParallelConfig) -> list[ContextMethod]:
         """Return both methods where heads can be shared, the ring where they cannot."""
@@ -177,7 +175,6 @@ class Candidates:
         return list(dict.fromkeys([auto, ContextMethod.ring])) if parallel.cp > 1 else [auto]
 
     def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
-        """Return violated rules of a run, but for those of schedules and recompute."""
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
         if like not in self._violated:
             self._violated[like] = violations(replace(config, recompute=RecomputeConfig()))
@@ -188,7 +185,6 @@ class Candidates:
         ]
 
     def _words(self, parallel: ParallelConfig) -> str:
-        """Return what to type for the dimensions that are not fixed."""
         values = {name: getattr(parallel, name) for name in ("pp", "ep", "tp", "cp")}
         if parallel.etp > 1 or self.config.parallel.etp > 1:
             values["etp"] = parallel.etp

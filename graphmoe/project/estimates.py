@@ -224,7 +224,6 @@ def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKin
 
 
 def _alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
-    """Return the same pieces for all stages with as many dense and MoE layers."""
     dense = sum(i < model.num_dense_layers for i in pieces.layers)
     first = model.num_dense_layers - dense
     return replace(pieces, layers=range(first, first + len(pieces.layers)))

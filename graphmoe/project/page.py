@@ -77,7 +77,6 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
 def _memory_chart(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], card_gb: float, axis: str
 ) -> Chart:
-    """Draw a bar for each name, stacked by kind in decimal GB, and a line at the size of the card."""
     heights = {kind: [bar[kind] for bar in bars] for kind in MEMORY_KINDS[:-1]}
     largest = max(sum(bar[kind] for kind in heights) for bar in bars)
     alt = f"Memory by kind, {len(names)} bars, the largest {largest:,.1f} GB of {card_gb:,.0f} GB of the card"
@@ -90,7 +89,6 @@ def _memory_chart(
 
 
 def _time_chart(times: Mapping[str, Mapping[str, float]]) -> Chart:
-    """Draw forward and backward of one micro-batch, stacked by segment in ms."""
     heights = {name: [1e3 * times[key][name] for key in TIMES] for name in times["forward_by_segment"]}
     sums = ", ".join(f"{word} {1e3 * sum(times[key].values()):,.1f} ms" for key, word in TIMES.items())
     alt, below = f"Time of a micro-batch by segment: {sums}", "on the rank with most to compute"
@@ -105,7 +103,6 @@ def _bars(
     below: str,
     beside: str,
 ) -> Chart:
-    """Draw stacked bars at some places, with the words below and beside the axes."""
     traces = [
         {"type": "bar", "name": name, "x": [*places], "y": [*each], "marker": {"color": colour}}
         for (name, each), colour in zip(heights.items(), itertools.cycle(COLOURS), strict=False)

@@ -115,14 +115,12 @@ def search(
 
 
 def _projected(found: Fitting, args: ProjectArgs) -> dict[str, Any]:
-    """Return the listed values of a candidate, from its whole projection."""
     document = project(found.candidate.config, args)
     own = {"words": found.candidate.words, "recompute": found.recompute}
     return {**own, **{key: document[key] for key in COPIED}}
 
 
 def _tried(tried: Candidates, estimates: Estimates, card: Card) -> Iterator[Fitting | Rejected]:
-    """Yield what becomes of each layout with each of its schedules."""
     for layout, problems in tried.layouts():
         if problems:
             yield Rejected(layout.words, "; ".join(map(without_advice, problems)))

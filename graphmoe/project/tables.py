@@ -84,7 +84,6 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def _ways(document: dict[str, Any], largest: str) -> list[str]:
-    """Return the settings to change for less of a kind of memory."""
     if largest not in ("activations", "buffers"):
         return ["a larger parallel.ep", "parallel.pp", "parallel.tp"]
     size = document["micro_batch_size"]
@@ -189,7 +188,6 @@ def recommendation(document: Mapping[str, Any]) -> str:
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
-    """Cells of one of the best layouts; axes are named where something is cut along them."""
     axes = {axis: line["layout"][axis] for axis in ("pp", "tp", "cp", "ep", "etp")}
     cuts = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
     cuts += ["ring"] * ("parallel.cp_method=ring" in line["words"])
@@ -220,7 +218,6 @@ def _reasons(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _nearest(document: dict[str, Any]) -> str:
-    """Describe the candidate that exceeds the card by least."""
     large = [line for line in document["rejected"] if "total_gb" in line]
     if not large:
         return "for other reasons than memory"

@@ -13,8 +13,6 @@ from pathlib import Path
 from graphmoe.config.arguments import emit, file_problems, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
 
-PROG = "graphmoe.report"
-
 
 @dataclass
 class ReportArgs:
@@ -32,27 +30,22 @@ class ReportArgs:
 
 def main(argv: list[str]) -> None:
     """Write the page and say where it is."""
-    args = parse_args(ReportArgs, argv, prog=PROG)
+    args = parse_args(ReportArgs, argv, prog="graphmoe.report")
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
-    try:
-        path = write(args)
-    except ImportError as error:
-        raise ConfigError(f"no page: {error}; pip install plotly") from error
-    emit({"page": str(path)}, f"report: {path}", args.format)
-
-
-def write(args: ReportArgs) -> Path:
-    """Make what is asked; returns the page."""
     from graphmoe.report.comparison import COMPARISON_FILE, write_comparison
     from graphmoe.report.page import write_report
     from graphmoe.report.run_data import read_run
 
-    if args.run is not None:
-        return write_report(args.run, args.out)
     path = args.out or Path(COMPARISON_FILE)
-    write_comparison([read_run(folder) for folder in args.runs or ()], path)
-    return path
+    try:
+        if args.run is not None:
+            path = write_report(args.run, args.out)
+        else:
+            write_comparison([read_run(folder) for folder in args.runs or ()], path)
+    except ImportError as error:
+        raise ConfigError(f"no page: {error}; pip install plotly") from error
+    emit({"page": str(path)}, f"report: {path}", args.format)
 
 
 def _problems(args: ReportArgs) -> Iterator[str]:

@@ -188,7 +188,6 @@ def curves_figure(runs: Sequence[RunCurves]) -> Figure:
 
 
 def _buttons(side: str, method: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Buttons at a side above the panels, each with what it passes to a method of Plotly."""
     place = {
         "x": 0 if side == "left" else 1,
         "xanchor": side,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.report.charts import (
+    bars,
+    bars_layout,
     expert_charts,
     memory_charts,
     memory_remarks,
@@ -14,10 +20,14 @@ from graphmoe.report.charts import (
     training_charts,
 )
 from graphmoe.report.run_data import RunData, read_run
-from graphmoe.report.work import capture_section, compile_section, pipeline_section, segments_section
-from graphmoe.web_page import Chart, folds, grid, paragraph, table, tiles, write_page
+from graphmoe.run.files import PIPELINE_FILE
+from graphmoe.web_page import COLOURS, Chart, folds, grid, paragraph, side_by_side, table, tiles, write_page
 
 REPORT_FILE = "report.html"
+MAX_TRACE_BYTES = 16 * 2**20
+"""Size of a compressed trace that is read when a run ends; larger ones take too long there."""
+SEGMENTS_HINT = "No time by segment: `profile.steps=[10,12]` records a trace of steps, which has it."
+PIPELINE_HINT = "No picture of the pipeline: `profile.pipeline=true` records one."
 NO_STEPS = "No step of training is recorded yet: the run writes them every `train.log_interval` steps."
 NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet."
 
@@ -47,7 +57,6 @@ def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float
 
 
 def _header(run: RunData) -> str:
-    """The tiles, the command, and what could not be read."""
     environment, summary = run.environment, run.summary
     validation, peak = summary.get("final_val_loss"), summary.get("peak_memory_gib")
     rate, mfu, tflops = run.tokens_per_s_per_rank(), run.median("mfu"), run.median("tflops")
@@ -88,8 +97,131 @@ def _loads_hint(run: RunData) -> str:
     return paragraph("No heat map: the run recorded no expert_load.jsonl.") if missing else ""
 
 
+def segments_section(run: RunData, max_trace_bytes: float) -> str:
+    """A bar for each segment or compiled unit from a trace of steps, or what would make one."""
+    from graphmoe.trace.events import trace_of
+
+    try:
+        path = trace_of(run.folder, None)
+    except ConfigError:
+        return paragraph(SEGMENTS_HINT)
+    if (size := path.stat().st_size) > max_trace_bytes:
+        command = f"python -m graphmoe.report run={run.folder}"
+        return paragraph(
+            f"The trace of {size / 2**20:.0f} MiB is not read when a run ends: `{command}` does."
+        )
+    return _of_trace(path)
+
+
+def _of_trace(path: Path) -> str:
+    from graphmoe.trace.events import read_trace
+    from graphmoe.trace.summary import summarise
+
+    try:
+        found = summarise(read_trace(path), 1)
+    except ConfigError as error:
+        return paragraph(f"No time by segment: {error}")
+    segments = list(dict.fromkeys(each.segment for each in found.segments))
+    times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for each in found.segments:
+        times[each.part][each.segment] = each.ms
+    words = {"F": "forward", "I": "input gradients", "W": "weight gradients", "B": "backward", "": "other"}
+    traces = [
+        bars(words.get(part, part), segments, [of_part[name] for name in segments], colour, "ms")
+        for (part, of_part), colour in zip(times.items(), itertools.cycle(COLOURS), strict=False)
+    ]
+    most = max(segments, key=lambda name: sum(of_part[name] for of_part in times.values()), default="")
+    alt = f"Time by segment of {found.num_steps} steps of {found.step_ms:.4g} ms; most is {most}"
+    whose = "when any of its kernels runs" if found.on == "gpu" else "of the host"
+    of_rank = f" of rank {found.facts['rank']}" if "rank" in found.facts else ""
+    note = f"Mean of {found.num_steps} steps{of_rank}, {found.step_ms:,.4g} ms each; times {whose}."
+    if found.idle is not None:
+        note += f" The GPU is idle for {found.idle:.1%}."
+    layout, height = bars_layout("ms per step"), 130 + 26 * len(segments)
+    return grid([Chart("Time by segment", alt, traces, layout, height, is_wide=True, note=note)])
+
+
+def compile_section(run: RunData) -> str:
+    """Tables of passes and compiled units, and what the caches had."""
+    report = run.compiled
+    if not report:
+        return paragraph(
+            "Nothing was compiled: `compile.enabled=false`."
+            if run.of("compile.enabled") is False
+            else "The run left no report of what it compiled."
+        )
+    cache, units = report.get("cache", {}), report.get("units", [])
+    hits = cache.get("fx_hits", 0) + cache.get("aot_hits", 0)
+    whole = sum(unit.get("source") != "compiled" for unit in units)
+    said = f"{report['graphs']} graphs in {report['seconds']:.1f} s, {report['recompiled']} compiled again. "
+    said += f"Caches had {whole} of {len(units)} units; torch's found {hits} graphs."
+    reasons = dict.fromkeys(unit["why_compiled"] for unit in units if unit.get("why_compiled"))
+    said += "".join(f" Compiled because: {reason}." for reason in reasons)
+    passes = [
+        [name, each["matches"], f"{each['nodes_before']} to {each['nodes_after']}", _saved(each),
+         f"{each['ms']:.1f}"]
+        for name, each in report.get("passes", {}).items()
+    ]  # fmt: skip
+    of_units = [
+        [u["unit"], u["for"], f"{u['used']}x", u["graphs"], f"{u['seconds']:.1f}", u["source"]] for u in units
+    ]
+    head = ["pass", "matches", "operations", "kept for the backward", "ms"]
+    columns = ["unit", "for", "used", "graphs", "seconds", "from"]
+    tables = [
+        table(head, passes, numbers_from=1, caption="Passes"),
+        table(columns, of_units, numbers_from=2, caption="Compiled units"),
+    ]
+    return paragraph(said) + side_by_side(tables)
+
+
+def capture_section(run: RunData) -> str:
+    """Units that were captured into graphs, and others with the reason."""
+    report = run.captured
+    if not report:
+        scope = run.of("graph.scope")
+        if scope in (None, "none"):
+            return paragraph(
+                "Nothing is captured: `graph.scope=none`. A scope such as `graph.scope=layer` captures."
+            )
+        shown = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
+        return paragraph(f"`graph.scope={shown}` left no report: no step was captured.")
+    where = "on the host, in place of a device's graphs" if report["on"] == "host" else "on the device"
+    said = f"`graph.scope={report['scope']}`: {report['graphs']} graphs {where} in {report['seconds']:.2f} s"
+    said += f", {report['pool_bytes'] / 2**20:,.0f} MiB in their pool; {report['warmup_steps']} steps before."
+    rows = [
+        [span["unit"], span["places"], span["graphs"], "" if span.get("nodes") is None else span["nodes"],
+         f"{span['seconds']:.3f}"]
+        for span in report["spans"]
+    ]  # fmt: skip
+    missing = report.get("not_captured", {}).items()
+    return (
+        paragraph(said)
+        + table(["captured", "places", "graphs", "nodes", "seconds"], rows, numbers_from=1)
+        + (table(["not captured", "why"], missing) if missing else "")
+    )
+
+
+def pipeline_section(run: RunData) -> str:
+    """The last step that was recorded and its simulation; empty without a pipeline."""
+    if (run.folder / PIPELINE_FILE).is_file():
+        from graphmoe.pipeline_view.page import timeline_chart
+        from graphmoe.pipeline_view.plans import recorded_panels
+
+        try:
+            return grid([timeline_chart(recorded_panels(run.folder, None, 0.0))])
+        except ConfigError as error:
+            return paragraph(f"No picture of the pipeline: {error}")
+    return paragraph(PIPELINE_HINT) if (run.of("parallel.pp") or 1) > 1 else ""
+
+
+def _saved(each: dict[str, Any]) -> str:
+    before, after = each.get("saved_bytes_before"), each.get("saved_bytes_after")
+    if before is None or after is None:
+        return ""
+    return f"{before / 2**20:,.2f} MiB to {after / 2**20:,.2f} MiB"
+
+
 def _configuration(run: RunData) -> str:
-    """A folded table for each section."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for key, value in run.flat_config().items():
         groups.setdefault(key.partition(".")[0] if "." in key else "others", []).append((key, value))

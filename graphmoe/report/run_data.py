@@ -110,10 +110,17 @@ def read_run(folder: Path) -> RunData:
         raise ConfigError(f"{folder} has no {CONFIG_FILE} or {METRICS_FILE}; name the folder of a run")
     unreadable: list[str] = []
 
-    def read(reader: Callable[[Path, type[Any]], Any], name: str, kind: type[Any], otherwise: Any) -> Any:
+    def read(
+        reader: Callable[..., Any], name: str, kind: type[Any], otherwise: Any, whole: bool = False
+    ) -> Any:
         path = folder / name
         try:
-            return reader(path, kind) if path.exists() else otherwise
+            if not path.exists():
+                return otherwise
+            found = reader(path, dict[str, Any] if whole else kind)
+            if whole:  # fields that the type does not name are kept
+                typed(found, kind, str(path))
+            return found
         except FileError as error:
             log.warning("%s", error)
             unreadable.append(str(error))
@@ -122,8 +129,8 @@ def read_run(folder: Path) -> RunData:
     rows = read(read_lines, METRICS_FILE, MetricsRow, [])
     return RunData(
         folder=folder,
-        config=read(_whole(read_yaml), CONFIG_FILE, Config, {}),
-        environment=read(_whole(read_json), ENVIRONMENT_FILE, Environment, {}),
+        config=read(read_yaml, CONFIG_FILE, Config, {}, whole=True),
+        environment=read(read_json, ENVIRONMENT_FILE, Environment, {}, whole=True),
         steps=steps_of(rows),
         validations=validations_of(rows),
         expert_loads=read(read_lines, EXPERT_LOADS_FILE, ExpertLoad, []),
@@ -133,17 +140,6 @@ def read_run(folder: Path) -> RunData:
         summary=_newest(read(read_json, SUMMARY_FILE, Summary, {}), _of_metrics(rows)),
         unreadable=unreadable,
     )
-
-
-def _whole(read: Callable[[Path, type[dict[str, Any]]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return a reader of all fields of a file, of which those that the type names are valid."""
-
-    def read_whole(path: Path, kind: type[Any]) -> dict[str, Any]:
-        found = read(path, dict[str, Any])
-        typed(found, kind, str(path))
-        return found
-
-    return read_whole
 
 
 def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:

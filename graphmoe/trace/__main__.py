@@ -103,7 +103,6 @@ def main(argv: list[str]) -> None:
 
 
 def _other_ranks(run: Path, read: Path) -> Iterator[str]:
-    """Yield a note if there are traces of more ranks than the one that was read."""
     others = sorted(rank for rank, path in recorded(run).items() if path != read)
     if others:
         yield f"there are traces of more ranks, {listed(others)}; rank={others[0]} shows one of them"
@@ -215,7 +214,6 @@ def comparison_text(comparison: Comparison) -> RenderableType:
 
 
 def _head(summary: Summary) -> Iterator[str]:
-    """The lines above the tables."""
     numbers, facts = summary.facts.get("steps"), summary.facts
     which = f"steps {numbers[0]} to {numbers[-1]}" if numbers else f"{summary.num_steps} steps"
     rank = f", rank {facts['rank']} of {facts['num_ranks']}" if "rank" in facts else ""

@@ -205,7 +205,6 @@ def _text(path: Path) -> str:
 
 
 def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
-    """Put one event where it belongs; most categories are of no use here."""
     category, args = event.cat or "", event.args or {}
     if category not in HOST and category not in DEVICE and not category.endswith(RUNTIME):
         return

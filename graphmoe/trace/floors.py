@@ -83,7 +83,6 @@ def product_shape(operation: HostEvent) -> tuple[float, float] | None:
 
 
 def _tb_per_s(device_name: str) -> float | None:
-    """Peak bandwidth of the device's own memory."""
     words = device_words(device_name)
     if "MIG" in words:
         return None

@@ -115,7 +115,6 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _notes(summary: Summary) -> list[str]:
-    """Sentences that a reader needs to read the numbers."""
     units = {segment.segment for segment in summary.segments}
     notes = []
     if summary.on == "cpu":
@@ -134,7 +133,6 @@ def _notes(summary: Summary) -> list[str]:
 
 
 def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
-    """Summarise ranges and operations."""
     steps = len(trace.steps)
     whole = sum(step.end - step.start for step in trace.steps)
     spent = _spent_in_ranges(trace, owners)
@@ -196,7 +194,6 @@ def _of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
 
 
 def _whole_steps(trace: Trace, begin: float, end: float) -> Summary:
-    """The numbers of the steps together, whose kernels run from ``begin`` to ``end``."""
     steps = len(trace.steps)
     running = [a for a in trace.activities if a.end > begin and a.start < end]
     messages = [(a.start, a.end) for a in running if is_communication(a)]
@@ -260,7 +257,6 @@ def _floors(activities: Sequence[Activity], launches: Launches, device: Device) 
 
 
 def _calls_of(trace: Trace) -> Counter[Owner]:
-    """Count the ranges of ours inside steps."""
     ranges = (e for e in trace.host if e.is_range and step_of(trace.steps, e.start) is not None)
     return Counter(owner for event in ranges if (owner := unit_and_part(event.name)))
 

@@ -147,16 +147,12 @@ def write_page(path: Path, title: str, header: str, sections: Sequence[tuple[str
     style, code = (
         Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     )
-    script = f"<script>{_plotly()}</script>\n<script>{code}</script>" if 'class="plot"' in whole else ""
+    script = ""
+    if 'class="plot"' in whole:
+        from plotly.offline import get_plotlyjs
+
+        script = f"<script>{get_plotlyjs()}</script>\n<script>{code}</script>"
     replace_text(path, _PAGE.format(title=_text(title), style=style, body=whole, script=script))
-
-
-def _plotly() -> str:
-    """Plotly's JavaScript."""
-    from plotly.offline import get_plotlyjs
-
-    source: str = get_plotlyjs()
-    return source
 
 
 def _json(value: Any) -> str:

@@ -130,14 +130,6 @@ def test_every_rung_can_run_and_keeps_what_those_before_it_set():
     assert (first.train.micro_batch_size, first.train.global_batch_size, first.parallel.ep) == (1, 8, 2)
 
 
-def test_rungs_of_the_full_model_can_run():
-    cases = rungs(ladder_suite.FULL, "cuda", 8, micro_batch_sizes="4,6,8")
-    assert [case.name for case in cases[-2:]] == ["micro_batch_6", "micro_batch_8"]
-    *_, config = (compose_config(*case.row["overrides"]) for case in cases)
-    sizes = config.model.num_layers, config.data.seq_len, config.train.global_batch_size
-    assert sizes == (27, 4096, 256)
-
-
 def test_words_that_are_the_suites_own_are_refused():
     for word, said in {
         "moe.dispatcher=symm": "the rung symm sets moe.dispatcher; choose rungs by only=",

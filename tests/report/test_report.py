@@ -34,9 +34,8 @@ from graphmoe.report.charts import (
     thinned,
 )
 from graphmoe.report.comparison import config_differences, names_of, numbers
-from graphmoe.report.page import write_report
+from graphmoe.report.page import segments_section, write_report
 from graphmoe.report.run_data import read_run
-from graphmoe.report.work import segments_section
 from graphmoe.run import files
 from graphmoe.worker import leave_report
 from tests.kineto import KinetoTrace

@@ -20,6 +20,7 @@ from graphmoe.command.errors import explain
 from graphmoe.command.hydra import to_config
 from graphmoe.config.arguments import file_problems
 from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat, RunConfig
+from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
 
 BLOCKS = "0.5,0.8,0.95,1.1"
 
@@ -159,6 +160,22 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
         yield f"nproc={wanted} must be 1 or more"
     elif 0 < gpus < wanted:
         yield f"nproc={wanted}, but {gpus} GPUs are visible; use nproc={gpus}"
+
+
+def card_of_device(device: torch.device) -> Card:
+    """The card whose peaks shares are of; on a CPU an H200. *Raises* ConfigError for any other."""
+    if device.type != "cuda":
+        return H200
+    name = torch.cuda.get_device_name(device)
+    for card in CARDS.values():
+        if card.name in device_words(name) and peak_tflops(name) == card.tflops:
+            return card
+    known = ", ".join(card.name for card in CARDS.values())
+    raise ConfigError(
+        f"suite=calibrate and suite=projection need a card's peaks, and this GPU, {name}, is none that is "
+        f"known; run it on a whole one of {known}, those of NVIDIA in the form SXM or HGX: MIG slices, PCIe, "
+        "NVL, GH200 and GB200 have other peaks"
+    )
 
 
 DEPENDENT = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphmoe.bench.arguments import BenchArgs, compose_config
+from graphmoe.bench.arguments import BenchArgs, card_of_device, compose_config
 from graphmoe.bench.calibrate_cases import CalibrateCase, full_cases, tiny_cases
 from graphmoe.bench.cases import (
     Measured,
@@ -30,7 +30,7 @@ from graphmoe.bench.step_suite import times_of_run
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
-from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
+from graphmoe.plan.costs.hardware import Card
 
 SMALL_KERNELS = 200
 """Launched one after the other, in one graph on a GPU, for the least time of a kernel."""
@@ -78,22 +78,6 @@ def calibrate_row(case: str, rate: str, call: str, kind: float = 0, size: float 
     """A row without its time; ``work`` are FLOPs or bytes, 0 where the rate is a time itself."""
     about = {"case": case, "rate": rate, "call": call, "kind": kind, "size": size, "work": work}
     return about | {"median_ms": None, "share": None, "value_us": None, "error": None}
-
-
-def card_of_device(device: torch.device) -> Card:
-    """The card whose peaks shares are of; on a CPU an H200. *Raises* ConfigError for any other."""
-    if device.type != "cuda":
-        return H200
-    name = torch.cuda.get_device_name(device)
-    for card in CARDS.values():
-        if card.name in device_words(name) and peak_tflops(name) == card.tflops:
-            return card
-    known = ", ".join(card.name for card in CARDS.values())
-    raise ConfigError(
-        f"suite=calibrate and suite=projection need a card's peaks, and this GPU, {name}, is none that is "
-        f"known; run it on a whole one of {known}, those of NVIDIA in the form SXM or HGX: MIG slices, PCIe, "
-        "NVL, GH200 and GB200 have other peaks"
-    )
 
 
 def run_calibrate_case(case: CalibrateCase, card: Card, device: torch.device, repeats: int) -> list[Row]:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphmoe.bench.arguments import BenchArgs, compose_config, refuse, split_list, without
-from graphmoe.bench.calibrate_suite import card_of_device
+from graphmoe.bench.arguments import BenchArgs, card_of_device, compose_config, refuse, split_list, without
 from graphmoe.bench.cases import Cell, Measured, Row, table
 from graphmoe.bench.jobs import UNREAD, RunCase, Setting, run_cases, steps_words, train
 from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig

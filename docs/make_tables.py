@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from graphmoe import conf
 from graphmoe.config.arguments import field_docs
+from graphmoe.config.ranges import OneOf
 from graphmoe.config.schema import RunConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -147,7 +148,7 @@ def _header() -> list[str]:
 
 def _rows(cls: type, prefix: str, shipped: Any, only: str | None = None) -> Iterator[str]:
     """Table rows of a dataclass's fields; ``shipped`` None leaves that column out."""
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     for f in dataclasses.fields(cls):
         if only not in (None, f.name):
             continue
@@ -176,6 +177,9 @@ def _shown(value: Any) -> str:
 
 def _type(hint: Any) -> str:
     """The type of a field, or its choices."""
+    if marks := getattr(hint, "__metadata__", ()):
+        names = [f"`{name}`" for mark in marks if isinstance(mark, OneOf) for name in mark.names]
+        return ", ".join([*names, "or `package.module:NAME`"]) if names else _type(typing.get_args(hint)[0])
     if hint is Any:
         return "as described"
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

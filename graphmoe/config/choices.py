@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 import enum
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from graphmoe.config.ranges import ConfigError, OneOf
+
+LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
+
+
+def look_up(table: Mapping[str, Any], choice: str, key: str) -> Any:
+    """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
+
+    Only a process whose own command or --config-dir names such code imports it. *Raises* ConfigError where
+    it cannot be imported.
+    """
+    if choice in table:
+        return table[choice]
+    module, _, name = choice.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={choice} cannot be imported ({error}); write package.module:NAME, with the package on "
+            f"PYTHONPATH"
+        ) from error
 
 
 class AttentionKind(enum.Enum):
@@ -92,12 +117,6 @@ class DataSource(enum.Enum):
     hf = ("hf", ("hf_name", "tokenizer"), True)
     memmap = ("memmap", ("paths",))
     synthetic = ("synthetic", (), True)
-
-
-class LrSchedule(enum.Enum):
-    cosine = "cosine"
-    wsd = "wsd"
-    constant = "constant"
 
 
 class ComputeDtype(enum.Enum):

@@ -32,6 +32,12 @@ class AtMost(NamedTuple):
     limit: int
 
 
+class OneOf(NamedTuple):
+    """Names of the rows of a table; ``package.module:NAME`` names a row that a user wrote."""
+
+    names: tuple[str, ...]
+
+
 class Mark(enum.Enum):
     """Further facts about the values of a field."""
 
@@ -51,6 +57,8 @@ INT32 = AtMost(2**31 - 1)
 FP32, PATH = Mark.fp32, Mark.path
 LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_BELOW_ONE = 1 - 2**-24
+OWN_CODE = re.compile(r"[\w.]+:\w+")
+"""An object in a module of the user's."""
 
 Count = Annotated[int, POSITIVE]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
@@ -117,8 +125,13 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 
 
 def range_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse numbers out of their range; infinity and NaN are out of every range."""
+    """Refuse names that no table has and numbers out of their range, as infinity and NaN always are."""
     for mark in field.marks:
+        if isinstance(mark, OneOf) and field.value not in mark.names and not OWN_CODE.fullmatch(field.value):
+            yield (
+                f"{field.key}={field.value}: there is no such choice; use one of {', '.join(mark.names)}, or "
+                f"package.module:NAME for code of your own"
+            )
         if not isinstance(mark, Range) or field.value is None:
             continue
         if not math.isfinite(field.value):

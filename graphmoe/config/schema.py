@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from graphmoe.config.choices import AttentionBackend as AttentionBackend
-from graphmoe.config.choices import AttentionKind as AttentionKind
-from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import (
+    LR_SCHEDULES,
     ComputeDtype,
     DataSource,
     DeviceChoice,
-    LrSchedule,
     NumaBinding,
     OutputFormat,
 )
+from graphmoe.config.choices import AttentionBackend as AttentionBackend
+from graphmoe.config.choices import AttentionKind as AttentionKind
+from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DispatcherChoice as DispatcherChoice
 from graphmoe.config.choices import DpShard as DpShard
@@ -108,8 +108,8 @@ class OptimConfig:
     """Peak learning rate, > 0."""
     min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
     """Final learning rate over the peak (cosine, wsd), 0 to 1."""
-    schedule: LrSchedule = LrSchedule.cosine
-    """After warm-up: cosine, wsd (stable, then a decay at the end) or constant."""
+    schedule: Annotated[str, LR_SCHEDULES] = "cosine"
+    """After warm-up: cosine, wsd (stable, then a decay at the end), constant, or package.module:NAME."""
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up from lr / warmup_steps, >= 0; a run that is shorter ends during it."""
     wsd_decay_fraction: Annotated[float, SHARE] = 0.2
@@ -128,7 +128,7 @@ class OptimConfig:
     def decay_steps(self, total_steps: int) -> range:
         """Return the steps of a run in which its schedule decays, counted from 0."""
         start = self.warmup_steps
-        if self.schedule is LrSchedule.wsd:
+        if self.schedule == "wsd":
             start = total_steps - max(round(total_steps * self.wsd_decay_fraction), 1)
         return range(start, max(total_steps, start + 1))
 

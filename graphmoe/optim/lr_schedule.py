@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.config.schema import LrSchedule, OptimConfig
+from graphmoe.config.choices import look_up
+from graphmoe.config.schema import OptimConfig
 
-DECAYS: dict[LrSchedule, Callable[[Tensor], Tensor]] = {
-    LrSchedule.cosine: lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
-    LrSchedule.wsd: lambda progress: 1 - progress.sqrt(),
+DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cosine": lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
+    "wsd": lambda progress: 1 - progress.sqrt(),
 }
-"""Share of the way from floor to peak by the progress of the decay, from 0 to 1; others stay at the peak."""
+"""Share of the way from floor to peak by the progress of the decay, a scalar tensor from 0 to 1."""
 
 
 class LrNumbers(NamedTuple):
@@ -40,17 +41,18 @@ class LrNumbers(NamedTuple):
         )
 
 
-def learning_rate(schedule: LrSchedule, numbers: LrNumbers, done: Tensor) -> Tensor:
+def learning_rate(schedule: str, numbers: LrNumbers, done: Tensor) -> Tensor:
     """Return the learning rate of the step after ``done`` applied ones; fp32 scalar, no device sync.
 
     Linear warm-up from peak / warmup, then constant; or a cosine down to floor * peak at the last step
     (arXiv 1608.03983); or wsd: stable, then a 1 - sqrt decay over the last steps (arXiv 2405.18392,
-    section 4). ``numbers`` are scalar tensors.
+    section 4), or a user's decay. ``numbers`` are scalar tensors.
     """
     step = done.float() + 1
     factor = torch.ones_like(step)
-    if schedule in DECAYS:
+    if schedule != "constant":
+        decay = look_up(DECAYS, schedule, "optim.schedule")
         progress = ((step - numbers.start) / numbers.span).clamp(0, 1)
-        factor = numbers.floor + (1 - numbers.floor) * DECAYS[schedule](progress)
+        factor = numbers.floor + (1 - numbers.floor) * decay(progress)
     rising = step / numbers.warmup.clamp_min(1.0)
     return numbers.peak * torch.where(step < numbers.warmup, rising, factor)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config.schema import LrSchedule, OptimConfig, TrainConfig
+from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.table import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
@@ -45,7 +45,7 @@ def test_one_update_reaches_every_element_and_copies_no_buffer_to_the_host(compi
         pytest.skip("needs 50 GiB")
     torch.manual_seed(0)
     config = OptimConfig(
-        lr=LR, schedule=LrSchedule.constant, warmup_steps=0, weight_decay=DECAY, beta1=0.9, beta2=0.95
+        lr=LR, schedule="constant", warmup_steps=0, weight_decay=DECAY, beta1=0.9, beta2=0.95
     )
     optimizer = Optimizer(Wide(), config, TrainConfig(steps=2, clip_grad_norm=CLIP))
     if compiled:

@@ -64,7 +64,7 @@ def lr_schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
     start = config.decay_steps(total_steps).start
     if start < warmup <= total_steps:
         yield (
-            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule={config.schedule.value} "
+            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule={config.schedule} "
             f"begins: of train.steps={total_steps} those from {start} on decay "
             f"(optim.wsd_decay_fraction={fraction}); use at most optim.warmup_steps={start}, or "
             f"optim.schedule=cosine"

@@ -9,7 +9,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.config.masking import to_plain
 from tests.runs import (
     COMPILED,
     COMPILED_MODEL,
@@ -241,3 +244,29 @@ def test_fewer_steps_than_the_checkpoint_has_is_a_configuration_error(tmp_path):
     source = f"checkpoint.resume_from={tmp_path}/first"
     with pytest.raises(ValueError, match=r"train.steps=3, but .* is at step 6 already; use more steps"):
         train_in(tmp_path / "second", "train.steps=3", source)
+
+
+@pytest.mark.slow
+def test_a_run_on_text_that_is_killed_sees_the_same_tokens(tmp_path, text_words):
+    overrides = (*text_words, "train.steps=12", "checkpoint.interval=4", "log.sample_tokens=4")
+    whole = command(tmp_path, *words("whole", *overrides))
+    assert whole.wait() == 0, whole.err.read_text()
+    run = Command(tmp_path, words("run", *overrides))
+    run.wait_until(lambda: (tmp_path / "run/checkpoints/step_00000004").exists())
+    run.kill(signal.SIGKILL)
+    run.wait()
+    assert command(tmp_path, *words("run", *overrides)).wait() == 0
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_resuming_from_another_model_names_the_keys_that_differ_before_the_tensors(tmp_path):
+    first = train_in(tmp_path / "first", "train.steps=2")
+    (tmp_path / "first" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(first.config)))
+    source = f"checkpoint.resume_from={tmp_path}/first"
+    wider = first.config.model.expert_ffn_size + 8
+    with pytest.raises(CheckpointError) as error:
+        trainer_in(tmp_path / "second", source, f"model.expert_ffn_size={wider}")
+    head, *tensors = str(error.value).splitlines()
+    assert head.startswith(f"{source}: {tmp_path}/first")
+    assert f"model.expert_ffn_size: {wider - 8} -> {wider}" in head
+    assert any("moe_experts.w_down" in line for line in tensors)

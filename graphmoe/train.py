@@ -173,8 +173,8 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     from graphmoe.run.files import SUMMARY_FILE
     from graphmoe.run.folder import write_config
     from graphmoe.run.machine import check_processes
-    from graphmoe.runtime.dispatch.vendors import check_package
-    from graphmoe.runtime.host.temporary import temporary_folder
+    from graphmoe.runtime.dispatch import check_package
+    from graphmoe.runtime.host.files import temporary_folder
     from graphmoe.runtime.launch.elastic import launch
 
     # The workers would say it too, in a folder made for them.

@@ -37,8 +37,8 @@ from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, 
 from graphmoe.ops.symm import use_peers
 from graphmoe.ops.timing import spread
 from graphmoe.plan.experts import FACTS
+from graphmoe.runtime.dispatch import close_vendor, open_buffer
 from graphmoe.runtime.dispatch.symm import make_peers
-from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer
 
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}

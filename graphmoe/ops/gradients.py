@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+PendingWeightGrads = list[Callable[[], object]]
+"""Calls of W that backwards have left to their caller, in the order of I."""
+
 
 class Gradient:
     """One parameter's gradient. ``total`` keeps its address; the optimizer's update may scale it.

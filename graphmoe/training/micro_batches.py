@@ -20,8 +20,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import Pipeline, lanes_of
-from graphmoe.runtime.pipeline.overlapped import OverlappedStage
-from graphmoe.runtime.pipeline.stages import Deferring
+from graphmoe.runtime.pipeline.stages import Deferring, OverlappedStage
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 from graphmoe.training.step import Add, MicroBatches

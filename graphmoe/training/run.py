@@ -30,7 +30,7 @@ from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, to_
 from graphmoe.run.machine import check_processes, describe, open_device
 from graphmoe.run.metrics_file import read_rows, summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
-from graphmoe.runtime.dispatch.vendors import check_dispatcher
+from graphmoe.runtime.dispatch import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
 from graphmoe.runtime.host.files import replace_text
 from graphmoe.runtime.host.logs import Progress, console

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from graphmoe.config.untrusted import open_at_once
-from graphmoe.runtime.host.temporary import age_s
+from graphmoe.runtime.host.files import age_s
 
 log = logging.getLogger(__name__)
 

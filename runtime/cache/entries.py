@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from graphmoe.runtime.cache.blobs import read_document, write_whole
-from graphmoe.runtime.host.temporary import process_name
+from graphmoe.runtime.host.files import process_name
 
 log = logging.getLogger(__name__)
 

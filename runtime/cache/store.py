@@ -18,7 +18,7 @@ from graphmoe.runtime.cache.entries import Entries, Entry
 from graphmoe.runtime.cache.folders import TEMPORARY, make_cache, point_torch_at
 from graphmoe.runtime.cache.key import Facts, differences, key_of, may_share
 from graphmoe.runtime.cache.work import Nearest, WorkFolder
-from graphmoe.runtime.host.temporary import (
+from graphmoe.runtime.host.files import (
     make_process_folder,
     make_temporary_folder,
     process_name,

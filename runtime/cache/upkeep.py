@@ -13,7 +13,7 @@ from graphmoe.runtime.cache.blobs import ORPHAN_AGE_S, Blob, DamagedBlob
 from graphmoe.runtime.cache.bytecode import BYTECODE
 from graphmoe.runtime.cache.entries import Document, Entry, unit_of
 from graphmoe.runtime.cache.store import CompileCache
-from graphmoe.runtime.host.temporary import age_s, remove_dead
+from graphmoe.runtime.host.files import age_s, remove_dead
 
 
 @dataclass(frozen=True)

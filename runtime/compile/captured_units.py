@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops.gradients import Gradient, have_begun, report_added
+from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
 from graphmoe.runtime.capture.capture import Capture, Span
 from graphmoe.runtime.capture.graphs import static_copy
 from graphmoe.runtime.capture.replays import Pool, Replay
-from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode, differentiable
+from graphmoe.runtime.compile.code import UnitCode, differentiable
 
 
 class UnitCapture:

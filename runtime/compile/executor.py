@@ -17,9 +17,15 @@ from torch import Tensor, fx
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.table import MadeBy, PassReport, PassRunner
 from graphmoe.plan.recompute import NOTHING, Recompute, UnitRecompute
-from graphmoe.runtime.cache.turns import CompileTurns, Turn
 from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
-from graphmoe.runtime.compile.code import Compiled, PendingWeightGrads, UnitCode, compile_graph
+from graphmoe.runtime.compile.code import (
+    Compiled,
+    CompileTurns,
+    PendingWeightGrads,
+    Turn,
+    UnitCode,
+    compile_graph,
+)
 from graphmoe.runtime.compile.graphs import unit_graphs
 from graphmoe.runtime.compile.recompute import executor_outside_graphs
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place

@@ -1,23 +1,32 @@
-"""Dispatchers: how tokens travel between the ranks that hold experts."""
+"""Dispatchers, by which tokens travel between ranks of experts; the check of those of vendors."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 
 import torch
 
-from graphmoe.config.schema import DispatcherChoice, Transport
+from graphmoe.config.packages import is_installed, require_package
+from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.plan.experts import FACTS, blocks_of
+from graphmoe.plan.experts import FACTS, INSTEAD, Load, blocks_of
+from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
+from graphmoe.runtime.dispatch import deepep, nvshmem
 from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem
 from graphmoe.runtime.dispatch.symm import Symm, make_peers
-from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows, vendor_dispatcher
-from graphmoe.runtime.ranks import Mesh
+from graphmoe.runtime.ranks import Mesh, Ranks
+from graphmoe.runtime.torch_compat import has_nvshmem
 
 log = logging.getLogger(__name__)
+
+PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
+"""Variable of torch: programs of an exchange by NVSHMEM."""
 
 
 def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
@@ -91,3 +100,101 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
     return f"{words}, moe.transport={plan.transport.value}{blocks}"
+
+
+def vendor_dispatcher(
+    choice: DispatcherChoice, model: ModelConfig, layout: Layout, tokens: int, room: Load
+) -> DeepEP | Nvshmem:
+    """Make a dispatcher with this room; deepep and turbo have room for all rows, and heed the slots only."""
+    experts = model.num_experts // layout.ep
+    if choice is DispatcherChoice.nvshmem:
+        return Nvshmem(room, experts, layout.etp)
+    assert FACTS[choice].buffer, choice
+    return DeepEP.of(layout.size("ep_etp"), tokens, experts, room.slots)
+
+
+def open_buffer(choice: DispatcherChoice, mesh: Mesh, hidden_size: int) -> None:
+    """Open the buffer of deepep or turbo. A collective of all ranks."""
+    group = mesh.group("ep_etp")
+    assert group is not None
+    if choice is DispatcherChoice.turbo:
+        from primus_turbo.pytorch import deep_ep  # type: ignore[import-not-found]
+    else:
+        import deep_ep  # type: ignore[import-not-found]
+
+    deepep.use_buffer(deepep.open_buffer(deep_ep, group, hidden_size))
+
+
+def open_rows(
+    model: ModelConfig, mesh: Mesh, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Open the memory that nvshmem needs for so many received rows, unless there is as much already.
+
+    A collective of all ranks, outside of a capture.
+    """
+    group = mesh.group("ep_etp")
+    assert group is not None
+    places = model.top_k * mesh.layout.etp
+    size = nvshmem.bytes_of(tokens, places, rows, model.hidden_size, dtype, model.top_k, group.size())
+    if not nvshmem.has_rows(group, size):
+        nvshmem.use_rows(nvshmem.PeerRows(group, size, device))
+
+
+def close_vendor() -> None:
+    """Give back what is open, at the end of a run that went well: a collective of all ranks."""
+    deepep.close_buffer()
+    nvshmem.use_rows(None)
+
+
+def check_dispatcher(
+    choice: DispatcherChoice,
+    device: torch.device,
+    layout: Layout,
+    ranks: Ranks,
+    installed: Callable[[str], bool] = is_installed,
+) -> None:
+    """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
+    check_package(choice, device.type, installed)
+    if choice is not DispatcherChoice.auto and FACTS[choice].one_node:
+        _check_node(f"moe.dispatcher={choice.value}", layout, ranks)
+
+
+def check_package(
+    choice: DispatcherChoice, device_type: str, installed: Callable[[str], bool] = is_installed
+) -> None:
+    """Refuse a dispatcher that this machine cannot run, whatever the ranks. *Raises* ConfigError."""
+    key, facts = f"moe.dispatcher={choice.value}", FACTS.get(choice)
+    if facts is None or facts.platform is None:
+        return
+    if device_type != "cuda":
+        raise ConfigError(f"{key} runs on GPUs, and this run is on a {device_type}; use moe.dispatcher=auto")
+    if choice is DispatcherChoice.nvshmem:
+        _check_nvshmem(key)
+    if facts.package:
+        require_package("moe.dispatcher", choice.value, installed, INSTEAD)
+    if facts.platform == ("cuda" if torch.version.hip else "rocm"):
+        other = {"cuda": "CUDA", "rocm": "ROCm"}[facts.platform]
+        raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")
+
+
+def _check_node(key: str, layout: Layout, ranks: Ranks) -> None:
+    group = layout.group("ep_etp", ranks.rank)
+    if len({rank // ranks.local_size for rank in group}) > 1:
+        raise ConfigError(
+            f"{key} exchanges between GPUs of one node, and the ranks {', '.join(map(str, group))} of a "
+            f"group of parallel.ep={layout.ep} are on several; use parallel.ep of {ranks.local_size} or a "
+            f"divisor, or moe.dispatcher=nvshmem or alltoall"
+        )
+
+
+def _check_nvshmem(key: str) -> None:
+    if not has_nvshmem():
+        raise ConfigError(
+            f"{key} needs a torch with NVSHMEM and its library libnvshmem_host.so.3, and one of them is "
+            f"missing; install nvidia-nvshmem-cu13 (or cu12, as torch's CUDA is), or use {INSTEAD}"
+        )
+    if os.environ.get(PROGRAMS):
+        raise ConfigError(
+            f"{key} shares out a row evenly to the programs that torch takes by itself, and "
+            f"{PROGRAMS}={os.environ[PROGRAMS]} asks for others; unset {PROGRAMS}"
+        )

@@ -29,9 +29,9 @@ from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
 
 from graphmoe.config.schema import LaunchConfig
+from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.host.logs import LogFile
 from graphmoe.runtime.host.signals import NOTICES, SIGNALS, awaited, heard, raised, say
-from graphmoe.runtime.host.temporary import temporary_folder
 from graphmoe.runtime.launch.failures import (
     RunFailed,
     attempt_of,

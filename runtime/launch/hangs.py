@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from graphmoe.runtime.host.temporary import ALIVE, temporary_folder
+from graphmoe.runtime.host.files import ALIVE, temporary_folder
 from graphmoe.runtime.launch.failures import Failure, leave_failure
 from graphmoe.runtime.launch.flight_recorder import ask_for_dumps
 from graphmoe.runtime.launch.stamps import (

@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graphmoe.runtime.compile.code import PendingWeightGrads
-from graphmoe.runtime.overlap.order import OrderedUnit
+from graphmoe.ops.gradients import PendingWeightGrads
 
 RECEIVED = -1
 """Number in the place of a unit's where a tensor comes from elsewhere."""
+
+
+@dataclass(frozen=True)
+class OrderedUnit:
+    """A unit at one place of the model, or its gradients."""
+
+    name: str
+    needs: frozenset[int] = frozenset()
+    """Numbers, in the same list, of the units whose results it reads."""
+    transfers: bool = False
+    """True where its work is a transfer between ranks, beside which others may run."""
 
 
 @dataclass

@@ -15,8 +15,7 @@ from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import layout_of, own_part
 from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.pipeline.overlapped import OverlappedStage
-from graphmoe.runtime.pipeline.stages import BackwardOf, Tensors
+from graphmoe.runtime.pipeline.stages import BackwardOf, OverlappedStage, Tensors
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, SCALARS

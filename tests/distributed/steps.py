@@ -22,7 +22,7 @@ from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.plan.recompute import Recompute
-from graphmoe.runtime.cache.turns import CompileTurns
+from graphmoe.runtime.compile.code import CompileTurns
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.dispatch.alltoall import AllToAll

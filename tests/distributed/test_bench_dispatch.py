@@ -21,7 +21,7 @@ from graphmoe.bench.dispatch_ways import ALL_FOUR, EXCHANGES
 from graphmoe.bench.rank_group import RankGroup
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import DispatcherChoice
-from graphmoe.runtime.dispatch.vendors import close_vendor
+from graphmoe.runtime.dispatch import close_vendor
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.fake_vendors import fake_package
 from tests.distributed.ranks import run_ranks

@@ -29,8 +29,8 @@ from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.base import Stage
 from graphmoe.passes.table import PassRunner
 from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.cache.turns import CompileTurns
 from graphmoe.runtime.compile import code as unit_code
+from graphmoe.runtime.compile.code import CompileTurns
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.metrics import MetricsWriter, NoMetrics

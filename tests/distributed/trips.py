@@ -22,12 +22,11 @@ from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.symm.collective import positions
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.dispatch import deepep, nvshmem
+from graphmoe.runtime.dispatch import close_vendor, deepep, nvshmem, open_buffer, open_rows
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem, PeerRows
 from graphmoe.runtime.dispatch.symm import Symm, make_peers
-from graphmoe.runtime.dispatch.vendors import close_vendor, open_buffer, open_rows
 from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.fake_vendors import fake_exchange, fake_package
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from graphmoe.runtime.compile.code import PendingWeightGrads
+from graphmoe.ops.gradients import PendingWeightGrads
 from graphmoe.runtime.compile.units import Unit
-from graphmoe.runtime.overlap.order import Direction
-from graphmoe.runtime.overlap.runner import Backward, Call, Overlap
+from graphmoe.runtime.overlap.runner import Backward, Call, Direction, Overlap
 
 Order = list[tuple[Direction, str]]
 """Directions and names of units."""

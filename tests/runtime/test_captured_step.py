@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 
 import pytest
 import torch
 
-from graphmoe.config.schema import ConfigError
-from graphmoe.model.transformer import Transformer
 from graphmoe.runtime.capture.capture import REPORT_FILE, Capture
-from graphmoe.runtime.capture.graphs import HostGraph
 from graphmoe.runtime.capture.step import CapturedStep
-from graphmoe.training.saves import TrainingStopped
 from tests.runs import (
     COMPILED,
-    TINY,
     assert_load_swings,
     assert_same_state,
-    command,
-    config,
     final_state,
     metrics,
     numbers,
@@ -72,11 +63,6 @@ def test_a_step_that_reads_what_it_was_given_and_not_the_buffers_is_found_out():
         held[:] = tokens(number)
         result = run(held)
     assert result.item() == torch.iinfo(torch.long).min  # 2 if nobody had noticed
-
-
-def test_floats_that_were_given_become_nan():
-    given = torch.ones(3)
-    assert HostGraph(lambda: (given.sum(),), [given]).replay()[0].isnan()
 
 
 @pytest.mark.parametrize("other", [torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 3)])
@@ -130,60 +116,6 @@ def test_a_load_that_swings_from_step_to_step_changes_no_bit(tmp_path, swinging_
     assert_load_swings(metrics(tmp_path / "captured"), num_experts=4, after=2)
 
 
-@pytest.mark.slow
-def test_thirty_steps_on_real_text_are_bitwise_the_uncaptured_ones(tmp_path, mostly_traced):
-    words = (
-        "compile.enabled=true", "data.source=stdlib", "data.bpe_vocab_size=512", "model.vocab_size=512",
-        *mostly_traced, "train.steps=30", "train.val_interval=10", "checkpoint.interval=0",
-    )  # fmt: skip
-    runs = [
-        train_in(tmp_path / name, *words, f"graph.scope={scope}")
-        for name, scope in (("plain", "none"), ("captured", "full_iteration"))
-    ]
-    rows = numbers(tmp_path / "captured")
-    assert rows == numbers(tmp_path / "plain") and rows[-2]["loss"] < 0.9 * rows[1]["loss"]
-    for one, other in zip(*(run.optimizer.main for run in runs), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_captured_run_goes_on_bitwise_where_it_stopped(tmp_path):
-    train_in(tmp_path / "whole", *STEPS, CAPTURED)
-    broken = trainer_in(tmp_path / "run", *STEPS, CAPTURED)
-    step = broken._train_step
-
-    def fail_after_six() -> None:
-        step()
-        if broken.step == 6:
-            raise KeyboardInterrupt
-
-    broken._train_step = fail_after_six
-    with pytest.raises(KeyboardInterrupt):
-        broken.run()
-    assert broken.store.latest() == [4]
-    train_in(tmp_path / "run", *STEPS, CAPTURED)
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-
-
-def test_a_replay_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(tmp_path, monkeypatch):
-    trainer = trainer_in(
-        tmp_path, CAPTURED, "train.steps=20", "train.max_nonfinite=4", "train.log_interval=4",
-        "train.val_batches=0", "checkpoint.interval=0", "graph.warmup_steps=1",
-    )  # fmt: skip
-    whole = Transformer.loss
-
-    def loss(self, *arguments):
-        output = whole(self, *arguments)
-        return output if trainer.step < 3 else output._replace(total=output.total * math.nan)
-
-    monkeypatch.setattr(Transformer, "loss", loss)
-    with pytest.raises(TrainingStopped, match="5 steps in a row"):
-        trainer.run()
-    assert trainer.step == 9  # read at step 8, one step late
-    assert trainer.optimizer.applied.item() == 3
-    rows = metrics(tmp_path)
-    assert [row["skipped"] for row in rows] == [False] * 3 + [True] * 6
-
-
 def test_metrics_are_written_a_step_late_and_completely(tmp_path):
     words = ("train.steps=7", "train.val_batches=0", "checkpoint.interval=0", "train.log_interval=2")
     trainer = trainer_in(tmp_path, *words, CAPTURED)
@@ -195,23 +127,3 @@ def test_metrics_are_written_a_step_late_and_completely(tmp_path):
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8))
     assert all(row["tokens"] == 4 * 16 * row["step"] and row["step_s"] > 0 for row in metrics(tmp_path))
     trainer.loader.close()
-
-
-def test_a_run_too_short_to_capture_says_so(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        train_in(tmp_path, CAPTURED, "train.steps=3", "graph.warmup_steps=3")
-    assert "graph.scope=full_iteration captured nothing: the run did 3 steps" in caplog.text
-    assert not (tmp_path / REPORT_FILE).exists()
-
-
-def test_a_warm_up_of_no_steps_is_refused():
-    with pytest.raises(ConfigError, match="graph.warmup_steps=0"):
-        config("graph.warmup_steps=0")
-
-
-@pytest.mark.slow
-def test_the_command_says_that_a_cpu_has_no_graphs(tmp_path):
-    run = command(tmp_path, *TINY, CAPTURED, "hydra.run.dir=run", "train.steps=5")
-    assert run.wait() == 0, run.err.read_text()
-    assert "a CPU has no graphs" in run.err.read_text() and "captured full_iteration" in run.err.read_text()
-    assert (tmp_path / "run" / REPORT_FILE).exists()

@@ -201,15 +201,3 @@ def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, s
     assert cut[0]["loss"] == whole[0]["loss"], "before any gradient"
     for key in ("loss", "grad_norm"):  # docs/capture.md says so
         assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_named_segment_that_the_model_has_not_is_told(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        train_in(
-            tmp_path, *RUN, "graph.scope=[embed,shared_experts]", "model.shared_ffn_size=0",
-            "graph.warmup_steps=1", "train.steps=2", "train.val_batches=0",
-        )  # fmt: skip
-    assert "names shared_experts, which is not captured: the model has no such segment" in caplog.text
-    report = json.loads((tmp_path / REPORT_FILE).read_text())
-    assert [(span["unit"], span["graphs"]) for span in report["spans"]] == [("embed", 3)]  # F, W, W that adds

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphmoe.ops.gradients import Gradient
+from graphmoe.ops.gradients import Gradient, PendingWeightGrads
 from graphmoe.passes.table import PASSES, PassRunner
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
-from graphmoe.runtime.compile.code import PendingWeightGrads, UnitCode
+from graphmoe.runtime.compile.code import UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment
 from tests.runtime.chains import CPU, Scale

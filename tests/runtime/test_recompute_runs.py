@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 import torch
@@ -16,37 +15,10 @@ from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Segment, run_segments
 from tests.runs import COMPILED, assert_same_state, config, final_state, numbers, train_in
-from tests.runtime.recomputed import executor, layer_gradients, recompute
+from tests.runtime.recomputed import recompute
 from tests.tolerances import assert_gradient_close
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
-
-
-@pytest.mark.parametrize(
-    "asked, words",
-    [
-        ({"all": True}, "all segments of every layer"),
-        ({"layer_ids": [2, 0]}, "all segments of layers 0, 2"),
-        (
-            {"segments": ["mlp", "attn"], "ops": ["layernorm"], "layer_ids": [1]},
-            "attn, layernorm, mlp of layers 1",
-        ),
-    ],
-)
-def test_the_log_says_what_is_computed_again(asked, words):
-    assert recompute(**asked).words() == words
-
-
-def test_segments_whose_recompute_saves_nothing_are_named(tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        train_in(
-            tmp_path, *COMPILED, "train.steps=1", "train.val_batches=0",
-            "checkpoint.enabled=false", "recompute.segments=[moe_preprocess]",
-        )  # fmt: skip
-    assert "the backward computes again: moe_preprocess of every layer" in caplog.messages
-    assert (
-        "recompute has no effect: nothing of moe_preprocess of every layer would be kept" in caplog.messages
-    )
 
 
 class Scale(nn.Module):
@@ -154,17 +126,6 @@ def assert_bitwise_that_of_kept_values(tmp_path, caplog, asked, *overrides):
     assert any(unit["recomputed"] > 0 for unit in again.values())
     unused = "recompute.ops=moe_act has no effect with the pass fuse_experts"
     assert (unused in caplog.text) == ("moe_act" in asked)
-
-
-@pytest.mark.slow
-def test_compiled_bf16_agrees_within_its_rounding():
-    """Inductor keeps fp32 between operations that it fuses, and the second computation is fused otherwise."""
-    made = []
-    for wanted in (None, recompute(all=True)):
-        _, gradients = layer_gradients(executor(wanted), dtype=torch.bfloat16)
-        made.append(gradients)
-    for kept, again in zip(*made, strict=True):
-        assert_gradient_close(again, kept)
 
 
 @pytest.mark.parametrize(

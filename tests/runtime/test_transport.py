@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +15,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import resolve
 from graphmoe.project.memory import projected_memory, with_its_transport
-from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher, planned_dispatcher
-from graphmoe.training.dry_run import dry_run
+from graphmoe.runtime.dispatch import planned_dispatcher
 from tests.runs import config
 
 SYMM = ("moe.dispatcher=symm", "parallel.ep=2", "launch.nproc=2", "run.device=cuda")
@@ -70,23 +67,6 @@ def test_the_projected_memory_of_a_run_is_that_of_the_transport_that_it_takes():
     assert shared_gib("run.device=cpu") == pulls < copies == shared_gib()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (OVERLAP, "moe.dispatcher=symm, moe.transport=copy_engine with blocks of 128 rows: room for "),
-        ((), "moe.dispatcher=symm, moe.transport=pull: room for "),
-    ],
-)
-def test_the_log_says_which_transport_a_run_takes(caplog, words, said):
-    caplog.set_level(logging.INFO)
-    mesh = SimpleNamespace(layout=LAYOUT, group=lambda axis: None)
-    try:
-        open_dispatcher(plan_of(config(*SYMM, *words), 2), mesh, torch.device("cpu"))
-    finally:
-        close_dispatcher()
-    assert any(message.startswith(said) for message in caplog.messages), caplog.messages
-
-
 @pytest.mark.parametrize("hip", [None, "6.4"])
 def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monkeypatch, hip):
     """Include machines without such a GPU, where run.device=auto means the device that is there."""
@@ -100,20 +80,6 @@ def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monke
         assert (dispatcher.block > 0) == (hip is None)
         found.append(dispatcher)
     assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_the_report_of_a_dry_run_is_the_same_with_and_without_gpus(monkeypatch):
-    found = []
-    for available in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, available))
-        run = dry_config(*OVERLAP)
-        monkeypatch.undo()  # torch would ask the GPUs that it is told of
-        found.append(dry_run(run))
-    pulls = dry_run(dry_config(*OVERLAP, "moe.transport=pull"))
-    for report in (*found, pulls):
-        report.pop("seconds")
-    assert found[0] == found[1] != pulls
 
 
 def dry_config(*words: str) -> RunConfig:

@@ -11,8 +11,15 @@ import torch
 from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.dispatch import deepep, nvshmem, vendors
-from graphmoe.runtime.dispatch.vendors import check_dispatcher, open_buffer, vendor_dispatcher
+from graphmoe.runtime import dispatch
+from graphmoe.runtime.dispatch import (
+    check_dispatcher,
+    close_vendor,
+    deepep,
+    nvshmem,
+    open_buffer,
+    vendor_dispatcher,
+)
 from graphmoe.runtime.ranks import Ranks
 from tests.vendor_api import bind, install_module, recorded_signature
 
@@ -47,9 +54,9 @@ def test_a_missing_package_is_named_with_its_command_and_what_needs_none(choice,
 
 
 def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
-    monkeypatch.setattr(vendors, "has_nvshmem", lambda: False)
+    monkeypatch.setattr(dispatch, "has_nvshmem", lambda: False)
     assert "libnvshmem_host.so.3, and one of them is missing" in refused("nvshmem")
-    monkeypatch.setattr(vendors, "has_nvshmem", lambda: True)
+    monkeypatch.setattr(dispatch, "has_nvshmem", lambda: True)
     monkeypatch.setenv("TORCH_SYMMMEM_NBLOCKS", "24")
     assert "TORCH_SYMMMEM_NBLOCKS=24 asks for others; unset TORCH_SYMMMEM_NBLOCKS" in refused("nvshmem")
     monkeypatch.delenv("TORCH_SYMMMEM_NBLOCKS")
@@ -113,7 +120,7 @@ def test_the_buffer_is_opened_by_calls_that_the_package_takes(monkeypatch, choic
     mesh = types.SimpleNamespace(layout=Layout(dp=4, ep=4), group=lambda axis: group)
     open_buffer(DispatcherChoice(choice), mesh, hidden_size=2048)
     assert deepep._in_use is opened
-    vendors.close_vendor()
+    close_vendor()
     assert deepep._in_use is None
     made = dict(calls)
     assert made["__init__"]["group"] is group and made["__init__"]["explicitly_destroy"]

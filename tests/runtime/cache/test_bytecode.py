@@ -94,12 +94,3 @@ def test_nothing_changes_where_it_is_not_needed_or_cannot_be(site, tmp_path, cas
     value, folder, file = run(site, tmp_path / "cache", before, **variables)
     assert (value, folder) == ("source", "None") and not (tmp_path / "cache" / "bytecode").exists()
     assert file.startswith(str(tmp_path / "mine" if case == "the user's place" else site))
-
-
-def test_a_run_says_where_it_is_kept(site, tmp_path, monkeypatch):
-    from graphmoe.runtime.cache import bytecode
-
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode" / "key"))
-    assert bytecode.folder_in_use() == tmp_path / "bytecode" / "key"
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "mine"))
-    assert bytecode.folder_in_use() is None

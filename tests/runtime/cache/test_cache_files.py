@@ -80,13 +80,6 @@ def test_lent_files_join_the_new_entry(cache):
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2"}
 
 
-def test_an_entry_of_another_base_is_the_reason_but_lends_nothing(cache):
-    kept(cache, FACTS | {"base.torch": "2.11.0"}, a="1")
-    work = cache.open(FACTS)
-    assert read(work) == {} and work.shared_from is None
-    assert work.nearest.differences == ("torch changed: 2.11.0 -> 2.13.0",)
-
-
 KERNEL_JOB = """
 import sys
 from pathlib import Path

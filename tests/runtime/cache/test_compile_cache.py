@@ -86,18 +86,6 @@ def test_a_document_cannot_name_files_outside_the_work_folder(cache, caplog):
     assert len(warnings_of(caplog)) == 4
 
 
-def test_two_jobs_that_publish_at_once_lose_nothing(cache):
-    one, other = cache.open(FACTS), cache.open(FACTS)
-    write(one, a="1")
-    write(other, b="2")
-    one.publish()
-    other.publish()
-    write(one, c="3")
-    one.publish()
-    assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"}
-    assert len(cache.entries.read(one.key).documents) == 1
-
-
 def publish_many(folder: Path, number: int) -> None:
     cache = CompileCache(folder)
     work = cache.open(FACTS)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from graphmoe.runtime.cache.turns import CompileTurns, fingerprint
+from graphmoe.runtime.compile.code import CompileTurns, graph_fingerprint
 from graphmoe.runtime.torch_compat import fake_mode, make_fx
 
 
@@ -54,4 +54,4 @@ def test_a_first_that_never_ends_is_waited_for_only_so_long(tmp_path, caplog):
 def test_other_graphs_and_other_shapes_do_not_wait(tmp_path):
     turns = CompileTurns(tmp_path, patience_s=0)
     with turns.turn(graph()), turns.turn(graph(width=8)), turns.turn(graph(factor=3.0)):
-        assert len({fingerprint(g) for g in (graph(), graph(8), graph(4, 3.0), graph())}) == 3
+        assert len({graph_fingerprint(g) for g in (graph(), graph(8), graph(4, 3.0), graph())}) == 3

@@ -11,7 +11,7 @@ import pytest
 
 from graphmoe.runtime.cache import folders as work_folders
 from graphmoe.runtime.cache.store import CompileCache, point_torch_at
-from graphmoe.runtime.host.temporary import is_dead
+from graphmoe.runtime.host.files import is_dead
 from tests.runtime.cache.cache_contents import (
     FACTS,
     KERNEL,

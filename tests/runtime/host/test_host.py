@@ -24,7 +24,6 @@ from graphmoe.runtime.host.tuning import (
     set_threads,
     start_host,
 )
-from tests.runs import trainer_in
 from tests.runtime.host.machine import Machine
 
 GPU = torch.device("cuda", 1)
@@ -49,16 +48,6 @@ def test_collections_happen_after_the_first_step_and_at_the_interval_only(collec
             if len(collections) > before:
                 due.append(step)
     assert due == [4, 6, 9, 12] and gc.isenabled()
-
-
-def test_a_run_collects_by_itself_and_leaves_the_collector_on(tmp_path, monkeypatch, collections):
-    words = ("host.manual_gc=true", "host.gc_interval=2", "train.steps=5", "train.val_batches=0")
-    trainer = trainer_in(tmp_path, *words, "checkpoint.enabled=false")
-    inside, step = [], trainer._train_step
-    monkeypatch.setattr(trainer, "_train_step", lambda: (step(), inside.append(gc.isenabled())))
-    assert trainer.run()
-    assert inside == [False] * 5 and gc.isenabled()
-    assert len(collections) == 1 + 2
 
 
 @pytest.fixture

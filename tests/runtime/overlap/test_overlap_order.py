@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from graphmoe.runtime.overlap.order import OrderedUnit, backward_of, interleaved, transfers_first, turns
+from graphmoe.runtime.overlap.runner import backward_of, interleaved, transfers_first, turns
+from graphmoe.runtime.overlap.tape import OrderedUnit
 
 LAYER = ("attn", "dispatch", "shared", "experts", "combine")
 NEEDS = {

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe.runtime.overlap.order import OrderedUnit
 from graphmoe.runtime.overlap.runner import Backward, Overlap
+from graphmoe.runtime.overlap.tape import OrderedUnit
 from tests.distributed.turns import watched
 from tests.runtime.overlap.test_overlap_order import model
 

@@ -57,15 +57,6 @@ def test_spans_of_two_recorders_can_be_put_on_one_axis():
     assert first.spans(0, origin)[-1].end <= second.spans(1, origin)[0].start
 
 
-def test_a_recording_can_be_written_and_read(tmp_path):
-    recorder = Recorder(CPU)
-    step(recorder)
-    table = make_table("1f1b", 1, 1)
-    timeline = timeline_of(table.schedule, table.placement, 1, recorder.spans(0))
-    write_timelines(tmp_path / "pipeline.json", {4: timeline})
-    assert read_timelines(tmp_path / "pipeline.json")[4].spans == timeline.spans
-
-
 def simulated(name: str, num_ranks: int = 3, *, overlap: bool = False) -> Timeline:
     table = make_table(name, num_ranks, 5, overlap=overlap)
     costs = Costs.of_rank(table.placement, 3.0, 2.0, 1.5, comm=0.5, hidden=0.25, activation_bytes=7.0)

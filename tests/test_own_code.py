@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import torch
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
-from tests.runs import config, metrics, train_in
+from graphmoe.training.executor import chosen_experts
+from tests.runs import COMPILED, config, metrics, train_in
 
 QUIET = ("train.val_batches=0", "checkpoint.enabled=false", "train.log_interval=1")
 
@@ -25,13 +30,44 @@ def test_a_learning_rate_schedule(own, tmp_path):
     assert rates == pytest.approx([1e-2 * (1 - step / 6) for step in range(1, 7)], abs=1e-8)
 
 
-@pytest.mark.parametrize("key", ["optim.schedule"])
+def test_kernels_of_the_experts(own, tmp_path):
+    own(
+        "own_experts",
+        """
+import torch
+from graphmoe.ops.grouped_mlp.reference import Products, Stepwise
+
+calls, ops = [], torch.ops.graphmoe
+def products(dtype):
+    calls.append(dtype)
+    return Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
+mine = Stepwise(products, lambda *_: None)
+""",
+    )
+    words = (*QUIET, *COMPILED, "train.steps=2", "compile.cache=false", "checkpoint.enabled=true")
+    losses = []
+    for name in ("torch", "own_experts:mine"):
+        trained = train_in(tmp_path / name, *words, f"moe.experts={name}")
+        assert trained.experts == ",".join([name] * 3)
+        losses.append([row["loss"] for row in metrics(tmp_path / name) if "loss" in row])
+    assert losses[0] == losses[1] and len(sys.modules["own_experts"].calls) > 0
+
+
+def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog):
+    own("strange_experts", "raise AssertionError\n")
+    plan = plan_of(config(), 1)
+    for name in ("strange_experts:mine", ",".join(["strange_experts:mine"] * 3)):
+        assert chosen_experts(plan, torch.device("cpu"), None, name) == "torch,torch,torch"
+    assert "name that as moe.experts on the command line" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["optim.schedule", "moe.experts"])
 def test_a_name_that_no_table_has_is_refused_with_those_it_has(key):
     with pytest.raises(ConfigError, match=rf"{key}=nothing: there is no such choice; .*module:NAME"):
         check(config(f"{key}=nothing"))
 
 
-@pytest.mark.parametrize("key", ["optim.schedule"])
+@pytest.mark.parametrize("key", ["optim.schedule", "moe.experts"])
 def test_code_that_cannot_be_imported_is_named(key, tmp_path):
     with pytest.raises(ConfigError, match=rf"{key}=no_such_module:this cannot be imported"):
         train_in(tmp_path, *QUIET, f"{key}=no_such_module:this")

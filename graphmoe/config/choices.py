@@ -9,6 +9,7 @@ from typing import Any
 
 from graphmoe.config.ranges import ConfigError, OneOf
 
+EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
@@ -64,14 +65,6 @@ class AuxLoss(enum.Enum):
     sequence = "sequence"
     micro_batch = "micro_batch"
     global_batch = "global_batch"
-
-
-class ExpertsBackend(enum.Enum):
-    auto = "auto"
-    torch = "torch"
-    triton = "triton"
-    turbo = "turbo"
-    te = "te"
 
 
 class DispatcherChoice(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from graphmoe.config.choices import ContextMethod, DispatcherChoice, DpShard, ExpertsBackend, Transport
+from graphmoe.config.choices import EXPERTS_BACKENDS, ContextMethod, DispatcherChoice, DpShard, Transport
 from graphmoe.config.ranges import MANY_RANKS, POSITIVE, Count, RankCount
 
 
@@ -40,9 +40,9 @@ class MoEConfig:
 
     force_balance: bool = False
     """Route round robin, ignoring the router's choice. For benchmarks only."""
-    experts: ExpertsBackend = ExpertsBackend.auto
+    experts: Annotated[str, EXPERTS_BACKENDS] = "auto"
     """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
-    the fastest, and takes torch on a CPU."""
+    the fastest, and takes torch on a CPU; package.module:NAME is taken only where it is named."""
     dispatcher: DispatcherChoice = DispatcherChoice.auto
     """Exchange of tokens with the ranks of their experts: local (each rank holds all of them), alltoall
     (torch.distributed), symm (kernels that read the memory of other GPUs of the node), nvshmem (torch on

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ExpertsBackend, RunConfig, Transport
+from graphmoe.config.schema import ComputeDtype, DispatcherChoice, RunConfig, Transport
 from graphmoe.plan.experts import (
     Load,
     balanced_load,
@@ -52,7 +52,7 @@ class Plan:
     """Tokens that each rank routes at once."""
     recompute: Recompute
     """Parts that the backward computes again."""
-    experts: ExpertsBackend
+    experts: str
     """Kernels of the routed experts that are asked for; auto leaves the choice to their measured times."""
 
     @property

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from graphmoe.config.schema import ConfigError, ExpertsBackend, PassesConfig
+from graphmoe.config.schema import ConfigError, PassesConfig
+from graphmoe.ops.grouped_mlp import row_of
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
@@ -77,7 +78,9 @@ class Execution:
         log.info("moe.sync_free_stage=%d", config.moe.sync_free_stage)
         self.execute: Executor = run_segments
         requested, default = plan.experts, asdict(PassesConfig())
-        unused = {} if requested is ExpertsBackend.auto else {"moe.experts": requested.value}
+        unused = {} if requested == "auto" else {"moe.experts": requested}
+        if requested != "auto":
+            row_of(requested)  # which must be there, whether or not anything runs on it
         if config.compile.enabled:
             self._compile(device, optimizer)
             if not self.fuses:
@@ -173,14 +176,20 @@ def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, rememb
     requested = plan.experts
     shape = mlp_shape(plan)
     sync_free = plan.config.moe.sync_free_stage >= EXPERTS_STAGE
-    if requested is ExpertsBackend.auto and remembered:
+    if requested == "auto" and ":" in remembered:
+        log.warning(
+            "moe.experts=auto imports no code that a checkpoint names, so sums may change: its experts ran "
+            "on %s; name that as moe.experts on the command line to take it again",
+            remembered.split(",")[0],
+        )
+    elif requested == "auto" and remembered:
         try:
             return choose_backends(remembered, shape, device, store, sync_free=sync_free)
         except ConfigError as error:
             log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
     # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
-    sync_free = sync_free or requested is not ExpertsBackend.torch
-    return choose_backends(requested.value, shape, device, store, sync_free=sync_free)
+    sync_free = sync_free or requested != "torch"
+    return choose_backends(requested, shape, device, store, sync_free=sync_free)
 
 
 def mlp_shape(plan: Plan) -> MlpShape:
@@ -211,7 +220,7 @@ def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> 
     if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
         return
     needed = [] if fuses else ["compile.enabled=true with the pass fuse_experts"]
-    if plan.experts is ExpertsBackend.torch:
+    if plan.experts == "torch":
         needed.append("moe.experts=auto")
     if not needed:
         return

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 from graphmoe import doctor
+from graphmoe.config.choices import EXPERTS_BACKENDS
 from graphmoe.config.packages import PACKAGES, Package
-from graphmoe.config.schema import AttentionBackend, ExpertsBackend
+from graphmoe.config.schema import AttentionBackend
 from graphmoe.plan.experts import FACTS
 from tests.runtime.host.machine import Machine
 
@@ -99,8 +100,8 @@ def test_several_gpus_get_a_peer_matrix_and_a_topology(report, monkeypatch):
 
 def test_every_backend_that_is_not_our_own_stands_beside_its_package():
     own = ("auto", "sdpa", "padded_flash", "torch")
-    keys = {"model.attention_backend": AttentionBackend, "moe.experts": ExpertsBackend}
-    wanted = {f"{key}={choice.name}" for key, cls in keys.items() for choice in cls if choice.name not in own}
+    keys = {"model.attention_backend": AttentionBackend.__members__, "moe.experts": EXPERTS_BACKENDS.names}
+    wanted = {f"{key}={name}" for key, names in keys.items() for name in names if name not in own}
     wanted |= {f"moe.dispatcher={choice.value}" for choice, facts in FACTS.items() if facts.package}
     assert wanted <= {word for library in PACKAGES for word in library.enables.split(", ")}
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.choices import look_up
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.ops.grouped_mlp import triton_backend, vendor
-from graphmoe.ops.grouped_mlp.reference import TORCH, Backend, Experts, Plan
+from graphmoe.ops.grouped_mlp.reference import KEY, TORCH, Backend, Experts, Plan
 
 BACKENDS: dict[str, Backend] = {
     "torch": TORCH,
@@ -30,18 +31,24 @@ BACKENDS: dict[str, Backend] = {
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 
+def row_of(name: str) -> Backend:
+    """The row of `BACKENDS`, or a user's own, named by its import path. Raises ConfigError."""
+    row: Backend = look_up(BACKENDS, name, KEY)
+    return row
+
+
 def backend_of(backend: str, direction: str) -> str:
     """The backend that ``backend`` ("triton", "triton,triton,torch") names for one of `DIRECTIONS`."""
     names = backend.split(",")
     names = names * 3 if len(names) == 1 else names
-    assert len(names) == 3 and all(name in BACKENDS for name in names), backend
+    assert len(names) == 3 and all(name in BACKENDS or ":" in name for name in names), backend
     return names[DIRECTIONS.index(direction)]
 
 
 def _kernels(backend: str, direction: str, x: Tensor) -> Backend:
     """The backend that runs a direction of tensors like x: on a CPU triton means torch."""
     name = backend_of(backend, direction)
-    return TORCH if name == "triton" and not x.is_cuda else BACKENDS[name]
+    return TORCH if name == "triton" and not x.is_cuda else row_of(name)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp", mutates_args=())
@@ -54,9 +61,9 @@ def _forward(
 
     ``w_gate_up`` is [E, 2F, D] and ``w_down`` [E, D, F], in the dtype of x (bf16 or fp32; fp64 with torch);
     ``weight_TK`` is fp32. The plan is that of `graphmoe.ops.permute`: a row of -1 is a slot without a
-    row here, and rows from ``ends_E[-1]`` on are dead. ``backend`` is one of `BACKENDS`, or three of them
-    as "forward,dgrad,wgrad"; on a CPU triton means torch. No device sync with triton and turbo, and with
-    torch where `graphmoe.ops.grouped_mm` has none. Kept for the backward: the inputs and h.
+    row here, and rows from ``ends_E[-1]`` on are dead. ``backend`` is one of `BACKENDS` or an import path,
+    or three as "forward,dgrad,wgrad"; on a CPU triton means torch. No device sync with triton and turbo,
+    and with torch where `graphmoe.ops.grouped_mm` has none. Kept for the backward: the inputs and h.
     Raises ConfigError where the package of a backend is missing.
     """
     experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.packages import VENDORS, is_installed, require_package
+from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS
+from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, row_of
 from graphmoe.ops.grouped_mlp.reference import KEY
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 
@@ -79,12 +80,14 @@ def choose_backends(
 ) -> str:
     """The backends as "forward,dgrad,wgrad": ``auto`` resolved, anything else checked.
 
-    ``requested`` is auto, one of `BACKENDS`, or three of those, as a checkpoint has them. ``memory`` has the
-    answers of earlier runs; None measures and keeps nothing. ``sync_free`` leaves out what waits
+    ``requested`` is auto, one of `BACKENDS` or three of those, as a checkpoint has them, or the import path
+    of a user's backend, which auto neither times nor takes: never pass one of a checkpoint. ``memory`` has
+    the answers of earlier runs; None measures and keeps nothing. ``sync_free`` leaves out what waits
     for the host. Launches kernels and waits for them where it measures, so never call it inside a capture.
     Raises ConfigError naming the key, the value and what would work.
     """
-    reasons = _reasons(shape, device, sync_free, installed)
+    rows = BACKENDS | ({requested: row_of(requested)} if OWN_CODE.fullmatch(requested) else {})
+    reasons = {n: row.reason_against(shape.dtype, device, sync_free, installed) for n, row in rows.items()}
     if requested != "auto":
         return _checked(requested, reasons, installed)
     names = [name for name, reason in reasons.items() if reason is None and _has_package(name, installed)]
@@ -106,16 +109,6 @@ def choose_backends(
     return (holds if _is_answer(holds) else found)["choice"]
 
 
-def _reasons(
-    shape: MlpShape, device: torch.device, sync_free: bool, installed: Callable[[str], bool]
-) -> dict[str, str | None]:
-    """Reasons of device and dtype against each backend, or None. Packages are another question."""
-    return {
-        name: backend.reason_against(shape.dtype, device, sync_free, installed)
-        for name, backend in BACKENDS.items()
-    }
-
-
 def _has_package(backend: str, installed: Callable[[str], bool]) -> bool:
     return backend not in VENDORS or installed(VENDORS[backend].module)
 
@@ -123,7 +116,7 @@ def _has_package(backend: str, installed: Callable[[str], bool]) -> bool:
 def _checked(requested: str, reasons: dict[str, str | None], installed: Callable[[str], bool]) -> str:
     names = requested.split(",")
     valid = [name for name, reason in reasons.items() if reason is None]
-    if len(names) not in (1, len(DIRECTIONS)) or not set(names) <= set(BACKENDS):
+    if len(names) not in (1, len(DIRECTIONS)) or not set(names) <= set(reasons):
         raise ConfigError(f"{KEY}={requested} is not known; use one of: {', '.join(['auto', *valid])}")
     for name in names:
         if reasons[name]:

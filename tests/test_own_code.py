@@ -30,6 +30,32 @@ def test_a_learning_rate_schedule(own, tmp_path):
     assert rates == pytest.approx([1e-2 * (1 - step / 6) for step in range(1, 7)], abs=1e-8)
 
 
+def test_a_data_source(own, tmp_path):
+    own(
+        "own_sources",
+        """
+import numpy as np
+from graphmoe.data.corpus import Corpus
+from graphmoe.data.samples import Samples
+
+class Counting(Samples):
+    def __init__(self, seq_len, vocab_size, first):
+        self.seq_len, self.vocab_size, self.first = seq_len, vocab_size, first
+        self.num_samples, self.fingerprint = None, f"counting:{first}"
+
+    def sample(self, position):
+        return (self.first + position + np.arange(self.seq_len + 1)) % self.vocab_size
+
+def counting(config, seq_len, vocab_size):
+    return Corpus(Counting(seq_len, vocab_size, 0), Counting(seq_len, vocab_size, 7))
+""",
+    )
+    words = ("data.source=own_sources:counting", "train.steps=40", "train.val_interval=40")
+    train_in(tmp_path / "run", *words, "checkpoint.enabled=false")
+    losses = [row["val_loss"] for row in metrics(tmp_path / "run") if "val_loss" in row]
+    assert losses[-1] < losses[0] - 1, "the next number is easy to guess"
+
+
 def test_kernels_of_the_experts(own, tmp_path):
     own(
         "own_experts",
@@ -61,13 +87,13 @@ def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog)
     assert "name that as moe.experts on the command line" in caplog.text
 
 
-@pytest.mark.parametrize("key", ["optim.schedule", "moe.experts"])
+@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts"])
 def test_a_name_that_no_table_has_is_refused_with_those_it_has(key):
     with pytest.raises(ConfigError, match=rf"{key}=nothing: there is no such choice; .*module:NAME"):
         check(config(f"{key}=nothing"))
 
 
-@pytest.mark.parametrize("key", ["optim.schedule", "moe.experts"])
+@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts"])
 def test_code_that_cannot_be_imported_is_named(key, tmp_path):
     with pytest.raises(ConfigError, match=rf"{key}=no_such_module:this cannot be imported"):
         train_in(tmp_path, *QUIET, f"{key}=no_such_module:this")

@@ -5,10 +5,27 @@ from __future__ import annotations
 import enum
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphmoe.config.ranges import ConfigError, OneOf
 
+
+class SourceFacts(NamedTuple):
+    """Needs of a source of tokens; the defaults are those of a user's own."""
+
+    needs: tuple[str, ...] = ()
+    """Keys of ``data`` without which it cannot be opened."""
+    endless: bool = True
+
+
+SOURCES = {
+    "stdlib": SourceFacts(endless=False),
+    "files": SourceFacts(("paths", "tokenizer"), endless=False),
+    "hf": SourceFacts(("hf_name", "tokenizer")),
+    "memmap": SourceFacts(("paths",), endless=False),
+    "synthetic": SourceFacts(),
+}
+DATA_SOURCES = OneOf(tuple(SOURCES))
 EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
@@ -92,24 +109,6 @@ class ContextMethod(enum.Enum):
     auto = "auto"
     alltoall = "alltoall"
     ring = "ring"
-
-
-class DataSource(enum.Enum):
-    """Name of a source, keys of ``data`` without which it cannot be opened, and whether it has no end."""
-
-    needs: tuple[str, ...]
-    endless: bool
-
-    def __new__(cls, name: str, needs: tuple[str, ...] = (), endless: bool = False) -> DataSource:
-        source = object.__new__(cls)
-        source._value_, source.needs, source.endless = name, needs, endless
-        return source
-
-    stdlib = "stdlib"
-    files = ("files", ("paths", "tokenizer"))
-    hf = ("hf", ("hf_name", "tokenizer"), True)
-    memmap = ("memmap", ("paths",))
-    synthetic = ("synthetic", (), True)
 
 
 class ComputeDtype(enum.Enum):

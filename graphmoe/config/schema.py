@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from graphmoe.config.choices import (
+    DATA_SOURCES,
     LR_SCHEDULES,
+    SOURCES,
     ComputeDtype,
-    DataSource,
     DeviceChoice,
     NumaBinding,
     OutputFormat,
+    SourceFacts,
 )
 from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AttentionKind as AttentionKind
@@ -61,8 +63,8 @@ from graphmoe.config.ranges import ConfigError as ConfigError
 class DataConfig:
     """Source of tokens, and their packing."""
 
-    source: DataSource = DataSource.stdlib
-    """stdlib (Python's own library), files, hf (streaming), memmap (.bin/.idx), synthetic."""
+    source: Annotated[str, DATA_SOURCES] = "stdlib"
+    """stdlib (Python's own library), files, hf (streaming), memmap (.bin/.idx), synthetic, or your own."""
     seq_len: Size | None = None
     """Tokens per training sequence; default: model.context_length, at most 4096."""
     seed: int = 0
@@ -97,6 +99,11 @@ class DataConfig:
     """Count and skip unreadable files, bad records and bad tokens instead of stopping."""
     prefetch: CountOrZero = 4
     """Micro-batches prepared ahead by a background thread, >= 0."""
+
+    @property
+    def source_facts(self) -> SourceFacts:
+        """Return the facts of the source."""
+        return SOURCES.get(self.source, SourceFacts())
 
 
 @dataclass

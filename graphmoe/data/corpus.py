@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from graphmoe.config.schema import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.errors import BadRecords
 from graphmoe.data.samples import Documents, PackedSamples, Samples, split_for_validation
@@ -44,9 +44,9 @@ def pack_corpus(
 ) -> Corpus:  # fmt: skip
     """Return a corpus of packed samples; without ``val`` some of the training documents are held out."""
     given = val is not None
-    if val is None and config.val_fraction > 0 and config.source is not DataSource.stdlib:
+    if val is None and config.val_fraction > 0 and config.source != "stdlib":
         train, val = split_for_validation(train, config.val_fraction)
-    counts: dict[str, Any] = {"source": config.source.value, "seq_len": seq_len}
+    counts: dict[str, Any] = {"source": config.source, "seq_len": seq_len}
     made: dict[str, PackedSamples] = {}
     for name, documents in (("train", train), ("val", val)):
         if documents is None:
@@ -54,7 +54,7 @@ def pack_corpus(
         tokens = documents.num_tokens
         if tokens >= seq_len + 1:
             made[name] = PackedSamples(documents, seq_len, config.seed, config.shuffle, vocab_size, bad)
-        elif name == "train" or given and config.source is not DataSource.stdlib:
+        elif name == "train" or given and config.source != "stdlib":
             raise ConfigError(_too_few(config, name, documents, seq_len))
         else:
             log.warning("no validation: %s", _too_few(config, name, documents, seq_len))

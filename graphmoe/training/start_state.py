@@ -93,7 +93,7 @@ def _check_batches(plan: Plan, device_bytes: int) -> None:
     tokens = train.micro_batch_size * (data.seq_len or 1)
     batch = 8 * (tokens + train.micro_batch_size)
     state = plan.tokens * model.hidden_size * plan.dtype.itemsize
-    validation = train.val_batches * batch if data.source.endless else 0
+    validation = train.val_batches * batch if data.source_facts.endless else 0
     kept = min(train.log_interval, train.steps)
     rows = 4 * kept * model.num_layers * model.num_experts
     host = memory_of(torch.device("cpu"))

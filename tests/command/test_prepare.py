@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from graphmoe.config.arguments import run_tool
-from graphmoe.config.schema import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import open_data
 from graphmoe.data.cache import sha256_of
 from graphmoe.data.contents import read_summed_file
@@ -60,7 +60,7 @@ def test_the_files_that_the_tool_writes_can_be_trained_on(folder):
     main([*ARGS, "input=a.jsonl", "overwrite=true"])
     named = read_summed_file(folder / "out" / "tokens", compare=True).sums
     assert named == {name: sha256_of(folder / "out" / name) for name in ("tokens.bin", "tokens.idx")}
-    config = DataConfig(source=DataSource.memmap, paths=["out/tokens"], tokenizer="tok.json")
+    config = DataConfig(source="memmap", paths=["out/tokens"], tokenizer="tok.json")
     corpus = open_data(config, seq_len=32, vocab_size=400)
     assert corpus.train.reader().read(0, 3).shape == (3, 33)
 

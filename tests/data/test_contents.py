@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from graphmoe.config.schema import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import DataError, Loader, contents, open_data
 from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.data.sources.stdlib import open_corpus as open_stdlib
@@ -21,9 +21,7 @@ from tests.runs import config
 def open_text(tmp_path, tokenizer_path, cache):
     """open_data over a file of 100 texts, whose tokens are in the cache."""
     write_jsonl(tmp_path / "a.jsonl", sentences(100))
-    asked = DataConfig(
-        source=DataSource.files, paths=[str(tmp_path / "a.jsonl")], tokenizer=str(tokenizer_path)
-    )
+    asked = DataConfig(source="files", paths=[str(tmp_path / "a.jsonl")], tokenizer=str(tokenizer_path))
     return lambda **options: open_data(asked, seq_len=16, vocab_size=400, **options)
 
 
@@ -118,7 +116,7 @@ def prefix(tmp_path):
 
 
 def open_pair(prefix, **changes):
-    asked = DataConfig(source=DataSource.memmap, paths=[str(prefix)], val_fraction=0, **changes)
+    asked = DataConfig(source="memmap", paths=[str(prefix)], val_fraction=0, **changes)
     return open_data(asked, seq_len=10, vocab_size=1000, check=True)
 
 
@@ -164,7 +162,7 @@ def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_pa
     flip(prefix.with_suffix(".bin"))
     with pytest.raises(DataError, match=r"m\.bin: its sha256 is not that in m\.sha256; restore the file"):
         open_pair(prefix)
-    both = DataConfig(source=DataSource.memmap, paths=[str(prefix), str(tmp_path / "other")], skip_bad=True)
+    both = DataConfig(source="memmap", paths=[str(prefix), str(tmp_path / "other")], skip_bad=True)
     corpus = open_data(both, seq_len=10, vocab_size=1000)
     assert corpus.bad == {"unreadable file": 1} and len(corpus.train.documents.files) == 1
     monkeypatch.setattr("graphmoe.data.sources.memmap.SMALL_BYTES", 0)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from graphmoe.config.schema import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import Corpus, DataError, Loader, open_data
 from graphmoe.data.contents import ContentCheck, write_sums
 from graphmoe.data.indexed import write_token_file
@@ -31,7 +31,7 @@ Opened = Callable[[Path], Corpus]
 def files_of(ending: str, skip_bad: bool) -> Opened:
     def opened(folder: Path) -> Corpus:
         asked = DataConfig(
-            source=DataSource.files,
+            source="files",
             paths=[str(folder / f"*.{ending}")],
             tokenizer=str(folder / "tokenizer.json"),
             skip_bad=skip_bad,
@@ -42,13 +42,13 @@ def files_of(ending: str, skip_bad: bool) -> Opened:
 
 
 def memmap_of(folder: Path) -> Corpus:
-    asked = DataConfig(source=DataSource.memmap, paths=[str(folder / "*")], val_fraction=0)
+    asked = DataConfig(source="memmap", paths=[str(folder / "*")], val_fraction=0)
     return open_data(asked, seq_len=16, vocab_size=VOCAB)
 
 
 def stream_of(folder: Path) -> Corpus:
     asked = DataConfig(
-        source=DataSource.hf, hf_name=str(folder / "set"), tokenizer=str(folder / "tokenizer.json"),
+        source="hf", hf_name=str(folder / "set"), tokenizer=str(folder / "tokenizer.json"),
         val_fraction=0, shuffle=False,
     )  # fmt: skip
     return open_data(asked, seq_len=16, vocab_size=VOCAB)

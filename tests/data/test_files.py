@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from graphmoe.config.schema import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import DataError, open_data
 from graphmoe.data.indexed import read_token_file
 from graphmoe.data.tokenise import Recipe, tokenise_files
@@ -27,7 +27,7 @@ def open_files(tokenizer_path, cache, tmp_path):
     def open_files(*patterns, seq_len=16, vocab_size=400, **changes):
         paths = [str(tmp_path / pattern) for pattern in patterns]
         changes = {"val_fraction": 0.0, "shuffle": False, "tokenizer": str(tokenizer_path), **changes}
-        config = DataConfig(source=DataSource.files, paths=paths, **changes)
+        config = DataConfig(source="files", paths=paths, **changes)
         return open_data(config, seq_len=seq_len, vocab_size=vocab_size)
 
     return open_files

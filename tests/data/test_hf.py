@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from graphmoe.config.schema import ConfigError, DataConfig, DataSource
+from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import DataError, Loader, open_data
 from graphmoe.data.sources import hf as hf_module
 from tests.data.texts import sentences
@@ -41,7 +41,7 @@ def write_shards(folder, seed):
 
 def open_hf(folder, tokenizer_path, vocab_size=400, **changes):
     changes = {"val_fraction": 0.0, "tokenizer": str(tokenizer_path), **changes}
-    config = DataConfig(source=DataSource.hf, hf_name=str(folder), **changes)
+    config = DataConfig(source="hf", hf_name=str(folder), **changes)
     return open_data(config, seq_len=SEQ_LEN, vocab_size=vocab_size)
 
 

@@ -1,13 +1,13 @@
 """Sources of tokens, a file for each: ``open_corpus`` of the file that is called as the source opens it.
 
-``DataSource`` in graphmoe/config/choices.py is the table of sources, with the keys that each needs.
+`SOURCES` in graphmoe/config/choices.py is the table of sources, with the keys that each needs.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 
+from graphmoe.config.choices import SOURCES, look_up
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.corpus import Corpus
@@ -22,14 +22,14 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
     ``check`` starts a thread that reads the large files whose sums are known: ``corpus.check``.
     *Raises* ConfigError for a configuration that cannot work, DataError for bad content.
     """
-    for key in config.source.needs:
+    for key in config.source_facts.needs:
         if not getattr(config, key):
-            raise ConfigError(f"data={config.source.name} needs data.{key}")
-    source = importlib.import_module(f"{__name__}.{config.source.name}")
-    corpus: Corpus = source.open_corpus(config, seq_len, vocab_size)
+            raise ConfigError(f"data={config.source} needs data.{key}")
+    ours = f"{__name__}.{config.source}:open_corpus" if config.source in SOURCES else config.source
+    corpus: Corpus = look_up({}, ours, "data.source")(config, seq_len, vocab_size)
     counts = corpus.counts.items()
     log.info("data: %s", ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts))
-    corpus.bad_records.log_total(f"data={config.source.value}")
+    corpus.bad_records.log_total(f"data={config.source}")
     if check:
         packed = [samples for samples in (corpus.train, corpus.val) if isinstance(samples, PackedSamples)]
         corpus.check = ContentCheck(file for samples in packed for file in samples.documents.files)

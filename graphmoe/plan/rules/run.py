@@ -12,7 +12,6 @@ from graphmoe.config.schema import (
     CheckpointConfig,
     ConfigError,
     DataConfig,
-    DataSource,
     DpShard,
     LaunchConfig,
     ModelConfig,
@@ -28,7 +27,7 @@ from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS,
 
 def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     """Yield violated rules of the source of tokens."""
-    trains_tokenizer = data.source is DataSource.stdlib and data.tokenizer is None
+    trains_tokenizer = data.source == "stdlib" and data.tokenizer is None
     if trains_tokenizer and not 300 <= data.bpe_vocab_size <= model.vocab_size:
         yield (
             f"data.bpe_vocab_size={data.bpe_vocab_size} must be from 300 to "
@@ -39,9 +38,9 @@ def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         "tokenizer": "the path of a tokenizer.json",
         "hf_name": "the name or local folder of a dataset",
     }
-    for key in data.source.needs:
+    for key in data.source_facts.needs:
         if not getattr(data, key):
-            yield f"data.source={data.source.name} needs data.{key}, {examples[key]}"
+            yield f"data.source={data.source} needs data.{key}, {examples[key]}"
     if data.seq_len is not None and data.seq_len > model.context_length:
         yield (
             f"data.seq_len={data.seq_len} exceeds model.context_length={model.context_length}; use at most "

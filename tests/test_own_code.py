@@ -79,6 +79,29 @@ mine = Stepwise(products, lambda *_: None)
     assert losses[0] == losses[1] and len(sys.modules["own_experts"].calls) > 0
 
 
+def test_a_dispatcher(own, tmp_path):
+    own(
+        "own_dispatchers",
+        """
+from graphmoe.plan.experts import DispatcherFacts
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+
+class Mine:
+    facts = DispatcherFacts(reads_peers=False, sync_free_stage=1)
+    made = []
+    @classmethod
+    def make(cls, plan, mesh, factor):
+        cls.made.append(factor)
+        return AllToAll(mesh, plan.config.model.num_experts)
+""",
+    )
+    losses = []
+    for name in ("alltoall", "own_dispatchers:Mine"):
+        train_in(tmp_path / name, *QUIET, f"moe.dispatcher={name}", "train.steps=3")
+        losses.append([row["loss"] for row in metrics(tmp_path / name) if "loss" in row])
+    assert losses[0] == losses[1] and sys.modules["own_dispatchers"].Mine.made == [1.0]
+
+
 def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog):
     own("strange_experts", "raise AssertionError\n")
     plan = plan_of(config(), 1)
@@ -87,13 +110,13 @@ def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog)
     assert "name that as moe.experts on the command line" in caplog.text
 
 
-@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts"])
+@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher"])
 def test_a_name_that_no_table_has_is_refused_with_those_it_has(key):
     with pytest.raises(ConfigError, match=rf"{key}=nothing: there is no such choice; .*module:NAME"):
         check(config(f"{key}=nothing"))
 
 
-@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts"])
+@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher"])
 def test_code_that_cannot_be_imported_is_named(key, tmp_path):
     with pytest.raises(ConfigError, match=rf"{key}=no_such_module:this cannot be imported"):
         train_in(tmp_path, *QUIET, f"{key}=no_such_module:this")

@@ -32,7 +32,7 @@ from graphmoe.bench.dispatch_ways import LINK_BYTES_PER_S
 from graphmoe.bench.rank_group import Call, RankGroup, RanksFailed, Turn, joined_ranks, samples_ms
 from graphmoe.config.packages import VENDORS as VENDOR_PACKAGES
 from graphmoe.config.packages import is_installed
-from graphmoe.config.schema import ConfigError, DispatcherChoice
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.symm import use_peers
 from graphmoe.ops.timing import spread
@@ -42,7 +42,7 @@ from graphmoe.runtime.dispatch.symm import make_peers
 
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
-VENDORS = {choice.value: choice for choice, facts in FACTS.items() if facts.buffer}
+VENDORS = {choice: choice for choice, facts in FACTS.items() if facts.buffer}
 """Dispatchers through a package's buffer, by the name of their way."""
 MOST_SHARE = 4.0
 STEP = 16
@@ -73,7 +73,7 @@ class DispatchCase:
 
 
 def dispatch_cases(
-    shapes: Mapping[str, MlpShape], blocks: str, vendors: Iterable[DispatcherChoice] = ()
+    shapes: Mapping[str, MlpShape], blocks: str, vendors: Iterable[str] = ()
 ) -> list[DispatchCase]:
     """Every way at every shape and routing, `alltoall` first. *Raises* ConfigError for bad ``blocks``."""
     try:
@@ -87,7 +87,7 @@ def dispatch_cases(
         )
     of_way: dict[str, float | None] = {"alltoall": None, "pull": None}
     of_way |= {f"copy_engine_{share:g}": share for share in shares}
-    of_way |= dict.fromkeys(choice.value for choice in vendors)
+    of_way |= dict.fromkeys(choice for choice in vendors)
     return [
         DispatchCase(label, shape, routing, way, share)
         for label, shape in shapes.items()
@@ -96,21 +96,19 @@ def dispatch_cases(
     ]
 
 
-def vendors_of(
-    device: torch.device, shapes: Mapping[str, MlpShape]
-) -> tuple[list[DispatcherChoice], list[str]]:
+def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> tuple[list[str], list[str]]:
     """Dispatchers through a package's buffer that can run on such a device, and why one cannot."""
     if device.type != "cuda":
         return [], []
-    choice = DispatcherChoice.turbo if torch.version.hip else DispatcherChoice.deepep
-    package, limits = VENDOR_PACKAGES[choice.value], FACTS[choice].buffer
+    choice = "turbo" if torch.version.hip else "deepep"
+    package, limits = VENDOR_PACKAGES[choice], FACTS[choice].buffer
     assert limits is not None
     if not is_installed(package.module):
         why = f"the package {package.module} is not installed; install it with: {package.install}"
-        return [], [f"{choice.value}: {why}"]
+        return [], [f"{choice}: {why}"]
     if any(shape.D % limits.hidden_step for shape in shapes.values()):
         why = f"it moves rows of a multiple of {limits.hidden_step} numbers; use shapes=full"
-        return [], [f"{choice.value}: {why}"]
+        return [], [f"{choice}: {why}"]
     return [choice], []
 
 

@@ -26,6 +26,7 @@ SOURCES = {
     "synthetic": SourceFacts(),
 }
 DATA_SOURCES = OneOf(tuple(SOURCES))
+DISPATCHERS = OneOf(("auto", "local", "alltoall", "symm", "nvshmem", "deepep", "turbo"))
 EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
@@ -82,16 +83,6 @@ class AuxLoss(enum.Enum):
     sequence = "sequence"
     micro_batch = "micro_batch"
     global_batch = "global_batch"
-
-
-class DispatcherChoice(enum.Enum):
-    auto = "auto"
-    local = "local"
-    alltoall = "alltoall"
-    symm = "symm"
-    nvshmem = "nvshmem"
-    deepep = "deepep"
-    turbo = "turbo"
 
 
 class Transport(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from graphmoe.config.choices import EXPERTS_BACKENDS, ContextMethod, DispatcherChoice, DpShard, Transport
+from graphmoe.config.choices import DISPATCHERS, EXPERTS_BACKENDS, ContextMethod, DpShard, Transport
 from graphmoe.config.ranges import MANY_RANKS, POSITIVE, Count, RankCount
 
 
@@ -43,11 +43,11 @@ class MoEConfig:
     experts: Annotated[str, EXPERTS_BACKENDS] = "auto"
     """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
     the fastest, and takes torch on a CPU; package.module:NAME is taken only where it is named."""
-    dispatcher: DispatcherChoice = DispatcherChoice.auto
+    dispatcher: Annotated[str, DISPATCHERS] = "auto"
     """Exchange of tokens with the ranks of their experts: local (each rank holds all of them), alltoall
     (torch.distributed), symm (kernels that read the memory of other GPUs of the node), nvshmem (torch on
     NVSHMEM), deepep (the package DeepEP), turbo (its port in Primus-Turbo), or auto: local where
-    parallel.ep * parallel.etp is 1, else alltoall."""
+    parallel.ep * parallel.etp is 1, else alltoall; or package.module:NAME."""
     transport: Transport = Transport.auto
     """Mover of the rows of symm: pull (kernels), copy_engine (copies of blocks of a fixed size beside the
     kernels, which pull what a block has no place for), or auto: copy_engine with pipeline.ep_overlap=true on

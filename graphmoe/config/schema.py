@@ -27,7 +27,6 @@ from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AttentionKind as AttentionKind
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import ContextMethod as ContextMethod
-from graphmoe.config.choices import DispatcherChoice as DispatcherChoice
 from graphmoe.config.choices import DpShard as DpShard
 from graphmoe.config.choices import GroupScore as GroupScore
 from graphmoe.config.choices import RopeScaling as RopeScaling

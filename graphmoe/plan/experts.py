@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from graphmoe.config.choices import look_up
 from graphmoe.config.schema import (
     DeviceChoice,
-    DispatcherChoice,
     ModelConfig,
     MoEConfig,
     ParallelConfig,
@@ -66,22 +66,30 @@ class DispatcherFacts:
     buffer: BufferLimits | None = None
 
 
-FACTS = {
-    DispatcherChoice.local: DispatcherFacts(reads_peers=False),
-    DispatcherChoice.alltoall: DispatcherFacts(reads_peers=False, sync_free_stage=1),
-    DispatcherChoice.symm: DispatcherFacts(one_node=True),
-    DispatcherChoice.nvshmem: DispatcherFacts(platform="gpu"),
+FACTS: dict[str, DispatcherFacts] = {
+    "local": DispatcherFacts(reads_peers=False),
+    "alltoall": DispatcherFacts(reads_peers=False, sync_free_stage=1),
+    "symm": DispatcherFacts(one_node=True),
+    "nvshmem": DispatcherFacts(platform="gpu"),
     # DeepEP 1.2.1: a warp sums 256 numbers in each round of `combine` and synchronises inside it, so each of
     # its threads must have a part of every round. `dispatch` moves half a row through a warp's 8 KiB of
     # shared memory.
-    DispatcherChoice.deepep: DispatcherFacts(
+    "deepep": DispatcherFacts(
         one_node=True, platform="cuda", package="deepep", buffer=BufferLimits(256, 7936, top_k=32)
     ),
     # Its port to ROCm in Primus-Turbo.
-    DispatcherChoice.turbo: DispatcherFacts(
+    "turbo": DispatcherFacts(
         one_node=True, platform="rocm", package="turbo", buffer=BufferLimits(8, None, top_k=64)
     ),
 }
+
+
+def facts_of(choice: str) -> DispatcherFacts:
+    """Return the facts of a dispatcher that is not auto; a user's object has them as ``facts``."""
+    if choice not in FACTS and ":" not in choice:
+        return DispatcherFacts(reads_peers=False)  # a word that the rules refuse
+    row = look_up(FACTS, choice, "moe.dispatcher")
+    return row if choice in FACTS else row.facts
 
 
 def has_experts(model: ModelConfig) -> bool:
@@ -89,17 +97,17 @@ def has_experts(model: ModelConfig) -> bool:
     return model.mtp_depth > 0 or model.num_layers > model.num_dense_layers
 
 
-def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> DispatcherChoice:
+def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> str:
     """Return the dispatcher that a configuration asks for; never auto."""
-    if moe.dispatcher is not DispatcherChoice.auto:
+    if moe.dispatcher != "auto":
         return moe.dispatcher
     alone = parallel.ep * parallel.etp == 1
-    return DispatcherChoice.local if alone else DispatcherChoice.alltoall
+    return "local" if alone else "alltoall"
 
 
 def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:
     """Return True where ranks reach the memory of each other's GPUs, so that each must see all of them."""
-    return FACTS[dispatcher_of(moe, parallel)].reads_peers
+    return facts_of(dispatcher_of(moe, parallel)).reads_peers
 
 
 def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
@@ -107,7 +115,7 @@ def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
 
     auto takes copy engines where products run beside transfers and copies take no multiprocessor from them.
     """
-    if dispatcher_of(config.moe, config.parallel) is not DispatcherChoice.symm:
+    if dispatcher_of(config.moe, config.parallel) != "symm":
         return None
     if config.moe.transport is not Transport.auto:
         return config.moe.transport

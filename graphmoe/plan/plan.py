@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphmoe.config.schema import ComputeDtype, DispatcherChoice, RunConfig, Transport
+from graphmoe.config.schema import ComputeDtype, RunConfig, Transport
 from graphmoe.plan.experts import (
     Load,
     balanced_load,
@@ -42,7 +42,7 @@ class Plan:
     """Places of the ranks along the parallel dimensions, with those that hold the embedding."""
     pipeline: PipelinePlan | None
     """Pipeline of the layers over ranks along pp; None where each has all of them."""
-    dispatcher: DispatcherChoice
+    dispatcher: str
     """Never auto."""
     transport: Transport | None
     """Mover of the rows of symm, never auto; None with other dispatchers."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from graphmoe.config.arguments import file_problems, nearest
-from graphmoe.config.schema import ComputeDtype, ConfigError, DispatcherChoice, RunConfig, TrainConfig
+from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig, TrainConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card, card_of
 from graphmoe.plan.layout import Layout
 
@@ -137,7 +137,7 @@ def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig
     config.launch.nproc = config.launch.nodes = "auto"
     if is_open:
         config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
-    any_ranks = (DispatcherChoice.auto, DispatcherChoice.local, DispatcherChoice.alltoall)
+    any_ranks = ("auto", "local", "alltoall")
     if (
         config.moe.dispatcher not in any_ranks and config.parallel.ep == 1
     ):  # it needs ranks that share experts

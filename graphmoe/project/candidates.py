@@ -10,7 +10,6 @@ from typing import NamedTuple
 from graphmoe.config.schema import (
     ConfigError,
     ContextMethod,
-    DispatcherChoice,
     ModelConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -73,9 +72,9 @@ class Candidates:
                 continue
             count += 1
             moe = self.config.moe
-            is_auto = moe.dispatcher in (DispatcherChoice.local, DispatcherChoice.alltoall)
+            is_auto = moe.dispatcher in ("local", "alltoall")
             if is_auto and "moe.dispatcher" not in self.fixed:
-                moe = replace(moe, dispatcher=DispatcherChoice.auto)
+                moe = replace(moe, dispatcher="auto")
             moe = replace(moe, dispatcher=dispatcher_of(moe, parallel))
             config = replace(self.config, parallel=parallel, moe=moe)
             yield Candidate(self._words(parallel), config, layout), self._problems(config, layout)

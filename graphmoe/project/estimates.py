@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from graphmoe.config.schema import DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.config.schema import ModelConfig, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
@@ -87,7 +87,7 @@ class Estimates:
         config, layout = candidate.config, candidate.layout
         name, pp, count = config.pipeline.schedule, layout.pp, num_micro_batches(config, layout)
         facts = SCHEDULES.get(name)
-        follows: tuple[DispatcherChoice, int, int] = (DispatcherChoice.local, 1, 0)
+        follows: tuple[str, int, int] = ("local", 1, 0)
         if facts and facts.is_folded:  # the table follows times of stages
             follows = config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind
         short = count if facts and facts.keeps_all else min(count, FILLING * pp + count % pp)
@@ -164,7 +164,7 @@ class Estimates:
         schedule: str,
         virtual_stages: int | None,
         count: int,
-        dispatcher: DispatcherChoice,
+        dispatcher: str,
         ranks: int,
         kind: int,
     ) -> ShortPipeline:

@@ -15,7 +15,6 @@ import torch
 from graphmoe.config.schema import (
     AttentionKind,
     ConfigError,
-    DispatcherChoice,
     DpShard,
     RunConfig,
 )
@@ -24,6 +23,7 @@ from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import Bytes, made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import facts_of
 from graphmoe.plan.layout import AXES, Axis, Layout
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
@@ -188,11 +188,11 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     return max(found)
 
 
-def dispatch_bytes(sizes: Sizes, dispatcher: DispatcherChoice) -> float:
+def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
     """Bytes that a dispatcher keeps for a run. *Raises* ConfigError where its buffers are not known here."""
-    if dispatcher in (DispatcherChoice.local, DispatcherChoice.alltoall):
+    if not facts_of(dispatcher).reads_peers:
         return 0
-    if dispatcher is DispatcherChoice.symm:
+    if dispatcher == "symm":
         from graphmoe.ops.symm.peers import Region  # imports kernels
         from graphmoe.ops.symm.peers import Sizes as Exchange
 
@@ -201,7 +201,7 @@ def dispatch_bytes(sizes: Sizes, dispatcher: DispatcherChoice) -> float:
         room = Exchange(sizes.tokens, row_bytes, model.top_k, places, sizes.room.rows, sizes.block)
         return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes
     raise ConfigError(
-        f"the buffers of moe.dispatcher={dispatcher.value} are not projected; use "
+        f"the buffers of moe.dispatcher={dispatcher} are not projected; use "
         f"moe.dispatcher=alltoall, or symm inside nodes"
     )
 

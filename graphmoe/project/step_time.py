@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from graphmoe.config.schema import DispatcherChoice, RunConfig
+from graphmoe.config.schema import RunConfig
 from graphmoe.model.sizes import flops_per_token, rank_weights
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import Speeds
@@ -101,7 +101,7 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
     """Return the times of a stage's segments."""
     model, found = config.model, list[SegmentTime]()
     hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
-    counts = config.moe.dispatcher is DispatcherChoice.alltoall
+    counts = config.moe.dispatcher == "alltoall"
     if pieces.embed:
         found.append(embed_time(sizes, speeds))
     recompute = Recompute.of(config.recompute)

@@ -17,7 +17,6 @@ from graphmoe.config.schema import (
     ComputeDtype,
     ConfigError,
     DeviceChoice,
-    DispatcherChoice,
     DpShard,
     RunConfig,
 )
@@ -107,11 +106,11 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
     is_alone, zero1 = plan.pipeline is None, config.parallel.dp_shard is DpShard.zero1
     of_stages = ("schedule", "virtual_stages", "microbatches", "layout", "costs")
-    uses_buckets, dispatcher = zero1 and ranks.size > 1, f"with moe.dispatcher={plan.dispatcher.value}"
+    uses_buckets, dispatcher = zero1 and ranks.size > 1, f"with moe.dispatcher={plan.dispatcher}"
     for unused, section, keys, because in (
         (is_alone, "pipeline", of_stages, "with parallel.pp=1"),
         (not plan.reads_peers, "moe", ("receive_budget",), dispatcher),
-        (plan.dispatcher is not DispatcherChoice.symm, "moe", ("transport",), dispatcher),
+        (plan.dispatcher != "symm", "moe", ("transport",), dispatcher),
         (is_alone, "profile", ("pipeline",), "with parallel.pp=1"),
         (not config.profile.steps, "profile", ("ranks",), "without profile.steps"),
         (

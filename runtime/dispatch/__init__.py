@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import torch
 
+from graphmoe.config.choices import look_up
 from graphmoe.config.packages import is_installed, require_package
-from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, Transport
+from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.plan.experts import FACTS, INSTEAD, Load, blocks_of
+from graphmoe.plan.experts import FACTS, INSTEAD, Load, blocks_of, facts_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch import deepep, nvshmem
@@ -25,17 +26,21 @@ from graphmoe.runtime.torch_compat import has_nvshmem
 
 log = logging.getLogger(__name__)
 
+Maker = Callable[[Plan, Mesh | None, float], Dispatcher | None]
+"""(plan, mesh, factor of the receive budget) -> dispatcher; one that reads peers gets no mesh."""
 PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
 """Variable of torch: programs of an exchange by NVSHMEM."""
 
 
 def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
     """Make the dispatcher of a run; None where tokens stay on their rank."""
-    if plan.dispatcher is DispatcherChoice.local:
-        return None
-    if plan.dispatcher is DispatcherChoice.alltoall:
-        return AllToAll(mesh, plan.config.model.num_experts)
-    return planned_dispatcher(plan)
+    return _maker(plan.dispatcher)(plan, mesh, 1.0)
+
+
+def _maker(choice: str) -> Maker:
+    """The row of `MAKERS`; a user's object has it as ``make``."""
+    row = look_up(MAKERS, choice, "moe.dispatcher")
+    return row if choice in MAKERS else row.make
 
 
 def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:
@@ -46,29 +51,52 @@ def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:
 def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
     """Make the dispatcher of a run that counts nothing, with room for ``factor`` times the budget."""
     assert plan.reads_peers, plan.dispatcher
-    model, layout, room = plan.config.model, plan.layout, plan.room(factor)
-    if plan.dispatcher is not DispatcherChoice.symm:
-        return vendor_dispatcher(plan.dispatcher, model, layout, plan.tokens, room)
-    block = 0
+    dispatcher = _maker(plan.dispatcher)(plan, None, factor)
+    assert dispatcher is not None
+    return dispatcher
+
+
+def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
+    model, layout, room, block = plan.config.model, plan.layout, plan.room(factor), 0
     if plan.transport is Transport.copy_engine:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"))
         room = room._replace(rows=rows)
     return Symm(room, model.num_experts // layout.ep, layout.etp, block)
 
 
+def _of_vendor(plan: Plan, mesh: Mesh | None, factor: float) -> DeepEP | Nvshmem:
+    return vendor_dispatcher(plan.dispatcher, plan.config.model, plan.layout, plan.tokens, plan.room(factor))
+
+
+def _alltoall(plan: Plan, mesh: Mesh | None, factor: float) -> AllToAll:
+    assert mesh is not None
+    return AllToAll(mesh, plan.config.model.num_experts)
+
+
+MAKERS: dict[str, Maker] = {
+    "local": lambda *_: None,
+    "alltoall": _alltoall,
+    "symm": _symm,
+    "nvshmem": _of_vendor,
+    "deepep": _of_vendor,
+    "turbo": _of_vendor,
+}
+"""Makers of dispatchers, with the facts of `graphmoe.plan.experts.FACTS`."""
+
+
 def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     """Open what a run's dispatcher needs beside process groups. A collective of all ranks."""
     choice = plan.dispatcher
-    use_peers(make_peers(mesh, device) if choice is DispatcherChoice.symm else None)
+    use_peers(make_peers(mesh, device) if choice == "symm" else None)
     if not plan.reads_peers:
         return
     dispatcher = planned_dispatcher(plan)
     assert dispatcher.capacity is not None
     words = _in_words(plan, dispatcher)
     log.info("%s: room for %d rows and %d slots at a time", words, *dispatcher.capacity)
-    if choice is DispatcherChoice.symm and device.type == "cpu":
+    if choice == "symm" and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
-    if FACTS[choice].buffer:
+    if facts_of(choice).buffer:
         open_buffer(choice, mesh, plan.config.model.hidden_size)
     else:
         make_room(plan, mesh, dispatcher, device)
@@ -95,7 +123,7 @@ def close_dispatcher() -> None:
 
 def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
     """Describe the choice for the log."""
-    words = f"moe.dispatcher={plan.dispatcher.value}"
+    words = f"moe.dispatcher={plan.dispatcher}"
     if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
@@ -103,21 +131,21 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
 
 
 def vendor_dispatcher(
-    choice: DispatcherChoice, model: ModelConfig, layout: Layout, tokens: int, room: Load
+    choice: str, model: ModelConfig, layout: Layout, tokens: int, room: Load
 ) -> DeepEP | Nvshmem:
     """Make a dispatcher with this room; deepep and turbo have room for all rows, and heed the slots only."""
     experts = model.num_experts // layout.ep
-    if choice is DispatcherChoice.nvshmem:
+    if choice == "nvshmem":
         return Nvshmem(room, experts, layout.etp)
     assert FACTS[choice].buffer, choice
     return DeepEP.of(layout.size("ep_etp"), tokens, experts, room.slots)
 
 
-def open_buffer(choice: DispatcherChoice, mesh: Mesh, hidden_size: int) -> None:
+def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:
     """Open the buffer of deepep or turbo. A collective of all ranks."""
     group = mesh.group("ep_etp")
     assert group is not None
-    if choice is DispatcherChoice.turbo:
+    if choice == "turbo":
         from primus_turbo.pytorch import deep_ep  # type: ignore[import-not-found]
     else:
         import deep_ep  # type: ignore[import-not-found]
@@ -147,7 +175,7 @@ def close_vendor() -> None:
 
 
 def check_dispatcher(
-    choice: DispatcherChoice,
+    choice: str,
     device: torch.device,
     layout: Layout,
     ranks: Ranks,
@@ -155,23 +183,21 @@ def check_dispatcher(
 ) -> None:
     """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
     check_package(choice, device.type, installed)
-    if choice is not DispatcherChoice.auto and FACTS[choice].one_node:
-        _check_node(f"moe.dispatcher={choice.value}", layout, ranks)
+    if choice != "auto" and facts_of(choice).one_node:
+        _check_node(f"moe.dispatcher={choice}", layout, ranks)
 
 
-def check_package(
-    choice: DispatcherChoice, device_type: str, installed: Callable[[str], bool] = is_installed
-) -> None:
+def check_package(choice: str, device_type: str, installed: Callable[[str], bool] = is_installed) -> None:
     """Refuse a dispatcher that this machine cannot run, whatever the ranks. *Raises* ConfigError."""
-    key, facts = f"moe.dispatcher={choice.value}", FACTS.get(choice)
+    key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else facts_of(choice)
     if facts is None or facts.platform is None:
         return
     if device_type != "cuda":
         raise ConfigError(f"{key} runs on GPUs, and this run is on a {device_type}; use moe.dispatcher=auto")
-    if choice is DispatcherChoice.nvshmem:
+    if choice == "nvshmem":
         _check_nvshmem(key)
     if facts.package:
-        require_package("moe.dispatcher", choice.value, installed, INSTEAD)
+        require_package("moe.dispatcher", choice, installed, INSTEAD)
     if facts.platform == ("cuda" if torch.version.hip else "rocm"):
         other = {"cuda": "CUDA", "rocm": "ROCm"}[facts.platform]
         raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.config.schema import DispatcherChoice, ModelConfig
+from graphmoe.config.schema import ModelConfig
 from graphmoe.ops import symm
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.dispatch import send_plan
@@ -164,7 +164,7 @@ class Trip:
                 nvshmem.use_rows(None)
             assert fake.exchanges
         elif on_gpu:
-            open_buffer(DispatcherChoice(self.kind), mesh, self.hidden)
+            open_buffer(self.kind, mesh, self.hidden)
             yield DeepEP.of(ranks, self.tokens, experts, SLOTS)
             close_vendor()
         else:

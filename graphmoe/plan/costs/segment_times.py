@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from graphmoe.config.schema import ComputeDtype, DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.config.schema import ComputeDtype, ModelConfig, RunConfig
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, layer_activations
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.layer_parts import along_tp, attention_parts, experts, gate, swiglu, travelling_bytes
@@ -268,7 +268,7 @@ def modelled_message(model: ModelConfig, seq_len: int) -> float:
 def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple[Sizes, Speeds]:
     run = RunConfig(model=model)
     run.data.seq_len, run.train.micro_batch_size = seq_len, 1
-    run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, DispatcherChoice.local
+    run.precision.compute, run.moe.dispatcher = ComputeDtype.bf16, "local"
     speeds = Speeds(H200, default_rates(is_nvidia=True), adding=1.0)
     return Sizes.from_config(run, Layout(ep=expert_ranks), on_nvidia=True), speeds
 

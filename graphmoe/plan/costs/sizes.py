@@ -9,7 +9,6 @@ from graphmoe.config.schema import (
     AttentionBackend,
     AttentionKind,
     ComputeDtype,
-    DispatcherChoice,
     ModelConfig,
     RunConfig,
     Transport,
@@ -49,7 +48,7 @@ class Sizes:
         """
         assert config.data.seq_len is not None
         choice = config.moe.dispatcher
-        travels = choice not in (DispatcherChoice.local, DispatcherChoice.alltoall)
+        travels = choice not in ("local", "alltoall")
         backend = config.model.attention_backend
         unequal = config.model.attention is AttentionKind.mla
         asked = backend is AttentionBackend.padded_flash

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig, RunConfig
+from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.segment_times import modelled_message, modelled_parts, stage_costs
 from graphmoe.plan.experts import dispatcher_of
@@ -116,7 +116,7 @@ def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
     With pipeline.costs a part takes its measured time, of which F, I and W take their modelled shares.
     """
     model, seq_len, again = config.model, config.data.seq_len or 1, Recompute.of(config.recompute)
-    is_joint = dispatcher_of(config.moe, config.parallel) is DispatcherChoice.alltoall
+    is_joint = dispatcher_of(config.moe, config.parallel) == "alltoall"
     ranks = expert_ranks(model, layout)
     parts = modelled_parts(model, seq_len, again, expert_ranks=ranks, joint_experts=is_joint)
     message = modelled_message(model, seq_len)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from graphmoe.config.schema import (
     ComputeDtype,
-    DispatcherChoice,
     DpShard,
     ModelConfig,
     MoEConfig,
@@ -16,11 +15,11 @@ from graphmoe.config.schema import (
     RunConfig,
 )
 from graphmoe.plan.experts import (
-    FACTS,
     INSTEAD,
     WORST_CASE,
     BufferLimits,
     dispatcher_of,
+    facts_of,
     has_experts,
     reads_peers,
 )
@@ -50,12 +49,12 @@ def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig)
                 f"model.{whole}={size} cannot be split over parallel.{key}={ranks}; use a divisor of {size}: "
                 f"{', '.join(map(str, divisors(size)))}"
             )
-    if moe.dispatcher is DispatcherChoice.local and parallel.ep * parallel.etp > 1:
+    if moe.dispatcher == "local" and parallel.ep * parallel.etp > 1:
         yield (
             f"moe.dispatcher=local leaves tokens on their rank, which holds 1 / {parallel.ep} of the experts "
             f"and 1 / {parallel.etp} of each (parallel.ep, parallel.etp); use moe.dispatcher=auto or alltoall"
         )
-    if moe.dispatcher is DispatcherChoice.symm and parallel.ep * parallel.etp == 1:
+    if moe.dispatcher == "symm" and parallel.ep * parallel.etp == 1:
         yield (
             "moe.dispatcher=symm exchanges between ranks that share the experts, and parallel.ep * "
             "parallel.etp is 1; use moe.dispatcher=auto or local"
@@ -72,7 +71,7 @@ def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, node
     Ranks that share the experts are neighbours, so they are on one node if a node has whole groups of them.
     """
     sharing = parallel.ep * parallel.etp
-    if moe.dispatcher is not DispatcherChoice.symm or type(nproc) is not int or type(nodes) is not int:
+    if moe.dispatcher != "symm" or type(nproc) is not int or type(nodes) is not int:
         return  # dispatchers with a buffer have 2, 4 or 8 ranks, and are refused once hosts are known
     if nodes > 1 and sharing > 0 and nproc % sharing:
         yield (
@@ -86,13 +85,13 @@ def vendor_dispatch_rules(
     moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig, compute: ComputeDtype
 ) -> Iterator[str]:
     """Yield violated rules of the dispatchers ``deepep``, ``turbo`` and ``nvshmem``."""
-    key, ranks = f"moe.dispatcher={moe.dispatcher.value}", parallel.ep * parallel.etp
-    if moe.dispatcher is DispatcherChoice.nvshmem and (ranks < 2 or ranks & (ranks - 1)):
+    key, ranks = f"moe.dispatcher={moe.dispatcher}", parallel.ep * parallel.etp
+    if moe.dispatcher == "nvshmem" and (ranks < 2 or ranks & (ranks - 1)):
         yield (
             f"{key} shares out an exchange evenly to 2, 4, 8, 16, ... ranks, and parallel.ep={parallel.ep} * "
             f"parallel.etp={parallel.etp} = {ranks}; use such a product, or {_instead(ranks)}"
         )
-    limits = FACTS[dispatcher_of(moe, parallel)].buffer
+    limits = facts_of(dispatcher_of(moe, parallel)).buffer
     if limits is None:
         return
     if parallel.etp > 1:
@@ -152,7 +151,7 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
         )
         yield (
             f"pipeline.ep_overlap=true hides transfers that the host does not wait for, and "
-            f"moe.dispatcher={choice.value} has none; use {instead}"
+            f"moe.dispatcher={choice} has none; use {instead}"
         )
     if not config.compile.enabled:
         yield "pipeline.ep_overlap=true runs compiled units; use compile.enabled=true"
@@ -182,8 +181,8 @@ def stage_rules(
         yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"  # True and 1.0 equal 1
     elif isinstance(scope, str | list) and has_experts(model):
         dispatcher = dispatcher_of(moe, parallel)
-        highest = FACTS[dispatcher].sync_free_stage
-        why = f"moe.dispatcher={dispatcher.value} lets the host count the rows that arrive"
+        highest = facts_of(dispatcher).sync_free_stage
+        why = f"moe.dispatcher={dispatcher} lets the host count the rows that arrive"
         alone = parallel.ep * parallel.etp == 1
         instead = f"moe.dispatcher={'local' if alone else 'symm'}"
         waiting = waiting_segments(scope, highest)

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from graphmoe.config.schema import ConfigError, DispatcherChoice, ModelConfig
+from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime import dispatch
@@ -34,9 +34,7 @@ class SomeRanks(Ranks):
 def refused(choice, *, installed=lambda package: True, device="cuda", ranks=None, layout=None):
     layout = layout or Layout(dp=4, ep=4)
     with pytest.raises(ConfigError) as error:
-        check_dispatcher(
-            DispatcherChoice(choice), torch.device(device), layout, ranks or SomeRanks(), installed
-        )
+        check_dispatcher(choice, torch.device(device), layout, ranks or SomeRanks(), installed)
     return str(error.value)
 
 
@@ -60,7 +58,7 @@ def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
     monkeypatch.setenv("TORCH_SYMMMEM_NBLOCKS", "24")
     assert "TORCH_SYMMMEM_NBLOCKS=24 asks for others; unset TORCH_SYMMMEM_NBLOCKS" in refused("nvshmem")
     monkeypatch.delenv("TORCH_SYMMMEM_NBLOCKS")
-    check_dispatcher(DispatcherChoice.nvshmem, torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks())
+    check_dispatcher("nvshmem", torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks())
 
 
 @pytest.mark.parametrize("hip, wrong, right", [(None, "turbo", "deepep"), ("7.0", "deepep", "turbo")])
@@ -68,7 +66,7 @@ def test_each_package_wants_the_gpus_of_its_vendor(monkeypatch, hip, wrong, righ
     monkeypatch.setattr(torch.version, "hip", hip)
     assert "and these have not; use moe.dispatcher=alltoall, or symm within a node" in refused(wrong)
     arguments = torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks(), lambda package: True
-    check_dispatcher(DispatcherChoice(right), *arguments)
+    check_dispatcher(right, *arguments)
 
 
 def test_ranks_that_exchange_must_be_on_one_node(monkeypatch):
@@ -78,14 +76,14 @@ def test_ranks_that_exchange_must_be_on_one_node(monkeypatch):
         "0, 1, 2, 3, 4, 5, 6, 7 of a group of parallel.ep=8 are on several; use parallel.ep of 4" in message
     )
     arguments = torch.device("cuda"), Layout(dp=8, ep=4), SomeRanks(rank=5, size=8), lambda package: True
-    check_dispatcher(DispatcherChoice.deepep, *arguments)
+    check_dispatcher("deepep", *arguments)
 
 
 def test_a_buffer_has_room_for_all_rows_and_a_budget_of_slots():
     model, layout, room = ModelConfig(num_experts=64), Layout(dp=8, ep=4, etp=2), Load(100, 300)
-    choice = DispatcherChoice.deepep
+    choice = "deepep"
     assert vendor_dispatcher(choice, model, Layout(dp=4, ep=4), 50, room) == deepep.DeepEP(Load(200, 300), 16)
-    found = vendor_dispatcher(DispatcherChoice.nvshmem, model, layout, 50, room)
+    found = vendor_dispatcher("nvshmem", model, layout, 50, room)
     assert found == nvshmem.Nvshmem(room, 16, 2)
 
 
@@ -118,7 +116,7 @@ def test_the_buffer_is_opened_by_calls_that_the_package_takes(monkeypatch, choic
         monkeypatch.setattr(sys.modules["primus_turbo.pytorch"], "deep_ep", sys.modules[path], raising=False)
     group = types.SimpleNamespace(size=lambda: 4)
     mesh = types.SimpleNamespace(layout=Layout(dp=4, ep=4), group=lambda axis: group)
-    open_buffer(DispatcherChoice(choice), mesh, hidden_size=2048)
+    open_buffer(choice, mesh, hidden_size=2048)
     assert deepep._in_use is opened
     close_vendor()
     assert deepep._in_use is None

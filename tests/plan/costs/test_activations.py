@@ -96,7 +96,7 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     whole = all_pieces(run.model.num_layers, run.model.mtp_depth)
     kept = stage_activations(sizes, Recompute.of(run.recompute), whole)
     projected = sum(kept.values(), Counter())
-    if run.parallel.ep > 1 and run.moe.dispatcher.value == "alltoall":
+    if run.parallel.ep > 1 and run.moe.dispatcher == "alltoall":
         found["travels"] = sum(found.pop(name, 0) for name in TRAVELS)
         projected["travels"] = sum(projected.pop(name, 0) for name in TRAVELS)
     for name in projected.keys() | found.keys() - {""}:

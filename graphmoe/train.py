@@ -34,6 +34,7 @@ from graphmoe import worker
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit
 from graphmoe.config.masking import to_plain
+from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import CONFIG_FILE, display_path
 from graphmoe.run.metrics_file import render, value_of
@@ -133,6 +134,7 @@ def _write_only(config: RunConfig) -> None:
         endpoint = launch.endpoint or "<first node>:29500"
         meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     words = ["torchrun", *meeting, f"--nproc-per-node={launch.nproc}", "-m", worker.__name__, resolved]
+    words += dict.fromkeys(name for _, name in own_code(config))
     document = {"folder": str(run_folder.path), "command": words}
     emit(document, shlex.join(words), config.format)
 

@@ -5,6 +5,8 @@ as a torchrun of your own starts:
 
 torchrun --nproc-per-node 8 -m graphmoe.worker outputs/tiny/resolved.yaml
 
+Code that the file names as package.module:NAME is imported only where its name stands behind the file.
+
 What imports torch is imported by the functions: before it, a worker has to tie its life to its launcher's.
 """
 
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from graphmoe.command.hydra import load_config
 from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.masking import to_plain
+from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import display_path
 from graphmoe.run.metrics_file import render
@@ -57,7 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOGS = "logs"
-_USAGE = "usage: python -m graphmoe.worker <resolved.yaml of a run>"
+_USAGE = "usage: python -m graphmoe.worker <resolved.yaml of a run> [package.module:NAME to import ...]"
 
 
 def main() -> None:
@@ -70,7 +73,7 @@ def main() -> None:
     log_dir: Path | None = None
     try:
         path = _path(sys.argv[1:])
-        config = load_config(path, set_environment_of)
+        config = load_config(path, set_environment_of, None if LAUNCHER_PID in os.environ else sys.argv[2:])
         ranks = _join(config)
         with ends_at_signals():
             config, folder, claimed = _agree(config, path, ranks)
@@ -88,7 +91,7 @@ def _path(words: Sequence[str]) -> Path:
     if list(words) in (["-h"], ["--help"]):
         print(_USAGE)
         sys.exit(0)
-    if len(words) != 1 or words[0].startswith("-"):
+    if not words or words[0].startswith("-") or not all(map(OWN_CODE.fullmatch, words[1:])):
         raise ConfigError(f"one path is wanted, not {' '.join(words) or 'nothing'}\n{_USAGE}")
     return Path(words[0]).absolute()
 

@@ -30,6 +30,7 @@ from graphmoe.command.errors import explain
 from graphmoe.command.hydra import Complete, to_config
 from graphmoe.config.arguments import parse_args
 from graphmoe.config.choices import SEGMENT_NAMES
+from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig, RunConfig
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
 from graphmoe.project.arguments import ProjectArgs, completed, split_words
@@ -173,7 +174,7 @@ def check_command(page: str, line: str, folder: Path) -> None:
     elif hasattr(module, "hydra_app"):
         check_hydra_words(words, folder)
     elif tool == "graphmoe.worker":
-        assert len(words) == 1
+        assert words and all(map(OWN_CODE.fullmatch, words[1:]))
     elif words == ["--help"] or (not words and line in inline((ROOT / page).read_text(encoding="utf-8"))):
         return  # an inline command without words is a tool's name in a sentence
     elif classes := [cls for name, cls in vars(module).items() if name.endswith("Args")]:

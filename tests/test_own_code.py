@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 
 import pytest
 import torch
+import yaml
 
+from graphmoe.command.hydra import load_config
+from graphmoe.config.choices import DISPATCHERS, EXPERTS_BACKENDS, LR_SCHEDULES
+from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
+from graphmoe.ops.grouped_mlp import BACKENDS
+from graphmoe.optim.lr_schedule import DECAYS
+from graphmoe.plan.experts import FACTS
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
+from graphmoe.runtime.dispatch import MAKERS
 from graphmoe.training.executor import chosen_experts
-from tests.runs import COMPILED, config, metrics, train_in
+from tests.runs import COMPILED, ROOT, TINY, command, config, metrics, train_in
 
 QUIET = ("train.val_batches=0", "checkpoint.enabled=false", "train.log_interval=1")
 
@@ -110,13 +120,54 @@ def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog)
     assert "name that as moe.experts on the command line" in caplog.text
 
 
-@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher"])
+KEYS = ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher"]
+
+
+@pytest.mark.parametrize("key", [*KEYS, "passes.extra"])
+def test_code_that_a_file_names_is_imported_only_where_its_reader_names_it(key, own, tmp_path):
+    own("strange_code", "raise AssertionError\n")
+    plain, (section, name) = to_plain(config()), key.split(".")
+    plain[section][name] = ["strange_code:it"] if key == "passes.extra" else "strange_code:it"
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(plain))
+    for named in ((), ("strange_code:other",)):
+        with pytest.raises(ConfigError, match=rf"{key}=strange_code:it; if you trust it, name it"):
+            load_config(path, named=named)
+    if key == "moe.dispatcher":  # whose facts the rules ask
+        with pytest.raises(AssertionError):
+            load_config(path, named=("strange_code:it",))
+    else:
+        loaded = load_config(path, named=("strange_code:it",))
+        assert to_plain(loaded)[section][name] == plain[section][name]
+
+
+def test_a_file_written_for_a_torchrun_runs_by_the_command_that_is_printed(own, tmp_path):
+    own("own_schedules", "def linear(progress):\n    return 1 - progress\n")
+    words = (*TINY, *QUIET, "train.steps=2", "optim.schedule=own_schedules:linear", "hydra.run.dir=run")
+    written = command(tmp_path, *words, "launch.write_only=true", "format=json")
+    assert written.wait() == 0, written.err.read_text()
+    *_, path, name = json.loads(written.out.read_text())["command"]
+    refused = command(tmp_path, path, module="graphmoe.worker")
+    assert refused.wait() == 2 and "name it behind the file: own_schedules:linear" in refused.err.read_text()
+    there = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = command(tmp_path, path, name, module="graphmoe.worker", environment=there)
+    assert run.wait() == 0, run.err.read_text()
+    assert [row["step"] for row in metrics(tmp_path / "run") if "lr" in row] == [1, 2]
+
+
+def test_names_of_choices_are_the_rows_of_their_tables():
+    assert {*LR_SCHEDULES.names} == {*DECAYS, "constant"}
+    assert {*EXPERTS_BACKENDS.names} == {*BACKENDS, "auto"}
+    assert {*DISPATCHERS.names} == {*FACTS, "auto"} == {*MAKERS, "auto"}
+
+
+@pytest.mark.parametrize("key", KEYS)
 def test_a_name_that_no_table_has_is_refused_with_those_it_has(key):
     with pytest.raises(ConfigError, match=rf"{key}=nothing: there is no such choice; .*module:NAME"):
         check(config(f"{key}=nothing"))
 
 
-@pytest.mark.parametrize("key", ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher"])
+@pytest.mark.parametrize("key", KEYS)
 def test_code_that_cannot_be_imported_is_named(key, tmp_path):
     with pytest.raises(ConfigError, match=rf"{key}=no_such_module:this cannot be imported"):
         train_in(tmp_path, *QUIET, f"{key}=no_such_module:this")

@@ -32,6 +32,7 @@ from graphmoe.command.sweep.job import (
 from graphmoe.command.sweep.process import SweepError
 from graphmoe.config.arguments import print_error
 from graphmoe.config.masking import note_interpolations
+from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, RunConfig, compiled_folder
 from graphmoe.config.untrusted import load_yaml
 from graphmoe.runtime.cache.bytecode import keep_bytecode
@@ -135,10 +136,12 @@ def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complet
     return _resolved(config if complete is None else complete(config), prepare)
 
 
-def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
+def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str] | None = ()) -> RunConfig:
     """Return the configuration in a YAML file such as a run's ``resolved.yaml``, typed, checked and resolved.
 
-    *Raises* ConfigError for a file that is not there, is no YAML, or has keys or values that are wrong.
+    ``named`` is the code outside the package, as package.module:NAME, that the file may have imported; None
+    allows all, for a file that the caller wrote. *Raises* ConfigError for a file that is not there, is no
+    YAML, names other code, or has keys or values that are wrong.
     """
     try:
         plain = load_yaml(path.read_text(encoding="utf-8"))
@@ -160,6 +163,13 @@ def load_config(path: Path, prepare: Prepare | None = None) -> RunConfig:
         in_file = HydraException(f"In '{path.with_suffix('')}':")  # as Hydra names the file of an error
         in_file.__cause__ = error
         raise ConfigError(explain(in_file, [])) from error
+    strange = [] if named is None else [(key, name) for key, name in own_code(config) if name not in named]
+    if strange:
+        shown = ", ".join(f"{key}={name}" for key, name in strange)
+        raise ConfigError(
+            f"{path} names code outside the package: {shown}; if you trust it, name it behind the file: "
+            f"{' '.join(name for _, name in strange)}"
+        )
     return _resolved(config, prepare)
 
 

@@ -34,8 +34,8 @@ LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 def look_up(table: Mapping[str, Any], choice: str, key: str) -> Any:
     """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
 
-    Only a process whose own command or --config-dir names such code imports it. *Raises* ConfigError where
-    it cannot be imported.
+    Imports it, so `graphmoe.command.hydra.load_config` refuses a file that names code that its reader does
+    not. *Raises* ConfigError where it cannot be imported.
     """
     if choice in table:
         return table[choice]

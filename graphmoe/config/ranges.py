@@ -92,6 +92,14 @@ def fields_of(config: Any) -> Iterator[SchemaField]:
                 yield SchemaField(f"{section.name}.{name}", hint, getattr(values, name), marks)
 
 
+def own_code(config: Any) -> Iterator[tuple[str, str]]:
+    """List the keys that name code of the user's, each with the code's import path."""
+    for field in fields_of(config):
+        if any(isinstance(mark, OneOf) for mark in field.marks) and OWN_CODE.fullmatch(field.value):
+            yield field.key, field.value
+    yield from (("passes.extra", path) for path in config.passes.extra)
+
+
 @functools.cache
 def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Type and marks of each field; those of ``RankCount | None`` stand inside the union."""

@@ -84,7 +84,7 @@ FACTS: dict[str, DispatcherFacts] = {
 }
 
 
-def facts_of(choice: str) -> DispatcherFacts:
+def dispatcher_facts(choice: str) -> DispatcherFacts:
     """Return the facts of a dispatcher that is not auto; a user's object has them as ``facts``."""
     if choice not in FACTS and ":" not in choice:
         return DispatcherFacts(reads_peers=False)  # a word that the rules refuse
@@ -107,7 +107,7 @@ def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> str:
 
 def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:
     """Return True where ranks reach the memory of each other's GPUs, so that each must see all of them."""
-    return facts_of(dispatcher_of(moe, parallel)).reads_peers
+    return dispatcher_facts(dispatcher_of(moe, parallel)).reads_peers
 
 
 def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:

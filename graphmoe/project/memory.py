@@ -23,7 +23,7 @@ from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import Bytes, made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import facts_of
+from graphmoe.plan.experts import dispatcher_facts
 from graphmoe.plan.layout import AXES, Axis, Layout
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
@@ -190,7 +190,7 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
 
 def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
     """Bytes that a dispatcher keeps for a run. *Raises* ConfigError where its buffers are not known here."""
-    if not facts_of(dispatcher).reads_peers:
+    if not dispatcher_facts(dispatcher).reads_peers:
         return 0
     if dispatcher == "symm":
         from graphmoe.ops.symm.peers import Region  # imports kernels

@@ -13,7 +13,7 @@ from graphmoe.config.packages import is_installed, require_package
 from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.plan.experts import FACTS, INSTEAD, Load, blocks_of, facts_of
+from graphmoe.plan.experts import FACTS, INSTEAD, Load, blocks_of, dispatcher_facts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch import deepep, nvshmem
@@ -96,7 +96,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     log.info("%s: room for %d rows and %d slots at a time", words, *dispatcher.capacity)
     if choice == "symm" and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
-    if facts_of(choice).buffer:
+    if dispatcher_facts(choice).buffer:
         open_buffer(choice, mesh, plan.config.model.hidden_size)
     else:
         make_room(plan, mesh, dispatcher, device)
@@ -183,13 +183,13 @@ def check_dispatcher(
 ) -> None:
     """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
     check_package(choice, device.type, installed)
-    if choice != "auto" and facts_of(choice).one_node:
+    if choice != "auto" and dispatcher_facts(choice).one_node:
         _check_node(f"moe.dispatcher={choice}", layout, ranks)
 
 
 def check_package(choice: str, device_type: str, installed: Callable[[str], bool] = is_installed) -> None:
     """Refuse a dispatcher that this machine cannot run, whatever the ranks. *Raises* ConfigError."""
-    key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else facts_of(choice)
+    key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else dispatcher_facts(choice)
     if facts is None or facts.platform is None:
         return
     if device_type != "cuda":

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 from graphmoe.config.choices import SOURCES, look_up
@@ -25,8 +26,11 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
     for key in config.source_facts.needs:
         if not getattr(config, key):
             raise ConfigError(f"data={config.source} needs data.{key}")
-    ours = f"{__name__}.{config.source}:open_corpus" if config.source in SOURCES else config.source
-    corpus: Corpus = look_up({}, ours, "data.source")(config, seq_len, vocab_size)
+    if config.source in SOURCES:
+        open_corpus = importlib.import_module(f"{__name__}.{config.source}").open_corpus
+    else:
+        open_corpus = look_up({}, config.source, "data.source")
+    corpus: Corpus = open_corpus(config, seq_len, vocab_size)
     counts = corpus.counts.items()
     log.info("data: %s", ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts))
     corpus.bad_records.log_total(f"data={config.source}")

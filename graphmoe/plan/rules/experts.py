@@ -18,8 +18,8 @@ from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,
     BufferLimits,
+    dispatcher_facts,
     dispatcher_of,
-    facts_of,
     has_experts,
     reads_peers,
 )
@@ -91,7 +91,7 @@ def vendor_dispatch_rules(
             f"{key} shares out an exchange evenly to 2, 4, 8, 16, ... ranks, and parallel.ep={parallel.ep} * "
             f"parallel.etp={parallel.etp} = {ranks}; use such a product, or {_instead(ranks)}"
         )
-    limits = facts_of(dispatcher_of(moe, parallel)).buffer
+    limits = dispatcher_facts(dispatcher_of(moe, parallel)).buffer
     if limits is None:
         return
     if parallel.etp > 1:
@@ -181,7 +181,7 @@ def stage_rules(
         yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"  # True and 1.0 equal 1
     elif isinstance(scope, str | list) and has_experts(model):
         dispatcher = dispatcher_of(moe, parallel)
-        highest = facts_of(dispatcher).sync_free_stage
+        highest = dispatcher_facts(dispatcher).sync_free_stage
         why = f"moe.dispatcher={dispatcher} lets the host count the rows that arrive"
         alone = parallel.ep * parallel.etp == 1
         instead = f"moe.dispatcher={'local' if alone else 'symm'}"

@@ -23,6 +23,7 @@ STAGES = (
     "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=8",
     "train.log_interval=3", "checkpoint.interval=2", "profile.pipeline=true",
     "profile.steps=[3,4]", "profile.ranks=[0,1]",
+    "train.micro_batch_size=512", "train.global_batch_size=1024",  # stages outlast pauses of a busy host
 )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """Write docs/configuration.md from the schema, the YAML files and the tools: python docs/make_tables.py"""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import importlib

@@ -1,7 +1,5 @@
 """Plot the loss of a run: python docs/plot_loss.py run=outputs/tiny to=docs/images/tiny_loss.png"""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

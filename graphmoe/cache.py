@@ -5,8 +5,6 @@ python -m graphmoe.cache action=verify
 python -m graphmoe.cache action=prune max_size=20GB
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import re

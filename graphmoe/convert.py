@@ -4,8 +4,6 @@ python -m graphmoe.convert from=DeepSeek-V2-Lite to=weights/lite
 python -m graphmoe.convert from=outputs/tiny to=exported/tiny dtype=bf16
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import shutil

@@ -4,8 +4,6 @@ python -m graphmoe.doctor
 python -m graphmoe.doctor format=json
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

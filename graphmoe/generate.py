@@ -3,8 +3,6 @@
 python -m graphmoe.generate run=outputs/tiny prompt="def main("
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ python -m graphmoe.info model=deepseek_v3
 python -m graphmoe.info model=mixtral_8x7b model.num_layers=4 data.seq_len=8192 format=json
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ python -m graphmoe.prepare input='corpus/*.jsonl' tokenizer=tokenizer.json outpu
 python -m graphmoe.train data=memmap 'data.paths=[corpus/tokens]' data.tokenizer=tokenizer.json
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

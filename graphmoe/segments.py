@@ -5,8 +5,6 @@ plain forward here, compile units and graph capture in ``runtime/``) sees each b
 explicit tensor. This module knows no model class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Only between two grouped products, from whose offsets the operation learns which
 MLP and the shared experts are left to Inductor. The product is taken in fp32 and rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 from torch.fx import Node

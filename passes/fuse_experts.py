@@ -6,8 +6,6 @@ Reads what fuse_permutation and fuse_activation wrote. The weights may be in the
 the product between them is linear.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

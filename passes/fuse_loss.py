@@ -6,8 +6,6 @@ The gradients of hidden states and head are made in the forward. Labels come as 
 left to whoever does it in the graph.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 from torch.fx import Node

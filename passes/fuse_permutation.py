@@ -12,8 +12,6 @@ The plan may be another unit's. Where the model calls the operations itself, as 
 is expected. An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 from torch.fx import Node

@@ -3,8 +3,6 @@
 A graph holds static shapes: sizes are read from ``meta["val"]``, the fake value of each node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterable

@@ -3,8 +3,6 @@
 Suffixes: T tokens, K slots of a token, E experts, R rows (T * K).
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from dataclasses import dataclass

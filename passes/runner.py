@@ -1,7 +1,5 @@
 """PassRunner: runs the passes of one stage after another over a graph, and reports what each did."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

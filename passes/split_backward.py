@@ -7,8 +7,6 @@ Gradients that are sums over what I computes, as those of norms, are made by I: 
 would have to get it, a tensor as large as the activations, instead of a row.
 """
 
-from __future__ import annotations
-
 import operator
 import time
 from collections.abc import Callable, Collection, Iterable

@@ -1,7 +1,5 @@
 """The table of passes, which rewrite the graph of a compile unit, in the order in which they run."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ranks of a job: objects that they exchange outside the model, and the process groups of a layout."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Fixtures of all tests: torch's switches, a cache of the session's own, and a small corpus of text."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

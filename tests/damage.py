@@ -1,7 +1,5 @@
 """Damages of files, by a seed: of their bytes, of what they are, and of the values in JSON and YAML."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -3,8 +3,6 @@
 For workers in processes of their own, which a test reaches by ``passes.extra`` and the environment only.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

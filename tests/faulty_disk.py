@@ -1,7 +1,5 @@
 """A disk that is full, for tests of what goes on there."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

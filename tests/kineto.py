@@ -3,8 +3,6 @@
 Times are microseconds. Kineto's numbers are far from zero, so all of them are moved by `ORIGIN`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Timelines of pipelines, made by hand."""
 
-from __future__ import annotations
-
 from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline
 

@@ -4,8 +4,6 @@ A child of the fork server has torch and graphmoe imported when it starts, so a 
 half a second instead of three.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

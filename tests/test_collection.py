@@ -1,7 +1,5 @@
 """Collection: slow tests, and very many alike, run only where they are asked for by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

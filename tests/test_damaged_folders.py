@@ -1,7 +1,5 @@
 """Folders with one damaged file: no command gives a traceback, hangs, or says nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

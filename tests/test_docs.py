@@ -1,7 +1,5 @@
 """The documentation is true: tables, links, quoted command lines, paths and words."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

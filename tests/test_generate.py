@@ -1,7 +1,5 @@
 """Text from a trained run's folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 docs/map.md says what each room is for.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Modules may move: hang reports, restarts, sweeps and cache keys depend on no name of a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

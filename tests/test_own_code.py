@@ -1,7 +1,5 @@
 """Code of a user's own, outside the package, is named by ``package.module:NAME`` and trains."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

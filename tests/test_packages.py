@@ -1,7 +1,5 @@
 """Wheel, editable install and checkout run alike, beside files of a user with the names of our folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

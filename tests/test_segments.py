@@ -1,7 +1,5 @@
 """Segments: what is read and written is declared, checked and kept apart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

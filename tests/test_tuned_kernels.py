@@ -1,7 +1,5 @@
 """Instances of a generated kernel run with one configuration, whichever was tuned first, in whichever job."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from types import SimpleNamespace

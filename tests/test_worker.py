@@ -1,7 +1,5 @@
 """A worker by hand, signals in one process, and the words for what goes wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 The error is ||actual - expected|| / ||expected||, so it does not grow with the number of elements.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Recorded signatures of vendor libraries, so that adapters are checked where the library is absent."""
 
-from __future__ import annotations
-
 import ast
 import importlib.machinery
 import inspect

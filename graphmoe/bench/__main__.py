@@ -15,8 +15,6 @@ others go on, and the exit status is 1. A suite that ends early leaves its rows 
 ops.rows.jsonl.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

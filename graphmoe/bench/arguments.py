@@ -1,7 +1,5 @@
 """Arguments of the benchmark tool, their check, and the overrides of runs among them."""
 
-from __future__ import annotations
-
 import enum
 import importlib.util
 import os

@@ -4,8 +4,6 @@ training.
 Suffixes: T tokens, R rows, I inner, O outer, D hidden, V vocabulary, E experts, B sequences, S their tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """``suite=calibrate``: the shares that this machine reaches of its card's peaks, as a file of rates."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -4,8 +4,6 @@ Before anything is timed, each alternative's results are compared with those of 
 something else is reported and not timed.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

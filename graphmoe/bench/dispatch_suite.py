@@ -4,8 +4,6 @@ beside the experts' products of another micro-batch.
 Suffixes: T tokens, K slots, E experts, P ranks, D hidden.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Suffixes: T tokens, K slots, P ranks, W places of a token in the send plan, N rows received, D hidden.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 A process takes its memory and the caches of the device with it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

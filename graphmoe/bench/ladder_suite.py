@@ -1,8 +1,6 @@
 """``suite=ladder``: one job on several GPUs, faster from rung to rung, in the order in which Primus published
 its gains for this model (AMD, MI355X)."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterator, Sequence

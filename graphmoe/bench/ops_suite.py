@@ -4,8 +4,6 @@ Suffixes: T tokens, K slots, E experts, R routed rows (T * K), D hidden, F exper
 V vocabulary, B sequences.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

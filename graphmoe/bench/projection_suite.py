@@ -1,7 +1,5 @@
 """``suite=projection``: short jobs beside the memory and the time that are projected of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

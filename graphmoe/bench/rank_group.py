@@ -5,8 +5,6 @@ stream of its own and products on another, which then wait for each other. On a 
 where the exchange can be captured. A CPU runs one after the other.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -3,8 +3,6 @@
 Times are those of steps, of the host, and of the idle device; memory and the largest kernels are there too.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

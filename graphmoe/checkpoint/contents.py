@@ -4,8 +4,6 @@ DCP writes one ``__<rank>_0.distcp`` per rank and ``.metadata``; everything here
 torch 2.11 to 2.13.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

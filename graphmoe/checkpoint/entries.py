@@ -5,8 +5,6 @@ other value that a dict holds; a list without tensors is one value. A tensor may
 entry is the whole parameter.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@
 being written or deleted by that process. ``*.replaced`` makes room for a new one of the same step.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

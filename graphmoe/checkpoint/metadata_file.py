@@ -4,8 +4,6 @@ The unpickler knows the names that our own states lead to and no others. Even th
 methods, which are then made into what DCP takes, field by field.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Texts of configuration errors: the key, its place, and the nearest valid key."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -3,8 +3,6 @@
 Nothing here imports torch before the configuration is composed: a misspelt key is answered at once.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -3,8 +3,6 @@
 The tools that read a run's whole configuration are Hydra applications (``graphmoe.command.hydra``).
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

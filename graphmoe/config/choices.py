@@ -1,7 +1,5 @@
 """Choices of the keys of the schema; each member is spelled as on the command line."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Run folders, reports and logs are made to be shared. There host.env keeps its na
 stands as it was written, to be resolved again where the file is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import hashlib

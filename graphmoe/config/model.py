@@ -1,7 +1,5 @@
 """The section ``model`` of a run's configuration: shape, router and losses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

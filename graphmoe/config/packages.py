@@ -1,7 +1,5 @@
 """Optional packages: import names, uses and installation; the doctor, env.json and errors read the table."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple

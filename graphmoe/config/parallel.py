@@ -1,7 +1,5 @@
 """Sections of the schema on how a run is executed: over ranks, micro-batches, experts, graphs and memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 

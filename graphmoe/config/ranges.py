@@ -1,7 +1,5 @@
 """Ranges of values, beside the fields (``steps: Annotated[int, POSITIVE] = 1000``), and their rules."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import enum

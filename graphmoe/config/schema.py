@@ -6,8 +6,6 @@ string under a field is its documentation: ``docs/configuration.md`` and error m
 ``graphmoe.plan.rules.check`` holds the rules that join several fields.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path

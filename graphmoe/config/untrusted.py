@@ -5,8 +5,6 @@ dataclass, a ``TypedDict``, a ``msgspec.Struct``) or ``dict[str, int]`` and the 
 does not name are let by.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

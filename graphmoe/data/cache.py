@@ -1,7 +1,5 @@
 """The cache of tokenised corpora: whole entries only, one builder at a time, safe against kills."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

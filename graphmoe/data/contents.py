@@ -4,8 +4,6 @@ Files of cache entries up to ``SMALL_BYTES``, and pairs of as much in all, are r
 that opens them. All else is read by a thread of one process of each node, so that training need not wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

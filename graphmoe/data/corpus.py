@@ -1,7 +1,5 @@
 """Corpus of a run: packed samples for training and validation, whatever source their tokens come from."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The error for bad content, and the tally of what ``data.skip_bad=true`` skipped."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ of each sequence, and the int64 document list: the first sequence of each docume
 sequences as its last entry.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Iterable, Mapping

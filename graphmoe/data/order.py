@@ -5,8 +5,6 @@ memory, so an epoch's order needs no stored shuffle and can be entered anywhere.
 the order is the same on every machine and numpy version.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

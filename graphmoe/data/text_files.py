@@ -1,7 +1,5 @@
 """Finding .txt, .jsonl and .parquet files, cutting them into parts, and reading the documents of a part."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

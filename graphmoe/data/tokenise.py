@@ -1,7 +1,5 @@
 """Text files to one ``.bin/.idx`` pair, in parallel processes; the result does not depend on their number."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Loading and training of tokenizers, and the token that ends a document."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ rank ever has all logits of a token. Suffixes: B batch, S sequence, T = B * S to
 vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

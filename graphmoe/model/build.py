@@ -1,7 +1,5 @@
 """The models, in plain PyTorch. They know nothing of compilation or capture, and of ranks the layout."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace

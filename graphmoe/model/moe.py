@@ -5,8 +5,6 @@ F expert width, N received tokens, L experts of this rank. With one rank, dispat
 they are (``moe_dispatch`` is the identity); rows are gathered in moe_experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

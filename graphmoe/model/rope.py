@@ -5,8 +5,6 @@ DeepSeek-V2 (arXiv 2405.04434, section 3.1.4) for mscale. Suffixes: B batch, S s
 R rotated head size, P = R / 2 rotation pairs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

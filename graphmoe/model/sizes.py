@@ -10,8 +10,6 @@ the embedding (a lookup), router and norms are not counted, nor is recomputation
 layer adds its projection, its MoE layer and one more pass through the head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence

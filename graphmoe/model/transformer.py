@@ -5,8 +5,6 @@ A rank of a pipeline has some of its stages; ``stage`` runs one, and ``loss`` is
 Suffixes: B batch, S sequence, V vocabulary, D hidden, L MoE layers, E experts, P rotation pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Shapes: B batch, S sequence, H query heads, G key-value heads (H is a multiple o
 or key head, V size of a value head. docs/attention.md says which kernel runs where, and why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

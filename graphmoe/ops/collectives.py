@@ -5,8 +5,6 @@ A process group's name differs from job to job, so a compiled graph must not hol
 None of them makes the host wait with NCCL, and each result is a tensor of its own.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, Protocol
 

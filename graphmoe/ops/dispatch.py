@@ -7,8 +7,6 @@ Experts lie in blocks of E / ep neighbours, one block for each index of ``ep``. 
 hold 1 / etp of the width of all its experts: a token goes to all of them, and what they make of it is summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

@@ -8,8 +8,6 @@ scores both choose the same experts, ties included; their exp differs by a few r
 differ where two scores (or sums of a group) agree to about 1e-6 of their size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

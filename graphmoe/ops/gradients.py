@@ -1,7 +1,5 @@
 """A step's gradients, summed over its micro-batches in fp32: the first stores, the others add."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from torch import Tensor

@@ -7,8 +7,6 @@ that are multiples of 16 bytes, and, on meta tensors or compiled, anything but b
 last offset are never read, and are left unwritten in outputs and gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ The gradients are made in the forward, chunk by chunk, while the logits are ther
 them by the gradient of the loss. bf16 and fp32 on a GPU run the kernels, everything else `plain`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

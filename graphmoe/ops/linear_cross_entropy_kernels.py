@@ -11,8 +11,6 @@ that it starts with what is still in the cache.
 # mypy: allow-untyped-defs
 # The arguments of a Triton function have no Python types.
 
-from __future__ import annotations
-
 import functools
 import logging
 

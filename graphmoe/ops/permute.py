@@ -8,8 +8,6 @@ same arithmetic in PyTorch on a CPU and for fp64. The ops also know slots that a
 (row -1), buffers longer than their live rows (then R > T * K), and weights in the sum.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -17,8 +17,6 @@ added: there is one result.
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
 # The arguments and tuples of a Triton function have no Python types.
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

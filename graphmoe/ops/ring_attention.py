@@ -15,8 +15,6 @@ values travels behind it, each rank adds its part, and it ends where the block b
 ``graphmoe.ops.attention``; S positions of this rank, and T keys of a block.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import torch

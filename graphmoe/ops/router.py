@@ -4,8 +4,6 @@ Everything is fp32 and nothing syncs the device. Suffixes: T tokens, E experts, 
 G expert groups, B sequences of S tokens (T = B * S).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

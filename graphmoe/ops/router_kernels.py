@@ -8,8 +8,6 @@ groups, and the experts of each).
 # mypy: allow-untyped-defs
 # The arguments of a Triton function have no Python types.
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

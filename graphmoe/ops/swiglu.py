@@ -6,8 +6,6 @@ Suffixes: R routed rows, F expert width, H = 2 * F (gate, then up), E experts.
 ``ends_E[-1]`` on are dead: they are not read on a GPU, and what an output holds there is undefined.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ rows; programs of dead rows read the live count and end.
 # mypy: allow-untyped-defs
 # The arguments of a Triton function have no Python types.
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ queues the call, so that what is timed is kernels and not launches. Calls that w
 wait.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Dtypes that the kernels of Primus-Turbo and Transformer Engine take."""
 
-from __future__ import annotations
-
 import torch
 
 from graphmoe.config.schema import ConfigError

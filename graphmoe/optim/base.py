@@ -4,8 +4,6 @@ Optimizers differ in where weights, gradients and moments lie: ``graphmoe.optim.
 buffers, ``graphmoe.optim.fsdp`` leaves them to torch's ``fully_shard``.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ in its shards one behind the other. Of three ranks, the second owns what is mark
 On one rank a shard is the whole buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ For models whose dense part does not fit beside its gradients. The rule of the u
 skipping are those of ``graphmoe.optim.zero1``; only what lies where differs, and no address is fixed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

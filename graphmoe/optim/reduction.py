@@ -3,8 +3,6 @@
 Both go bucket by bucket, and every rank queues its collectives in the same order. No device sync anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.distributed as dist

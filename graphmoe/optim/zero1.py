@@ -10,8 +10,6 @@ fused AdamW walks them. Nothing here waits for the device: a step that is not fi
 and counters live on the device.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ python -m graphmoe.pipeline_view 'layout="Et|(tt|)*6L"' stages=4 virtual_stages=
 python -m graphmoe.pipeline_view run=outputs/tiny out=pictures
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keys of ``graphmoe.pipeline_view``, and the check of their values."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """Panels to show: of schedules with sizes, layout and costs, or of a recorded run; or a layout alone."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

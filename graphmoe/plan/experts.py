@@ -8,8 +8,6 @@ balanced routing sends; a step in which more arrives is void and runs again with
 (docs/expert_parallel.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

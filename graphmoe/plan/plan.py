@@ -4,8 +4,6 @@ It is made once, when the number of ranks is known; what builds and runs the mod
 derive the same from the configuration again.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 recompute=all hardw
 python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96 search=true
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shlex

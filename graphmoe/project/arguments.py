@@ -1,7 +1,5 @@
 """Keys of ``graphmoe.project`` beside those of a run, and the configuration that it projects."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import enum

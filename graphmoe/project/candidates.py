@@ -1,7 +1,5 @@
 """Candidates of a search: layouts of a number of ranks, schedules, and kinds of recompute."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

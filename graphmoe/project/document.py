@@ -1,7 +1,5 @@
 """A projection as plain values: what ``format=json`` prints and the tables show."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path

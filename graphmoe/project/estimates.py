@@ -1,7 +1,5 @@
 """Estimates of a search's candidates: exact memory of the worst rank, and about the time of a step."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Bytes that each rank of a run needs, by kind: state, activations, and buffers by purpose."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections import Counter

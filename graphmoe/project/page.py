@@ -1,7 +1,5 @@
 """Pages with stacked bars of a projection: memory by kind, time by segment, layouts of a search."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Memory of every candidate is projected. Candidates that fit are ranked by an est
 best of them are projected whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Time of a step: segments of every stage, the pipeline's simulation, gradients and the update."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace

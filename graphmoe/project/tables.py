@@ -1,7 +1,5 @@
 """Tables of a projection and of a search, and verdicts, for people."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Mapping

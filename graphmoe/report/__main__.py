@@ -4,8 +4,6 @@ python -m graphmoe.report run=outputs/tiny
 python -m graphmoe.report runs=outputs/before,outputs/after out=comparison.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Charts of a run: curves over its steps, memory by kind, loads of experts."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report of one run as a page."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Files of a run's folder for its report; most of them may be missing after a crash."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

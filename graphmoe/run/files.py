@@ -4,8 +4,6 @@ The types are for those that read a folder which anybody may have written: what 
 Integers are below 2^53, which is what JSON's readers agree on.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, Required, TypedDict

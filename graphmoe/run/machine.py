@@ -1,7 +1,5 @@
 """Machine of a run: its device, memory, and the record of versions in ``env.json``."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import os

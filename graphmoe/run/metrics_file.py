@@ -1,7 +1,5 @@
 """Rows of a run's metrics.jsonl: read without torch, cut where a run resumes, and summed up at its end."""
 
-from __future__ import annotations
-
 import json
 import logging
 import statistics

@@ -1,7 +1,5 @@
 """The ``resolved.yaml`` of a run as anybody may have written it: typed, and nothing in it is resolved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Such a folder has ``model/<name>.yaml`` (an option of the configuration group ``
 ``--config-dir`` takes the folder), ``weights.safetensors`` or its shards, and ``weights.json``.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import logging

@@ -5,8 +5,6 @@ python -m graphmoe.trace run=outputs/before,outputs/after
 python -m graphmoe.trace trace=a.trace.json.gz,b.trace.json.gz format=json
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import subprocess

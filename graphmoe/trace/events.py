@@ -4,8 +4,6 @@ Kineto links them by numbers: a call of CUDA's or HIP's runtime has a ``correlat
 copy or memset that it launched; all of a graph have that of the graph's launch.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import math

@@ -4,8 +4,6 @@ A launch belongs to the innermost range of ours around it on its thread. In an e
 there autograd names the forward operation by its sequence number, whose range it is.
 """
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections import defaultdict

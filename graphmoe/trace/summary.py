@@ -1,7 +1,5 @@
 """Numbers of a trace's steps: of a GPU's kernels by the segments that launched them, else of the host."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

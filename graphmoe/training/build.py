@@ -1,7 +1,5 @@
 """Build a run's model and the optimizer of ``parallel.dp_shard``."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Execution of a run's segments: eagerly, or compiled with its passes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

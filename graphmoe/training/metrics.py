@@ -1,7 +1,5 @@
 """Sinks of metrics: metrics.jsonl, expert_load.jsonl, TensorBoard, Weights & Biases and the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

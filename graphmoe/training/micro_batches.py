@@ -1,7 +1,5 @@
 """Micro-batches of a step: through a model that is whole on its rank, or through its stages."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections import Counter

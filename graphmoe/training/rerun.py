@@ -1,7 +1,5 @@
 """Steps launched one ahead of the host's knowledge, and run again where they were void."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Train on each rank of a run, and on rank 0 write env.json, the tokenizer and summary.json."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Sequence

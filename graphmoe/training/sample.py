@@ -1,7 +1,5 @@
 """Continue a prompt with a model, as a run does at its end and the command generate does with its weights."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

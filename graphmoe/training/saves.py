@@ -1,7 +1,5 @@
 """Checkpoints of finite weights only: a state is checked before it is written or resumed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import suppress

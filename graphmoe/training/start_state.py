@@ -1,7 +1,5 @@
 """Start of a run: the state that resume_from and init_from name, its memory and its random numbers."""
 
-from __future__ import annotations
-
 import ast
 import os
 import random

@@ -1,7 +1,5 @@
 """One optimizer step as a function of its micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Metrics of the steps since the last read, copied from the device to the host."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ The host never waits for the device inside a step; it reads the metrics of the l
 steps, a step later where steps are captured, and only then learns of skipped steps.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Validation loss of a run."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Pages of charts and tables, each one file that needs no network, for phones and wide screens."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """Contents by their hash: the name of a file in the compile cache proves that its content is intact."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -4,8 +4,6 @@ Images are often built without it (PYTHONDONTWRITEBYTECODE, or an installer that
 process then compiles torch's 2,500 modules for itself, which is a large part of a warm start.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

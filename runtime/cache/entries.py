@@ -5,8 +5,6 @@ the job has read, and then removes these. A document never changes, so no job re
 read, and two that publish at once lose nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

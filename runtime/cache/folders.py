@@ -1,7 +1,5 @@
 """The folder of a compile cache, which nobody else may write to, and torch pointed at a work folder."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import grp

@@ -5,8 +5,6 @@ the size of a rank's shards, which follows from the number of ranks and ``optim.
 of these a job finds all of its code but the update.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import hashlib

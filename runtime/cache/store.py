@@ -4,8 +4,6 @@ A job compiles in a work folder of its own, which starts with verified copies of
 for the same facts. Nothing is locked while code is compiled, and a process may die at any moment.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

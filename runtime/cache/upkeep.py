@@ -1,7 +1,5 @@
 """Upkeep of a compile cache: list its entries, verify its files, and remove old ones."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Folder that one job compiles to: it starts with files of earlier jobs, and new files are kept from it."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

@@ -1,7 +1,5 @@
 """The state that all captures of a run share, and their report."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Graphs of a function's launches: CUDA and HIP graphs on a GPU, and a stand-in on the host."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """The step of a run as ``graph.scope`` says: as it is, with captured units, or from one graph."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """UnitCode: a unit's compiled F, I and W, and the autograd node that runs them; turns of ranks at graphs."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

@@ -6,8 +6,6 @@ backward of what follows needs it, and that is taken off again. A part is a piec
 border, so what follows reads its results from the second computation.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple

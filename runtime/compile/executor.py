@@ -1,7 +1,5 @@
 """CompiledSegments: runs a model's segments as compiled units, in the place of ``run_segments``."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -4,8 +4,6 @@ trace the forward -> passes -> trace forward and backward together -> cut them w
 are kept -> cut the backward into I and W.
 """
 
-from __future__ import annotations
-
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence

@@ -1,7 +1,5 @@
 """Compile cache of one job, which opens it before the first compilation and adds to it afterwards."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping, Sequence

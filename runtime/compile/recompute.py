@@ -3,8 +3,6 @@
 Compiled units do it by their graphs, `graphmoe.runtime.compile.cut`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of a compilation: one table for people, one JSON document for tools."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -4,8 +4,6 @@ The forward is traced first and on its own: a pass that puts an operation with a
 place of a pattern there need not find the pattern's backward. The joint graph is traced from the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

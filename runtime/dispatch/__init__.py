@@ -1,7 +1,5 @@
 """Dispatchers, by which tokens travel between ranks of experts; the check of those of vendors."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

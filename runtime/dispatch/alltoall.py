@@ -7,8 +7,6 @@ Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the p
 received, D hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Rungs are programs that compute the same step and differ in room. The last rung 
 ever dropped.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ The operations are those of `graphmoe.ops.symm`. Nothing waits for the host, so 
 Suffixes: T tokens, K slots, P ranks of ``ep_etp``, N rows that there is room for, D hidden.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

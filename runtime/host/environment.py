@@ -4,8 +4,6 @@ The GPU's runtime and the libraries for communication read them once, when they 
 before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The files are those of torch elastic, so a torchrun of the user's own shows them too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -3,8 +3,6 @@
 Torch dumps it by itself where a collective times out, and when it is asked by a pipe. Gloo has none.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -5,8 +5,6 @@ it in a collective, so all are late at about the same time. The watch names the 
 or else the one that has come least far.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Nodes of a run: their number, this one's place, their endpoint, and the address of this one."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import logging

@@ -6,8 +6,6 @@ if one does not join it, so a limit is needed after which a rank counts as hung.
 limit: the longest step so far. Steps before that compile and measure kernels.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math

@@ -1,7 +1,5 @@
 """A micro-batch's units, each with its own place in autograd's graph, so that its backward can run alone."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

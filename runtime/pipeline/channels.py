@@ -1,7 +1,5 @@
 """Channels, which carry messages between the ranks of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Pipeline: runs one rank of a table, with stages that do the work and channels to the other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

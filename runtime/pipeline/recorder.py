@@ -10,8 +10,6 @@ A run's folder has ``pipeline.json``, its timelines by step:
 A span is rank, track, action (``0F3+0B1`` where two take turns), start and end in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Each function names its source in torch; nothing else in the project imports a p
 compilers are imported where they are called: a process that compiles nothing starts two seconds earlier.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

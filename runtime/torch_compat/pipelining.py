@@ -6,8 +6,6 @@ is not used: it keeps each sent tensor to the end of the step and has one commun
 https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/pipelining)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tuning of the Triton kernels that Inductor generates, checked with torch 2.11 to 2.13."""
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark tool: every operation at tiny shapes, floors, routings, failures, arguments, kept rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

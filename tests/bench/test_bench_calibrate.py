@@ -1,7 +1,5 @@
 """suite=calibrate of the benchmark tool: rates of one device, cards, points."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """suite=step, ladder and projection of the benchmark tool: cases, jobs of their own, rows, the chart."""
 
-from __future__ import annotations
-
 import json
 import signal
 import struct

@@ -1,7 +1,5 @@
 """Flat ranges of cut parameters as boxes of the whole, against the elements themselves."""
 
-from __future__ import annotations
-
 import math
 import random
 

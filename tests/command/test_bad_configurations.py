@@ -1,7 +1,5 @@
 """Wrong configurations, by a seed: each is refused in one line that names the key, or it trains."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

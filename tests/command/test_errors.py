@@ -1,7 +1,5 @@
 """Errors of the configuration: one message that names the key, its place and the nearest valid one."""
 
-from __future__ import annotations
-
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore

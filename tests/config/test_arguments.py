@@ -1,7 +1,5 @@
 """The ``key=value`` arguments, the output and the errors of the small tools."""
 
-from __future__ import annotations
-
 import enum
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The configuration: every option composes, every key is documented, autos are resolved."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damaged data, tokenizers and caches: no traceback, no hang, and no other tokens without a word."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ kernels refuse or would do wrong: other dtypes, room for fewer rows than arrive,
 one's. Dead rows come back as NaN, and a combine writes into the heads of its handle, as the kernels do.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

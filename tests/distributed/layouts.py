@@ -1,7 +1,5 @@
 """Layouts of ranks that train, and the run of one process that each is compared with."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence

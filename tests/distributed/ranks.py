@@ -5,8 +5,6 @@ second; one on a GPU is a process of its own, since imports of torch may ask for
 Where there are fewer GPUs than ranks, ranks share them and talk by gloo, which nobody can capture.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import multiprocessing

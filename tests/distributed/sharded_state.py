@@ -1,7 +1,5 @@
 """A run's state of whole parameters that are known, as the ranks of a layout hold it with ZeRO-1."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

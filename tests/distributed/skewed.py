@@ -1,7 +1,5 @@
 """Training runs whose routing sends far too much to one rank in chosen micro-batches."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

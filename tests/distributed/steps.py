@@ -1,7 +1,5 @@
 """A forward and backward of a tiny model on however many ranks, as a case of `tests.distributed.ranks`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

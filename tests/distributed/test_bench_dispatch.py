@@ -1,7 +1,5 @@
 """suite=dispatch of the benchmark tool: rows of all ways, and errors that name their rank."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from dataclasses import dataclass

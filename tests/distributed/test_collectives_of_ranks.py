@@ -1,7 +1,5 @@
 """Collectives between four ranks: values and gradients by their definition, and torch's own checks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple

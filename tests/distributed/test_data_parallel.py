@@ -1,7 +1,5 @@
 """Two ranks train as one process does on the same global batches, and agree on everything they decide."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The backward of a micro-batch in turns with the forward of the next: bitwise one after the other."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass
 from pathlib import Path

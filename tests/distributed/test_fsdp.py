@@ -3,8 +3,6 @@
 `tests/distributed/test_layouts.py` compares its runs with one process, test_resumed.py resumes them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ By default one job of four ranks runs some; ``-m slow`` adds more, of two and ei
 ``-m exhaustive`` each schedule beside dp, tp and ep on deep pipelines, and code of Inductor.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

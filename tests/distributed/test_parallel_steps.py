@@ -1,7 +1,5 @@
 """Ranks that share matrices, sequences or experts compute the losses and gradients of one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

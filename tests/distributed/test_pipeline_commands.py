@@ -1,7 +1,5 @@
 """Commands whose workers share out layers: what they record, leave, and say when one fails."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

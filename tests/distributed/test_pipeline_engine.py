@@ -1,7 +1,5 @@
 """A pipeline of ranks finds what one process finds, and keeps what its table promises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

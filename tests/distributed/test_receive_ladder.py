@@ -1,7 +1,5 @@
 """A step that finds too little room runs again with more: everything is as if there had been enough."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

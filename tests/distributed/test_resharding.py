@@ -1,7 +1,5 @@
 """Checkpoints that one layout of ranks wrote, read by others: the whole parameters are the same bits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

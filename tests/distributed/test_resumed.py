@@ -1,7 +1,5 @@
 """A run saved in one layout goes on in another, on as many ranks or not, and in its own bitwise."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

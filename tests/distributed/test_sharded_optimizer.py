@@ -1,7 +1,5 @@
 """The optimizer on several ranks: what each owns, when they exchange it; one process does the same."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import zlib

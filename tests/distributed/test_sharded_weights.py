@@ -1,7 +1,5 @@
 """Weights of each kind of folder for ranks that share parameters, and runs of such ranks for one process."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

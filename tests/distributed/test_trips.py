@@ -3,8 +3,6 @@
 Libraries of vendors are replaced by fakes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

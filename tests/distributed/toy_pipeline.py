@@ -1,7 +1,5 @@
 """A toy model in stages, and cases that run it through a pipeline or in one process. B rows, D width."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from contextlib import contextmanager

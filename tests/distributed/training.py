@@ -1,7 +1,5 @@
 """Training runs as cases of `tests.distributed.ranks`, and what they leave behind."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

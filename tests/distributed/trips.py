@@ -3,8 +3,6 @@
 Each dispatcher must give bitwise what ``alltoall`` gives, and that is checked by the definition of a trip.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Order in which an `Overlap` queues the units of two micro-batches."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

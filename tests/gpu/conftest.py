@@ -1,7 +1,5 @@
 """Tests of this folder carry the marker ``gpu`` and are skipped where there is no GPU; trainers for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

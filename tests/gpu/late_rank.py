@@ -1,7 +1,5 @@
 """A rank of a job in which one never comes to a collective: ``torchrun -m tests.gpu.late_rank <folder>``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Ranks on GPUs that share matrices or sequences, as cases of `tests.distributed.ranks`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Capture of a call, and two proofs that it does not wait for the device: no sync, a host back in time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Attention on a GPU: values, the kernels that ran, determinism, capture, no sync."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark tool on a GPU."""
 
-from __future__ import annotations
-
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench.arguments import BenchArgs, ShapeChoice
 from tests.bench.test_bench import NAMES

@@ -1,7 +1,5 @@
 """Capture on a GPU: replays are bitwise the uncaptured steps, never wait, and copy nothing to the host."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The doctor's probes of a GPU."""
 
-from __future__ import annotations
-
 import torch
 
 from graphmoe import doctor

@@ -1,7 +1,5 @@
 """The memory that a dry run reports is what the allocator of a GPU gives out at most."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Torch's flight recorder on two GPUs: dumps of a collective that waits in vain, named by the error."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

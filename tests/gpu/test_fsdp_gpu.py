@@ -1,7 +1,5 @@
 """Two GPUs: parallel.dp_shard=fsdp2 has the losses of zero1, half of the memory, and waits for nothing."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The grouped MLP on a GPU: values at real sizes, determinism, addressing, no sync, capture, choice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Graphs of several micro-batches in flight, in memory that they do share: the numbers of the same units."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

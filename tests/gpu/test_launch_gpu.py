@@ -1,7 +1,5 @@
 """Jobs of two GPUs, as the launcher starts them: a rank that dies, and all that start again."""
 
-from __future__ import annotations
-
 import re
 import signal
 

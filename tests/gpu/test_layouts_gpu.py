@@ -4,8 +4,6 @@ Two ranks share the GPU where there is one, with the dispatcher symm; whole step
 its own.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Suffixes as in graphmoe/ops/linear_cross_entropy.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

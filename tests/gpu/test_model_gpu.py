@@ -1,7 +1,5 @@
 """The model on a GPU: no host sync, and parity with fp64 on the CPU."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 """The update of buffers whose elements 32 bits cannot count, by torch's kernel and compiled."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

@@ -1,7 +1,5 @@
 """Two GPUs that share matrices, sequences or experts: captured graphs of NCCL, and the numbers of one GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

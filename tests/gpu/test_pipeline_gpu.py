@@ -3,8 +3,6 @@
 Two ranks share the GPU where there is one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Projections with rates of this GPU, beside short runs on it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

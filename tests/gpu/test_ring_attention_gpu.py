@@ -1,7 +1,5 @@
 """Kernels that give log-sum-exps: blocks of attention on a GPU that join to the whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Suffixes as in graphmoe/ops/fused_router.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

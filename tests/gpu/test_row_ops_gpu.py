@@ -3,8 +3,6 @@
 Suffixes as in graphmoe/ops/permute.py and graphmoe/ops/swiglu.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """moe.sync_free_stage on a GPU: what a stage promises never waits for the host; what it leaves out may."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

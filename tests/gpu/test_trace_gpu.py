@@ -1,7 +1,5 @@
 """A trace of a captured run on a GPU: its kernels belong to segments, and all figures are there."""
 
-from __future__ import annotations
-
 import pickle
 import time
 

@@ -1,7 +1,5 @@
 """Training on a GPU: bf16 with fp32 main weights, bitwise resume, and a host that never waits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Two ranks share the GPU where there is one; vendors want one each.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

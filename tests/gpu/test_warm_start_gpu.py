@@ -1,7 +1,5 @@
 """The second job on a GPU: all compiled code is found, our own kernels too, and it computes the same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

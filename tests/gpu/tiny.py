@@ -1,7 +1,5 @@
 """A tiny model on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 GPU = (

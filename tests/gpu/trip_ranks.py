@@ -1,7 +1,5 @@
 """Trips of tokens between GPUs, as cases of `tests.distributed.ranks`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

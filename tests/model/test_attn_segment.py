@@ -1,7 +1,5 @@
 """The attn segment: MLA and GQA against a plain fp64 implementation, YaRN, causality."""
 
-from __future__ import annotations
-
 import cmath
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The routed path in chunks: what it keeps, how much it works on at a time, and that it sums the same."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Building and initialising: names, determinism, independence of weights, the meta device."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

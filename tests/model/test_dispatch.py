@@ -1,7 +1,5 @@
 """The plan by which tokens go to ranks, and experts of tokens that came from ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The routed experts, the shared experts and the dense MLP against loops over tokens in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

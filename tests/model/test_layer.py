@@ -1,7 +1,5 @@
 """Layers as lists of segments: names, order, and boundaries that hide nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Multi-token prediction: shift, masking, loss weight and where the gradients go."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

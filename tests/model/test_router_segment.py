@@ -1,7 +1,5 @@
 """The moe_router segment: norm, gate, choice, weights and losses put together."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

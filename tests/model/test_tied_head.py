@@ -1,7 +1,5 @@
 """A tied head: one parameter, one name, and the gradient of both uses."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

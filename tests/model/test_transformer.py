@@ -1,7 +1,5 @@
 """The whole model: causality, ignored labels, the parts of the loss, repeatability."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -15,8 +15,6 @@ process (TRITON_INTERPRET=1) can't compile, and Triton decides between the two w
 are kept in Triton's own cache, so that a second session only reads them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The fp64 reference of causal attention, inputs, and the check against it, on a CPU or a GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -4,8 +4,6 @@ A fake takes exactly the calls that the recorded signature takes, in the vendor'
 the vendor's own defaults, and refuses dtypes, layouts and sizes that the vendor refuses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Inputs and the check of grouped_mm, on a CPU or a GPU."""
 
-from __future__ import annotations
-
 import torch
 
 from graphmoe.ops.grouped_mm import grouped_mm

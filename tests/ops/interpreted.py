@@ -19,8 +19,6 @@ The interpreter's limits (Triton 3.6): with numpy 2.4 or later, loops over kerne
 the low bits, which devices round; and it is slow, about 0.1 ms for each operation of each program.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

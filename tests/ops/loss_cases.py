@@ -3,8 +3,6 @@
 Suffixes as in graphmoe/ops/linear_cross_entropy.py. What is expected is fp64 autograd of the formula.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

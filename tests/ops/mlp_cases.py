@@ -4,8 +4,6 @@ Suffixes as in graphmoe/ops/grouped_mlp/__init__.py. What is expected is compute
 expert from the experts that tokens chose, without a plan.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Suffixes as in graphmoe/ops/fused_router.py. Expected values are computed in fp6
 plain lists.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 Suffixes as in graphmoe/ops/permute.py. What is expected is computed from plain Python lists and in fp64.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from contextlib import contextmanager

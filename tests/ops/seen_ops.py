@@ -1,7 +1,5 @@
 """Names of the operations of this project that run."""
 
-from __future__ import annotations
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

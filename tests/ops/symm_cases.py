@@ -3,8 +3,6 @@
 Suffixes as in graphmoe/ops/symm. What is expected is made by the arithmetic of the dispatcher alltoall.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

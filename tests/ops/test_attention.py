@@ -1,7 +1,5 @@
 """Attention on the CPU: values, gradients, the choice of a backend, and the vendor adapters."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives without ranks: shapes without process groups, and errors that say what to do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

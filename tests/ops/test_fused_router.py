@@ -1,7 +1,5 @@
 """The fused router: results, gradients, ties, bad logits, fakes, and its kernels."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

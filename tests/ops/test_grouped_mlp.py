@@ -1,7 +1,5 @@
 """The grouped MLP: values, gradients, dead rows, fakes, tensors kept for the backward, compilation."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The choice of the grouped MLP's backends: checks of what is asked, measuring, and remembering."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """The Triton kernels of the grouped MLP: ways to launch them, single steps, machine code without a GPU."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Vendor backends of the grouped MLP against their recorded signatures, where the packages are absent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """grouped_mm on the CPU: values, gradients, dead rows, fakes, and what compilation sees."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Linear cross-entropy: results, gradients, fakes, size of a chunk, and its kernels."""
 
-from __future__ import annotations
-
 import functools
 import math
 

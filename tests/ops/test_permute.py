@@ -1,7 +1,5 @@
 """The routing plan and the movement of rows: brute force in Python, gradients, fakes, and the kernels."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

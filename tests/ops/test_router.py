@@ -1,7 +1,5 @@
 """Router arithmetic: selection against brute force, weights and losses against fp64 loops."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

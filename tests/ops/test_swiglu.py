@@ -1,7 +1,5 @@
 """SwiGLU of routed rows: values and gradients against fp64, dead rows, fakes, and its kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,5 @@
 """The operations of symm by kernels between emulated ranks, against alltoall, and their machine code."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Exchanges on streams, with stand-ins for these, and the addresses that exchanges hand on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Times of calls that take turns."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

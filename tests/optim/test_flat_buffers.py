@@ -1,7 +1,5 @@
 """Positions of parameters in flat buffers, and the owner of each element."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Each schedule against its formula in plain Python."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The optimizer against torch's own AdamW and clipping, and what a skipped step leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

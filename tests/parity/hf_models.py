@@ -1,7 +1,5 @@
 """Tiny random models of each family, made by transformers, and how two of them are compared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Suffixes: B sequences, S positions, T tokens, K slots of a token, E experts, R r
 F expert width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections import Counter

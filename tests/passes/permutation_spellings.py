@@ -1,7 +1,5 @@
 """Routing plans, gathers and returns in the many ways in which they are written."""
 
-from __future__ import annotations
-
 import torch
 
 from graphmoe.ops.grouped_mm import grouped_mm

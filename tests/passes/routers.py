@@ -1,7 +1,5 @@
 """Checks that the tests of fuse_router share."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from graphmoe.passes.fuse_router import fuse_router

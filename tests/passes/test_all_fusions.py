@@ -1,7 +1,5 @@
 """All fusion passes after another, on MoE blocks of transformers, layers of the model and a whole model."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """fuse_activation: every spelling of silu(gate) * up * weight; what it leaves, and the numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

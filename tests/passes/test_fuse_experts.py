@@ -1,7 +1,5 @@
 """fuse_experts, behind the passes that it builds on; what it leaves, and the numbers."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

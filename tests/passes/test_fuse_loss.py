@@ -1,7 +1,5 @@
 """fuse_loss: the model's loss segment and that of transformers; what it leaves, and the numbers."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """fuse_permutation: every spelling of plan, gather and return becomes three operations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

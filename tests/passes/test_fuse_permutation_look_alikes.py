@@ -1,7 +1,5 @@
 """fuse_permutation: what it leaves, and the reasons that it gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

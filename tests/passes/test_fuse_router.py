@@ -1,7 +1,5 @@
 """fuse_router: every router of the model and of transformers becomes one operation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

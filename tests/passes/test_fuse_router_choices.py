@@ -1,7 +1,5 @@
 """fuse_router: which masks, rankings and ids are a choice of experts, and which are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The words that the fusion passes are written in."""
 
-from __future__ import annotations
-
 import torch
 
 from graphmoe.passes.matching import (

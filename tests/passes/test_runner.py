@@ -1,7 +1,5 @@
 """PassRunner: order, counts, reasons, hash, dump; and the choice of passes by configuration."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

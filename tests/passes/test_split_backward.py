@@ -1,7 +1,5 @@
 """split_backward: I and W together are the backward, and each weight gradient is computed once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Pictures of a pipeline's timelines: every action has its bar, in its place and with its words."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The tool that shows schedules and layouts of a pipeline: its documents, tables, pictures and errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Ranks along the parallel dimensions: two foldings of the same ranks, and errors with the arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Decisions of a plan, which all that builds and runs a model asks."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A page in a headless Chromium, driven by its DevTools protocol over two pipes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Report of a run: the contents of its page, and the reasons it gives for what is missing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Pages in a real browser: a run's report, a comparison, a sweep and a pipeline."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs and weights of somebody else: their files are typed, and nothing in them is looked up here."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Short chains of units, some of which are captured after a step."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Units whose graphs run as they are, uncompiled."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor, fx
 

@@ -1,7 +1,5 @@
 """Helpers of the tests of recompute: units whose graphs run as they are, and one layer's gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """accumulate_outputs: gradients go to fp32 buffers in place, before they are rounded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

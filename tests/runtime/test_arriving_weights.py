@@ -1,7 +1,5 @@
 """Segments run once the weights of their modules are there, and wait for no others."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Captures at any scope: counts of nodes, addresses that must stay, and runs with bad steps and signals."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

@@ -1,7 +1,5 @@
 """A captured step: static buffers, what is refused, and training that it does not change."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Captured units: replays are bitwise the compiled units, from static buffers, whatever scope is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """The report of a compilation: what passes left is counted and explained for what is trained."""
 
-from __future__ import annotations
-
 from torch import fx
 
 from graphmoe.passes.table import PassRunner, PassSpec, Rewrites

@@ -1,7 +1,5 @@
 """Compiled segments: the numbers of the plain model, one compilation for layers alike, torch's caches."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """W left for later: the same sums bit by bit, in the order in which I has run, and nothing held after."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

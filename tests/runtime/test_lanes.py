@@ -4,8 +4,6 @@ Memory that graphs share is simulated at its worst: each replay spoils all resul
 since, and every buffer that is filled for one replay only.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A routing plan that one unit makes and another reads: known where it is one, and never else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Messages between ranks: sums, objects, and errors of one rank that all raise."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

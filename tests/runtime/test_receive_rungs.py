@@ -1,7 +1,5 @@
 """Rungs: their order, the memory each needs, and a host that never waits for the newest step."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterator

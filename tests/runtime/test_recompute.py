@@ -1,7 +1,5 @@
 """Recompute: bitwise the gradients without it, from fewer kept bytes, eagerly and compiled."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Recompute in captured units and in whole runs: bitwise those without it, and the log says what it does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

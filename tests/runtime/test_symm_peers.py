@@ -3,8 +3,6 @@
 Without GPUs: what torch gives is a stand-in on the CPU. tests/gpu/test_symm_gpu.py has the real one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Units that share a weight: whichever accumulates first stores its gradient, the others add theirs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

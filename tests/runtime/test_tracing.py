@@ -1,7 +1,5 @@
 """Tracing of segments: effects that a graph of tensors does not show by itself, and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

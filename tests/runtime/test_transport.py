@@ -1,7 +1,5 @@
 """Transport that ``moe.transport=auto`` picks for the rows of symm, in runs and in projections of them."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Units: where a list of segments is cut, and which units are the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Numbers that ``graphmoe.trace`` makes of traces as Kineto writes them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

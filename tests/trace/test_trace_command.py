@@ -1,7 +1,5 @@
 """``graphmoe.trace`` as a command: traces that it reads or refuses, TraceLens, a run on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

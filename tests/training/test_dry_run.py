@@ -1,7 +1,5 @@
 """The dry run of one rank of a layout: counts beside those of real ranks, and groups that are wrong."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Refusals, choices and log lines of a run about its experts before the first step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

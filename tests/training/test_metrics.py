@@ -1,7 +1,5 @@
 """Records of a step: metrics.jsonl, the log line, TensorBoard, the summary."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """``profile.steps`` and ``profile.pipeline``: what is recorded, by whom, and that nothing else changes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """A run that is killed, stopped or finds damage goes on bitwise as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Weights and moments that are not finite are never saved, and never started from."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps whose loss or gradients are not finite: they change nothing, and too many in a row end the run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders to start from are looked at before data are tokenised and before a run has a folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

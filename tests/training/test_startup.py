@@ -1,7 +1,5 @@
 """Imports of a process before it trains: seconds in which nothing happens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Time of steps, and pauses between them that count for none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs with a tied head: they go on bitwise, start from weights of their kind only, and export no head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

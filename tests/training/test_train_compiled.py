@@ -1,7 +1,5 @@
 """Compiled training: every pass alone and all of them give the losses of the plain model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The training loop: batches, validation, and what the command line leaves behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """config.json of deepseek_v2 and deepseek_v3 (Moonlight and Kimi-K2 too), to and from ModelConfig."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope

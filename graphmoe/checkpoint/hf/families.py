@@ -1,7 +1,5 @@
 """The model families on the Hugging Face hub that graphmoe reads and writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hugging Face folders (config.json and safetensors) to models and back."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

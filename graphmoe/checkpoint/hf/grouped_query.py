@@ -1,7 +1,5 @@
 """config.json of qwen3_moe and mixtral, to and from ModelConfig."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope

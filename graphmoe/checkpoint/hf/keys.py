@@ -3,8 +3,6 @@
 The latter are rope_theta with rope_scaling, or transformers 5's rope_parameters.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of published tensors, and the part of one of ours that each is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

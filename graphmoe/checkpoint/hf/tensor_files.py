@@ -1,7 +1,5 @@
 """Safetensors files of a folder, one or sharded: read tensor by tensor, written one file at a time."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -4,8 +4,6 @@
 job's folder is what is known of that job. Both are replaced atomically.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import logging

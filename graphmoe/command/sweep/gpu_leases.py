@@ -4,8 +4,6 @@ A GPU is leased by a lock on a file in a folder that all processes of the user s
 when its holder dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -6,8 +6,6 @@ starts the sweep. Jobs may run in other processes, so they speak to it by files
 (``graphmoe.command.sweep.folder``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -3,8 +3,6 @@
 `SOURCES` in graphmoe/config/choices.py is the table of sources, with the keys that each needs.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 

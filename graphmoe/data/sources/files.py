@@ -1,7 +1,5 @@
 """Text files as a source: .txt, .jsonl and .parquet, tokenised once into the cache."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron's token files as a source."""
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Python's own library as a source: its text, and a tokenizer trained on it."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Random tokens as a source."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

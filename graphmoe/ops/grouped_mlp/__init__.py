@@ -8,8 +8,6 @@ unpermute in a traced graph. `reference` holds the plain form, around products o
 (`vendor`); `triton_backend` the fused kernels; `choice` measures which backend to take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ natural routing, and remembers the answer: another choice would change sums, and
 equal. Several ranks must take one rank's answer.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

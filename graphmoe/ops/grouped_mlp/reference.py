@@ -7,8 +7,6 @@ On a CPU this is the plain reference of the op. On a GPU it gathers, multiplies,
 kernels of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 

@@ -14,8 +14,6 @@ row, or whatever stands there, in place of one beyond its expert's end, and does
 # mypy: allow-untyped-defs
 # The arguments of a Triton function have no Python types.
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

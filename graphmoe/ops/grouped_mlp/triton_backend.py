@@ -9,8 +9,6 @@ waits for the device or reads a count on the host, and every sum has a fixed ord
 `reference.Backend`.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 from collections.abc import Callable

@@ -6,8 +6,6 @@ their own, ``..._into``, for results in fp32. Nothing is tuned at run time: a ca
 runs would not be bitwise equal.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 

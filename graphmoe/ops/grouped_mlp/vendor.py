@@ -14,8 +14,6 @@ more than they must: that of rows is a forward with transposed copies of the wei
 a forward first. Written against the source of commit d0067d0d, and not run with the package yet.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -11,8 +11,6 @@ descriptor, which cannot mask, one side is masked, and the other ends at the las
 # mypy: allow-untyped-defs
 # The arguments of a Triton function have no Python types.
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -18,8 +18,6 @@ fit: they are not written, and count as 0 on the way back. It is for the caller 
 Dead rows hold anything, but -1 in ``number_NK``, and are never read. P * block may not be over N.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The kernels must equal them. Suffixes as in the package, S rows sent, A rows tha
 sources, and of tokens within a source).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -14,8 +14,6 @@ first rows are packed straight to where they are received. Other tokens of its o
 region, as it pulls those of its peers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

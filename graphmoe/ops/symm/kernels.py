@@ -15,8 +15,6 @@ On the way back each rank puts its rows, and sums those of its tokens; its own i
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
 # The arguments and tuples of a Triton function have no Python types.
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

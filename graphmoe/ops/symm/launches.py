@@ -4,8 +4,6 @@ Suffixes: T tokens, K slots, P ranks, W places of a token, R = T * W rows sent a
 D hidden.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ tensor is kept unless it is made again: with its part, or in a run of neighbouri
 again and that contain all readers of the tensor.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

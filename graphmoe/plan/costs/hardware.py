@@ -3,8 +3,6 @@
 NVIDIA's data sheets state sparse figures for Hopper and newer; peaks here are dense, half of them.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Seconds of the products, scores and exchange in a layer's segments, for one micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from graphmoe.config.schema import AttentionKind, ModelConfig

@@ -1,7 +1,5 @@
 """Rates that a card reaches of its peaks (measured, assumed, or given by a file), and speeds by them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Layouts that balance a pipeline, by modelled times of the model's parts or by measured ones."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Dependencies of a table's actions, the check that it can run, and the activations that it keeps."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator

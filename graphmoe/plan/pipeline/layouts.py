@@ -5,8 +5,6 @@ multi-token-prediction layer, ``L`` the loss (final norm, head and loss), ``|`` 
 ``x*n`` and ``(x)*n`` repeat; commas and spaces are ignored. The n-th piece is stage n.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence

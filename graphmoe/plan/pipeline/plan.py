@@ -1,7 +1,5 @@
 """Pipeline of a run by its configuration: stages, their ranks, and the schedule's table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ where a later message is read first. It posts none earlier: a receive that waits
 collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

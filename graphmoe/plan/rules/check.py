@@ -1,7 +1,5 @@
 """The check of a configuration: ranges of values, rules that join keys, and values behind auto and null."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Rules of the spread of routed experts over ranks, and of waits of their layers for the host."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

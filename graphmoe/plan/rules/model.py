@@ -1,7 +1,5 @@
 """Rules of the model's shape and router."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Rules that the parallel dimensions make for sizes of the model and of its sequences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Rules of a run: its data, schedule, checkpoints, compilation, capture, recompute, profile and dry run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ a backward of fake GPU tensors where torch was built without a GPU. Operations o
 results on both.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

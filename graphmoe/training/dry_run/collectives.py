@@ -4,8 +4,6 @@ A collective is an operation of c10d, which names a process group, or one of our
 (``graphmoe.ops.collectives``).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

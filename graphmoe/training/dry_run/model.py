@@ -1,7 +1,5 @@
 """Mesh, model and executor of a dry run: tensors have a shape and no data."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Choice of the rank that a dry run shows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tables of a dry run's document for people."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

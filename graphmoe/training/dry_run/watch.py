@@ -4,8 +4,6 @@ Counted are tensors, and what our operations take for themselves. A real allocat
 gaps, and libraries hold memory of their own.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """``python -m graphmoe.train`` as it is where Hydra's launcher for Slurm is not installed."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Iterator
 from typing import Any

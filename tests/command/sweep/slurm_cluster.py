@@ -4,8 +4,6 @@ A folder with this file under the names sbatch, srun, sacct and scontrol goes in
 submitit and graphmoe use is there; ``scontrol requeue`` runs the job again when its step has ended.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

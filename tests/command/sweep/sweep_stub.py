@@ -3,8 +3,6 @@
 The learning rate says what becomes of a job.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

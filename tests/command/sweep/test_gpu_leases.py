@@ -1,7 +1,5 @@
 """Leases of GPUs: disjoint, all or none, freed at death."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Sweeps by submitit through the real command: on this machine, and on a Slurm that a test plays."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

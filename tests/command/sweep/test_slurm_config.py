@@ -1,7 +1,5 @@
 """The launcher for Slurm composes over its plugin, and is not missed where the plugin is not installed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sweeps: failed and interrupted jobs, the table, going on, other launchers and sweepers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The table and the page of a sweep: which jobs, which numbers, in which order, nothing from elsewhere."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Times of a model's parts as a pipeline assumes them, and the layouts that follow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

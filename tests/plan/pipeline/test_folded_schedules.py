@@ -1,7 +1,5 @@
 """Tables on a V follow the costs of stages: small bubbles, memory as promised, near the best order."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

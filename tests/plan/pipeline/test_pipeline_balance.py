@@ -1,7 +1,5 @@
 """Layouts that balance the ranks of a pipeline, and their stages."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """check: a table that cannot be run says which rank and which action it fails at."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedules that are slower than 1f1b are named with what keeps no more and is faster."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Costs of a pipeline's stages, from measured times of parts, segments or units."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Layout strings: what they stand for, how they are shortened, and where their errors point."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of a run follows times of its stages that its configuration gives."""
 
-from __future__ import annotations
-
 import pytest
 
 from graphmoe.plan.layout import Layout

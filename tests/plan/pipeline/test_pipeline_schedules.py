@@ -1,7 +1,5 @@
 """Tables of all schedules: they can be run, keep what they promise, and take the published time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

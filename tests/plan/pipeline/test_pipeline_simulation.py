@@ -1,7 +1,5 @@
 """simulate: small cases computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from graphmoe.plan.pipeline.schedules import make_table

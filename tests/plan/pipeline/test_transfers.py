@@ -1,7 +1,5 @@
 """Messages of all tables: both ends of a channel agree on their order, and nobody waits in vain."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

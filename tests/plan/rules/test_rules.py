@@ -1,7 +1,5 @@
 """Rules that join several keys: every one speaks up."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

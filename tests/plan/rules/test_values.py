@@ -1,7 +1,5 @@
 """Single values that no machine has: each is refused by its key, in the words of its range."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

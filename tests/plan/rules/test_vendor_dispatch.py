@@ -1,7 +1,5 @@
 """Vendors' dispatchers on the devices of a run: errors where they cannot run, and their buffers."""
 
-from __future__ import annotations
-
 import sys
 import types
 

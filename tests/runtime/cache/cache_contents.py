@@ -1,7 +1,5 @@
 """Small files in the place of compiled code, and what a cache makes of them."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An empty cache for each test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

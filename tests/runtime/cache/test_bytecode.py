@@ -1,7 +1,5 @@
 """Bytecode of packages that were installed without: kept in the compile cache, and nowhere else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

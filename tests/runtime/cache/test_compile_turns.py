@@ -1,7 +1,5 @@
 """One of the ranks that need equal graphs compiles, and the others wait for it."""
 
-from __future__ import annotations
-
 import threading
 import time
 

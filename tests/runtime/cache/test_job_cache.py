@@ -1,7 +1,5 @@
 """The compile cache of a job: ranks with different layers, and kernels with one key in every job."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

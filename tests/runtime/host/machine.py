@@ -1,7 +1,5 @@
 """A machine for tests: files of a system, and GPUs with a place on its bus."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

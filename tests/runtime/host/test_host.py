@@ -1,7 +1,5 @@
 """Threads run near their GPU, as many as all ranks can have; garbage is collected at fixed steps."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

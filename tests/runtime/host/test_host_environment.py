@@ -1,7 +1,5 @@
 """Variables that ``host.*`` sets, and never takes from the user."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Files of a run on a disk that may be full; locks where the file system has flock, and where it has none."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The console and the log files of a run, which end no run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

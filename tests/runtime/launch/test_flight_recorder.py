@@ -1,7 +1,5 @@
 """Torch's flight recorder: which variables are set, who is asked to dump, and what an error says of dumps."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

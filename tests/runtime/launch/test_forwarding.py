@@ -1,7 +1,5 @@
 """Signals that the launching process passes on to its workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

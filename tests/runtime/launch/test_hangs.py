@@ -1,7 +1,5 @@
 """Hangs are told from slow work, and the rank is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

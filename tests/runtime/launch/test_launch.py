@@ -1,7 +1,5 @@
 """Workers in processes of their own: what they leave, signals, errors, orphans, and many nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

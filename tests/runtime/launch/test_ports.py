@@ -1,7 +1,5 @@
 """Ports of a run and the machines that reach them: other machines are a network namespace of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

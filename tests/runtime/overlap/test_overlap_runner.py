@@ -1,7 +1,5 @@
 """Order of an `Overlap`: I and W of a backward beside the forward of another micro-batch."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tape: the gradients of what a micro-batch has received are autograd's, whoever reads it."""
 
-from __future__ import annotations
-
 import torch
 
 from graphmoe.runtime.overlap.runner import Backward, Overlap

@@ -1,7 +1,5 @@
 """Transfers on a stream of their own: what waits for what, with stand-ins for streams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """AutogradStage: what it sends has no history, what comes back is complete, it keeps what it must only."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Lanes of all tables: no two micro-batches in flight share one, and there are no more than needed."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Recorder: spans of a step, from a zero that several ranks can share."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """ScheduleRuntime: torch's schedule runtime does our actions in our order."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -3,8 +3,6 @@
 A new schedule is a file here and a line of `SCHEDULES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ micro-batch, moved by whole periods into the same one, must not overlap. The ord
 here from the costs of the stages.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Literal

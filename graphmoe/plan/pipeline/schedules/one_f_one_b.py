@@ -4,8 +4,6 @@ Source: "Efficient Large-Scale Language Model Training on GPU Clusters Using Meg
 sections 2.2.1 and 2.2.2.
 """
 
-from __future__ import annotations
-
 from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs
 

@@ -7,8 +7,6 @@ action in the blocks of all micro-batches as soon as it can. Blocks follow the c
 the actions that fill the time between.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import heapq

@@ -54,16 +54,15 @@ def materialise(module: nn.Module, device: torch.device | str) -> None:
 
     A parameter that several places share is one afterwards too.
     """
-    before = [*module.named_parameters(remove_duplicate=False)]
-    module.to_empty(device=device)
-    made: dict[int, nn.Parameter] = {}
-    for name, old in before:  # to_empty makes new ones, one for each place that shares it
-        new = made.setdefault(id(old), module.get_parameter(name))
-        new.parallel = layout_of(old)  # type: ignore[attr-defined]
-        holder, _, key = name.rpartition(".")
-        module.get_submodule(holder).register_parameter(key, new)
-    for buffer in module.buffers():
-        buffer.zero_()
+    made: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            if old not in made and isinstance(old, nn.Parameter):
+                made[old] = nn.Parameter(torch.empty_like(old, device=device))
+                made[old].parallel = layout_of(old)  # type: ignore[attr-defined]
+            elif old not in made:
+                made[old] = torch.zeros_like(old, device=device)
+            setattr(part, name, made[old])
 
 
 @torch.no_grad()

@@ -266,9 +266,7 @@ PIPELINES = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "1f1b")) for name in PIPELINES]
-)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_the_rank_that_is_shown_holds_the_most(name):
     words = (
         "launch.fake_world=4", "parallel.pp=4", "model.num_layers=8", "model.mtp_depth=0",

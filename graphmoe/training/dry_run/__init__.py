@@ -12,19 +12,24 @@ import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config.schema import AttentionBackend, RunConfig
+from graphmoe.config.schema import AttentionBackend, ComputeDtype, RunConfig
+from graphmoe.model.sizes import state_bytes
 from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan.costs.activations import stage_activations
+from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis
+from graphmoe.plan.pipeline.check import peaks
+from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.model import GraphSegments, fake_executor, fake_mesh, fake_model
-from graphmoe.training.dry_run.rank import projected_bytes, shown_rank
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
 from graphmoe.training.micro_batches import Pipelined, StageOptions, micro_batches_of
 from graphmoe.training.step import Add, TrainStep
@@ -52,7 +57,9 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     plan = plan_of(config, launch.fake_world)
     layout, pipeline = plan.layout, plan.pipeline
     projected = projected_bytes(plan, pipeline) if pipeline else []
-    rank = shown_rank(plan, projected)
+    rank = launch.fake_rank
+    if rank is None:
+        rank = projected.index(max(projected)) * layout.size("stage") if projected else 0
     place = layout.index("pp", rank)
     collectives, memory = _step(plan, rank)
     alike = 1 if pipeline else plan.num_micro_batches
@@ -97,13 +104,30 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
+    """Estimate the peak bytes of each place along pp: state, and activations kept of micro-batches."""
+    config, layout = plan.config, plan.layout
+    rounded = config.precision.compute is ComputeDtype.bf16
+    states = [
+        sum(state_bytes(config.model, layout, stages, rounded=rounded).values())
+        for stages in pipeline.stages_of_places
+    ]
+    padded = replace(config.model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
+    sizes = Sizes.from_config(replace(config, model=padded), layout, on_nvidia=torch.version.hip is None)
+    kept = [
+        sum(part.total() for part in stage_activations(sizes, plan.recompute, stage).values())
+        for stage in pipeline.stages
+    ]
+    return [round(sum(of_place)) for of_place in zip(states, peaks(pipeline.table, kept), strict=True)]
+
+
 def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
     """Run forward and backward of micro-batches, and the update."""
     config, memory = plan.config, MemoryLog()
     with fake_mesh(plan, rank) as mesh:
         collectives = CollectiveLog(mesh)
         watch = StepWatch(collectives, memory)
-        model = fake_model(plan, mesh, plan.own_stages(mesh.index("pp")))
+        model = fake_model(plan, mesh)
         optimizer = Optimizer(model, config.optim, config.train, mesh)
         segments = fake_executor(plan, watch, optimizer.gradient_of)
         micro_batches = micro_batches_of(

@@ -106,11 +106,11 @@ class CollectiveLog:
         else:
             return
         tensors = [leaf for leaf in pytree.tree_leaves(holding) if isinstance(leaf, Tensor)]
-        largest = max(tensors, key=bytes_of, default=None)
+        largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
         shape: tuple[int, ...] = ()
         dtype, size = torch.uint8, 0
         if largest is not None:
-            shape, dtype, size = tuple(largest.shape), largest.dtype, bytes_of(largest)
+            shape, dtype, size = tuple(largest.shape), largest.dtype, largest.nbytes
         operation, of_type = NAMES.get(name, name.strip("_")), str(dtype).removeprefix("torch.")
         self.counts[Collective(phase, operation, axes, ranks, shape, of_type, size)] += 1
 
@@ -181,7 +181,3 @@ def check_experts(layout: Layout, ranks: Sequence[int]) -> None:
 def _places(layout: Layout, axis: Axis) -> dict[int, int]:
     """Map each rank to its place in its group of an axis."""
     return {rank: place for group in layout.groups(axis) for place, rank in enumerate(group)}
-
-
-def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.model.build import build_model
@@ -17,7 +16,6 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.table import PassRunner, select_passes
-from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.compile.code import Compiled
 from graphmoe.runtime.compile.cut import said_of
@@ -26,7 +24,7 @@ from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
-from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group, tensors_of, without_modes
+from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group, without_modes
 from graphmoe.segments import Executor, Segment, run_segments
 from graphmoe.training.dry_run.watch import StepWatch
 
@@ -47,7 +45,7 @@ def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
             use_groups(None)
 
 
-def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Transformer:
+def fake_model(plan: Plan, mesh: Mesh) -> Transformer:
     """Build a rank's part of the model without data, inside ``fake_mesh``.
 
     Its dispatcher assumes balanced experts where the host would count rows.
@@ -57,19 +55,14 @@ def fake_model(plan: Plan, mesh: Mesh, stages: Sequence[StagePieces] = ()) -> Tr
         dispatcher = BalancedAllToAll(mesh, config.model.num_experts, plan.tokens, config.model.top_k)
     model = build_model(
         replace(config.model, attention_backend=AttentionBackend.auto),
-        device="meta",
         dtype=plan.dtype,
         seed=None,
         execution=config.moe,
         layout=mesh.layout,
         rank=mesh.rank,
         dispatcher=dispatcher,
-        stages=stages,
+        stages=plan.own_stages(mesh.index("pp")),
     )
-    places = [*tensors_of(model).values()]
-    fakes = {meta: _fake(meta) for meta in (holder[key] for holder, key in places)}
-    for holder, key in places:
-        holder[key] = fakes[holder[key]]
     if isinstance(dispatcher, BalancedAllToAll):
         for module in model.modules():
             if isinstance(module, Experts):
@@ -108,16 +101,6 @@ def fake_executor(
         return execute(noted, tensors, keep)
 
     return told
-
-
-def _fake(meta: Tensor) -> Tensor:
-    """Return the fake tensor of a parameter or buffer on the meta device."""
-    fake = torch.empty(meta.shape, dtype=meta.dtype)
-    if isinstance(meta, nn.Parameter):
-        fake = nn.Parameter(fake)
-        if hasattr(meta, "parallel"):
-            fake.parallel = meta.parallel  # type: ignore[attr-defined]
-    return fake
 
 
 class GraphSegments(CompiledSegments):

@@ -20,7 +20,7 @@ from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Channel, Message
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs
 from graphmoe.runtime.torch_compat import in_backward, storage_of
-from graphmoe.training.dry_run.collectives import CollectiveLog, bytes_of
+from graphmoe.training.dry_run.collectives import CollectiveLog
 
 
 class MemoryLog:
@@ -196,7 +196,7 @@ def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, *_: Any) -> int:
 
 def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:
     """The parts of a sum one behind the other, where they do not lie so in the tensor."""
-    return bytes_of(x) if math.prod(x.shape[:dim]) > 1 else 0
+    return x.nbytes if math.prod(x.shape[:dim]) > 1 else 0
 
 
 _OF_OURS: dict[str, Callable[..., int]] = {

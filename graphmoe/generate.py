@@ -16,9 +16,10 @@ from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters
 from graphmoe.model.transformer import Transformer
+from graphmoe.run.files import TOKENIZER_FILE
 from graphmoe.run.machine import memory_of, open_device
 from graphmoe.run.stored_run import model_of, read_stored_run
-from graphmoe.training.sample import TOKENIZER_FILE, generate
+from graphmoe.training.sample import generate
 
 
 @dataclass

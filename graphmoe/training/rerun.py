@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from graphmoe.model.transformer import Transformer
-from graphmoe.plan.experts import Load
+from graphmoe.plan.experts import Load, room_bytes
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import free_bytes
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.capture.step import Step
-from graphmoe.runtime.dispatch import make_room
-from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.dispatch import bounded_dispatcher, make_room, planned_dispatcher
+from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.training.step_rows import StepRows
@@ -113,3 +113,22 @@ def receive_ladder(
         return all(ranks.gather(num_bytes + pool <= free_bytes(device) - idle))
 
     return ReceiveLadder(rungs, use, has_memory) if rungs else None
+
+
+def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
+    """Return rungs of the receive budget, twice as much, and no limit; none where the first is enough.
+
+    ``fused`` is True where the experts run as one operation.
+    """
+    found: list[Rung] = []
+    for words, factor in (("the receive budget", 1.0), ("twice the receive budget", 2.0)):
+        room = plan.room(factor)
+        dispatcher = planned_dispatcher(plan, factor)
+        planned = dispatcher.capacity or room
+        num_bytes = room_bytes(planned, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)
+        found.append(Rung(len(found), words, dispatcher, num_bytes))
+        if room == plan.worst:
+            break
+    if len(found) == 1:
+        return []
+    return [*found, Rung(len(found), "the counts of the host", bounded_dispatcher(plan, mesh), 0)]

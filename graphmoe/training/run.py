@@ -23,7 +23,7 @@ from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
 from graphmoe.plan.pipeline.schedules import SCHEDULES
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, to_json
+from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, TOKENIZER_FILE, to_json
 from graphmoe.run.machine import check_processes, describe, open_device
 from graphmoe.run.metrics_file import read_rows, summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
@@ -35,12 +35,14 @@ from graphmoe.runtime.host.signals import LAUNCHED_AT, StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.sample import TOKENIZER_FILE, sample_of
+from graphmoe.training.sample import generate, model_of_one_rank
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.start_state import check_memory, check_start
 from graphmoe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+PROMPT = "def read_file(path):\n"
 
 
 def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
@@ -162,6 +164,21 @@ def _summarise(
     summary["sample"] = sample_of(trainer) if finished else None
     _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")
     return summary
+
+
+def sample_of(trainer: Trainer) -> str | None:
+    """Return text that the trained model writes, where the corpus has a tokenizer."""
+    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
+    if count and not trainer.optimizer.model_is_whole:
+        log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
+        return None
+    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
+        return None
+    model = model_of_one_rank(trainer.model, trainer.config.moe)
+    if model is None:
+        log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
+        return None
+    return generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0)
 
 
 def _write(path: Path, text: str, moment: str) -> None:

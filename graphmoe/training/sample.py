@@ -1,7 +1,5 @@
 """Continue a prompt with a model, as a run does at its end and the command generate does with its weights."""
 
-import logging
-
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -9,27 +7,6 @@ from torch import Tensor
 from graphmoe.config.schema import ConfigError, MoEConfig
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
-from graphmoe.training.trainer import Trainer
-
-log = logging.getLogger(__name__)
-
-TOKENIZER_FILE = "tokenizer.json"
-PROMPT = "def read_file(path):\n"
-
-
-def sample_of(trainer: Trainer) -> str | None:
-    """Return text that the trained model writes, where the corpus has a tokenizer."""
-    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
-    if count and not trainer.optimizer.model_is_whole:
-        log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
-        return None
-    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
-        return None
-    model = model_of_one_rank(trainer.model, trainer.config.moe)
-    if model is None:
-        log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
-        return None
-    return generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0)
 
 
 def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:

@@ -10,10 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.plan.experts import Load, room_bytes
-from graphmoe.plan.plan import Plan
-from graphmoe.runtime.dispatch import bounded_dispatcher, planned_dispatcher
-from graphmoe.runtime.ranks import Mesh
+from graphmoe.plan.experts import Load
 
 log = logging.getLogger(__name__)
 
@@ -45,25 +42,6 @@ class Rung:
         """Return whether there is room for a load."""
         room = self.dispatcher.capacity
         return room is None or (load.rows <= room.rows and load.slots <= room.slots)
-
-
-def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
-    """Return rungs of the receive budget, twice as much, and no limit; none where the first is enough.
-
-    ``fused`` is True where the experts run as one operation.
-    """
-    found: list[Rung] = []
-    for words, factor in (("the receive budget", 1.0), ("twice the receive budget", 2.0)):
-        room = plan.room(factor)
-        dispatcher = planned_dispatcher(plan, factor)
-        planned = dispatcher.capacity or room
-        num_bytes = room_bytes(planned, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)
-        found.append(Rung(len(found), words, dispatcher, num_bytes))
-        if room == plan.worst:
-            break
-    if len(found) == 1:
-        return []
-    return [*found, Rung(len(found), "the counts of the host", bounded_dispatcher(plan, mesh), 0)]
 
 
 class ReceiveLadder:

@@ -15,9 +15,9 @@ from graphmoe.plan.experts import Load, balanced_load, capacity, room_bytes, wor
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import ladder as receive_ladder
-from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung, rungs_of
+from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training.rerun import RetryingSteps
+from graphmoe.training.rerun import RetryingSteps, rungs_of
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
 

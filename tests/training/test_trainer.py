@@ -16,8 +16,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.run import _summarise, warn_of_unused
-from graphmoe.training.sample import sample_of
+from graphmoe.training.run import _summarise, sample_of, warn_of_unused
 from tests.faulty_disk import no_file_beyond
 from tests.runs import (
     QUIET,

@@ -1,23 +1,16 @@
-"""Arguments of the benchmark tool, their check, and the overrides of runs among them."""
+"""Arguments of the benchmark tool, and their check."""
 
 import enum
 import importlib.util
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.command.errors import explain
-from graphmoe.command.hydra import to_config
 from graphmoe.config.arguments import file_problems
-from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat, RunConfig
+from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat
 from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
 
 BLOCKS = "0.5,0.8,0.95,1.1"
@@ -68,7 +61,7 @@ class BenchArgs:
     """step, ladder, projection: seconds that a row may take, > 0; calibrate: of the row of the host."""
     nproc: int | None = None
     """ladder: GPUs, which share the experts, >= 2; default: all that are visible, or 2 ranks on a CPU.
-    projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
+    step, projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
     rates: Path | None = None
     """projection: document of suite=calibrate, or another file of rates; default: the tool's own."""
     blocks: str = BLOCKS
@@ -84,15 +77,16 @@ MOST_S = 86_400
 """A day: the longest that a row may be given."""
 CPU_RANKS = 2
 MATPLOTLIB = "pip install 'graphmoe[dev]'"
+OF_RUNS = (Suite.step, Suite.ladder, Suite.projection)
 OF_SUITES = {
     "scopes": (Suite.step,),
     "seq_lens": (Suite.step,),
     "micro_batch_sizes": (Suite.step, Suite.ladder),
-    "overrides": (Suite.step, Suite.ladder, Suite.projection),
-    "limit_s": (Suite.step, Suite.ladder, Suite.calibrate, Suite.projection),
+    "overrides": OF_RUNS,
+    "limit_s": (*OF_RUNS, Suite.calibrate),
     "rates": (Suite.projection,),
     "blocks": (Suite.dispatch,),
-    "nproc": (Suite.ladder, Suite.projection),
+    "nproc": OF_RUNS,
 }
 """Suites that an argument has an effect with."""
 
@@ -147,7 +141,7 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
         yield f"{name} is for the ranks of one node; use torchrun --nnodes=1"
     elif 0 < gpus < size:
         yield f"{name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
-    if args.suite not in OF_SUITES["nproc"]:
+    if args.suite not in OF_RUNS:
         return
     is_ladder = args.suite is Suite.ladder
     wanted = args.nproc if args.nproc is not None else (gpus or CPU_RANKS) if is_ladder else 1
@@ -174,67 +168,3 @@ def card_of_device(device: torch.device) -> Card:
         f"known; run it on a whole one of {known}, those of NVIDIA in the form SXM or HGX: MIG slices, PCIe, "
         "NVL, GH200 and GB200 have other peaks"
     )
-
-
-DEPENDENT = {
-    "model": ("model.", "recompute."),
-    "compile": ("recompute.ops",),
-    "compile.enabled": ("recompute.ops",),
-    "recompute": ("recompute.",),
-}
-"""Keys below or beside a choice that another choice need not have."""
-
-
-def compose_config(*words: str) -> RunConfig:
-    """The configuration of a run with these overrides. *Raises* ConfigError."""
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    try:
-        with initialize_config_module("graphmoe.conf", version_base="1.3"):
-            return to_config(compose("config", overrides=list(words)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides: {explain(error, words)}") from error
-
-
-def split_list(text: str) -> list[str]:
-    """The items of a list, which commas outside brackets separate; brackets around all may be left out."""
-    items, depth = [""], 0
-    for character in text:
-        depth += (character in "[{(") - (character in "]})")
-        if character == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    whole = len(items) == 1 and text.startswith("[") and text.endswith("]")
-    return split_list(text[1:-1]) if whole else [item.strip() for item in items if item.strip()]
-
-
-def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
-    """The words whose key the user does not set; another model has its own number of layers."""
-    keys = {key_of(word) for word in own}
-    gone = tuple(prefix for group in keys & DEPENDENT.keys() for prefix in DEPENDENT[group])
-    return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
-
-
-def refuse(own: Sequence[str], arguments: Mapping[str, str], unread: Sequence[str]) -> None:
-    """Raise ConfigError for a word that the suite sets, by an argument or so that only steps are timed."""
-    fixed = {key_of(word) for word in unread} | {"train.log_interval"}
-    for word in own:
-        key = key_of(word)
-        if key in arguments:
-            raise ConfigError(f"overrides={word}: the suite sets {key}; use {arguments[key]}=...")
-        if key in fixed or key.startswith("checkpoint."):
-            raise ConfigError(f"overrides={word}: the suite sets {key}, so that only steps are timed")
-
-
-def key_of(word: str) -> str:
-    """The key that an override sets."""
-    return word.partition("=")[0].lstrip("+~")
-
-
-def numbers(key: str, text: str) -> list[int]:
-    """The numbers of a list, all above 0. *Raises* ConfigError, which names the argument ``key``."""
-    words = split_list(text)
-    for word in words:
-        if not re.fullmatch(r"[1-9]\d*", word):
-            raise ConfigError(f"{key}={text}: '{word}' is no number above 0; use such as {key}=1,4")
-    return [int(word) for word in words]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphmoe.bench.arguments import BenchArgs, card_of_device, compose_config
+from graphmoe.bench.arguments import BenchArgs, card_of_device
 from graphmoe.bench.calibrate_cases import CalibrateCase, full_cases, tiny_cases
 from graphmoe.bench.cases import (
     Measured,
@@ -22,9 +22,8 @@ from graphmoe.bench.cases import (
     reason,
     table,
 )
-from graphmoe.bench.jobs import UNREAD, JobFailed
+from graphmoe.bench.jobs import UNREAD, JobFailed, compose_config, train
 from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks, samples_ms
-from graphmoe.bench.step_suite import times_of_run
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
@@ -139,7 +138,8 @@ def _host_times(device: torch.device, limit_s: float) -> tuple[float, float]:
     words = [] if device.type == "cuda" else ["compile=none"]
     overrides = [*LAUNCHED, f"run.device={device.type}", *words]
     starts = 2 * num_segments(compose_config(*overrides).model)
-    median_ms = statistics.median(times_of_run(overrides, TIMED_STEPS, limit_s)["host_samples_ms"])
+    steps = train(overrides, limit_s).steps[-TIMED_STEPS:]
+    median_ms = statistics.median(step["step_s"] for step in steps) * 1e3
     return median_ms, median_ms * 1e3 / starts
 
 

@@ -249,11 +249,6 @@ Cell = str | Callable[[Row], str]
 """A format of a row's numbers by name, or a function of a row; a cell without its numbers is empty."""
 
 
-def scaled(form: str, key: str, factor: float) -> Cell:
-    """The cell of a number in another unit."""
-    return lambda row: "" if row[key] is None else format(row[key] * factor, form)
-
-
 def table(columns: Mapping[str, Cell], rows: Sequence[Row], *, named: int = 1) -> Iterator[str]:
     """Lines of a Markdown table; a failed row has its first ``named`` cells and the reason."""
     yield f"| {' | '.join(columns)} |"

@@ -3,15 +3,25 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from graphmoe.bench.arguments import BenchArgs, card_of_device, compose_config, refuse, split_list, without
+from graphmoe.bench.arguments import BenchArgs, card_of_device
 from graphmoe.bench.cases import Cell, Measured, Row, table
-from graphmoe.bench.jobs import UNREAD, RunCase, Setting, run_cases, steps_words, train
-from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
-from graphmoe.ops.timing import spread
+from graphmoe.bench.jobs import (
+    DATA,
+    LITE,
+    TINY,
+    RunCase,
+    method,
+    numbers_of_run,
+    refuse,
+    run_case,
+    run_cases,
+    train,
+)
+from graphmoe.config.schema import ComputeDtype, RunConfig
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
@@ -21,87 +31,51 @@ from graphmoe.project.memory import PlaceMemory, allocated_bytes
 
 MOST_TIME = 0.10
 """Error of a projected time beyond which a row is a miss."""
-
-
-class Run(NamedTuple):
-    """One run; ``micro_batches`` are those of a step for each rank along dp."""
-
-    micro_batch_size: int
-    words: tuple[str, ...]
-    micro_batches: int = 1
-
-
-LITE = ("model=deepseek_v2_lite", "model.num_layers=6")
-QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4")
-FULL = Setting(
-    ("data=synthetic", "data.seq_len=4096", "optim.lr=1e-6", "precision.compute=bf16"),
-    {
-        "lite_mbs1_none": Run(1, LITE),
-        "lite_mbs1_layer": Run(1, (*LITE, "graph.scope=layer")),
-        "lite_mbs4_full": Run(4, (*LITE, "graph.scope=full_iteration")),
-        "lite_mbs4_recompute": Run(4, (*LITE, "recompute.ops=[layernorm,mla_up_proj,core_attn]")),
-        "lite_mbs2_times_4": Run(2, LITE, micro_batches=4),
-        "lite_stage3_partial": Run(2, (*LITE, "moe.sync_free_stage=3", "graph.scope=partial")),
-        "qwen_mbs2": Run(2, QWEN),
-        "qwen_mbs4_recompute_all": Run(4, (*QWEN, "recompute.all=true", "graph.scope=full_iteration")),
-        "small_none": Run(4, ("model=tiny", "data.seq_len=256")),
-    },
-)
-TINY = Setting(
-    ("model=tiny", "model.num_layers=2", "data=synthetic", "data.seq_len=32", "optim.lr=1e-6"),
-    {"plain": Run(1, ()), "recompute": Run(1, ("recompute.all=true",))},
-)
-KEYS = {"train.steps": "repeats", "run.device": "device", "launch.nproc": "nproc"}
-"""Keys that the suite sets, and its argument for each."""
-WARM_UP_STEPS = 2
-"""Steps before the timed ones, after those of graph.warmup_steps and the step that is captured."""
+QWEN = ("model=qwen3_30b_a3b", "model.num_layers=4", *DATA)
+LONG, SHORT = ("data.seq_len=4096", "precision.compute=bf16"), ("data.seq_len=32",)
+Runs = dict[str, tuple[int, int, tuple[str, ...]]]
+"""Micro-batch size, micro-batches of a step for each rank along dp, and words of each run."""
+FULL_RUNS: Runs = {
+    "lite_mbs1_none": (1, 1, (*LITE, *LONG)),
+    "lite_mbs1_layer": (1, 1, (*LITE, *LONG, "graph.scope=layer")),
+    "lite_mbs4_full": (4, 1, (*LITE, *LONG, "graph.scope=full_iteration")),
+    "lite_mbs4_recompute": (4, 1, (*LITE, *LONG, "recompute.ops=[layernorm,mla_up_proj,core_attn]")),
+    "lite_mbs2_times_4": (2, 4, (*LITE, *LONG)),
+    "lite_stage3_partial": (2, 1, (*LITE, *LONG, "moe.sync_free_stage=3", "graph.scope=partial")),
+    "qwen_mbs2": (2, 1, (*QWEN, *LONG)),
+    "qwen_mbs4_recompute_all": (4, 1, (*QWEN, *LONG, "recompute.all=true", "graph.scope=full_iteration")),
+    "small_none": (4, 1, ("model=tiny", *DATA, "data.seq_len=256", "precision.compute=bf16")),
+}
+TINY_RUNS: Runs = {
+    "plain": (1, 1, (*TINY, *SHORT)),
+    "recompute": (1, 1, (*TINY, *SHORT, "recompute.all=true")),
+}
 
 
 def measure_projections(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=projection``."""
-    num_ranks, card = args.nproc or 1, card_of_device(device)
+    ranks, card = args.nproc or 1, card_of_device(device)
 
     def numbers_of(row: Row, config: RunConfig) -> Row:
-        places, step = projected_run(config, card, args.rates, num_ranks)
-        steps, summary = train(row["overrides"], args.limit_s)
-        return errors_of(places, step, steps[-args.repeats :], summary)
+        places, step = projected_run(config, card, args.rates, ranks)
+        found = train(row["overrides"], args.limit_s)
+        measured = numbers_of_run(config, ranks, found.steps[-args.repeats :], found.summary)
+        return measured | errors_of(places, step, measured)
 
-    rows = run_cases(
-        projection_cases(FULL if full else TINY, device.type, num_ranks, args), args, numbers_of, _brief
-    )
-    method = {
-        "card": card.name,
-        "ranks": num_ranks,
-        "rates": None if args.rates is None else args.rates.name,
-        "warm_up_steps": f"graph.warmup_steps + 1 + {WARM_UP_STEPS}",
-        "max_s_per_row": args.limit_s,
-    }
-    return rows, [], method
+    rows = run_cases(projection_cases(args, device.type, full), args, numbers_of, _brief)
+    rates = None if args.rates is None else args.rates.name
+    return rows, [], method(args, ranks, card=card.name, rates=rates)
 
 
-def projection_cases(setting: Setting, device: str, num_ranks: int, args: BenchArgs) -> list[RunCase]:
-    """The runs with the user's overrides in all of them. *Raises* ConfigError where none can run."""
-    own = split_list(args.overrides or "")
-    refuse(own, KEYS, UNREAD)
-    cases, errors = [], []
-    for name, (size, words, micro_batches) in setting.runs.items():
-        base = (
-            f"train.micro_batch_size={size}",
-            f"train.global_batch_size={size * micro_batches * num_ranks}",
-            *without(setting.words, words),
-            *words,
-        )
-        given = [*without(base, own), *own, *UNREAD, "log.sample_tokens=0"]
-        given += [f"run.device={device}", f"launch.nproc={num_ranks}"]
-        warm_up = 0
-        try:
-            warm_up = compose_config(*given).graph.warmup_steps
-        except ConfigError as error:  # of one run with these words, which its row will say
-            errors.append(error)
-        given += steps_words(args.repeats + WARM_UP_STEPS + warm_up + 1)
-        cases.append(RunCase(name, {"case": name, "overrides": given, "ranks": num_ranks}))
-    if len(errors) == len(cases):
-        raise errors[0]
+def projection_cases(args: BenchArgs, device: str, full: bool) -> list[RunCase]:
+    """The runs with the user's overrides in all of them. *Raises* ConfigError."""
+    refuse(args)
+    ranks = args.nproc or 1
+    fixed = [f"run.device={device}", f"launch.nproc={ranks}"]
+    cases = []
+    for name, (size, micro_batches, words) in (FULL_RUNS if full else TINY_RUNS).items():
+        batch = (f"train.micro_batch_size={size}", f"train.global_batch_size={size * micro_batches * ranks}")
+        cases.append(run_case(args, name, {"case": name, "ranks": ranks}, (*batch, *words), fixed))
     return cases
 
 
@@ -116,10 +90,8 @@ def projected_run(
     return projected(config, layout, card, rates, pipeline_of(config, layout))
 
 
-def errors_of(
-    places: Sequence[PlaceMemory], step: Row, steps: Sequence[dict[str, Any]], summary: dict[str, Any]
-) -> Row:
-    """Projected numbers beside measured ones, and errors: projected over measured, less 1.
+def errors_of(places: Sequence[PlaceMemory], step: Row, measured: Row) -> Row:
+    """Projected numbers, and errors: projected over measured, less 1.
 
     Memory is that of the worst rank in torch's allocator. Segments have forward and backward of a
     micro-batch; update, gradients and host are of a step.
@@ -128,50 +100,42 @@ def errors_of(
     seconds = {f"{name}:forward": each for name, each in times["forward_by_segment"].items()}
     seconds |= {f"{name}:backward": each for name, each in times["backward_by_segment"].items()}
     seconds |= {"update": times["update"], "gradients": times["exposed_gradients"], "host": times["host"]}
-    samples_ms = [round(each["step_s"] * 1e3, 4) for each in steps]
-    p10_ms, measured_ms, p90_ms = spread(samples_ms)
     projected_ms, projected_gib = step["step_time_s"] * 1e3, max(map(allocated_bytes, places)) / 2**30
-    memory_error = projected_gib / summary["peak_memory_gib"] - 1
-    time_error = projected_ms / measured_ms - 1
-    errors = {"memory": (memory_error, MEMORY_ERROR), "time": (time_error, MOST_TIME)}
+    errors = {
+        "memory": (projected_gib / measured["peak_gib"] - 1, MEMORY_ERROR),
+        "time": (projected_ms / measured["median_ms"] - 1, MOST_TIME),
+    }
     return {
         "projected_gib": projected_gib,
-        "measured_gib": summary["peak_memory_gib"],
-        "memory_error": memory_error,
-        "device_gib": summary["device_memory_gib"],
         "projected_ms": projected_ms,
-        "measured_ms": measured_ms,
-        "p10_ms": p10_ms,
-        "p90_ms": p90_ms,
-        "time_error": time_error,
-        "samples_ms": samples_ms,
         "projected_by_segment_ms": {name: round(each * 1e3, 4) for name, each in seconds.items()},
+        **{f"{name}_error": error for name, (error, _) in errors.items()},
         "misses": [name for name, (error, most) in errors.items() if abs(error) > most],
     }
 
 
 def _brief(row: Row) -> str:
     return (
-        "{projected_gib:.2f} of {measured_gib:.2f} GiB ({memory_error:+.1%}), "
-        "{projected_ms:.2f} of {measured_ms:.2f} ms ({time_error:+.1%})"
+        "{projected_gib:.2f} of {peak_gib:.2f} GiB ({memory_error:+.1%}), "
+        "{projected_ms:.2f} of {median_ms:.2f} ms ({time_error:+.1%})"
     ).format_map(row)
 
 
 def render_projections(document: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the table and its legend."""
 
-    def error(key: str, missed: str) -> Cell:
-        return lambda row: f"{row[key]:+.1%}{' miss' if missed in row['misses'] else ''}"
+    def error(missed: str) -> Cell:
+        return lambda row: f"{row[f'{missed}_error']:+.1%}{' miss' if missed in row['misses'] else ''}"
 
     columns: dict[str, Cell] = {
         "run": "{case}",
         "projected GiB": "{projected_gib:.2f}",
-        "measured GiB": "{measured_gib:.2f}",
-        "error of GiB": error("memory_error", "memory"),
+        "measured GiB": "{peak_gib:.2f}",
+        "error of GiB": error("memory"),
         "projected ms": "{projected_ms:.2f}",
-        "measured ms": "{measured_ms:.2f}",
+        "measured ms": "{median_ms:.2f}",
         "p10 to p90": "{p10_ms:.2f} to {p90_ms:.2f}",
-        "error of ms": error("time_error", "time"),
+        "error of ms": error("time"),
     }
     yield from table(columns, document["rows"])
     missed = [row["case"] for row in document["rows"] if row.get("misses")]

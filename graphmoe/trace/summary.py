@@ -147,7 +147,7 @@ def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
     calls = _calls_of(trace)
     summary = Summary(str(trace.path), trace.device, "cpu", trace.facts, steps, whole / steps / 1e3)
     for owner, time in spent.items():
-        kernels = _largest(times[owner], steps, num_kernels)
+        kernels = largest(times[owner], steps, num_kernels)
         each_ms, each_calls = time / steps / 1e3, calls[owner] / steps
         summary.segments.append(SegmentTime(*owner, each_calls, each_ms, None, kernels))
     return summary
@@ -185,7 +185,7 @@ def _of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
             calls[owner] / steps,
             length((a.start, a.end) for a in found) / steps / 1e3,
             length((a.start, a.end) for a in found if is_communication(a)) / steps / 1e3,
-            _largest(times, steps, num_kernels),
+            largest(times, steps, num_kernels),
         )
         summary.segments.append(segment)
     return summary
@@ -259,7 +259,7 @@ def _calls_of(trace: Trace) -> Counter[Owner]:
     return Counter(owner for event in ranges if (owner := unit_and_part(event.name)))
 
 
-def _largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
+def largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
     """The names with the most time, of (name, microseconds, floor) each."""
     by_name: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for name, took, floor in times:

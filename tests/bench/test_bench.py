@@ -13,8 +13,9 @@ import torch
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import cases as cases_module
 from graphmoe.bench import ops_suite as ops
-from graphmoe.bench.arguments import BenchArgs, split_list
+from graphmoe.bench.arguments import BenchArgs
 from graphmoe.bench.cases import Case, Run, keep, one_by_one, route, run_case, without_folders
+from graphmoe.bench.jobs import split_list
 from graphmoe.config.arguments import run_tool
 
 CPU = torch.device("cpu")
@@ -109,10 +110,18 @@ WRONG = (
     ("suite=step device=cpu only=mbs9", "mbs2_s32/none_again"),
     ("suite=ladder device=cpu nproc=1", "nproc=1: the rungs of suite=ladder share experts"),
     ("suite=ladder device=cpu blocks=1", "blocks=1 has no effect with suite=ladder; use suite=dispatch"),
+    ("suite=ladder device=cpu only=top", "only=top: no case starts with that; cases are baseline, loss_"),
+    ("suite=ladder device=cpu overrides=moe.dispatcher=symm", "rung symm sets moe.dispatcher; choose rungs"),
+    ("suite=ladder device=cpu overrides=graph=layer", "sets graph; choose rungs by only="),
+    ("suite=ladder device=cpu overrides=train.micro_batch_size=4", "use micro_batch_sizes=..."),
+    ("suite=ladder device=cpu overrides=checkpoint.interval=4", "the suite sets checkpoint.interval"),
     (
-        "suite=ladder device=cpu only=top",
-        "only=top: no case starts with that; cases are baseline, loss_fusion",
+        "suite=ladder device=cpu overrides=parallel.tp=2",
+        "of one node along parallel.ep; use nproc=",
     ),
+    ("suite=ladder device=cpu overrides=model=no_such", "no_such"),
+    ("suite=projection device=cpu overrides=launch.nproc=2", "use nproc="),
+    ("suite=projection device=cpu overrides=model.top_k=999", "model.top_k=999"),
 )
 
 

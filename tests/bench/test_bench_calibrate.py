@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench.arguments import card_of_device, compose_config
+from graphmoe.bench.arguments import card_of_device
 from graphmoe.bench.calibrate_suite import calibrate_row, num_segments, rates_of_rows
+from graphmoe.bench.jobs import compose_config
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import CLASSES, default_rates, rates_of, share_at

@@ -21,8 +21,8 @@ def test_steps_are_timed_on_a_gpu_with_idle_time_memory_and_kernels():
     plain, captured, again = bench.bench(args, words)["rows"]
     for row in (plain, captured, again):
         assert row["error"] is None, row
-        assert row["busy_ms"] > 0 and 0 <= row["idle_share"] < 1 and row["host_ms"] > 0
-        assert row["peak_reserved_bytes"] >= row["peak_allocated_bytes"] > 0
+        assert 0 <= row["idle_share"] < 1 and row["host_ms"] > 0
+        assert row["device_gib"] >= row["peak_gib"] > 0
         assert len(row["kernels"]) == 10 and all(kernel["ms"] > 0 for kernel in row["kernels"])
     assert (captured["graphs"], plain["graphs"], again["again"]) == (1, None, True)
     assert captured["pool_bytes"] > 0 and captured["host_ms"] < plain["host_ms"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from graphmoe.bench.arguments import compose_config
+from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.projection_suite import projected_run
 from graphmoe.config.schema import (
     ConfigError,

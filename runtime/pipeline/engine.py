@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
+from torch.profiler import record_function
 
 from graphmoe.plan.pipeline.actions import Action, Step, Table, Together, parts
 from graphmoe.plan.pipeline.check import check, needs, result
@@ -13,16 +13,7 @@ from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Message, Transfers, transfers_of
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
 from graphmoe.runtime.pipeline.recorder import StepRecorder
-from graphmoe.runtime.pipeline.stages import BackwardOf, Stage, Tensors
-from graphmoe.runtime.torch_compat.pipelining import Parts, ScheduleRuntime
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A table as this rank runs it."""
-
-    transfers: Transfers
-    run: ScheduleRuntime
+from graphmoe.runtime.pipeline.stages import Stage, Tensors
 
 
 class Pipeline:
@@ -53,39 +44,34 @@ class Pipeline:
         self._arriving: dict[Action, Arrival] = {}
         self._handed: dict[Action, Tensors] = {}
         """Results for another stage of this rank."""
-        self._training = self._program(table)
-        self._evaluating: dict[int, _Program] = {}
-        self._transfers, self._recording = self._training.transfers, recorder
+        self._training = table, transfers_of(table, rank)
+        self._evaluating: dict[int, tuple[Table, Transfers]] = {}
+        self._transfers, self._recording = self._training[1], recorder
 
     def train(self) -> None:
         """Run the table: all forwards and backwards of a step."""
         assert torch.is_grad_enabled()
         if self.recorder:
             self.recorder.start()
-        self._do(self._training, self.recorder)
+        self._do(*self._training, self.recorder)
 
     def evaluate(self, num_micro_batches: int) -> None:
         """Run forwards only, under torch.no_grad of the caller."""
         assert not torch.is_grad_enabled()
         if num_micro_batches not in self._evaluating:
-            self._evaluating[num_micro_batches] = self._program(forward_only(self._table, num_micro_batches))
-        self._do(self._evaluating[num_micro_batches], None)
+            table = forward_only(self._table, num_micro_batches)
+            self._evaluating[num_micro_batches] = table, transfers_of(table, self._rank)
+        self._do(*self._evaluating[num_micro_batches], None)
 
-    def _program(self, table: Table) -> _Program:
-        orders = {rank: [parts(step) for step in steps] for rank, steps in enumerate(table.ranks)}
-        steps: dict[Parts, Step] = {parts(step): step for step in table.ranks[self._rank]}
-        run = ScheduleRuntime(
-            orders,
-            self._rank,
-            tuple(self._stages),
-            table.placement.num_stages,
-            lambda of_step: self._run(steps[of_step]),
-        )
-        return _Program(transfers_of(table, self._rank), run)
-
-    def _do(self, program: _Program, recorder: StepRecorder | None) -> None:
-        self._transfers, self._recording = program.transfers, recorder
-        program.run()
+    def _do(self, table: Table, transfers: Transfers, recorder: StepRecorder | None) -> None:
+        self._transfers, self._recording = transfers, recorder
+        for step in table.ranks[self._rank]:
+            try:
+                with record_function(f"PP:{step}"):
+                    self._run(step)
+            except Exception as error:
+                error.add_note(f"in {step} of the pipeline's rank {self._rank}")
+                raise
         self._channels.finish()
         assert not self._arriving and not self._handed
 
@@ -106,9 +92,10 @@ class Pipeline:
 
         The forward's results are delivered first: so the next rank expects it where both go to one.
         """
-        other = BackwardOf(self._stages[backward.stage], backward.micro_batch)
-        stage = self._stages[forward.stage]
-        sent, of_received = stage.together(forward.micro_batch, received, other, gradients)
+        stage, other = self._stages[forward.stage], self._stages[backward.stage]
+        sent, of_received = stage.together(
+            forward.micro_batch, received, other, backward.micro_batch, gradients
+        )
         self._deliver(forward, sent)
         self._deliver(backward, of_received)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,39 +21,6 @@ Deferring = Callable[[PendingWeightGrads], AbstractContextManager[object]]
 Run = Callable[[int, Tensors], tuple[Tensors, Tensor | None]]
 """Maps a micro-batch and what was received for it to what goes to the next stage, and a scalar to add to the
 loss, if there is one."""
-
-
-class Stage(Protocol):
-    """A part of the model. It keeps what the backward of each micro-batch needs, from F to B or W."""
-
-    @property
-    def received(self) -> Specs:
-        """Specs of each message from the stage before, of which gradients go back; () of the first stage."""
-
-    @property
-    def sent(self) -> Specs:
-        """Specs of each message to the next stage, of which gradients come back; () of the last stage."""
-
-    def forward(self, micro_batch: int, received: Tensors) -> Tensors:
-        """Compute the tensors for the next stage. Without gradients (torch.no_grad) nothing is kept."""
-
-    def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
-        """Return gradients of received tensors from those of sent ones. Without ``weights`` W is left."""
-
-    def backward_weights(self, micro_batch: int) -> None:
-        """Run W, where the backward left it."""
-
-    def together(
-        self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        """Run ``forward``, and another micro-batch's whole ``backward`` beside it; returns both results."""
-
-
-class BackwardOf(NamedTuple):
-    """A backward that is due."""
-
-    stage: Stage
-    micro_batch: int
 
 
 @dataclass
@@ -87,13 +53,19 @@ class _Kept:
     later: PendingWeightGrads
 
 
-class AutogradStage:
-    """A stage whose backward is one call of autograd. No device sync."""
+class Stage:
+    """A part of the model, whose backward is one call of autograd. No device sync.
+
+    It keeps what the backward of each micro-batch needs, from F to B or W.
+    """
 
     def __init__(
         self, run: Run, received: Specs = (), sent: Specs = (), deferring: Deferring | None = None
     ) -> None:
-        """``deferring`` is for schedules with I and W apart; without it I makes all gradients, W nothing."""
+        """``received`` and ``sent`` say what each message from the stage before and to the next one has.
+
+        ``deferring`` is for schedules with I and W apart; without it I makes all gradients, W nothing.
+        """
         self.received, self.sent = received, sent
         self._run = run
         self._deferring: Deferring = deferring or nullcontext
@@ -106,6 +78,7 @@ class AutogradStage:
         return {*self._kept, *self._later}
 
     def forward(self, micro_batch: int, received: Tensors) -> Tensors:
+        """Compute the tensors for the next stage. Without gradients (torch.no_grad) nothing is kept."""
         if not torch.is_grad_enabled():
             return self._run(micro_batch, received)[0]
         assert micro_batch not in self.kept, f"micro-batch {micro_batch} is still kept"
@@ -117,6 +90,7 @@ class AutogradStage:
         return tuple(tensor.detach() for tensor in sent)
 
     def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
+        """Return gradients of received tensors from those of sent ones. Without ``weights`` W is left."""
         kept = self._kept.pop(micro_batch)
         roots, values = kept.roots.paired(gradients)
         if roots:
@@ -127,13 +101,14 @@ class AutogradStage:
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received)
 
     def together(
-        self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
+        self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run the forward, then the backward."""
+        """Run ``forward``, then the whole ``backward`` of another micro-batch; returns both results."""
         sent = self.forward(micro_batch, received)
-        return sent, backward.stage.backward(backward.micro_batch, gradients, weights=True)
+        return sent, other.backward(other_micro_batch, gradients, weights=True)
 
     def backward_weights(self, micro_batch: int) -> None:
+        """Run W, where the backward left it."""
         later = self._later.pop(micro_batch)
         while later:
             later.pop(0)()  # what W has read is free when it is over
@@ -152,8 +127,8 @@ class _Taped:
         return Backward(self.tape)
 
 
-class OverlappedStage(AutogradStage):
-    """An `AutogradStage` that runs by an `Overlap`, where there is one for the step.
+class OverlappedStage(Stage):
+    """A `Stage` that runs by an `Overlap`, where there is one for the step.
 
     Transfers between ranks have a stream of their own, also in a forward or backward that runs alone. For
     schedules with whole backwards.
@@ -196,14 +171,14 @@ class OverlappedStage(AutogradStage):
         return taped.tape.gradients_of_received()
 
     def together(
-        self, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
+        self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
         """Run both in turns. The other stage is an `OverlappedStage` too."""
-        overlap, other = self._overlap(), backward.stage
+        overlap = self._overlap()
         assert isinstance(other, OverlappedStage)
         if overlap is None or not self._units:
-            return super().together(micro_batch, received, backward, gradients)
-        taped = other._taped.pop(backward.micro_batch)
+            return super().together(micro_batch, received, other, other_micro_batch, gradients)
+        taped = other._taped.pop(other_micro_batch)
         sent = self._record(overlap, micro_batch, received, taped.started(gradients))
         return sent, taped.tape.gradients_of_received()
 

@@ -15,46 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.numa import binding as numa_binding
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
-
-__all__ = [
-    "FakeTensorMode",
-    "all_to_all_by_splits",
-    "bind_threads",
-    "cache_counts",
-    "compile_inference",
-    "custom_function_of",
-    "draws_random_numbers",
-    "fake_process_group",
-    "fake_mode",
-    "has_nvshmem",
-    "import_compilers",
-    "in_backward",
-    "is_recomputed",
-    "joint_graph",
-    "lazy_graph_modules",
-    "make_fx",
-    "mark_kept",
-    "mark_recomputed",
-    "nvshmem_empty",
-    "partition",
-    "process_group_in",
-    "remove_marks",
-    "set_grad_enabled",
-    "set_key_tag",
-    "start_memory_history",
-    "stop_memory_history",
-    "storage_of",
-    "symmetric_memory",
-    "tensors_of",
-    "tree_map_only",
-    "use_torchs_ptxas",
-    "without_modes",
-    "write_memory_history",
-]
 
 _KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
 set_grad_enabled = torch._C._set_grad_enabled

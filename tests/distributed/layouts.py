@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import layout_of, own_part
 from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.pipeline.stages import BackwardOf, OverlappedStage, Tensors
+from graphmoe.runtime.pipeline.stages import OverlappedStage, Stage, Tensors
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, SCALARS
@@ -113,11 +114,11 @@ def check_that_units_take_turns(trainer: Trainer) -> None:
     queued, found = watched(overlap), list[tuple[int, bool]]()
 
     def in_turns(
-        stage: OverlappedStage, micro_batch: int, received: Tensors, backward: BackwardOf, gradients: Tensors
+        stage: OverlappedStage, micro_batch: int, received: Tensors, other: Stage, *backward: Any
     ) -> tuple[Tensors, Tensors]:
         queued.clear()
-        results = OverlappedStage.together(stage, micro_batch, received, backward, gradients)
-        both = stage in with_experts and backward.stage in with_experts
+        results = OverlappedStage.together(stage, micro_batch, received, other, *backward)
+        both = stage in with_experts and other in with_experts
         found.append((num_changes(queued), both))
         return results
 

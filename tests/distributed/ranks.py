@@ -36,7 +36,6 @@ _CONTEXT.set_forkserver_preload(
     [
         "graphmoe.train",
         "graphmoe.training.trainer",
-        "graphmoe.runtime.torch_compat.pipelining",
         "torch._functorch.aot_autograd",
         "torch._inductor.compile_fx",
         "torch.distributed.checkpoint",

@@ -1,12 +1,17 @@
 """A pipeline of ranks finds what one process finds, and keeps what its table promises."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.profiler import profile
 
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.schedules import forward_only, make_table
 from graphmoe.plan.pipeline.simulate import Costs
+from graphmoe.runtime.pipeline.engine import Pipeline
+from graphmoe.runtime.pipeline.stages import Stage
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy_pipeline import Case, in_one_process
 
@@ -104,5 +109,16 @@ def test_weight_gradients_are_made_in_w_and_not_before(runs):
 
 def test_an_error_of_a_stage_ends_the_run_there(tmp_path):
     case = Case(make_table("1f1b", 2, 3), fails=("B", 1, 1))
-    with pytest.raises(AssertionError, match=r"rank 1: (.|\n)*ValueError: 1B1 has failed"):
+    with pytest.raises(
+        AssertionError, match=r"rank 1: (.|\n)*: 1B1 has failed\nin 1B1 of the pipeline's rank 1"
+    ):
         run_ranks(tmp_path, {"fails": case}, 2)
+
+
+def test_each_step_is_a_range_of_a_profile():
+    table = make_table("gpipe", 1, 2)
+    alone = SimpleNamespace(release=lambda messages: None, finish=lambda: None)
+    with profile() as profiled:
+        Pipeline(table, 0, {0: Stage(lambda number, received: ((), torch.ones(())))}, alone).train()
+    names = [event.name for event in profiled.events() if event.name.startswith("PP:")]
+    assert names == [f"PP:{step}" for step in table.ranks[0]] and "PP:0F1" in names

@@ -11,7 +11,7 @@ from graphmoe.plan.pipeline.actions import Action, Table
 from graphmoe.plan.pipeline.transfers import channels_of
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import Pipeline
-from graphmoe.runtime.pipeline.stages import AutogradStage
+from graphmoe.runtime.pipeline.stages import Stage
 
 B, D = 3, 6
 MESSAGE = (Spec((B, D), torch.float64),)
@@ -97,8 +97,8 @@ class Watched:
         with self._noted("W", micro_batch):
             self._stage.backward_weights(micro_batch)
 
-    def together(self, micro_batch, received, backward, gradients):
-        return type(self._stage).together(self, micro_batch, received, backward, gradients)
+    def together(self, *given):
+        return type(self._stage).together(self, *given)
 
     @contextmanager
     def _noted(self, kind, micro_batch):
@@ -115,7 +115,7 @@ def stage_of(part, *, defers=False):
     message = WITH_SUMS if part.sums else MESSAGE
     received = message if part.stage else ()
     sent = message if part.stage < part.num_stages - 1 else ()
-    return AutogradStage(part, received, sent, part.deferring if defers else None)
+    return Stage(part, received, sent, part.deferring if defers else None)
 
 
 def in_one_process(num_stages, num_micro_batches, sums=False, steps=1):

@@ -1,4 +1,4 @@
-"""AutogradStage: what it sends has no history, what comes back is complete, it keeps what it must only."""
+"""Stage: what it sends has no history, what comes back is complete, it keeps what it must only."""
 
 import weakref
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from graphmoe.runtime.pipeline.channels import Spec
-from graphmoe.runtime.pipeline.stages import AutogradStage
+from graphmoe.runtime.pipeline.stages import Stage
 
 SPECS = (Spec((2, 3), torch.float64),)
 
 
 def stage_of(run, **named):
-    return AutogradStage(run, SPECS, SPECS, **named)
+    return Stage(run, SPECS, SPECS, **named)
 
 
 def ones(*shape):
@@ -32,14 +32,14 @@ def test_gradients_are_those_of_loss_and_sent_tensors_together():
 
 
 def test_what_is_received_and_not_read_has_a_gradient_of_zeros():
-    stage = AutogradStage(lambda number, received: ((received[0] * 2,), None), 2 * SPECS, SPECS)
+    stage = Stage(lambda number, received: ((received[0] * 2,), None), 2 * SPECS, SPECS)
     stage.forward(0, (ones(2, 3), ones(2, 3)))
     read, unread = stage.backward(0, (ones(2, 3),), weights=True)
     assert torch.equal(read, 2 * ones(2, 3)) and torch.equal(unread, torch.zeros(2, 3))
 
 
 def test_what_is_sent_without_a_gradient_needs_none():
-    stage = AutogradStage(lambda number, received: ((ones(2, 3),), None), (), SPECS)
+    stage = Stage(lambda number, received: ((ones(2, 3),), None), (), SPECS)
     stage.forward(0, ())
     assert stage.backward(0, (ones(2, 3),), weights=True) == () and not stage.kept
 

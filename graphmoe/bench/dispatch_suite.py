@@ -35,7 +35,7 @@ from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, 
 from graphmoe.ops.symm import use_peers
 from graphmoe.ops.timing import spread
 from graphmoe.plan.experts import FACTS
-from graphmoe.runtime.dispatch import close_vendor, open_buffer
+from graphmoe.runtime.dispatch import close_dispatcher, open_buffer
 from graphmoe.runtime.dispatch.symm import make_peers
 
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
@@ -122,7 +122,7 @@ def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Meas
         rows = one_by_one(
             cases, suite.run, lambda row: f"{row['exchange']} {row['median_ms']:.3f} ms", args.out
         )
-        close_vendor()
+        close_dispatcher()
     method = {
         "ranks": ranks.size,
         "rounds": rank_group.ROUNDS[device.type],

@@ -11,7 +11,7 @@ from graphmoe.config.packages import is_installed, require_package
 from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.plan.experts import FACTS, INSTEAD, Load, blocks_of, dispatcher_facts
+from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch import deepep, nvshmem
@@ -62,8 +62,14 @@ def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
     return Symm(room, model.num_experts // layout.ep, layout.etp, block)
 
 
-def _of_vendor(plan: Plan, mesh: Mesh | None, factor: float) -> DeepEP | Nvshmem:
-    return vendor_dispatcher(plan.dispatcher, plan.config.model, plan.layout, plan.tokens, plan.room(factor))
+def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:
+    return Nvshmem(plan.room(factor), plan.config.model.num_experts // plan.layout.ep, plan.layout.etp)
+
+
+def _deepep(plan: Plan, mesh: Mesh | None, factor: float) -> DeepEP:
+    """Make deepep or turbo, which have room for all rows, and heed the slots only."""
+    room = Load(plan.layout.size("ep_etp") * plan.tokens, plan.room(factor).slots)
+    return DeepEP(room, plan.config.model.num_experts // plan.layout.ep)
 
 
 def _alltoall(plan: Plan, mesh: Mesh | None, factor: float) -> AllToAll:
@@ -75,9 +81,9 @@ MAKERS: dict[str, Maker] = {
     "local": lambda *_: None,
     "alltoall": _alltoall,
     "symm": _symm,
-    "nvshmem": _of_vendor,
-    "deepep": _of_vendor,
-    "turbo": _of_vendor,
+    "nvshmem": _nvshmem,
+    "deepep": _deepep,
+    "turbo": _deepep,
 }
 """Makers of dispatchers, with the facts of `graphmoe.plan.experts.FACTS`."""
 
@@ -116,7 +122,8 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 def close_dispatcher() -> None:
     """Give back what is open, at the end of a run that went well. A collective of all ranks."""
     use_peers(None)
-    close_vendor()
+    deepep.close_buffer()
+    nvshmem.use_rows(None)
 
 
 def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
@@ -126,17 +133,6 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
     return f"{words}, moe.transport={plan.transport.value}{blocks}"
-
-
-def vendor_dispatcher(
-    choice: str, model: ModelConfig, layout: Layout, tokens: int, room: Load
-) -> DeepEP | Nvshmem:
-    """Make a dispatcher with this room; deepep and turbo have room for all rows, and heed the slots only."""
-    experts = model.num_experts // layout.ep
-    if choice == "nvshmem":
-        return Nvshmem(room, experts, layout.etp)
-    assert FACTS[choice].buffer, choice
-    return DeepEP.of(layout.size("ep_etp"), tokens, experts, room.slots)
 
 
 def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:
@@ -164,12 +160,6 @@ def open_rows(
     size = nvshmem.bytes_of(tokens, places, rows, model.hidden_size, dtype, model.top_k, group.size())
     if not nvshmem.has_rows(group, size):
         nvshmem.use_rows(nvshmem.PeerRows(group, size, device))
-
-
-def close_vendor() -> None:
-    """Give back what is open, at the end of a run that went well: a collective of all ranks."""
-    deepep.close_buffer()
-    nvshmem.use_rows(None)
 
 
 def check_dispatcher(

@@ -13,8 +13,6 @@ limit (csrc/kernels/intranode.cu of 1.2.1; ``num_worst_tokens`` only says how ma
 A received row lies where ``alltoall`` has it. Sums are added in fp32, over ranks in order, and rounded once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -68,13 +66,9 @@ class DeepEP:
     chunk: ClassVar[None] = None
 
     capacity: Load
+    """Room for all tokens of each rank, and for so many slots of experts here."""
     num_experts: int
     """Experts of each rank."""
-
-    @classmethod
-    def of(cls, ranks: int, tokens: int, num_experts: int, slots: int) -> DeepEP:
-        """With room for all ``tokens`` of each of these ranks, and for so many slots of experts here."""
-        return cls(Load(ranks * tokens, slots), num_experts)
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
@@ -121,51 +115,36 @@ def _dispatch(
     return received_ND, weight_NK, number_NK.int(), room, *handle
 
 
-@torch.library.custom_op("graphmoe::buffer_dispatch_grad", mutates_args=())
+_HANDLE = ", ".join(f"Tensor {name}" for name in HANDLE)
+"""The handle among the arguments of an operation."""
+
+
+@torch.library.custom_op(
+    "graphmoe::buffer_dispatch_grad",
+    mutates_args=(),
+    schema=f"(Tensor dreceived, Tensor dweight, Tensor number, {_HANDLE}) -> (Tensor, Tensor)",
+)
 def _dispatch_grad(
-    dreceived_ND: Tensor,
-    dweight_NK: Tensor,
-    number_NK: Tensor,
-    rank_prefix_PP: Tensor,
-    channel_prefix_PC: Tensor,
-    received_prefix_PC: Tensor,
-    source_N: Tensor,
-    in_rank_TP: Tensor,
-    send_head_TP: Tensor,
+    dreceived_ND: Tensor, dweight_NK: Tensor, number_NK: Tensor, *handle: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The sums over ranks of both gradients; a slot of an expert elsewhere had weight 0, whatever it was."""
-    handle = (rank_prefix_PP, channel_prefix_PC, received_prefix_PC, source_N, in_rank_TP, send_head_TP)
     return _sum(dreceived_ND, handle, dweight_NK.masked_fill(number_NK < 0, 0))
 
 
-@torch.library.custom_op("graphmoe::buffer_combine", mutates_args=())
-def _combine(
-    sum_ND: Tensor,
-    rank_prefix_PP: Tensor,
-    channel_prefix_PC: Tensor,
-    received_prefix_PC: Tensor,
-    source_N: Tensor,
-    in_rank_TP: Tensor,
-    send_head_TP: Tensor,
-) -> Tensor:
+@torch.library.custom_op(
+    "graphmoe::buffer_combine", mutates_args=(), schema=f"(Tensor rows, {_HANDLE}) -> Tensor"
+)
+def _combine(sum_ND: Tensor, *handle: Tensor) -> Tensor:
     """The sum over ranks of each token's rows -> [T, D]."""
-    handle = (rank_prefix_PP, channel_prefix_PC, received_prefix_PC, source_N, in_rank_TP, send_head_TP)
     return _sum(sum_ND, handle, None)[0]
 
 
-@torch.library.custom_op("graphmoe::buffer_combine_grad", mutates_args=())
-def _combine_grad(
-    dy_TD: Tensor,
-    rank_prefix_PP: Tensor,
-    channel_prefix_PC: Tensor,
-    received_prefix_PC: Tensor,
-    source_N: Tensor,
-    in_rank_TP: Tensor,
-    send_head_TP: Tensor,
-) -> Tensor:
+@torch.library.custom_op(
+    "graphmoe::buffer_combine_grad", mutates_args=(), schema=f"(Tensor dy, {_HANDLE}) -> Tensor"
+)
+def _combine_grad(dy_TD: Tensor, *handle: Tensor) -> Tensor:
     """The gradient of each token on the ranks that it went to -> [N, D]; dead rows are not written."""
-    handle = (rank_prefix_PP, channel_prefix_PC, received_prefix_PC, source_N, in_rank_TP, send_head_TP)
-    return _buffer(len(rank_prefix_PP)).dispatch(dy_TD.contiguous(), handle=handle)[0]
+    return _buffer(len(handle[0])).dispatch(dy_TD.contiguous(), handle=handle)[0]
 
 
 def _sum(rows_ND: Tensor, handle: tuple[Tensor, ...], weight_NK: Tensor | None) -> tuple[Any, Any]:

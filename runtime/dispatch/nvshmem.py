@@ -39,7 +39,8 @@ class PeerRows:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         assert self.size & (self.size - 1) == 0, self.size
         region = max(num_bytes, MIN_BYTES)
-        self._sent, self._came = (nvshmem_empty((region,), torch.uint8, device, group) for _ in range(2))
+        self._regions = [nvshmem_empty((region,), torch.uint8, device, group) for _ in range(2)]
+        """What is sent, and what has come."""
         self._splits = nvshmem_empty((self.size,), torch.int64, device, group)
         self._came_splits = nvshmem_empty((2, self.size), torch.int64, device, group)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
@@ -67,10 +68,6 @@ class PeerRows:
         self._splits.copy_(splits_P)
         all_to_all_by_splits(sent, came, self._splits, self._came_splits, self.group)
         return [came[:rows, p].view(c.dtype) for c, p in zip(columns, places, strict=True)]
-
-    @property
-    def _regions(self) -> tuple[Tensor, Tensor]:
-        return self._sent, self._came
 
 
 def bytes_of(
@@ -112,7 +109,7 @@ def use_rows(rows: PeerRows | None) -> None:
 
 def has_rows(group: dist.ProcessGroup, num_bytes: int) -> bool:
     """Return whether what is used serves exchanges of this size in a group."""
-    return bool(_in_use) and _in_use[-1].group is group and len(_in_use[-1]._sent) >= num_bytes
+    return bool(_in_use) and _in_use[-1].group is group and len(_in_use[-1]._regions[0]) >= num_bytes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchSuite, dis
 from graphmoe.bench.dispatch_ways import ALL_FOUR, EXCHANGES
 from graphmoe.bench.rank_group import RankGroup
 from graphmoe.config.arguments import run_tool
-from graphmoe.runtime.dispatch import close_vendor
+from graphmoe.runtime.dispatch import close_dispatcher
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.fake_vendors import fake_package
 from tests.distributed.ranks import run_ranks
@@ -51,7 +51,7 @@ class Suite:
             cases = dispatch_cases(TINY, "0.8", ["deepep"])
             prefix = "v2_lite/natural" if self.broken else ""
             rows = [row for case in cases if case.name.startswith(prefix) for row in suite.run(case)]
-            close_vendor()
+            close_dispatcher()
         return rows
 
 

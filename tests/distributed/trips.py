@@ -20,7 +20,7 @@ from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.symm.collective import positions
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
-from graphmoe.runtime.dispatch import close_vendor, deepep, nvshmem, open_buffer, open_rows
+from graphmoe.runtime.dispatch import close_dispatcher, deepep, nvshmem, open_buffer, open_rows
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.nvshmem import Nvshmem, PeerRows
@@ -152,7 +152,7 @@ class Trip:
             device = torch.device("cuda", torch.cuda.current_device())
             open_rows(model, mesh, self.tokens, self.num_rows, self.dtype, device)
             yield Nvshmem(room, experts, self.layout.etp)
-            close_vendor()
+            close_dispatcher()
         elif self.kind == "nvshmem":
             with fake_exchange() as fake:
                 sizes = (self.tokens, self.top_k * self.layout.etp, self.num_rows, self.hidden, self.dtype)
@@ -163,13 +163,13 @@ class Trip:
             assert fake.exchanges
         elif on_gpu:
             open_buffer(self.kind, mesh, self.hidden)
-            yield DeepEP.of(ranks, self.tokens, experts, SLOTS)
-            close_vendor()
+            yield DeepEP(Load(ranks * self.tokens, SLOTS), experts)
+            close_dispatcher()
         else:
             package: Any = fake_package(*PACKAGES[self.kind])
             buffer: Any = deepep.open_buffer(package, group, self.hidden)
             deepep.use_buffer(buffer)
-            yield DeepEP.of(ranks, self.tokens, experts, SLOTS)
+            yield DeepEP(Load(ranks * self.tokens, SLOTS), experts)
             deepep.close_buffer()
             assert buffer.destroyed
 

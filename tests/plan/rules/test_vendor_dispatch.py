@@ -6,19 +6,21 @@ import types
 import pytest
 import torch
 
-from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.config.schema import ConfigError
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
 from graphmoe.runtime import dispatch
 from graphmoe.runtime.dispatch import (
     check_dispatcher,
-    close_vendor,
+    close_dispatcher,
     deepep,
     nvshmem,
     open_buffer,
-    vendor_dispatcher,
+    planned_dispatcher,
 )
 from graphmoe.runtime.ranks import Ranks
+from tests.runs import config
 from tests.vendor_api import bind, install_module, recorded_signature
 
 
@@ -77,12 +79,15 @@ def test_ranks_that_exchange_must_be_on_one_node(monkeypatch):
     check_dispatcher("deepep", *arguments)
 
 
-def test_a_buffer_has_room_for_all_rows_and_a_budget_of_slots():
-    model, layout, room = ModelConfig(num_experts=64), Layout(dp=8, ep=4, etp=2), Load(100, 300)
-    choice = "deepep"
-    assert vendor_dispatcher(choice, model, Layout(dp=4, ep=4), 50, room) == deepep.DeepEP(Load(200, 300), 16)
-    found = vendor_dispatcher("nvshmem", model, layout, 50, room)
-    assert found == nvshmem.Nvshmem(room, 16, 2)
+@pytest.mark.parametrize("choice, etp", [("deepep", 1), ("turbo", 1), ("nvshmem", 2)])
+def test_a_buffer_has_room_for_all_rows_and_a_budget_of_slots(choice, etp):
+    words = "parallel.ep=4", "model.num_experts=64", "model.hidden_size=256", "precision.compute=bf16"
+    run = config(*words, f"moe.dispatcher={choice}", f"parallel.etp={etp}", "run.device=cuda")
+    plan = plan_of(run, 4 * etp)
+    room = plan.room()
+    every_row = deepep.DeepEP(Load(4 * plan.tokens, room.slots), 16)
+    expected = nvshmem.Nvshmem(room, 16, etp) if choice == "nvshmem" else every_row
+    assert planned_dispatcher(plan) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def test_the_buffer_is_opened_by_calls_that_the_package_takes(monkeypatch, choic
     mesh = types.SimpleNamespace(layout=Layout(dp=4, ep=4), group=lambda axis: group)
     open_buffer(choice, mesh, hidden_size=2048)
     assert deepep._in_use is opened
-    close_vendor()
+    close_dispatcher()
     assert deepep._in_use is None
     made = dict(calls)
     assert made["__init__"]["group"] is group and made["__init__"]["explicitly_destroy"]

@@ -177,7 +177,9 @@ def _type(hint: Any) -> str:
     """The type of a field, or its choices."""
     if marks := getattr(hint, "__metadata__", ()):
         names = [f"`{name}`" for mark in marks if isinstance(mark, OneOf) for name in mark.names]
-        return ", ".join([*names, "or `package.module:NAME`"]) if names else _type(typing.get_args(hint)[0])
+        if any(isinstance(mark, OneOf) for mark in marks):
+            return ", ".join([*(names or ["a name"]), "or `package.module:NAME`"])
+        return _type(typing.get_args(hint)[0])
     if hint is Any:
         return "as described"
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

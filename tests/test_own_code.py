@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,17 @@ from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import BACKENDS
 from graphmoe.optim.lr_schedule import DECAYS
+from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan.experts import FACTS
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
 from graphmoe.runtime.dispatch import MAKERS
+from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
 from graphmoe.training.executor import chosen_experts
+from tests.distributed.layouts import Case
+from tests.distributed.ranks import run_ranks
 from tests.runs import COMPILED, ROOT, TINY, command, config, metrics, train_in
 
 QUIET = ("train.val_batches=0", "checkpoint.enabled=false", "train.log_interval=1")
@@ -110,6 +117,48 @@ class Mine:
     assert losses[0] == losses[1] and sys.modules["own_dispatchers"].Mine.made == [1.0]
 
 
+SCHEDULE = """
+from graphmoe.plan.pipeline.actions import Action, Placement, Table
+from graphmoe.plan.pipeline.schedules import Schedule
+
+def in_pairs(num_ranks, num_micro_batches, virtual_stages):
+    def steps(rank):
+        for first in range(0, num_micro_batches, 2):
+            pair = range(first, min(first + 2, num_micro_batches))
+            yield from (Action(kind, rank, number) for kind in "FB" for number in pair)
+    ranks = tuple(tuple(steps(rank)) for rank in range(num_ranks))
+    return Table("in_pairs", Placement.loop(num_ranks), num_micro_batches, ranks)
+
+mine = Schedule(in_pairs, "two micro-batches there, then back")
+"""
+
+
+def test_a_pipeline_schedule(own, tmp_path):
+    own("own_pipelines", SCHEDULE)
+    cases = {name: Case(2, "pp=2", name) for name in ("gpipe", "own_pipelines:mine")}
+    found = run_ranks(tmp_path, {name.replace(":", "_"): case.training for name, case in cases.items()})
+    (theirs, _), (ours, _) = found.values()
+    assert torch.equal(theirs.rows, ours.rows) and len(ours.rows) == 3
+    plan = plan_of(cases["own_pipelines:mine"].training.config, 2)
+    assert plan.pipeline.table.schedule == "own_pipelines:mine"
+    assert [*map(str, plan.pipeline.table.ranks[1][:5])] == ["1F0", "1F1", "1B0", "1B1", "1F2"]
+
+
+def test_a_pipeline_schedule_that_no_ranks_could_run_is_refused(own):
+    own("wrong_pipelines", f"{SCHEDULE.replace('FB', 'BF')}\nno_schedule = in_pairs\n")
+    for name, words in {
+        "mine": "rank 0 at 0B0 waits for 0F0, which comes later on rank 0",
+        "no_schedule": "is a function; name a graphmoe.plan.pipeline.schedules.Schedule",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"pipeline.schedule=wrong_pipelines:{name}:? {words}"):
+            config(
+                "launch.nproc=2",
+                "launch.nodes=1",
+                "parallel.pp=2",
+                f"pipeline.schedule=wrong_pipelines:{name}",
+            )
+
+
 def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog):
     own("strange_experts", "raise AssertionError\n")
     plan = plan_of(config(), 1)
@@ -118,7 +167,9 @@ def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog)
     assert "name that as moe.experts on the command line" in caplog.text
 
 
-KEYS = ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher"]
+KEYS = ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher", "pipeline.schedule"]
+ASKED = ("moe.dispatcher", "pipeline.schedule")
+"""Keys whose facts the rules ask."""
 
 
 @pytest.mark.parametrize("key", [*KEYS, "passes.extra"])
@@ -131,12 +182,21 @@ def test_code_that_a_file_names_is_imported_only_where_its_reader_names_it(key, 
     for named in ((), ("strange_code:other",)):
         with pytest.raises(ConfigError, match=rf"{key}=strange_code:it; if you trust it, name it"):
             load_config(path, named=named)
-    if key == "moe.dispatcher":  # whose facts the rules ask
+    if key in ASKED:
         with pytest.raises(AssertionError):
             load_config(path, named=("strange_code:it",))
     else:
         loaded = load_config(path, named=("strange_code:it",))
         assert to_plain(loaded)[section][name] == plain[section][name]
+
+
+def test_a_schedule_that_a_recorded_run_names_is_not_imported(own, tmp_path, capsys):
+    own("strange_code", "raise AssertionError\n")
+    costs = Costs((1,) * 2, (1,) * 2, (1,) * 2)
+    timeline = replace(simulate(make_table("1f1b", 2, 3), costs), schedule="strange_code:it")
+    write_timelines(tmp_path / FILE_NAME, {1: timeline})
+    pipeline_view.main([f"run={tmp_path}"])
+    assert "strange_code:it, step 1 as recorded" in capsys.readouterr().out
 
 
 def test_a_file_written_for_a_torchrun_runs_by_the_command_that_is_printed(own, tmp_path):

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from graphmoe.config.ranges import ConfigError, OneOf
+from graphmoe.config.ranges import OWN_CODE, ConfigError, OneOf, no_such_choice
 
 
 class SourceFacts(NamedTuple):
@@ -29,22 +29,29 @@ EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
-def look_up(table: Mapping[str, Any], choice: str, key: str) -> Any:
+def look_up(table: Mapping[str, Any], choice: str, key: str, kind: type = object) -> Any:
     """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
 
     Imports it, so `graphmoe.command.hydra.load_config` refuses a file that names code that its reader does
-    not. *Raises* ConfigError where it cannot be imported.
+    not. *Raises* ConfigError where there is no such row, or nothing of this kind to import.
     """
     if choice in table:
         return table[choice]
+    if not OWN_CODE.fullmatch(choice):
+        raise ConfigError(no_such_choice(key, choice, table))
     module, _, name = choice.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{key}={choice} cannot be imported ({error}); write package.module:NAME, with the package on "
             f"PYTHONPATH"
         ) from error
+    if not isinstance(found, kind):
+        raise ConfigError(
+            f"{key}={choice} is a {type(found).__name__}; name a {kind.__module__}.{kind.__name__}"
+        )
+    return found
 
 
 class AttentionKind(enum.Enum):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from graphmoe.config.choices import DISPATCHERS, EXPERTS_BACKENDS, ContextMethod, DpShard, Transport
-from graphmoe.config.ranges import MANY_RANKS, POSITIVE, Count, RankCount
+from graphmoe.config.ranges import MANY_RANKS, POSITIVE, Count, OneOf, RankCount
 
 
 @dataclass
@@ -89,9 +89,9 @@ class RecomputeConfig:
 class PipelineConfig:
     """Order of micro-batches, over the ranks of ``parallel.pp`` too, docs/pipeline.md."""
 
-    schedule: str = "1f1b"
-    """Order of the micro-batches of stages, where parallel.pp > 1: gpipe, 1f1b, interleaved, zb1p, zbv,
-    v_half or v_min."""
+    schedule: Annotated[str, OneOf()] = "1f1b"
+    """Order of the micro-batches of stages, where parallel.pp > 1: a schedule of docs/pipeline.md, or
+    package.module:NAME."""
     virtual_stages: Annotated[int, POSITIVE, MANY_RANKS] | None = None
     """Stages on each rank; null: as few as the schedule takes."""
     microbatches: Annotated[int, POSITIVE, MANY_RANKS] | None = None

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 
@@ -33,7 +33,8 @@ class AtMost(NamedTuple):
 class OneOf(NamedTuple):
     """Names of the rows of a table; ``package.module:NAME`` names a row that a user wrote."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    """None where a rule asks the table itself."""
 
 
 class Mark(enum.Enum):
@@ -133,17 +134,23 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 def range_rules(field: SchemaField) -> Iterator[str]:
     """Refuse names that no table has and numbers out of their range, as infinity and NaN always are."""
     for mark in field.marks:
-        if isinstance(mark, OneOf) and field.value not in mark.names and not OWN_CODE.fullmatch(field.value):
-            yield (
-                f"{field.key}={field.value}: there is no such choice; use one of {', '.join(mark.names)}, or "
-                f"package.module:NAME for code of your own"
-            )
+        names = mark.names if isinstance(mark, OneOf) else ()
+        if names and field.value not in names and not OWN_CODE.fullmatch(field.value):
+            yield no_such_choice(field.key, field.value, names)
         if not isinstance(mark, Range) or field.value is None:
             continue
         if not math.isfinite(field.value):
             yield f"{field.key}={field.value} must be finite and {mark.wanted}"
         elif not mark.holds(field.value):
             yield f"{field.key}={field.value} must be {mark.wanted}"
+
+
+def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
+    """Return the refusal of a name that no row of a table has."""
+    return (
+        f"{key}={value}: there is no such choice; use one of {', '.join(names)}, or package.module:NAME for "
+        f"code of your own"
+    )
 
 
 def form_rules(field: SchemaField) -> Iterator[str]:

@@ -35,7 +35,8 @@ class ViewArgs:
     """Keys of the command line."""
 
     schedule: list[str] | None = None
-    """Schedules to show side by side, such as 1f1b,zb1p; a wrong one is answered with the list."""
+    """Schedules to show side by side, such as 1f1b,zb1p or package.module:NAME; a wrong one is answered with
+    the list."""
     stages: int | None = None
     """Ranks of the pipeline; default: as many as the layout has pieces, or 4."""
     virtual_stages: list[int] | None = None

@@ -20,7 +20,7 @@ from graphmoe.plan.pipeline.balance import default_layout
 from graphmoe.plan.pipeline.check import TableError
 from graphmoe.plan.pipeline.layouts import StagePieces, parse_layout, pieces_of
 from graphmoe.plan.pipeline.plan import slower_than_1f1b
-from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules
+from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_of, schedule_rules
 from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate, table_of
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 
@@ -134,7 +134,7 @@ def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> 
     if virtual is None and args.stages is not None and num_pieces and num_pieces % args.stages == 0:
         virtual = num_pieces // args.stages
     if virtual is None:
-        virtual = SCHEDULES[name].virtual_stages[0] if name in SCHEDULES else 1
+        virtual = schedule_of(name).virtual_stages[0] if name else 1
     fitting = max(num_pieces // virtual, 1) if num_pieces else DEFAULT_RANKS
     return args.stages or fitting, virtual
 

@@ -16,7 +16,7 @@ from graphmoe.config.schema import (
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.experts import dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout, divisors
-from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules.check import violations
 from graphmoe.plan.rules.experts import one_node_rules
 from graphmoe.plan.rules.parallel import context_method, rank_batch_rules
@@ -109,7 +109,7 @@ class Candidates:
         if "pipeline.schedule" in self.fixed:
             names = [pipeline.schedule]
         for name in names:
-            fewest, limit = SCHEDULES[name].virtual_stages
+            fewest, limit = schedule_of(name).virtual_stages
             tried = (fewest,) if limit == fewest else VIRTUAL_STAGES
             if "pipeline.virtual_stages" in self.fixed:
                 yield name, pipeline.virtual_stages
@@ -120,7 +120,7 @@ class Candidates:
         if pp > 1 and "pipeline.schedule" not in self.fixed:
             yield f"pipeline.schedule={name}"
         if "pipeline.virtual_stages" not in self.fixed:
-            takes_any = SCHEDULES[name].virtual_stages[1] is None
+            takes_any = schedule_of(name).virtual_stages[1] is None
             if pp > 1 and takes_any and virtual_stages:
                 yield f"pipeline.virtual_stages={virtual_stages}"
             elif self.config.pipeline.virtual_stages is not None:  # of a file

@@ -15,7 +15,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import in_flight, largest
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_batches, pipeline_of
-from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
+from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_of
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate, RecomputeChoice
@@ -84,11 +84,11 @@ class Estimates:
         """Return the pipeline of a candidate. *Raises* ConfigError where there is none."""
         config, layout = candidate.config, candidate.layout
         name, pp, count = config.pipeline.schedule, layout.pp, num_micro_batches(config, layout)
-        facts = SCHEDULES.get(name)
+        facts = schedule_of(name)
         follows: tuple[str, int, int] = ("local", 1, 0)
-        if facts and facts.is_folded:  # the table follows times of stages
+        if facts.is_folded:  # the table follows times of stages
             follows = config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind
-        short = count if facts and facts.keeps_all else min(count, FILLING * pp + count % pp)
+        short = count if facts.keeps_all else min(count, FILLING * pp + count % pp)
         return self._pipeline(pp, name, config.pipeline.virtual_stages, short, *follows)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:

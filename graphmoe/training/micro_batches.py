@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.pipeline.transfers import Channel, channels_of
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.overlap.runner import Overlap
@@ -118,12 +118,13 @@ class Pipelined:
         message = Spec(shape, next(model.parameters()).dtype)
         # A stage is given a hidden state, and one more for each later token predicted from before it.
         counts = [0, *(1 + stage.mtp.stop for stage in pipeline.stages[:-1]), 0]
+        splits = schedule_of(config.pipeline.schedule).splits_backward
         runs = {
             number: OverlappedStage(
                 functools.partial(self._run, number),
                 (message,) * counts[number],
                 (message,) * counts[number + 1],
-                options.deferring if SCHEDULES[table.schedule].splits_backward else None,
+                options.deferring if splits else None,
                 lambda: _overlap_in_use(self.overlap, self.model),
             )
             for number in self.stages

@@ -21,7 +21,7 @@ from graphmoe.config.schema import (
 from graphmoe.data import DataError
 from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, TOKENIZER_FILE, to_json
 from graphmoe.run.machine import check_processes, describe, open_device
@@ -125,7 +125,8 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
             if (value := getattr(given, key)) != getattr(type(given)(), key):
                 text = "true" if value is True else getattr(value, "value", value)
                 log.warning("%s.%s=%s has no effect %s", section, key, text, because)
-    if not is_alone and SCHEDULES[config.pipeline.schedule].splits_backward and not config.compile.enabled:
+    splits = not is_alone and schedule_of(config.pipeline.schedule).splits_backward
+    if splits and not config.compile.enabled:
         log.warning(
             "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "
             "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",

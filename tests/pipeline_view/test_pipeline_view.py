@@ -242,7 +242,7 @@ def test_a_step_that_is_not_whole_is_shown_as_an_error(tmp_path):
 
 WRONG = (
     ("", "nothing to look at; use schedule=1f1b,zb1p, layout='Et|tL', model=deepseek_v2_lite or run=..."),
-    ("schedule=zb2", "schedule=zb2: there is no such schedule; use one of gpipe, 1f1b, interleaved"),
+    ("schedule=zb2", "schedule=zb2: there is no such choice; use one of gpipe, 1f1b, interleaved"),
     ("schedule=1f1b stages=0 microbatches=0", "stages=0 must be 1 or more; microbatches=0 must be 1 or more"),
     ("schedule=1f1b cost.f=0 cost.w=-1", "cost.f=0.0 must be greater than 0, and at most 1e+100; cost.w=-1"),
     ("schedule=1f1b cost.comm=inf", "cost.comm=inf must be 0 or greater"),

@@ -57,10 +57,7 @@ class PipelinePlan:
 
 
 def pipeline_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
-    """Return the pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
-
-    The schedule must be one of `SCHEDULES`.
-    """
+    """Return the pipeline of a run; None where each rank has all layers. *Raises* ConfigError."""
     if layout.pp == 1:
         return None
     if problems := [*_schedule_problems(config, layout)]:
@@ -149,8 +146,6 @@ def _cost(entry: str) -> tuple[str, float]:
 
 def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Yield the reason where a configuration has no pipeline, for ranks whose number is known."""
-    if config.pipeline.schedule not in SCHEDULES:
-        return  # another rule says so
     try:
         pipeline_of(config, layout)
     except ConfigError as error:

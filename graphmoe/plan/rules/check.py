@@ -76,6 +76,7 @@ def violations(config: RunConfig) -> list[str]:
         *model_rules(model),
         *router_rules(model),
         *batch_rules(train.global_batch_size, train.micro_batch_size),
+        *pipeline_rules(config),
     ]
     return [
         *own,
@@ -96,7 +97,6 @@ def violations(config: RunConfig) -> list[str]:
         *launch_rules(config.launch),
         *dry_run_rules(config),
         *_layout_rules(config, can_plan=not own),
-        *pipeline_rules(config),
         *tensor_parallel_rules(parallel, model, seq_len),
         *shard_rules(parallel, scope),
         *context_parallel_rules(parallel, model, seq_len),
@@ -144,7 +144,7 @@ def _name_rules(name: str) -> Iterator[str]:
 def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
     """Yield violated rules of the number of ranks, as far as it is known.
 
-    ``can_plan`` is True where the model and the batch violate no rules of their own.
+    ``can_plan`` is True where the model, the batch and the schedule violate no rules of their own.
     """
     launch, parallel = config.launch, config.parallel
     counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]

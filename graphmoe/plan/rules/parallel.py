@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from graphmoe.config.schema import (
     AttentionBackend,
     AttentionKind,
+    ConfigError,
     ContextMethod,
     DpShard,
     ModelConfig,
@@ -14,7 +15,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.layout import Layout, divisors
-from graphmoe.plan.pipeline.schedules import SCHEDULES
+from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.rules.experts import splits_backward
 from graphmoe.segments import FULL_ITERATION
 
@@ -56,8 +57,11 @@ def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator
 def pipeline_rules(config: RunConfig) -> Iterator[str]:
     """Yield the refusal of unknown schedules, and of keys that do not go together with ``parallel.pp``."""
     parallel, schedule = config.parallel, config.pipeline.schedule
-    if schedule not in SCHEDULES:
-        yield f"pipeline.schedule={schedule} is unknown; use one of {', '.join(SCHEDULES)}"
+    try:
+        splits = schedule_of(schedule).splits_backward
+    except ConfigError as error:
+        yield str(error)
+        return
     if parallel.pp < 2:
         return
     if parallel.dp_shard is DpShard.fsdp2:
@@ -70,7 +74,6 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
             f"profile.pipeline=true measures each action of a step, and graph.scope={FULL_ITERATION} replays "
             f"all of them at once; use profile.pipeline=false, or another graph.scope such as layer"
         )
-    splits = schedule in SCHEDULES and SCHEDULES[schedule].splits_backward
     if splits and config.compile.enabled and not splits_backward(config.passes):
         yield (
             f"pipeline.schedule={schedule} makes weight gradients apart from those of inputs; let the pass "

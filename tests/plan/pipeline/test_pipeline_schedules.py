@@ -149,7 +149,7 @@ def test_evaluation_runs_all_forwards_and_keeps_nothing(placement, number):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 4, 8), r"pipeline.schedule=2f2b: there is no such schedule; use one of gpipe, 1f1b, inter"),
+        (("2f2b", 4, 8), r"pipeline.schedule=2f2b: there is no such choice; use one of gpipe, 1f1b, inter"),
         (("1f1b", 0, 8), r"parallel.pp=0 is no number of ranks; use 1 or more"),
         (("1f1b", 4, 0), r"pipeline.microbatches=0 leaves nothing to do; use 1 or more"),
         (

@@ -80,7 +80,7 @@ parallel.cp=0 | parallel.cp=0 must be greater than 0
 parallel.pp=2 parallel.dp_shard=fsdp2 | has many under way; use parallel.dp_shard=zero1
 parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true
     | use profile.pipeline=false, or another graph.scope
-PIPELINE pipeline.schedule=zbb | pipeline.schedule=zbb is unknown; use one of gpipe, 1f1b, interleaved
+PIPELINE pipeline.schedule=zbb | pipeline.schedule=zbb: there is no such choice; use one of gpipe,
 PIPELINE pipeline.microbatches=3 | ranks is 4; use pipeline.microbatches=4, or train.global_batch_size=12
 PIPELINE train.global_batch_size=1 train.micro_batch_size=2 | e.g. micro_batch_size=1 or global_batch_size=2
 PIPELINE pipeline.layout=EttttL | use 1 border |

@@ -1,14 +1,16 @@
 """Table of schedules by name: facts of each, and the function that makes its table.
 
-A new schedule is a file here and a line of `SCHEDULES`.
+A new schedule is a file here and a line of `SCHEDULES`; one of a user's own is named by its import path.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from graphmoe.config.choices import look_up
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Placement, Table
+from graphmoe.plan.pipeline.check import TableError, check
 from graphmoe.plan.pipeline.schedules.one_f_one_b import (
     forward_only,
     gpipe,
@@ -82,7 +84,21 @@ SCHEDULES = {
     ),
 }
 
-__all__ = ["SCHEDULES", "Schedule", "forward_only", "make_table", "placement_of", "schedule_rules"]
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "forward_only",
+    "make_table",
+    "placement_of",
+    "schedule_of",
+    "schedule_rules",
+]
+
+
+def schedule_of(name: str) -> Schedule:
+    """Return the schedule of a name or import path. *Raises* ConfigError where there is none."""
+    found: Schedule = look_up(SCHEDULES, name, "pipeline.schedule", Schedule)
+    return found
 
 
 def make_table(
@@ -100,21 +116,29 @@ def make_table(
     With ``overlap`` a forward and a backward that a rank has to do in steady state become one `Together`, of
     two micro-batches: longer warm-ups make all pairs independent.
 
-    Raises ConfigError with all that `schedule_rules` finds.
+    Raises ConfigError with all that `schedule_rules` finds, and for a user's table that no ranks could run.
     """
     problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
     if problems:
         raise ConfigError("\n  ".join(problems))
-    schedule = SCHEDULES[name]
+    schedule = schedule_of(name)
     build = schedule.build_overlapped if overlap else schedule.build
     assert build
     sizes = num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0]
-    return build(*sizes, costs=costs) if schedule.is_folded else build(*sizes)
+    table = build(*sizes, costs=costs) if schedule.is_folded else build(*sizes)
+    if name not in SCHEDULES:
+        placement = placement_of(name, num_ranks, virtual_stages)
+        table = Table(name, placement, num_micro_batches, table.ranks)
+        try:
+            check(table)
+        except TableError as error:
+            raise ConfigError(f"pipeline.schedule={error}") from error
+    return table
 
 
 def placement_of(name: str, num_ranks: int, virtual_stages: int | None = None) -> Placement:
     """Return the ranks of a schedule's stages."""
-    schedule = SCHEDULES[name]
+    schedule = schedule_of(name)
     if schedule.is_folded:
         return Placement.folded(num_ranks)
     return Placement.loop(num_ranks, virtual_stages or schedule.virtual_stages[0])
@@ -128,15 +152,12 @@ def schedule_rules(
     *,
     overlap: bool = False,
 ) -> Iterator[str]:
-    """Yield the rules that these numbers violate, and numbers that would work."""
+    """Yield the rules that these numbers violate, and numbers that would work. *Raises* `schedule_of`'s."""
     if num_ranks < 1:
         yield f"parallel.pp={num_ranks} is no number of ranks; use 1 or more"
     if num_micro_batches < 1:
         yield f"pipeline.microbatches={num_micro_batches} leaves nothing to do; use 1 or more"
-    schedule = SCHEDULES.get(name)
-    if schedule is None:
-        yield f"pipeline.schedule={name}: there is no such schedule; use one of {', '.join(SCHEDULES)}"
-        return
+    schedule = schedule_of(name)
     if virtual_stages is not None and not _takes(schedule, virtual_stages):
         fewest, most = schedule.virtual_stages
         wanted = f"{fewest}" if fewest == most else f"{fewest} or more"

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.data.contents import SUMS, write_sums
-from graphmoe.data.errors import DataError
+from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import pair
 from graphmoe.data.text_files import find_files
-from graphmoe.data.tokenise import Recipe, Totals, tokenise_files, usable_cores, workers_for
+from graphmoe.data.tokenise import Recipe, tokenise_files, usable_cores, workers_for
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, num_ids, tokenizer_file
 
 
@@ -65,19 +67,19 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
     recipe = Recipe(path, end, args.text_field, ids, args.skip_bad, "skip_bad")
     workers = args.workers or workers_for(files, usable_cores())
     bin_path.with_suffix(SUMS).unlink(missing_ok=True)
-    totals = _tokenise_with_progress(files, recipe, args.output, workers)
+    length_N, bad = _tokenise_with_progress(files, recipe, args.output, workers)
     write_sums(args.output)
     return {
         "bin": str(bin_path),
         "idx": str(idx_path),
         "files": len(files),
-        "documents": totals.num_documents,
-        "tokens": totals.num_tokens,
+        "documents": len(length_N),
+        "tokens": int(length_N.sum()),
         "bin_bytes": bin_path.stat().st_size,
         "vocab_size": ids,
         "eod_token": None if end is None else tokenizer.id_to_token(end),
         "workers": workers,
-        "skipped": totals.bad,
+        "skipped": dict(bad.counts),
         "seconds": round(time.monotonic() - started, 3),
     }
 
@@ -101,7 +103,9 @@ def main(argv: list[str]) -> None:
     emit(counts, text, args.format)
 
 
-def _tokenise_with_progress(files: list[Path], recipe: Recipe, output: Path, workers: int) -> Totals:
+def _tokenise_with_progress(
+    files: list[Path], recipe: Recipe, output: Path, workers: int
+) -> tuple[npt.NDArray[np.int64], BadRecords]:
     """Tokenise with a bar on stderr, which only a terminal shows."""
     console = Console(stderr=True)
     columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -4,20 +4,19 @@
 being written or deleted by that process. ``*.replaced`` makes room for a new one of the same step.
 """
 
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from graphmoe.config.untrusted import FileError, is_file_name, open_at_once, read_json
+from graphmoe.config.untrusted import FileError, is_file_name, read_json
+from graphmoe.runtime.host.checksums import FileSum, difference
 from graphmoe.runtime.host.files import replace_text, sync_folder
 
 log = logging.getLogger(__name__)
@@ -153,14 +152,6 @@ def _remove(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class FileSum:
-    """Sum of a file: its sha256 in hexadecimal and its size in bytes."""
-
-    sha256: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class _Manifest:
     """The fields that are read."""
 
@@ -194,27 +185,10 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = Tr
     if METADATA not in manifest.files or not all(map(is_file_name, manifest.files)):
         return [f"{MANIFEST}: it must name {METADATA}, and files of its own folder only"]
     names = sorted(manifest.files)[share::shares]
-    return [line for name in names if (line := _file_damage(folder / name, manifest.files[name], contents))]
+    found = (difference(folder / name, manifest.files[name], contents=contents) for name in names)
+    return [line for line in found if line]
 
 
 def files_in(folder: Path) -> set[str]:
     """Return the names of the files that the manifest of a checkpoint has sums of."""
     return {*read_json(folder / MANIFEST, _Manifest).files}
-
-
-def _file_damage(path: Path, expected: FileSum, contents: bool) -> str | None:
-    try:
-        with open(path, "rb", opener=open_at_once) as stream:
-            found = os.fstat(stream.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                return f"{path.name}: no regular file"
-            if found.st_size != expected.num_bytes:
-                return f"{path.name}: {found.st_size} bytes, the manifest says {expected.num_bytes}"
-            if not contents:
-                return None
-            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        return f"{path.name}: cannot be read ({error})"
-    if sha256 != expected.sha256:
-        return f"{path.name}: sha256 {sha256[:12]}..., the manifest says {expected.sha256[:12]}..."
-    return None

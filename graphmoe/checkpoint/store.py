@@ -18,7 +18,6 @@ from graphmoe.checkpoint.contents import read_entries, value_names, write_entrie
 from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatten, merge, own_share
 from graphmoe.checkpoint.folders import (
     CheckpointError,
-    FileSum,
     MismatchError,
     checkpoints_in,
     damage,
@@ -27,6 +26,7 @@ from graphmoe.checkpoint.folders import (
 )
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.schema import CheckpointConfig
+from graphmoe.runtime.host.checksums import FileSum
 from graphmoe.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)

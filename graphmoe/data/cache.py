@@ -10,11 +10,13 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
 
 from graphmoe.config.schema import ConfigError, cache_root
 from graphmoe.config.untrusted import FileError, read_json, typed
+from graphmoe.runtime.host.checksums import FileSum, difference, sum_of
 from graphmoe.runtime.host.files import FileLock, is_locked, replace_text
 
 log = logging.getLogger(__name__)
@@ -48,15 +50,10 @@ def cache_key(*parts: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-class _FileFacts(TypedDict):
-    num_bytes: int
-    sha256: str
-
-
 class _Document(TypedDict):
     """Content of ``meta.json``."""
 
-    files: dict[str, _FileFacts]
+    files: dict[str, FileSum]
     meta: Any
 
 
@@ -94,16 +91,7 @@ def cached(
 
 def sums_of(entry: Path) -> dict[str, str]:
     """The sha256 of each file of a whole entry. *Raises* ConfigError."""
-    return {name: facts["sha256"] for name, facts in read_json(entry / META, _Document)["files"].items()}
-
-
-def sha256_of(path: Path, stops: Callable[[], bool] = lambda: False) -> str:
-    """The sha256 of a file in hexadecimal; of its beginning when ``stops`` becomes true meanwhile."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while not stops() and (block := file.read(4 << 20)):
-            digest.update(block)
-    return digest.hexdigest()
+    return {name: found.sha256 for name, found in read_json(entry / META, _Document)["files"].items()}
 
 
 def _read_entry(entry: Path, kind: type[Any], say: Callable[..., None] = log.warning) -> Any:
@@ -125,17 +113,16 @@ def _read_entry(entry: Path, kind: type[Any], say: Callable[..., None] = log.war
     return None
 
 
-def _damage(entry: Path, files: dict[str, _FileFacts]) -> str | None:
+def _damage(entry: Path, files: dict[str, FileSum]) -> str | None:
     """Return what is wrong with the files of an entry, if anything is."""
-    paths = {path.name: path for path in entry.iterdir() if path.name != META}
-    if differing := sorted(paths.keys() ^ files.keys()):
-        return f"{differing[0]!r} is {'not listed' if differing[0] in paths else 'gone'}"
-    for name, facts in files.items():
-        if not paths[name].is_file() or paths[name].stat().st_size != facts["num_bytes"]:
-            return f"{name} has another size"
-        if facts["num_bytes"] <= SMALL_BYTES and sha256_of(paths[name]) != facts["sha256"]:
-            return f"the sha256 of {name} is another"
-    return None
+    there = {path.name for path in entry.iterdir() if path.name != META}
+    if differing := sorted(there ^ files.keys()):
+        return f"{differing[0]!r} is {'not listed' if differing[0] in there else 'gone'}"
+    found = (
+        difference(entry / name, written, contents=written.num_bytes <= SMALL_BYTES)
+        for name, written in files.items()
+    )
+    return next(filter(None, found), None)
 
 
 def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
@@ -144,11 +131,8 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
     temporary.mkdir()
     try:
         meta = build(temporary)
-        files = {
-            path.name: _FileFacts(num_bytes=path.stat().st_size, sha256=sha256_of(path))
-            for path in sorted(temporary.iterdir())
-        }
-        replace_text(temporary / META, json.dumps(_Document(files=files, meta=meta), indent=1), durably=True)
+        files = {path.name: asdict(sum_of(path)) for path in sorted(temporary.iterdir())}
+        replace_text(temporary / META, json.dumps({"files": files, "meta": meta}, indent=1), durably=True)
         if entry.exists():  # and damaged
             shutil.rmtree(entry)
         temporary.rename(entry)

@@ -18,9 +18,10 @@ import numpy as np
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_text
-from graphmoe.data.cache import META, SMALL_BYTES, sha256_of, sums_of
+from graphmoe.data.cache import META, SMALL_BYTES, sums_of
 from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import TokenFile, pair, read_token_file
+from graphmoe.runtime.host.checksums import sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ class ContentCheck:
     """Thread that compares files with their sums; ``close`` ends it."""
 
     def __init__(self, files: Iterable[TokenFile] = ()) -> None:
-        pairs = {path: file for file in files if file.sums for path in pair(file.path)}
-        self._files = {path: file for path, file in pairs.items() if not _is_compared(path, file)}
+        self._files = {path: file for file in files if not file.compared for path in pair(file.path)}
         self._found: DataError | None = None
         self._raised = self._done = False
         self._closed = threading.Event()
@@ -86,20 +86,15 @@ class ContentCheck:
         log.info("data: %d files have the sha256 with which they were written", len(self._files))
 
 
-def _is_compared(path: Path, file: TokenFile) -> bool:
-    """Tell whether a file was compared as it was opened."""
-    with contextlib.suppress(OSError):  # where it is gone by now, the thread says so
-        return file.compared or (file.entry is not None and path.stat().st_size <= SMALL_BYTES)
-    return False
-
-
 def read_entry_file(entry: Path, name: str) -> TokenFile:
     """Open a pair of a cache entry. *Raises* DataError; a damaged entry is built again at the next start."""
     sums = sums_of(entry)
     with entry_damage(entry):
         if missing := {path.name for path in pair(entry / name)} - sums.keys():
             raise DataError(f"{entry / META} does not name {min(missing)}")
-        return read_token_file(entry / name, sums=sums, entry=entry)
+        file = read_token_file(entry / name, sums=sums, entry=entry)
+        compared = all(path.stat().st_size <= SMALL_BYTES for path in pair(entry / name))
+        return dataclasses.replace(file, compared=compared)
 
 
 def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.errors import BadRecords
+from graphmoe.data.indexed import TokenFile
 from graphmoe.data.samples import Documents, PackedSamples, Samples, split_for_validation
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer
 
@@ -68,14 +69,29 @@ def configured_tokenizer(config: DataConfig) -> tuple[Tokenizer, int]:
     return tokenizer, end_of_document(tokenizer, config.tokenizer, config.eod_token)
 
 
-def without_validation(train: Sequence[Path], val: Sequence[Path]) -> list[Path]:
-    """Return the training files that are not validation files too."""
-    kept = [path for path in train if path not in set(val)]
-    if len(kept) < len(train):
-        log.info("data: %d files of data.paths are for validation only", len(train) - len(kept))
-    if not kept:
+def corpus_of_files(
+    config: DataConfig, seq_len: int, vocab_size: int, tokenizer: Tokenizer | None,
+    find: Callable[[Sequence[str], str], list[Path]],
+    read: Callable[[Sequence[Path], BadRecords], list[TokenFile]],
+) -> Corpus:  # fmt: skip
+    """Return the corpus of data.paths and data.val_paths; a file that is named by both is for validation.
+
+    find: from patterns, and the key that has them, to files. read: from these to their tokens.
+    """
+    bad = BadRecords(config.skip_bad)
+    val = find(config.val_paths, "data.val_paths")
+    found = find(config.paths, "data.paths")
+    train = [path for path in found if path not in set(val)]
+    if len(train) < len(found):
+        log.info("data: %d files of data.paths are for validation only", len(found) - len(train))
+    if not train:
         raise ConfigError("data.paths names only files of data.val_paths; nothing is left to train on")
-    return kept
+    documents = [Documents.from_files(read(paths, bad)) for paths in (train, val) if paths]
+    corpus = pack_corpus(
+        config, seq_len, documents[0], documents[1] if val else None, tokenizer, bad, vocab_size
+    )
+    corpus.counts["train_files"] = len(train)
+    return corpus
 
 
 def _too_few(config: DataConfig, name: str, documents: Documents, seq_len: int) -> str:

@@ -43,8 +43,8 @@ class TokenFile:
     """The sha256 that both files should have, by their names, where it is known."""
     entry: Path | None = None
     """The entry of the cache that it is part of, if it is."""
-    compared: bool = False
-    """True where both files had these sums as they were opened."""
+    compared: bool = True
+    """False where nobody has compared both files with these sums yet."""
 
     def document_at(self, token: int) -> int:
         """Number of the document that holds this token, counted from 0."""

@@ -25,17 +25,14 @@ class Part:
     size_bytes: int
 
 
-class RecordPlace(NamedTuple):
-    """Start of a document; its text form names the line or row, which is looked up only then."""
+class LinePlace(NamedTuple):
+    """Start of a line; its text form names the line, which is counted only then."""
 
     path: Path
-    byte: int | None = None
-    row: int | None = None
+    byte: int
 
     def __str__(self) -> str:
-        if self.byte is not None:
-            return f"{self.path}:{_line_number(self.path, self.byte)}"
-        return f"{self.path}" if self.row is None else f"{self.path} row {self.row}"
+        return f"{self.path}:{_line_number(self.path, self.byte)}"
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
@@ -73,39 +70,40 @@ def parts_of(path: Path, bad: BadRecords) -> list[Part]:
     return [Part(path, 0, size, size)] if size else []
 
 
-def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
+def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, str]]:
     """(place, text) of each document of the part; bad ones are reported with file and line or row."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for place, text in readers[part.path.suffix](part, text_field, bad):
-        if text and is_unicode(text, place, bad):
+        if is_text(text, text_field, place, bad):
             yield place, text
 
 
-def is_unicode(text: str, place: object, bad: BadRecords) -> bool:
-    """Return False, after a report, for text with a lone surrogate, which JSON can spell as an escape."""
+def is_text(value: Any, field: str, place: object, bad: BadRecords) -> bool:
+    """Tell whether a document has text; what is none, or has a lone surrogate of JSON, is reported."""
+    if not isinstance(value, str):
+        bad.report("record without text", f"{place}: field '{field}' is {type(value).__name__}, not text")
+        return False
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         bad.report("text with a lone surrogate", f"{place}: {error.reason} at character {error.start}")
         return False
-    return True
+    return value != ""
 
 
-def _read_txt(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
+def _read_txt(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, Any]]:
     try:
         raw = part.path.read_bytes()
+        yield part.path, raw.decode("utf-8-sig")
     except OSError as error:
         bad.report("unreadable file", f"{part.path}: {error.strerror}")
-        return
-    try:
-        yield RecordPlace(part.path), raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         bad.report("file that is not UTF-8", f"{part.path}:{line}: byte {raw[error.start]:#04x} is not UTF-8")
 
 
-def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
-    """Documents of the lines that start inside the part."""
+def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, Any]]:
+    """Fields of the lines that start inside the part."""
     try:
         file = open(part.path, "rb")  # noqa: SIM115 (closed by the with below; opening alone may fail here)
     except OSError as error:
@@ -116,39 +114,28 @@ def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[
         if offset:
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
-        while offset < part.stop:
-            raw = file.readline()
-            if not raw:
-                return
-            text, problem = _text_of_line(raw if offset else raw.removeprefix(b"\xef\xbb\xbf"), text_field)
-            if problem is not None:
-                kind, detail = problem
-                bad.report(kind, f"{RecordPlace(part.path, byte=offset)}: {detail}")
-            elif text is not None:
-                yield RecordPlace(part.path, byte=offset), text
+        while offset < part.stop and (raw := file.readline()):
+            place = LinePlace(part.path, offset)
+            line = raw if offset else raw.removeprefix(b"\xef\xbb\xbf")
             offset += len(raw)
-
-
-def _text_of_line(raw: bytes, text_field: str) -> tuple[str | None, tuple[str, str] | None]:
-    """(text, None) or (None, (kind, detail) of what is wrong); (None, None) for a blank line."""
-    if not raw.strip():
-        return None, None
-    kind, text = "record without text", None
-    try:
-        record = json.loads(raw)
-    except UnicodeDecodeError as error:
-        return None, ("line that is not UTF-8", f"byte {error.start} of the line is not UTF-8")
-    except (ValueError, RecursionError) as error:
-        return None, ("bad JSON line", f"not JSON: {error}")
-    if not isinstance(record, dict):
-        detail = f"a JSON object is wanted, not {type(record).__name__}"
-    elif text_field not in record:
-        detail = f"no field '{text_field}' (it has: {', '.join(list(record)[:10])})"
-    elif isinstance(text := record[text_field], str):
-        return text, None
-    else:
-        detail = f"field '{text_field}' is {type(text).__name__}, not text"
-    return None, (kind, detail)
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except UnicodeDecodeError as error:
+                bad.report("line that is not UTF-8", f"{place}: byte {error.start} of the line is not UTF-8")
+                continue
+            except (ValueError, RecursionError) as error:
+                bad.report("bad JSON line", f"{place}: not JSON: {error}")
+                continue
+            if isinstance(record, dict) and text_field in record:
+                yield place, record[text_field]
+            elif isinstance(record, dict):
+                there = ", ".join(list(record)[:10])
+                bad.report("record without text", f"{place}: no field '{text_field}' (it has: {there})")
+            else:
+                what = f"a JSON object is wanted, not {type(record).__name__}"
+                bad.report("record without text", f"{place}: {what}")
 
 
 def _line_number(path: Path, offset: int) -> int:
@@ -161,7 +148,7 @@ def _line_number(path: Path, offset: int) -> int:
     return count
 
 
-def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[RecordPlace, str]]:
+def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, Any]]:
     file = _open_parquet(part.path, bad)
     if file is None:
         return
@@ -178,12 +165,7 @@ def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tupl
         bad.report("unreadable row group", f"{place}: {one_line(error)}")
         return
     for row, text in enumerate(texts, first_row):
-        place_of_row = RecordPlace(part.path, row=row)
-        if isinstance(text, str):
-            yield place_of_row, text
-        else:
-            problem = f"field '{text_field}' is {type(text).__name__}, not text"
-            bad.report("record without text", f"{place_of_row}: {problem}")
+        yield f"{part.path} row {row}", text
 
 
 def _open_parquet(path: Path, bad: BadRecords) -> Any:

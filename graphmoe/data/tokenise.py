@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from tokenizers import Tokenizer
 from graphmoe.data.cache import draft_of, remove_left_overs
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import pair, smallest_dtype, write_index
-from graphmoe.data.text_files import Part, RecordPlace, parts_of, read_documents
+from graphmoe.data.text_files import Part, parts_of, read_documents
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids
 from graphmoe.runtime.host.signals import die_with_parent
 
 log = logging.getLogger(__name__)
 
-Document = tuple[RecordPlace, str]
+Document = tuple[object, str]
+"""Its place, for messages, and its text."""
 
 BATCH_CHARS = 1 << 20
 MIN_BYTES_PER_WORKER = 16 << 20
@@ -45,16 +46,6 @@ class Recipe:
     """Key that the user sets for ``skip_bad``."""
 
 
-@dataclass
-class Totals:
-    """Counts of one run of ``tokenise_files``."""
-
-    num_documents: int = 0
-    num_tokens: int = 0
-    bad: dict[str, int] = field(default_factory=dict)
-    first_bad: str | None = None
-
-
 _PartResult = tuple[list[int], BadRecords, int]
 """Lengths of the documents of a part, what was bad in it, and its bytes."""
 
@@ -66,8 +57,10 @@ def tokenise_files(
     *,
     workers: int,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Totals:
+) -> tuple[npt.NDArray[np.int64], BadRecords]:
     """Write the documents of ``files``, in order, to ``prefix.bin`` and ``prefix.idx``.
+
+    Returns the number of tokens of each document, and what was skipped.
 
     ``on_progress(done_bytes, total_bytes)`` is called as parts get done. *Raises* DataError for bad content,
     always the first in the order of the files, and for files without any text.
@@ -105,7 +98,7 @@ def tokenise_files(
         os.replace(folder / "index", idx_path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Totals(len(length_N), int(length_N.sum()), dict(bad.counts), bad.first)
+    return length_N, bad
 
 
 def usable_cores() -> int:

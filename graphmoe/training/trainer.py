@@ -227,7 +227,7 @@ class Trainer:
         saves = last or _due(self.step, checkpoint.interval)
         waits = validates or saves or self.capture is None
         if validates or saves or len(self.rows) == train.log_interval:
-            self._pending = self.step, self.loader.epochs
+            self._pending = self.step, self.loader.place.epochs
             if waits:
                 self.steps.settle()
         if waits:
@@ -244,7 +244,7 @@ class Trainer:
         self.steps.settle()
         self._report_pending()
         if len(self.rows):
-            self._pending = self.step, self.loader.epochs
+            self._pending = self.step, self.loader.place.epochs
             self._report_pending()
 
     def _report_pending(self) -> None:
@@ -260,7 +260,7 @@ class Trainer:
         if read[-1].values["longest_skip"] >= config.train.max_nonfinite:
             self.steps.settle()
             if len(self.rows):
-                self._write(self.step, self.loader.epochs)
+                self._write(self.step, self.loader.place.epochs)
             self.heartbeat.slow(f"the checkpoint of step {self.step}")
             raise self.saves.after_skips(self.step, self._state(), int(read[-1].values["longest_skip"]))
 

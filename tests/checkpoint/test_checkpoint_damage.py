@@ -49,7 +49,7 @@ def test_damaged_checkpoints_are_reported_and_the_newest_whole_one_used(tmp_path
         (7, "manifest.json: cannot be read"),
         (6, "manifest.json: cannot be read"),
         (5, "__0_0.distcp: cannot be read"),
-        (4, "__0_0.distcp: 100 bytes, the manifest says"),
+        (4, "__0_0.distcp: 100 bytes, written with"),
         (3, "__0_0.distcp: sha256"),
         (2, ".metadata: sha256"),
     ]:

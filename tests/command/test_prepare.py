@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import open_data
-from graphmoe.data.cache import sha256_of
 from graphmoe.data.contents import read_summed_file
 from graphmoe.data.indexed import read_token_file
 from graphmoe.data.tokenizer import train_bpe
 from graphmoe.prepare import PrepareArgs, main, prepare
+from graphmoe.runtime.host.checksums import sha256_of
 from tests.data.texts import sentences, write_jsonl
 
 ROOT = Path(__file__).parents[2]

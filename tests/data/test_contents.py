@@ -55,7 +55,7 @@ def test_a_flipped_bit_in_the_corpus_of_a_library_is_found(tmp_path, cache, capl
     rows = all_of(corpus)
     flip(bin_of(corpus).with_name(name))
     assert np.array_equal(all_of(open_stdlib(asked, 16, 400, tmp_path)), rows)
-    assert f"the sha256 of {name} is another" in caplog.text
+    assert f"{name}: sha256" in caplog.text
 
 
 def test_damage_of_a_large_file_is_found_beside_training_and_mended_by_the_next_start(open_text, large):

@@ -1,4 +1,4 @@
-import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -48,8 +48,8 @@ def test_resume_with_1_2_4_1_ranks_gives_the_same_global_stream(samples, prefetc
 def test_the_state_counts_what_was_handed_out_not_what_was_prefetched(samples):
     loader = Loader(samples, micro_batch_size=2, global_batch_size=8, prefetch=6)
     next(loader)
-    wait_for(lambda: len(loader._prefetcher._ready) == 6)
-    assert loader.state_dict()["consumed"] == loader.consumed == 2
+    assert wait(loader._ahead, 10).done and len(loader._ahead) == 6
+    assert loader.state_dict()["consumed"] == 2
     loader.close()
 
 
@@ -78,7 +78,7 @@ def test_an_error_of_the_thread_is_raised_after_the_batches_before_it(prefetch):
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
             next(loader)
-    assert loader.consumed == 4
+    assert loader.place.consumed == 4
     loader.close()
 
 
@@ -88,10 +88,3 @@ def test_batches_lie_in_pinned_memory_when_asked(samples):
     loader = Loader(samples, micro_batch_size=2, global_batch_size=8, pin_memory=True)
     assert next(loader).is_pinned()
     loader.close()
-
-
-def wait_for(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.005)

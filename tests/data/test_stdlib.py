@@ -48,7 +48,7 @@ def test_every_file_is_a_document_of_one_side(root, cache):
     corpus = open_small(root)
     train, val = documents(corpus, "train"), documents(corpus, "val")
     assert (len(train), len(val)) == (37, 4) and not train & val
-    names = {file.name for file in find_sources(root)}
+    names = {*find_sources(root)}
     assert {"module0.py", "json/module1.py", "latin.py"} <= names and len(names) == 43
     texts = {(root / name).read_text("latin-1") for name in names - {"empty.py", "broken.py"}}
     assert train | val == texts

@@ -48,7 +48,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path, monkeypa
     after = state_of(trainer)
     assert [name for name, t in before.items() if not torch.equal(t, after[name])] == []
     assert trainer.optimizer.applied.item() == 2 and trainer.optimizer.skipped.item() == 1
-    assert trainer.loader.consumed == 3 * 4
+    assert trainer.loader.place.consumed == 3 * 4
     trainer._train_step()
     assert not torch.equal(state_of(trainer)["model.embed.weight"], after["model.embed.weight"])
     trainer.loader.close()

@@ -23,13 +23,16 @@ from graphmoe.data.corpus import Corpus, configured_tokenizer
 from graphmoe.data.errors import BadRecords, DataError, one_line
 from graphmoe.data.order import derive_key, permute
 from graphmoe.data.samples import Reader, Samples
-from graphmoe.data.text_files import is_unicode
+from graphmoe.data.text_files import is_text
 from graphmoe.data.tokenise import encode_checked
 from graphmoe.data.tokenizer import num_ids, tokenizer_hash
 
 BLOCK_DOCUMENTS = 512
 """Documents that are tokenised and shuffled together; a resume reads at most one block again."""
 SHARD_KEY, BLOCK_KEY = 4, 5
+
+Where = dict[str, Any]
+"""A place of a stream, as plain values."""
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
@@ -50,17 +53,6 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
         train, val = stream(config.hf_split, None), None
     counts = {"source": train.name, "shards": train.dataset.num_shards, "seq_len": seq_len}
     return Corpus(train, RememberedSamples(val) if val else None, tokenizer, counts, bad)
-
-
-class RowPlace(NamedTuple):
-    """A row of the stream, for messages."""
-
-    name: str
-    epoch: int
-    row: int
-
-    def __str__(self) -> str:
-        return f"{self.name}, row {self.row} of epoch {self.epoch}"
 
 
 @dataclass(eq=False)
@@ -146,9 +138,8 @@ class StreamReader(Reader):
             block = next(self._stream)
             if self._wanted_sum not in (None, block.sum):  # the first one is that of the state
                 raise DataError(
-                    f"{RowPlace(self._name, block.start['epoch'], block.start['row'])}: the documents from "
-                    "here on are not those of the checkpoint's run; restore the data set, or start a new run "
-                    "folder with hydra.run.dir=..."
+                    f"{_row(self._name, block.start)}: the documents from here on are not those of the "
+                    "checkpoint's run; restore the data set, or start a new run folder with hydra.run.dir=..."
                 )
             self._wanted_sum = None
             self._blocks.append(block)
@@ -157,30 +148,25 @@ class StreamReader(Reader):
 
 class _Block(NamedTuple):
     tokens_T: npt.NDArray[np.int64]
-    start: dict[str, Any]
-    """Start of the block in the stream."""
+    start: Where
+    """Place of its first row in the stream."""
     sum: str
     """Hash of its tokens."""
 
 
-def _blocks(samples: StreamSamples, start: dict[str, Any] | None) -> Iterator[_Block]:
+def _blocks(samples: StreamSamples, start: Where | None) -> Iterator[_Block]:
     """Non-empty blocks of tokens from a place of the stream on, epoch after epoch."""
-    where = start or {"epoch": 0, "shard": 0, "row": 0, "number": 0, "dataset": None}
+    start = start or {"epoch": 0, "shard": 0, "row": 0, "number": 0, "dataset": None}
     while True:
-        found = where["number"] > 0  # what stands before a resumed place is not read again
-        rows = _Rows(samples, where)
-        while True:
-            where = rows.where()
-            block = rows.take(BLOCK_DOCUMENTS)
-            if not block:
-                break
-            tokens_T = _tokens(samples, block, where)
-            found |= len(tokens_T) > 0
+        found = start["number"] > 0  # what stands before a resumed place is not read again
+        for where, rows in _rows(samples, start):
+            tokens_T = _tokens(samples, rows, where)
             if len(tokens_T):
+                found = True
                 yield _Block(tokens_T, where, hashlib.blake2b(tokens_T.data, digest_size=16).hexdigest())
         if not found:
             raise DataError(_nothing_found(samples))
-        where = {"epoch": where["epoch"] + 1, "shard": 0, "row": 0, "number": 0, "dataset": None}
+        start = {"epoch": start["epoch"] + 1, "shard": 0, "row": 0, "number": 0, "dataset": None}
 
 
 def _nothing_found(samples: StreamSamples) -> str:
@@ -194,25 +180,19 @@ def _nothing_found(samples: StreamSamples) -> str:
     )
 
 
-def _tokens(
-    samples: StreamSamples, block: list[tuple[RowPlace, Any]], where: dict[str, Any]
-) -> npt.NDArray[np.int64]:
+def _tokens(samples: StreamSamples, rows: list[tuple[str, Any]], where: Where) -> npt.NDArray[np.int64]:
     """The tokens of a block's documents, shuffled within the block."""
     if samples.config.shuffle:
         key = derive_key(samples.config.seed, where["epoch"], where["number"], BLOCK_KEY)
-        block = [block[i] for i in permute(np.arange(len(block)), len(block), key)]
-    batch = [(place, record) for place, record in block if _usable(samples, place, record)]
+        rows = [rows[i] for i in permute(np.arange(len(rows)), len(rows), key)]
+    batch = [(place, text) for place, text in rows if _usable(samples, place, text)]
     documents = encode_checked(samples.tokenizer, batch, samples.end_token, samples.id_limit, samples.bad)
     return np.concatenate([np.zeros(0, np.int64), *documents])
 
 
-def _usable(samples: StreamSamples, place: RowPlace, text: Any) -> bool:
+def _usable(samples: StreamSamples, place: str, text: Any) -> bool:
     """Tell whether this is a text of the wanted side of the split; report anything but text."""
-    if not isinstance(text, str):
-        problem = f"field '{samples.config.text_field}' is {type(text).__name__}, not text"
-        samples.bad.report("record without text", f"{place}: {problem}")
-        return False
-    if not text or not is_unicode(text, place, samples.bad):
+    if not is_text(text, samples.config.text_field, place, samples.bad):
         return False
     if samples.held_out is None:
         return True
@@ -220,62 +200,52 @@ def _usable(samples: StreamSamples, place: RowPlace, text: Any) -> bool:
     return (share < samples.config.val_fraction) == samples.held_out
 
 
-class _Rows:
-    """The rows of one epoch, shard after shard in a seeded order, with a place that can be kept."""
+def _rows(samples: StreamSamples, start: Where) -> Iterator[tuple[Where, list[tuple[str, Any]]]]:
+    """Yield the blocks of an epoch from a place on, shard after shard in a seeded order.
 
-    def __init__(self, samples: StreamSamples, where: dict[str, Any]):
-        self._samples = samples
-        self._where = {**where}
-        self._shards = np.arange(max(1, samples.dataset.num_shards))
-        if samples.config.shuffle:
-            key = derive_key(samples.config.seed, where["epoch"], SHARD_KEY)
-            self._shards = permute(self._shards, len(self._shards), key)
-        self._shard: Any
-        self._rows: Iterator[dict[str, Any]]
-        self._open(where["dataset"])
-
-    def where(self) -> dict[str, Any]:
-        """The place of the next row, as plain values."""
-        state = copy.deepcopy(self._shard.state_dict()) if self._shard is not None else None
-        return {**self._where, "dataset": state}
-
-    def take(self, count: int) -> list[tuple[RowPlace, Any]]:
-        """The next rows of the epoch, (place, text); fewer at its end, none after it."""
-        rows: list[tuple[RowPlace, Any]] = []
-        while len(rows) < count and self._shard is not None:
+    Each is the place of its first row, as plain values, and (place for messages, text) of each row.
+    """
+    shards = np.arange(max(1, samples.dataset.num_shards))
+    if samples.config.shuffle:
+        shards = permute(shards, len(shards), derive_key(samples.config.seed, start["epoch"], SHARD_KEY))
+    where, first, rows = {**start}, start, list[tuple[str, Any]]()
+    while where["shard"] < len(shards):
+        shard = samples.dataset.shard(num_shards=len(shards), index=int(shards[where["shard"]]))
+        if where["dataset"] is not None:
+            shard.load_state_dict(copy.deepcopy(where["dataset"]))
+        records = iter(shard)
+        while True:
+            if not rows:
+                first = {**where, "dataset": copy.deepcopy(shard.state_dict())}
+            place = _row(samples.name, where)
             try:
-                record = next(self._rows, None)
+                record = next(records, None)
             except Exception as error:  # of any type: parsers, file systems and the network stand behind it
-                raise DataError(f"{self._place()}: cannot be read: {one_line(error)}") from error
-            if record is not None:
-                rows.append((self._place(), self._text(record)))
-                self._where["row"] += 1
-                continue
-            self._where["shard"] += 1
-            self._open(None)
-        self._where["number"] += 1
-        return rows
+                raise DataError(f"{place}: cannot be read: {one_line(error)}") from error
+            if record is None:
+                break
+            rows.append((place, _text(samples, record)))
+            where["row"] += 1
+            if len(rows) == BLOCK_DOCUMENTS:
+                yield first, rows
+                where["number"] += 1
+                rows = []
+        where |= {"shard": where["shard"] + 1, "dataset": None}
+    if rows:
+        yield first, rows
 
-    def _open(self, state: dict[str, Any] | None) -> None:
-        """Open the shard that is next; none after the last."""
-        self._shard = None
-        if self._where["shard"] >= len(self._shards):
-            return
-        index = int(self._shards[self._where["shard"]])
-        self._shard = self._samples.dataset.shard(num_shards=len(self._shards), index=index)
-        if state is not None:
-            self._shard.load_state_dict(copy.deepcopy(state))
-        self._rows = iter(self._shard)
 
-    def _place(self) -> RowPlace:
-        return RowPlace(self._samples.name, self._where["epoch"], self._where["row"])
+def _row(name: str, where: Where) -> str:
+    """A row of the stream, for messages."""
+    return f"{name}, row {where['row']} of epoch {where['epoch']}"
 
-    def _text(self, record: dict[str, Any]) -> Any:
-        key = self._samples.config.text_field
-        if key not in record:
-            what = f"data.text_field={key} is not a column of {self._samples.name}"
-            raise ConfigError(f"{what}; its columns: {', '.join(record)}")
-        return record[key]
+
+def _text(samples: StreamSamples, record: dict[str, Any]) -> Any:
+    key = samples.config.text_field
+    if key not in record:
+        what = f"data.text_field={key} is not a column of {samples.name}"
+        raise ConfigError(f"{what}; its columns: {', '.join(record)}")
+    return record[key]
 
 
 def open_stream(config: DataConfig, split: str) -> Any:

@@ -8,42 +8,29 @@ from pathlib import Path
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.cache import SMALL_BYTES
 from graphmoe.data.contents import read_summed_file
-from graphmoe.data.corpus import Corpus, pack_corpus, without_validation
+from graphmoe.data.corpus import Corpus, corpus_of_files
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import TokenFile, pair
-from graphmoe.data.samples import Documents
 from graphmoe.data.tokenizer import load_tokenizer
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     """Open .bin/.idx pairs."""
-    bad = BadRecords(config.skip_bad)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
-    val_prefixes = _prefixes(config.val_paths, "data.val_paths")
-    prefixes = without_validation(_prefixes(config.paths, "data.paths"), val_prefixes)
-    train = Documents.from_files(_readable(prefixes, bad))
-    val = Documents.from_files(_readable(val_prefixes, bad)) if val_prefixes else None
-    corpus = pack_corpus(config, seq_len, train, val, tokenizer, bad, vocab_size)
-    corpus.counts["train_files"] = len(prefixes)
-    return corpus
+    return corpus_of_files(config, seq_len, vocab_size, tokenizer, _prefixes, _readable)
 
 
 def _prefixes(patterns: Sequence[str], key: str) -> list[Path]:
     """Return prefixes of token files; a pattern with wildcards stands for the indices that it matches."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        stem = os.path.expanduser(pattern)
-        stem = stem[:-4] if stem.endswith((".bin", ".idx")) else stem
-        matches = (
-            [stem]
-            if not glob.has_magic(stem)
-            else [m[:-4] for m in sorted(glob.glob(stem + ".idx", recursive=True))]
-        )
+        index = str(pair(os.path.expanduser(pattern))[1])
+        matches = sorted(glob.glob(index, recursive=True)) if glob.has_magic(index) else [index]
         if not matches:
-            raise ConfigError(f"{key}: no file matches '{stem}.idx' (looked from {Path.cwd()})")
-        if not glob.has_magic(stem) and not Path(f"{stem}.idx").is_file():
-            raise ConfigError(f"{key}: {stem}.idx does not exist (looked from {Path.cwd()})")
-        found.update(dict.fromkeys(Path(match).absolute() for match in matches))
+            raise ConfigError(f"{key}: no file matches '{index}' (looked from {Path.cwd()})")
+        if not glob.has_magic(index) and not Path(index).is_file():
+            raise ConfigError(f"{key}: {index} does not exist (looked from {Path.cwd()})")
+        found.update(dict.fromkeys(Path(match[:-4]).absolute() for match in matches))
     return list(found)
 
 

@@ -7,8 +7,6 @@ import platform
 import sysconfig
 import time
 import tokenize
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +31,13 @@ LEFT_OUT |= {"encodings", "lib2to3"}
 MIN_FILES = 2
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of the corpus."""
-
-    name: str
-    """Path relative to the root, with forward slashes."""
-    raw: bytes
-
-
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | None = None) -> Corpus:
-    """Open the corpus of Python's standard library, or of another folder of .py files."""
+    """Open the corpus of Python's standard library, or of another folder of .py files.
+
+    A file is a document. Which files are for validation follows from a hash of their names. Without a
+    tokenizer one is trained on the training files. The cache entry holds tokenizer.json, train.bin/.idx and,
+    if any, val.bin/.idx.
+    """
     tokenizer, end = None, None
     if config.tokenizer is not None:
         tokenizer, end = configured_tokenizer(config)
@@ -51,14 +45,18 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
         raise ConfigError(
             f"data.bpe_vocab_size={config.bpe_vocab_size} is not in 300 .. model.vocab_size={vocab_size}"
         )
-    entry, counts = prepare_stdlib(
-        cache_folder(config.cache_dir),
-        val_fraction=config.val_fraction,
-        bpe_vocab_size=config.bpe_vocab_size,
-        tokenizer=tokenizer,
-        end_token=end,
-        root=root,
-    )
+    files = find_sources(root or Path(sysconfig.get_path("stdlib")))
+    contents = hashlib.blake2b(digest_size=16)
+    for name, raw in files.items():
+        contents.update(f"{name}\0{len(raw)}\0".encode())
+        contents.update(raw)
+    how = tokenizer_hash(tokenizer) if tokenizer else config.bpe_vocab_size
+    key = cache_key("stdlib", contents.hexdigest(), config.val_fraction, how, end)
+
+    def build(folder: Path) -> dict[str, Any]:
+        return _build(folder, files, config, tokenizer, end)
+
+    entry, counts = cached(cache_folder(config.cache_dir), f"stdlib-{key}", build, dict[str, int])
     with entry_damage(entry):
         tokenizer = load_tokenizer(entry / "tokenizer.json")
     if num_ids(tokenizer) > vocab_size:
@@ -73,60 +71,31 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
     return corpus
 
 
-def prepare_stdlib(
-    cache: Path,
-    *,
-    val_fraction: float,
-    bpe_vocab_size: int,
-    tokenizer: Tokenizer | None = None,
-    end_token: int | None = None,
-    root: Path | None = None,
-) -> tuple[Path, dict[str, Any]]:
-    """(cache entry, counts): the entry holds tokenizer.json, train.bin/.idx and, if any, val.bin/.idx.
-
-    A file is a document. Which files are for validation follows from a hash of their names. Without a
-    tokenizer one is trained on the training files.
-    """
-    files = find_sources(root or Path(sysconfig.get_path("stdlib")))
-    contents = hashlib.blake2b(digest_size=16)
-    for file in files:
-        contents.update(f"{file.name}\0{len(file.raw)}\0".encode())
-        contents.update(file.raw)
-    how = tokenizer_hash(tokenizer) if tokenizer else bpe_vocab_size
-    key = cache_key("stdlib", contents.hexdigest(), val_fraction, how, end_token)
-
-    def build(folder: Path) -> dict[str, Any]:
-        return _build(folder, files, val_fraction, bpe_vocab_size, tokenizer, end_token)
-
-    return cached(cache, f"stdlib-{key}", build, dict[str, int])
-
-
-def find_sources(root: Path) -> list[SourceFile]:
-    """The .py files under ``root``, sorted by name, without tests, installed packages and tables."""
-    files = []
+def find_sources(root: Path) -> dict[str, bytes]:
+    """The .py files under ``root`` by their paths in it, without tests, installed packages and tables."""
+    files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         for name in names:
             path = Path(folder, name)
             if name.endswith(".py") and path.is_file():
-                files.append(SourceFile(path.relative_to(root).as_posix(), path.read_bytes()))
+                files[path.relative_to(root).as_posix()] = path.read_bytes()
     if len(files) < MIN_FILES:
         raise ConfigError(
             f"data=stdlib: {root} holds {len(files)} .py files; this Python {platform.python_version()} "
             "comes without its library's source. Use data=files data.paths=[...] data.tokenizer=..."
         )
-    return sorted(files, key=lambda file: file.name)
+    return dict(sorted(files.items()))
 
 
 def _build(
-    folder: Path, files: Sequence[SourceFile], val_fraction: float, bpe_vocab_size: int,
-    tokenizer: Tokenizer | None, end_token: int | None,
-) -> dict[str, Any]:  # fmt: skip
+    folder: Path, files: dict[str, bytes], config: DataConfig, tokenizer: Tokenizer | None, end: int | None
+) -> dict[str, Any]:
     """Fill a cache entry; returns the counts."""
     started = time.monotonic()
-    texts = {file.name: text for file in files if (text := _decode(file))}
+    texts = {name: text for name, raw in files.items() if (text := _decode(name, raw))}
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") for name in texts]
-    val = held_out(np.array(hashes, dtype=np.uint64), val_fraction)
+    val = held_out(np.array(hashes, dtype=np.uint64), config.val_fraction)
     sides = {"train": False, "val": True} if val.any() else {"train": False}
     parts = {
         name: [text for text, held in zip(texts.values(), val, strict=True) if held == side]
@@ -134,8 +103,8 @@ def _build(
     }
     log.info("standard library: %d files, %d characters", len(texts), sum(map(len, texts.values())))
     if tokenizer is None:
-        tokenizer = train_bpe(iter(parts["train"]), bpe_vocab_size, len(parts["train"]))
-        end_token = 0
+        tokenizer = train_bpe(iter(parts["train"]), config.bpe_vocab_size, len(parts["train"]))
+        end = 0
         seconds = time.monotonic() - started
         log.info("trained a byte-level BPE tokenizer of %d ids, %.1f s", num_ids(tokenizer), seconds)
     # not tokenizer.save: the Rust side raises bare Exception when the disk is full
@@ -143,7 +112,7 @@ def _build(
     dtype = smallest_dtype(num_ids(tokenizer))
     counts: dict[str, Any] = {"files_left_out": len(files) - len(texts)}
     for name, part in parts.items():
-        documents = encode(tokenizer, part, end_token)
+        documents = encode(tokenizer, part, end)
         write_token_file(folder / name, documents, dtype)
         counts[f"{name}_files"] = len(documents)
         counts[f"{name}_characters"] = sum(map(len, part))
@@ -151,12 +120,12 @@ def _build(
     return counts
 
 
-def _decode(file: SourceFile) -> str:
+def _decode(name: str, raw: bytes) -> str:
     """The text of a source file; empty when it is not in the encoding that it declares."""
-    lines = iter(file.raw.splitlines(keepends=True))
+    lines = iter(raw.splitlines(keepends=True))
     try:
         encoding, _ = tokenize.detect_encoding(lambda: next(lines, b""))
-        return file.raw.decode(encoding)
+        return raw.decode(encoding)
     except (SyntaxError, UnicodeDecodeError) as error:
-        log.warning("standard library: left out %s (%s)", file.name, error)
+        log.warning("standard library: left out %s (%s)", name, error)
         return ""

@@ -91,7 +91,7 @@ class RunCase(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a job left; the last timed step is that before the recorded ones."""
+    """Files that a job left; the last timed step is that before the recorded ones."""
 
     steps: list[dict[str, Any]]
     summary: dict[str, Any]

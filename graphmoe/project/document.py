@@ -1,11 +1,12 @@
 """A projection as plain values: what ``format=json`` prints and the tables show."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graphmoe.config.schema import AttentionKind, ConfigError, ModelConfig, RunConfig
+from graphmoe.config.ranges import fields_of
+from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.timing import FLUSH_BYTES
 from graphmoe.plan.costs.hardware import Card
@@ -125,6 +126,21 @@ def _gb(sizes: Mapping[str, float]) -> dict[str, float]:
     return {name: size / 1e9 for name, size in sizes.items() if size}
 
 
+CHART = {
+    "model.attention": "gqa",
+    "model.num_dense_layers": 0,
+    "model.mtp_depth": 0,
+    "parallel.tp": 1,
+    "parallel.etp": 1,
+    "recompute.all": False,
+    "recompute.segments": [],
+    "recompute.ops": [],
+    "recompute.layer_ids": [],
+    "pipeline.layout": None,
+}
+"""Values of all that the published chart describes."""
+
+
 def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
     """Decimal GB of a rank by kind under the assumptions of a published chart of a model of 10^12 parameters.
 
@@ -135,15 +151,28 @@ def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
 
     *Raises* ConfigError for a configuration that the chart's assumptions do not describe.
     """
-    if problems := [f"assumptions=published {problem}" for problem in _published_rules(config, layout)]:
-        raise ConfigError("; ".join([*problems, "use assumptions=exact, which does"]))
-    weights = _published_weights(config.model, layout)
+    model, d, seq_len = config.model, config.model.hidden_size, config.data.seq_len
+    given = {field.key: getattr(field.value, "value", field.value) for field in fields_of(config)}
+    problems = [f"has no {key}={given[key]}" for key, value in CHART.items() if given[key] != value]
+    if model.num_layers % layout.pp:
+        problems.append(f"shares model.num_layers={model.num_layers} equally, not by parallel.pp={layout.pp}")
+    if problems:
+        raise ConfigError(f"assumptions=published {'; '.join(problems)}; use assumptions=exact, which does")
+    assert seq_len is not None
+    of_layer = model.num_experts / layout.ep * 3 * d * model.expert_ffn_size + d * d
+    weights = model.num_layers / layout.pp * of_layer + model.vocab_size * d
+    # queries, attention's result, the residual stream; keys and values
+    attention = 2 * model.num_heads * model.head_dim + d + 2 * model.num_kv_heads * model.head_dim
+    experts = model.top_k * (3 * model.expert_ffn_size + d) + 2 * d
+    # of the first rank of an interleaved pipeline, in bf16, and logits in bf16 and fp32
+    in_flight = (model.num_layers / layout.pp + 1) * layout.pp - 1
+    of_token = in_flight * BF16 * (attention + experts) + (BF16 + 4) * (model.vocab_size + d)
     sizes = {
         "params": BF16 * weights,
         "grads": BF16 * weights,
         "main_params": 2 * weights / layout.edp,
         "moments": 8 * weights / layout.edp,
-        "activations": _published_activations(config, layout),
+        "activations": config.train.micro_batch_size * seq_len * of_token / layout.cp,
         "buffers": 0.0,
     }
     cells = {kind: round(size / 1e9, 1) for kind, size in sizes.items()}
@@ -153,39 +182,3 @@ def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
 def published_bubble(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> float:
     """Share of a step in which a rank waits: (p - 1) / (p - 1 + m v)."""
     return (num_ranks - 1) / (num_ranks - 1 + num_micro_batches * virtual_stages)
-
-
-def _published_weights(model: ModelConfig, layout: Layout) -> float:
-    """Parameters of a rank: its layers and one matrix of the vocabulary."""
-    d = model.hidden_size
-    of_layer = model.num_experts / layout.ep * 3 * d * model.expert_ffn_size + d * d
-    return model.num_layers / layout.pp * of_layer + model.vocab_size * d
-
-
-def _published_activations(config: RunConfig, layout: Layout) -> float:
-    """Bytes that the first rank of an interleaved pipeline keeps at most, and of logits in bf16 and fp32."""
-    model, d = config.model, config.model.hidden_size
-    assert config.data.seq_len is not None
-    tokens = config.train.micro_batch_size * config.data.seq_len
-    in_flight = (model.num_layers / layout.pp + 1) * layout.pp - 1
-    # queries, attention's result, the residual stream; keys and values
-    attention = 2 * model.num_heads * model.head_dim + d + 2 * model.num_kv_heads * model.head_dim
-    experts = model.top_k * (3 * model.expert_ffn_size + d) + 2 * d
-    logits = (BF16 + 4) * (model.vocab_size + d)
-    return tokens * (in_flight * BF16 * (attention + experts) + logits) / layout.cp
-
-
-def _published_rules(config: RunConfig, layout: Layout) -> Iterator[str]:
-    model, recompute = config.model, config.recompute
-    if model.attention is not AttentionKind.gqa:
-        yield f"has no model.attention={model.attention.value}"
-    yield from (
-        f"has no model.{key}={n}" for key in ("num_dense_layers", "mtp_depth") if (n := getattr(model, key))
-    )
-    yield from (f"has no parallel.{key}={n}" for key in ("tp", "etp") if (n := getattr(layout, key)) > 1)
-    if model.num_layers % layout.pp:
-        yield f"shares model.num_layers={model.num_layers} equally, not by parallel.pp={layout.pp}"
-    if recompute.all or recompute.segments or recompute.ops or recompute.layer_ids:
-        yield "keeps all activations, and recompute.* is given"
-    if config.pipeline.layout is not None:
-        yield f"knows no pipeline.layout={config.pipeline.layout}"

@@ -91,7 +91,11 @@ def test_advice_is_what_there_is_to_change():
         (("hardware=h100", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
         (("hardware=h100", "assumptions=exakt"), "assumptions=exakt: expected one of exact, published"),
         (("hardware=h100", "compile.enabled=false"), "use compile.enabled=true"),
-        (("hardware=h100", "assumptions=published"), "assumptions=published has no model.attention=mla"),
+        (
+            ("hardware=h100", "assumptions=published", "parallel.tp=2", "recompute=all", "parallel.pp=2"),
+            "assumptions=published has no model.attention=mla; has no model.num_dense_layers=1; has no "
+            "parallel.tp=2; has no recompute.all=True; use assumptions=exact",
+        ),
         (("hardware=h100", "-m"), "-m: a projection is of one run; leave it out"),
         (("hardware=h100", "top=0"), "top=0 must be 1 or more"),
         (("hardware=h100", "page=nowhere/x.html"), "page=nowhere/x.html: there is no folder nowhere"),

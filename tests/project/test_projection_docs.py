@@ -54,11 +54,17 @@ def sizes_of(layout: str) -> str:
 
 
 @pytest.mark.parametrize("row", rows_below(PAGE, "| sequences of 4096"), ids=lambda row: row[0])
-def test_what_runs_of_this_project_take_is_beside_each_row_of_the_chart(row, projected):
+def test_the_chart_is_reproduced_and_what_runs_of_this_project_take_is_beside_it(row, projected):
+    virtual = 4 if "PP24" in row[0] else 2
     words = f"{CHART} hardware=mi300x pipeline.schedule=interleaved {sizes_of(row[0])}"
-    words += f" pipeline.virtual_stages={4 if 'PP24' in row[0] else 2}"
-    exact = projected(words)["memory_gb"]["total"]
-    assert f"{exact:.1f}" == row[-1]
+    words += f" pipeline.virtual_stages={virtual}"
+    exact, chart = (projected(f"{words} assumptions={name}") for name in ("exact", "published"))
+    memory = chart["memory_gb"]
+    assert memory.pop("buffers") == 0
+    cells = [*memory.values(), exact["memory_gb"]["total"]]
+    assert [f"{cell:.1f}" for cell in cells] == row[1:]
+    pp = chart["layout"]["pp"]
+    assert chart["bubble"] == (pp - 1) / (pp - 1 + chart["micro_batches"] * virtual)
 
 
 def layouts():

@@ -9,20 +9,12 @@ from rich.console import Console
 
 from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.projection_suite import projected_run
-from graphmoe.config.schema import (
-    ConfigError,
-    DataConfig,
-    ParallelConfig,
-    PipelineConfig,
-    RunConfig,
-    TrainConfig,
-)
+from graphmoe.config.schema import ConfigError, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
 from graphmoe.plan.costs.rates import CLASSES, Speeds, default_rates, rates_of
-from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.check import resolve
-from graphmoe.project.arguments import Assumptions, ProjectArgs, completed
+from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
 from graphmoe.project.memory import allocated_bytes
 from graphmoe.project.tables import render
@@ -157,19 +149,3 @@ def test_what_leaves_the_node_takes_the_network():
     assert speeds.exchange(1e9, 8) == pytest.approx(1e9 * 7 / 8 / (448e9 * NVIDIA.node))
     assert speeds.exchange(1e9, 16) == pytest.approx(1e9 * 8 / 16 / (50e9 * NVIDIA.network))
     assert speeds.exchange(1e9, 4, stride=8) == pytest.approx(1e9 * 3 / 4 / (50e9 * NVIDIA.network))
-
-
-@pytest.mark.parametrize(("virtual_stages", "percent"), [(1, 48.4), (3, 23.8), (6, 13.5)])
-def test_published_bubbles_come_with_the_published_assumptions(virtual_stages, percent):
-    name = "1f1b" if virtual_stages == 1 else "interleaved"
-    run = RunConfig(
-        model=load_preset("moe_515b"),
-        data=DataConfig(seq_len=4096),
-        train=TrainConfig(micro_batch_size=1),
-        parallel=ParallelConfig(pp=16, ep=8),
-        pipeline=PipelineConfig(schedule=name, virtual_stages=virtual_stages, microbatches=16),
-    )
-    args = ProjectArgs("mi300x", nodes=64, assumptions=Assumptions.published)
-    found = project(resolve(completed(run, args)), args)
-    assert round(100 * found["bubble"], 1) == percent
-    assert Layout.of(run.parallel, 512).edp == 4

@@ -45,10 +45,8 @@ def normalises(stage: StagePieces, mtp_depth: int) -> bool:
 KEY = "pipeline.layout"
 MAX_SIGNS = 10_000
 """Letters and borders that a layout may have once it is written out."""
-MAX_GROUPS = 200
-"""Parentheses that a layout may have, nested or not."""
-_LETTERS = "EtmL"
 _VALID = "E (embedding), t (layer), m (multi-token-prediction layer), L (loss), |, x*n and (x)*n"
+_REPEAT = "such as t*3 or (tt|)*3"
 
 
 def parse_layout(text: str, *, key: str = KEY) -> list[str]:
@@ -57,7 +55,7 @@ def parse_layout(text: str, *, key: str = KEY) -> list[str]:
     *Raises* ConfigError, which points at the character, for a string that is no layout of any model. The
     error names the string by ``key``.
     """
-    return _written(_pieces(_Source(text, key)))
+    return "".join(sign.char for sign in _checked(_Source(text, key))).split("|")
 
 
 def pieces_of(
@@ -65,17 +63,33 @@ def pieces_of(
 ) -> tuple[StagePieces, ...]:
     """Return the pieces of each stage. *Raises* ConfigError where the layout does not fit model or stages."""
     source = _Source(text, key)
-    pieces = _pieces(source)
-    _check_count(source, pieces, "t", "model.num_layers", num_layers)
-    _check_count(source, pieces, "m", "model.mtp_depth", mtp_depth)
+    signs = _checked(source)
+    for char, of_model, wanted in (
+        ("t", "model.num_layers", num_layers),
+        ("m", "model.mtp_depth", mtp_depth),
+    ):
+        found = [sign for sign in signs if sign.char == char]
+        more = wanted - len(found)
+        if more:
+            at = (found[wanted:] or found[-1:] or signs[-1:])[0].at
+            change = f"add {more}" if more > 0 else f"take {-more} away"
+            source.fail(at, f"{char} is there {len(found)} times, and {of_model}={wanted}; {change}")
+    pieces = "".join(sign.char for sign in signs).split("|")
     if len(pieces) != num_stages:
-        at = pieces[num_stages][0].at if len(pieces) > num_stages else pieces[-1][-1].at
+        borders = [sign for sign in signs if sign.char == "|"]
         source.fail(
-            at,
-            f"{_counted(len(pieces), 'piece')}, and parallel.pp * pipeline.virtual_stages = {num_stages}; "
-            f"use {_counted(num_stages - 1, 'border')} |, or other numbers of ranks or virtual stages",
+            (borders[num_stages - 1 :] or signs[-1:])[0].at,
+            f"{len(pieces)} piece{'s' * (len(pieces) != 1)}, and parallel.pp * pipeline.virtual_stages = "
+            f"{num_stages}; use {num_stages - 1} border{'s' * (num_stages != 2)} |, or other numbers of "
+            f"ranks or virtual stages",
         )
-    return _numbered(_written(pieces))
+
+    def ranges(char: str) -> Iterator[range]:
+        ends = itertools.accumulate((piece.count(char) for piece in pieces), initial=0)
+        return itertools.starmap(range, itertools.pairwise(ends))
+
+    parts = zip(pieces, ranges("t"), ranges("m"), strict=True)
+    return tuple(StagePieces("E" in piece, layers, mtp, "L" in piece) for piece, layers, mtp in parts)
 
 
 def short_layout(pieces: Sequence[str]) -> str:
@@ -95,8 +109,7 @@ class _Sign(NamedTuple):
     at: int
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     text: str
     key: str
 
@@ -106,139 +119,61 @@ class _Source:
         raise ConfigError(f"{self.key}: {problem}\n  {shown}\n  {' ' * at}^")
 
 
-def _written(pieces: list[list[_Sign]]) -> list[str]:
-    return ["".join(sign.char for sign in piece) for piece in pieces]
-
-
-def _pieces(source: _Source) -> list[list[_Sign]]:
-    """Return the letters between borders. *Raises* ConfigError unless E is first, L last, m after every t."""
-    signs = _Parser(source).signs()
-    pieces: list[list[_Sign]] = [[]]
-    for sign in signs:
-        if sign.char != "|":
-            pieces[-1].append(sign)
-        elif pieces[-1]:
-            pieces.append([])
-        else:
-            source.fail(sign.at, "the stage before this border is empty; write a t, or take the border away")
+def _checked(source: _Source) -> list[_Sign]:
+    """Return every letter and border. *Raises* ConfigError unless they are E, every t, every m, L."""
+    signs = _written_out(source)
     if not signs:
         source.fail(0, "it is empty; write such as 'Ett|ttL'")
-    if not pieces[-1]:
-        source.fail(signs[-1].at, "the stage after this border is empty; end with L, or take the border away")
-    _check_order(source, [sign for piece in pieces for sign in piece])
-    return pieces
+    for before, sign, after in zip([None, *signs], signs, [*signs[1:], None], strict=False):
+        if sign.char == "|" and "|" in (before.char if before else "|", after.char if after else "|"):
+            source.fail(sign.at, "a stage beside this border is empty; write a t, or take the border away")
+    letters = [sign for sign in signs if sign.char != "|"]
+    kinds = "".join(sign.char for sign in letters)
+    if not re.fullmatch("Et*m*L", kinds):
+        fitting = re.match("(Et*m*L?)?", kinds)
+        assert fitting
+        at = letters[min(fitting.end(), len(letters) - 1)].at
+        source.fail(
+            at, "the letters are E once, then every t, then every m, then L once; mend the order here"
+        )
+    return signs
 
 
-def _check_order(source: _Source, letters: list[_Sign]) -> None:
-    """Raise ConfigError unless the letters are E, every t, every m, L."""
-    for char, place, index, what in (("E", "first", 0, "embedding"), ("L", "last", -1, "loss")):
-        found = [sign for sign in letters if sign.char == char]
-        if not found:
-            source.fail(letters[index].at, f"{char}, the {what}, is missing; write it {place}")
-        if len(found) > 1:
-            again = found[1] if char == "E" else found[0]
-            source.fail(again.at, f"{char}, the {what}, is there {len(found)} times; write it once, {place}")
-        if letters[index].char != char:
-            source.fail(found[0].at, f"{char}, the {what}, must be the {place} letter; move it there")
-    last_layer = max((i for i, sign in enumerate(letters) if sign.char == "t"), default=0)
-    early = next((sign for sign in letters[:last_layer] if sign.char == "m"), None)
-    if early:
-        source.fail(early.at, "m, a multi-token-prediction layer, must come after the last t; move it there")
-
-
-def _check_count(source: _Source, pieces: list[list[_Sign]], char: str, key: str, wanted: int) -> None:
-    letters = [sign for piece in pieces for sign in piece]
-    found = [sign for sign in letters if sign.char == char]
-    if len(found) == wanted:
-        return
-    if len(found) > wanted:
-        at, change = found[wanted].at, f"take {len(found) - wanted} away"
-    else:
-        at, change = (found or letters)[-1].at, f"add {wanted - len(found)}"
-    source.fail(at, f"{char} is there {_counted(len(found), 'time')}, and {key}={wanted}; {change}")
-
-
-def _numbered(pieces: list[str]) -> tuple[StagePieces, ...]:
-    def ranges(char: str) -> Iterator[range]:
-        ends = itertools.accumulate((piece.count(char) for piece in pieces), initial=0)
-        return itertools.starmap(range, itertools.pairwise(ends))
-
-    parts = zip(pieces, ranges("t"), ranges("m"), strict=True)
-    return tuple(StagePieces("E" in piece, layers, mtp, "L" in piece) for piece, layers, mtp in parts)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-class _Parser:
-    """Parser of a layout from left to right, which skips commas and spaces."""
-
-    def __init__(self, source: _Source) -> None:
-        self.source = source
-        self.chars = [_Sign(char, at) for at, char in enumerate(source.text) if char not in ", \t\n"]
-        self.next = 0
-
-    def signs(self) -> list[_Sign]:
-        """Return every letter and border, written out."""
-        opened = [sign for sign in self.chars if sign.char == "("]
-        if len(opened) > MAX_GROUPS:
-            self.source.fail(opened[MAX_GROUPS].at, f"more than {MAX_GROUPS} parentheses; use fewer")
-        found = self._group()
-        if self.next < len(self.chars):
-            self.source.fail(self.chars[self.next].at, "no parenthesis is open here; take this one away")
-        return found
-
-    def _group(self) -> list[_Sign]:
-        """Return letters and borders up to the end, or up to the parenthesis that closes the open one."""
-        found: list[_Sign] = []
-        while (char := self._peek()) not in ("", ")"):
-            item = self._item(char)
-            count = self._count(item) if self._peek() == "*" else 1
-            if len(found) + len(item) * count > MAX_SIGNS:
-                self.source.fail(
-                    self.chars[self.next - 1].at, f"more than {MAX_SIGNS} letters; repeat less often"
-                )
-            found += item * count
-        return found
-
-    def _item(self, char: str) -> list[_Sign]:
-        sign = self.chars[self.next]
-        self.next += 1
-        if char == "|" or char in _LETTERS:
-            return [sign]
-        if char == "(":
-            inner = self._group()
-            if self._peek() != ")":
-                self.source.fail(sign.at, "this parenthesis is not closed; write ) after what it holds")
-            self.next += 1
-            if not inner:
-                self.source.fail(sign.at, "nothing is in these parentheses; write such as (tt|)*3")
-            return inner
-        if char == "*":
-            self.source.fail(sign.at, "there is nothing here to repeat; write such as t*3 or (tt|)*3")
-        self.source.fail(sign.at, f"'{char}' is no letter of a layout; use {_VALID}")
-
-    def _count(self, item: list[_Sign]) -> int:
-        star = self.chars[self.next]
-        self.next += 1
-        what = f"{item[0].char}*3" if len(item) == 1 else "(...)*3"
-        digits, at = "", star.at
-        while "0" <= self._peek() <= "9":
-            sign = self.chars[self.next]
-            if digits and sign.at != at + 1:
-                self.source.fail(sign.at, f"a space splits this number; write such as {what}")
-            digits, at = digits + sign.char, sign.at
-            self.next += 1
-        if not digits and self._peek() == "-":
-            self.source.fail(self.chars[self.next].at, f"the number must be above 0; write such as {what}")
-        if not digits:
-            self.source.fail(star.at, f"a number must follow the star; write such as {what}")
-        if not digits.strip("0"):
-            self.source.fail(at, f"the number must be above 0; write such as {what}")
-        if self._peek() == "*":
-            self.source.fail(self.chars[self.next].at, "to repeat a repetition, use parentheses: (t*2)*3")
-        return int(digits[-9:]) if not digits[:-9].strip("0") else MAX_SIGNS + 1
-
-    def _peek(self) -> str:
-        return self.chars[self.next].char if self.next < len(self.chars) else ""
+def _written_out(source: _Source) -> list[_Sign]:
+    """Return letters and borders with all repetitions, from left to right; commas and spaces are skipped."""
+    groups: list[list[_Sign]] = [[]]  # those that are open, the outermost first
+    opened: list[int] = []
+    last: list[_Sign] = []  # a star repeats it
+    for match in re.finditer(r"\*[\s,]*(\d*)|[^\s,]", source.text, re.ASCII):
+        char, at = match[0][0], match.start()
+        if char in "EtmL|":
+            last = [_Sign(char, at)]
+            groups[-1] += last
+        elif char == "(":
+            groups.append([])
+            opened.append(at)
+            last = []
+        elif char == ")":
+            if not opened:
+                source.fail(at, "no parenthesis is open here; take this one away")
+            last, start = groups.pop(), opened.pop()
+            if not last:
+                source.fail(start, "nothing is in these parentheses; write such as (tt|)*3")
+            groups[-1] += last
+        elif char != "*":
+            source.fail(at, f"'{char}' is no letter of a layout; use {_VALID}")
+        elif not last:
+            source.fail(at, f"there is nothing here to repeat; write {_REPEAT}, and (t*2)*3 for twice")
+        elif not match[1].strip("0"):
+            source.fail(at, f"a number above 0 must follow the star; write {_REPEAT}")
+        else:
+            count = int(match[1]) if len(match[1]) < 9 else MAX_SIGNS
+            if count * len(last) > MAX_SIGNS:
+                source.fail(at, f"more than {MAX_SIGNS} letters; repeat less often")
+            groups[-1] += last * (count - 1)
+            last = []
+        if len(groups[-1]) > MAX_SIGNS:
+            source.fail(at, f"more than {MAX_SIGNS} letters; repeat less often")
+    if opened:
+        source.fail(opened[-1], "this parenthesis is not closed; write ) after what it holds")
+    return groups[0]

@@ -50,7 +50,8 @@ class Candidates:
     """Candidates of a search. Keys in ``fixed`` stay as they are in the configuration."""
 
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
-        self.config, self.num_ranks, self.nodes, self.fixed = config, args.num_ranks, args.nodes, fixed
+        self.config, self.num_ranks, self.fixed = config, args.num_ranks, fixed
+        self._launch = replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes)
         self.kinds = self._kinds()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
@@ -178,7 +179,7 @@ class Candidates:
         return [
             *rank_batch_rules(config.train, layout, self.num_ranks),
             *self._violated[like],
-            *one_node_rules(config.moe, config.parallel, GPUS_PER_NODE, self.nodes),
+            *one_node_rules(replace(config, launch=self._launch)),
         ]
 
     def _words(self, parallel: ParallelConfig) -> str:

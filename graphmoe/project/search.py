@@ -153,7 +153,7 @@ def _with_recompute(
     for kind in kinds:
         candidate = tried.recomputing(scheduled, kind)
         run = candidate.config
-        if problems := [*recompute_rules(run.recompute, run.model, run.compile.enabled)]:
+        if problems := [*recompute_rules(run)]:
             rejected.append(Rejected(candidate.words, "; ".join(map(without_advice, problems))))
             continue
         pipeline = estimates.pipeline(candidate)

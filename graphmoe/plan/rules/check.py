@@ -19,41 +19,41 @@ from graphmoe.config.schema import (
 from graphmoe.plan.experts import dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import plan_problems
-from graphmoe.plan.rules.experts import (
-    dispatch_rules,
-    one_node_rules,
-    overlap_rules,
-    stage_rules,
-    vendor_dispatch_rules,
-)
+from graphmoe.plan.rules import experts, parallel, run
 from graphmoe.plan.rules.model import model_rules, router_rules
 from graphmoe.plan.rules.parallel import (
     batch_rules,
     context_method,
-    context_parallel_rules,
     pipeline_rules,
     rank_batch_rules,
-    shard_rules,
-    tensor_parallel_rules,
+    seq_len_of,
 )
-from graphmoe.plan.rules.run import (
-    checkpoint_rules,
-    compile_rules,
-    data_rules,
-    dry_run_rules,
-    graph_rules,
-    launch_rules,
-    lr_schedule_rules,
-    profile_rules,
-    rank_rules,
-    recompute_rules,
-    with_dry_batch,
-)
+from graphmoe.plan.rules.run import with_dry_batch
 from graphmoe.segments import lowest_stage
 
-DEFAULT_SEQ_LEN = 4096
-LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255, and numbers and endings are added."""
+FIRST = (model_rules, router_rules, batch_rules, pipeline_rules)
+"""Rules without which no pipeline can be planned."""
+RULES = (
+    run.name_rules,
+    run.lr_schedule_rules,
+    run.data_rules,
+    run.checkpoint_rules,
+    run.compile_rules,
+    run.graph_rules,
+    run.recompute_rules,
+    run.profile_rules,
+    run.launch_rules,
+    run.dry_run_rules,
+    experts.dispatch_rules,
+    experts.one_node_rules,
+    experts.vendor_dispatch_rules,
+    experts.stage_rules,
+    experts.overlap_rules,
+    parallel.tensor_parallel_rules,
+    parallel.shard_rules,
+    parallel.context_parallel_rules,
+)
+"""Functions of a configuration that yield the rules which it violates."""
 
 
 def check(config: RunConfig) -> None:
@@ -69,37 +69,13 @@ def violations(config: RunConfig) -> list[str]:
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable  # other rules cannot compute with such values
     config = with_dry_batch(config)
-    train, model, parallel = config.train, config.model, config.parallel
-    compiles, scope, seq_len = config.compile.enabled, config.graph.scope, seq_len_of(config)
-    own = [
-        *(line for field in fields for line in range_rules(field)),
-        *model_rules(model),
-        *router_rules(model),
-        *batch_rules(train.global_batch_size, train.micro_batch_size),
-        *pipeline_rules(config),
-    ]
+    ranges = [line for field in fields for line in range_rules(field)]
+    own = [*ranges, *(line for rule in FIRST for line in rule(config))]
     return [
         *own,
-        *_name_rules(config.run.name),
         *(line for field in fields for line in form_rules(field)),
-        *lr_schedule_rules(config.optim, train.steps),
-        *data_rules(config.data, model),
-        *checkpoint_rules(config.checkpoint),
-        *compile_rules(model.attention_backend, compiles),
-        *graph_rules(scope, compiles),
-        *dispatch_rules(config.moe, parallel, model),
-        *one_node_rules(config.moe, parallel, config.launch.nproc, config.launch.nodes),
-        *vendor_dispatch_rules(config.moe, parallel, model, config.precision.compute),
-        *stage_rules(config.moe, parallel, scope, model, compiles),
-        *overlap_rules(config),
-        *recompute_rules(config.recompute, model, compiles),
-        *profile_rules(config),
-        *launch_rules(config.launch),
-        *dry_run_rules(config),
+        *(line for rule in RULES for line in rule(config)),
         *_layout_rules(config, can_plan=not own),
-        *tensor_parallel_rules(parallel, model, seq_len),
-        *shard_rules(parallel, scope),
-        *context_parallel_rules(parallel, model, seq_len),
     ]
 
 
@@ -128,39 +104,27 @@ def resolve(config: RunConfig) -> RunConfig:
     return config
 
 
-def seq_len_of(config: RunConfig) -> int:
-    """Return the tokens of a sequence, where ``data.seq_len`` may be null."""
-    return config.data.seq_len or min(config.model.context_length, DEFAULT_SEQ_LEN)
-
-
-def _name_rules(name: str) -> Iterator[str]:
-    if name in ("", ".", "..") or set("/\\\0") & set(name):
-        yield f"run.name='{name}' can name no folder; use one without slashes, as run.name=my-run"
-    elif not name.isprintable() or len(name.encode()) > LONGEST_NAME:
-        shown = ascii(name[:40])
-        yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
-
-
 def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
     """Yield violated rules of the number of ranks, as far as it is known.
 
     ``can_plan`` is True where the model, the batch and the schedule violate no rules of their own.
     """
-    launch, parallel = config.launch, config.parallel
+    launch, sizes = config.launch, config.parallel
     counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]
     if launch.fake_world is not None:
         counts = [launch.fake_world, 1]
     ranks, exact = math.prod(counts), len(counts) == 2  # or a divisor of their number
-    if min(parallel.dp or 1, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp, ranks) < 1:
+    if min(sizes.dp or 1, sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp, ranks) < 1:
         return
     try:
-        layout = Layout.of(parallel, ranks)
+        layout = Layout.of(sizes, ranks)
     except ConfigError as error:
         if exact:
             yield str(error)
         return
-    if exact:
-        yield from rank_rules(config.profile, ranks)
+    profiled = config.profile.ranks
+    if exact and config.profile.steps and max(profiled, default=0) >= ranks:
+        yield f"profile.ranks={profiled} has a rank that is none of {ranks}; use 0 to {ranks - 1}"
     if problems := [*rank_batch_rules(config.train, layout, ranks)]:
         yield from problems
     elif exact and can_plan:

@@ -7,8 +7,6 @@ from graphmoe.config.schema import (
     ComputeDtype,
     DpShard,
     ModelConfig,
-    MoEConfig,
-    ParallelConfig,
     PassesConfig,
     RunConfig,
 )
@@ -32,8 +30,9 @@ from graphmoe.segments import (
 )
 
 
-def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig) -> Iterator[str]:
+def dispatch_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of ``moe.dispatcher``, ``parallel.ep`` and ``parallel.etp``."""
+    moe, parallel, model = config.moe, config.parallel, config.model
     for key, ranks, whole, size in (
         ("ep", parallel.ep, "num_experts", model.num_experts),
         ("etp", parallel.etp, "expert_ffn_size", model.expert_ffn_size),
@@ -63,13 +62,14 @@ def dispatch_rules(moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig)
         yield f"moe.receive_budget={budget!r} must be a number greater than 0, or {WORST_CASE}"
 
 
-def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, nodes: object) -> Iterator[str]:
+def one_node_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of dispatchers that reach only the GPUs of one node, where ranks are counted.
 
     Ranks that share the experts are neighbours, so they are on one node if a node has whole groups of them.
     """
-    sharing = parallel.ep * parallel.etp
-    if moe.dispatcher != "symm" or type(nproc) is not int or type(nodes) is not int:
+    nproc, nodes = config.launch.nproc, config.launch.nodes
+    sharing = config.parallel.ep * config.parallel.etp
+    if config.moe.dispatcher != "symm" or type(nproc) is not int or type(nodes) is not int:
         return  # dispatchers with a buffer have 2, 4 or 8 ranks, and are refused once hosts are known
     if nodes > 1 and sharing > 0 and nproc % sharing:
         yield (
@@ -79,10 +79,9 @@ def one_node_rules(moe: MoEConfig, parallel: ParallelConfig, nproc: object, node
         )
 
 
-def vendor_dispatch_rules(
-    moe: MoEConfig, parallel: ParallelConfig, model: ModelConfig, compute: ComputeDtype
-) -> Iterator[str]:
+def vendor_dispatch_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of the dispatchers ``deepep``, ``turbo`` and ``nvshmem``."""
+    moe, parallel, model = config.moe, config.parallel, config.model
     key, ranks = f"moe.dispatcher={moe.dispatcher}", parallel.ep * parallel.etp
     if moe.dispatcher == "nvshmem" and (ranks < 2 or ranks & (ranks - 1)):
         yield (
@@ -108,7 +107,7 @@ def vendor_dispatch_rules(
             f"{model.num_experts} over parallel.ep={parallel.ep} are {model.num_experts // parallel.ep}; use "
             f"more ranks, or {INSTEAD}"
         )
-    if compute is ComputeDtype.fp32:
+    if config.precision.compute is ComputeDtype.fp32:
         yield f"{key} moves bf16 and precision.compute=fp32; use precision.compute=bf16, or {INSTEAD}"
     yield from _row_rules(key, limits, model)
 
@@ -170,14 +169,13 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
-def stage_rules(
-    moe: MoEConfig, parallel: ParallelConfig, scope: object, model: ModelConfig, compiles: bool
-) -> Iterator[str]:
+def stage_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of ``moe.sync_free_stage`` and of the segments that ``graph.scope`` captures."""
+    moe, parallel, scope, compiles = config.moe, config.parallel, config.graph.scope, config.compile.enabled
     stage = moe.sync_free_stage
     if stage != "auto" and (type(stage) is not int or stage not in SYNC_FREE_STAGES):
         yield f"moe.sync_free_stage={stage!r} must be auto, 0, 1, 2 or 3"  # True and 1.0 equal 1
-    elif isinstance(scope, str | list) and has_experts(model):
+    elif isinstance(scope, str | list) and has_experts(config.model):
         dispatcher = dispatcher_of(moe, parallel)
         highest = dispatcher_facts(dispatcher).sync_free_stage
         why = f"moe.dispatcher={dispatcher} lets the host count the rows that arrive"

@@ -21,11 +21,13 @@ def model_problems(model: ModelConfig) -> list[str]:
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable
     ranges = (line for field in fields for line in range_rules(field))
-    return [*ranges, *model_rules(model), *router_rules(model)]
+    config = RunConfig(model=model)
+    return [*ranges, *model_rules(config), *router_rules(config)]
 
 
-def model_rules(model: ModelConfig) -> Iterator[str]:
+def model_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of layers, heads and rotary embedding."""
+    model = config.model
     if model.num_dense_layers > model.num_layers:
         yield (
             f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
@@ -53,8 +55,9 @@ def model_rules(model: ModelConfig) -> Iterator[str]:
             )
 
 
-def router_rules(model: ModelConfig) -> Iterator[str]:
+def router_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of the selection of experts."""
+    model = config.model
     experts, groups = model.num_experts, model.num_groups
     if experts < 1:
         return

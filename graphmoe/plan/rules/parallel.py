@@ -24,8 +24,17 @@ RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
 """Backends that leave the kernel to us: a ring joins blocks by their log-sum-exp, which others keep back."""
 
 
-def batch_rules(global_batch: int, micro_batch: int) -> Iterator[str]:
+DEFAULT_SEQ_LEN = 4096
+
+
+def seq_len_of(config: RunConfig) -> int:
+    """Return the tokens of a sequence, where ``data.seq_len`` may be null."""
+    return config.data.seq_len or min(config.model.context_length, DEFAULT_SEQ_LEN)
+
+
+def batch_rules(config: RunConfig) -> Iterator[str]:
     """Yield the refusal of a global batch of no whole micro-batches."""
+    global_batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
     if micro_batch < 1 or global_batch < 1:
         return
     if global_batch % micro_batch:
@@ -81,11 +90,12 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
-def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
+def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
     """Yield the sizes that the ranks of tp should share equally and cannot."""
+    parallel = config.parallel
     if parallel.tp < 2:
         return
-    for key, value, what in _shared(model, seq_len if parallel.cp == 1 else 0):
+    for key, value, what in _shared(config.model, seq_len_of(config) if parallel.cp == 1 else 0):
         if value > 0 and value % parallel.tp:
             below = value - value % parallel.tp
             lower, upper = (below, below + parallel.tp) if below else (parallel.tp, 2 * parallel.tp)
@@ -96,9 +106,10 @@ def tensor_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len:
             )
 
 
-def shard_rules(parallel: ParallelConfig, scope: object) -> Iterator[str]:
+def shard_rules(config: RunConfig) -> Iterator[str]:
     """Yield the refusal of a ``graph.scope`` that does not go together with ``parallel.dp_shard``."""
-    if parallel.dp_shard is DpShard.fsdp2 and scope != "none":
+    scope = config.graph.scope
+    if config.parallel.dp_shard is DpShard.fsdp2 and scope != "none":
         yield (
             f"parallel.dp_shard=fsdp2 gives the memory of a layer's weights back after each use, and "
             f"graph.scope={scope} replays from graphs that read them at fixed addresses; use "
@@ -113,8 +124,9 @@ def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMetho
     return ContextMethod.ring if _undivided_heads(parallel, model) else ContextMethod.alltoall
 
 
-def context_parallel_rules(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> Iterator[str]:
+def context_parallel_rules(config: RunConfig) -> Iterator[str]:
     """Yield the sizes that the ranks of cp should share equally and cannot, and attention without a ring."""
+    parallel, model, seq_len = config.parallel, config.model, seq_len_of(config)
     cp, tp = parallel.cp, parallel.tp
     if cp < 2 or tp < 1:
         return

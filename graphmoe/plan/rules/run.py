@@ -7,24 +7,32 @@ from typing import Any
 from graphmoe.config.schema import (
     AttentionBackend,
     AttentionKind,
-    CheckpointConfig,
     ConfigError,
-    DataConfig,
     DpShard,
-    LaunchConfig,
     ModelConfig,
-    OptimConfig,
-    ProfileConfig,
-    RecomputeConfig,
     RunConfig,
     TrainConfig,
 )
 from graphmoe.plan.layout import Layout
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
 
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and numbers and endings are added."""
 
-def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
+
+def name_rules(config: RunConfig) -> Iterator[str]:
+    """Yield the refusal of a name that can be no folder's."""
+    name = config.run.name
+    if name in ("", ".", "..") or set("/\\\0") & set(name):
+        yield f"run.name='{name}' can name no folder; use one without slashes, as run.name=my-run"
+    elif not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        shown = ascii(name[:40])
+        yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
+
+
+def data_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of the source of tokens."""
+    data, model = config.data, config.model
     trains_tokenizer = data.source == "stdlib" and data.tokenizer is None
     if trains_tokenizer and not 300 <= data.bpe_vocab_size <= model.vocab_size:
         yield (
@@ -51,43 +59,46 @@ def data_rules(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         )
 
 
-def lr_schedule_rules(config: OptimConfig, total_steps: int) -> Iterator[str]:
+def lr_schedule_rules(config: RunConfig) -> Iterator[str]:
     """Yield the refusal of a wsd schedule that never decays, or whose decay begins inside the warm-up."""
-    fraction, warmup = config.wsd_decay_fraction, config.warmup_steps
+    optim, total_steps = config.optim, config.train.steps
+    fraction, warmup = optim.wsd_decay_fraction, optim.warmup_steps
     if fraction == 0:
         yield "optim.wsd_decay_fraction=0 never decays; use a share above 0, or optim.schedule=constant"
     if not 0 < fraction <= 1:
         return
-    start = config.decay_steps(total_steps).start
+    start = optim.decay_steps(total_steps).start
     if start < warmup <= total_steps:
         yield (
-            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule={config.schedule} "
+            f"optim.warmup_steps={warmup} ends after the decay of optim.schedule={optim.schedule} "
             f"begins: of train.steps={total_steps} those from {start} on decay "
             f"(optim.wsd_decay_fraction={fraction}); use at most optim.warmup_steps={start}, or "
             f"optim.schedule=cosine"
         )
 
 
-def checkpoint_rules(checkpoint: CheckpointConfig) -> Iterator[str]:
+def checkpoint_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of the state that a run starts from."""
-    if checkpoint.init_from and checkpoint.resume_from:
+    if config.checkpoint.init_from and config.checkpoint.resume_from:
         yield (
             "checkpoint.init_from takes weights only and checkpoint.resume_from the whole state; "
             "use one of the two"
         )
 
 
-def compile_rules(backend: AttentionBackend, compiles: bool) -> Iterator[str]:
+def compile_rules(config: RunConfig) -> Iterator[str]:
     """Yield the refusal of an attention whose backward cannot be compiled."""
-    if compiles and backend in (AttentionBackend.turbo, AttentionBackend.te):
+    backend = config.model.attention_backend
+    if config.compile.enabled and backend in (AttentionBackend.turbo, AttentionBackend.te):
         yield (
             f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
             f"auto or sdpa, or compile.enabled=false on a GPU"
         )
 
 
-def graph_rules(scope: object, compiles: bool) -> Iterator[str]:
+def graph_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of ``graph.scope``."""
+    scope = config.graph.scope
     words = ", ".join([*SCOPES, FULL_ITERATION])
     if isinstance(scope, str):
         known = scope in SCOPES or scope == FULL_ITERATION
@@ -106,15 +117,16 @@ def graph_rules(scope: object, compiles: bool) -> Iterator[str]:
         )
     elif isinstance(scope, list) and len(set(scope)) < len(scope):
         yield f"graph.scope={scope} names a segment twice; name each once"
-    elif not compiles and segments_of(scope):  # type: ignore[arg-type]
+    elif not config.compile.enabled and segments_of(scope):
         yield (
             f"graph.scope={scope} captures compiled segments, and compile.enabled=false; use "
             f"compile.enabled=true, graph.scope={FULL_ITERATION} or graph.scope=none"
         )
 
 
-def recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool) -> Iterator[str]:
+def recompute_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of ``recompute``."""
+    wanted, model = config.recompute, config.model
     last = model.num_layers + model.mtp_depth - 1
     known: dict[str, tuple[list[Any], Sequence[Any]]] = {
         "segments": (wanted.segments, LAYER_SEGMENTS),
@@ -134,7 +146,7 @@ def recompute_rules(wanted: RecomputeConfig, model: ModelConfig, compiles: bool)
             yield f"recompute.{key}={given} has {', '.join(bad)}; use {words}"
         elif twice:
             yield f"recompute.{key}={given} names {', '.join(twice)} twice; name each once"
-    if wanted.ops and not compiles:
+    if wanted.ops and not config.compile.enabled:
         yield (
             f"recompute.ops={wanted.ops} are chosen in compiled graphs, and compile.enabled=false; use "
             f"compile.enabled=true, or recompute.segments"
@@ -174,15 +186,9 @@ def profile_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
-def rank_rules(profile: ProfileConfig, world_size: int) -> Iterator[str]:
-    """Yield violated rules of ``profile.ranks`` in a job of so many ranks."""
-    ranks = profile.ranks
-    if profile.steps and max(ranks, default=0) >= world_size:
-        yield f"profile.ranks={ranks} has a rank that is none of {world_size}; use 0 to {world_size - 1}"
-
-
-def launch_rules(launch: LaunchConfig) -> Iterator[str]:
+def launch_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of the number of processes, and of the endpoint where they meet."""
+    launch = config.launch
     for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
         if value != "auto" and (type(value) is not int or value < 1):
             yield f"launch.{key}={value!r} must be auto or a number greater than 0"

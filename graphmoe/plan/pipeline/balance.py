@@ -144,8 +144,14 @@ def _squares(costs: Iterable[float]) -> float:
     return sum(cost * cost for cost in costs)
 
 
-KINDS = ("embed", "dense", "moe", "mtp", "loss")
-"""Names of the parts of a model whose costs may be given as a whole."""
+KINDS = {
+    "embed": ("embed",),
+    "dense": DENSE_SEGMENTS,
+    "moe": MOE_SEGMENTS,
+    "mtp": ("mtp",),
+    "loss": ("loss",),
+}
+"""Parts of a model whose times may be given as a whole, and the pieces of which each is the sum."""
 
 
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -155,76 +161,63 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
     (``attn..moe_combine``). A layer without a time of its own costs what its segments do, an MTP layer as
     much as a MoE layer, the embedding nothing; the loss is that of all depths. *Raises* ConfigError.
     """
-    known = {*KINDS, *DENSE_SEGMENTS, *MOE_SEGMENTS}
     for name, ms in measured_ms.items():
-        unit = name.split("..")
-        unknown = [word for word in unit if word not in known]
-        if (
-            not unknown
-            and len(unit) > 1
-            and not any(_is_unit(unit, of) for of in (DENSE_SEGMENTS, MOE_SEGMENTS))
-        ):
-            raise ConfigError(f"'{name}' is no unit: give the first and the last of neighbouring segments")
-        if unknown:
+        if not any(_pieces_in(name, kind) for kind in KINDS):
             raise ConfigError(
                 f"'{name}' is no part whose time balances a pipeline; use {', '.join(KINDS)}, a segment of a "
-                f"layer such as attn, or a unit such as attn..moe_combine"
+                f"layer such as attn, or a unit of neighbouring segments such as attn..moe_combine"
             )
         if not 0 <= ms < math.inf:
             raise ConfigError(f"the time of '{name}' is {ms} ms; it must be 0 or greater")
-    has_shared = model.shared_ffn_size > 0
-    moe_segments = [s for s in MOE_SEGMENTS if s != "shared_experts" or has_shared]
     num_moe_layers = model.num_layers - model.num_dense_layers
-    needs_moe = num_moe_layers or (model.mtp_depth and "mtp" not in measured_ms)
-    read = {"embed", *(["mtp"] if model.mtp_depth else [])}
-    dense = _kind_ms("dense", DENSE_SEGMENTS, measured_ms, read) if model.num_dense_layers else 0.0
-    moe = _kind_ms("moe", moe_segments, measured_ms, read) if needs_moe else 0.0
-    embed, loss = measured_ms.get("embed", 0.0), _kind_ms("loss", ("loss",), measured_ms, read)
+    kinds = ["dense"] * (model.num_dense_layers > 0) + ["loss"]
+    kinds += ["mtp"] * (model.mtp_depth > 0 and "mtp" in measured_ms)
+    kinds += ["moe"] * (num_moe_layers > 0 or (model.mtp_depth > 0 and "mtp" not in measured_ms))
+    read = {"embed"}
+    ms_of = {kind: _kind_ms(kind, model, measured_ms, read) for kind in kinds}
     if unread := [name for name in measured_ms if name not in read]:
         raise ConfigError(
             f"{', '.join(unread)}: the model has no such part, or its time is given as a whole; leave it out"
         )
     return [
-        ("E", embed),
-        *[("t", dense)] * model.num_dense_layers,
-        *[("t", moe)] * num_moe_layers,
-        *[("m", measured_ms.get("mtp", moe))] * model.mtp_depth,
-        ("L", loss),
+        ("E", measured_ms.get("embed", 0.0)),
+        *[("t", ms_of.get("dense", 0.0))] * model.num_dense_layers,
+        *[("t", ms_of.get("moe", 0.0))] * num_moe_layers,
+        *[("m", ms_of.get("mtp", ms_of.get("moe", 0.0)))] * model.mtp_depth,
+        ("L", ms_of["loss"]),
     ]
 
 
-def _is_unit(words: Sequence[str], segments: Sequence[str]) -> bool:
-    return (
-        len(words) == 2 and {*words} <= {*segments} and segments.index(words[0]) <= segments.index(words[1])
-    )
+def _pieces_in(name: str, kind: str) -> Sequence[str]:
+    """Return the pieces of a kind of part of which a name has the time; none where it names others."""
+    pieces = KINDS[kind]
+    first, _, last = name.partition("..")
+    if name == kind:
+        return pieces
+    if not {first, last or first} <= {*pieces}:
+        return ()
+    return pieces[pieces.index(first) : pieces.index(last or first) + 1]
 
 
-def _kind_ms(kind: str, segments: Sequence[str], measured_ms: Mapping[str, float], read: set[str]) -> float:
+def _kind_ms(kind: str, model: ModelConfig, measured_ms: Mapping[str, float], read: set[str]) -> float:
     """Return the milliseconds of a part: its own entry, or the sum over its segments and units.
 
-    The names of used entries are added to ``read``. The model has ``segments``; a unit may span others.
+    The names of used entries are added to ``read``.
     """
-    if kind in measured_ms:
-        read.add(kind)
-        return measured_ms[kind]
-    order = DENSE_SEGMENTS if kind == "dense" else MOE_SEGMENTS if kind == "moe" else segments
+    wanted = [piece for piece in KINDS[kind] if piece != "shared_experts" or model.shared_ffn_size]
     found: dict[str, str] = {}
-    for name in measured_ms:
-        first, _, last = name.partition("..")
-        if first not in order or (last or first) not in order:
-            continue
-        for segment in order[order.index(first) : order.index(last or first) + 1]:
-            if segment in found:
+    for name in [kind] if kind in measured_ms else measured_ms:
+        for piece in _pieces_in(name, kind):
+            if piece in found:
                 raise ConfigError(
-                    f"'{found[segment]}' and '{name}' both have the time of {segment}; leave one out"
+                    f"'{found[piece]}' and '{name}' both have the time of {piece}; leave one out"
                 )
-            if segment in segments:
-                found[segment] = name
-    if missing := [segment for segment in segments if segment not in found]:
+            if piece in wanted:
+                found[piece] = name
+    if missing := [piece for piece in wanted if piece not in found]:
         raise ConfigError(
             f"no time for {', '.join(missing)}; give it, perhaps in a unit such as attn..moe_combine, or the "
             f"time of the whole part, {kind}"
         )
-    names = [*dict.fromkeys(found.values())]
-    read.update(names)
-    return sum(measured_ms[name] for name in names)
+    read.update(found.values())
+    return sum(measured_ms[name] for name in dict.fromkeys(found.values()))

@@ -69,9 +69,9 @@ def test_times_that_nothing_reads_are_named(changes, entry):
             "'atn' is no part whose time balances a pipeline; use embed, dense, moe, mtp, loss, a seg",
         ),
         ({"attn..mpl": 1.0}, "'attn..mpl' is no part"),
-        ({"moe..loss": 1.0}, "'moe..loss' is no unit: give the first and the last of neighbouring segments"),
-        ({"moe_combine..attn": 1.0}, "'moe_combine..attn' is no unit"),
-        ({"attn..moe_router..moe_combine": 1.0}, "'attn..moe_router..moe_combine' is no unit"),
+        ({"moe..loss": 1.0}, "'moe..loss' is no part.*, or a unit of neighbouring segments such as"),
+        ({"moe_combine..attn": 1.0}, "'moe_combine..attn' is no part"),
+        ({"attn..moe_router..moe_combine": 1.0}, "'attn..moe_router..moe_combine' is no part"),
         ({"dense": -1.0}, "the time of 'dense' is -1.0 ms; it must be 0 or greater"),
         (
             {"dense": 1.0, "attn": 1.0, "loss": 1.0},

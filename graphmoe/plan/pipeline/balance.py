@@ -170,9 +170,9 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
         if not 0 <= ms < math.inf:
             raise ConfigError(f"the time of '{name}' is {ms} ms; it must be 0 or greater")
     num_moe_layers = model.num_layers - model.num_dense_layers
-    kinds = ["dense"] * (model.num_dense_layers > 0) + ["loss"]
-    kinds += ["mtp"] * (model.mtp_depth > 0 and "mtp" in measured_ms)
+    kinds = ["dense"] * (model.num_dense_layers > 0)
     kinds += ["moe"] * (num_moe_layers > 0 or (model.mtp_depth > 0 and "mtp" not in measured_ms))
+    kinds += ["mtp"] * (model.mtp_depth > 0 and "mtp" in measured_ms) + ["loss"]
     read = {"embed"}
     ms_of = {kind: _kind_ms(kind, model, measured_ms, read) for kind in kinds}
     if unread := [name for name in measured_ms if name not in read]:

@@ -19,19 +19,10 @@ from graphmoe.config.schema import (
 from graphmoe.plan.experts import dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import plan_problems
-from graphmoe.plan.rules import experts, parallel, run
-from graphmoe.plan.rules.model import model_rules, router_rules
-from graphmoe.plan.rules.parallel import (
-    batch_rules,
-    context_method,
-    pipeline_rules,
-    rank_batch_rules,
-    seq_len_of,
-)
-from graphmoe.plan.rules.run import with_dry_batch
+from graphmoe.plan.rules import experts, model, parallel, run
 from graphmoe.segments import lowest_stage
 
-FIRST = (model_rules, router_rules, batch_rules, pipeline_rules)
+FIRST = (model.model_rules, model.router_rules, parallel.batch_rules, parallel.pipeline_rules)
 """Rules without which no pipeline can be planned."""
 RULES = (
     run.name_rules,
@@ -68,7 +59,7 @@ def violations(config: RunConfig) -> list[str]:
     fields = [*fields_of(config)]
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable  # other rules cannot compute with such values
-    config = with_dry_batch(config)
+    config = run.with_dry_batch(config)
     ranges = [line for field in fields for line in range_rules(field)]
     own = [*ranges, *(line for rule in FIRST for line in rule(config))]
     return [
@@ -81,7 +72,7 @@ def violations(config: RunConfig) -> list[str]:
 
 def resolve(config: RunConfig) -> RunConfig:
     """Return a copy with values for ``auto`` and ``null``; backends of kernels are chosen later."""
-    config = with_dry_batch(config)
+    config = run.with_dry_batch(config)
     sections = {f.name: copy.copy(getattr(config, f.name)) for f in dataclasses.fields(config)}
     config = RunConfig(**sections)
     if config.run.device is DeviceChoice.auto:
@@ -90,7 +81,7 @@ def resolve(config: RunConfig) -> RunConfig:
         on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
         config.precision.compute = ComputeDtype.bf16 if on_gpu else ComputeDtype.fp32
     if config.data.seq_len is None:
-        config.data.seq_len = seq_len_of(config)
+        config.data.seq_len = parallel.seq_len_of(config)
     config.data.cache_dir = str(cache_root(config.data.cache_dir))
     config.compile.cache_dir = str(compiled_folder(config.compile.cache_dir))
     if config.launch.nproc == "auto":
@@ -98,7 +89,7 @@ def resolve(config: RunConfig) -> RunConfig:
         gpus = config.launch.gpus_per_job or max(torch.cuda.device_count(), 1)
         config.launch.nproc = gpus if on_gpu else 1
     config.moe.dispatcher = dispatcher_of(config.moe, config.parallel)
-    config.parallel.cp_method = context_method(config.parallel, config.model)
+    config.parallel.cp_method = parallel.context_method(config.parallel, config.model)
     if config.moe.sync_free_stage == "auto":
         config.moe.sync_free_stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0
     return config
@@ -125,7 +116,7 @@ def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
     profiled = config.profile.ranks
     if exact and config.profile.steps and max(profiled, default=0) >= ranks:
         yield f"profile.ranks={profiled} has a rank that is none of {ranks}; use 0 to {ranks - 1}"
-    if problems := [*rank_batch_rules(config.train, layout, ranks)]:
+    if problems := [*parallel.rank_batch_rules(config.train, layout, ranks)]:
         yield from problems
     elif exact and can_plan:
         yield from plan_problems(config, layout)

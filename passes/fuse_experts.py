@@ -81,9 +81,9 @@ def _experts(unpermute: Node) -> tuple[Node, ...] | str:
         chain.append(y)
         y = operand(y)
     down, swiglu, up, permute = chain
-    if any(operand(node, 2) is not ends for node in (down, swiglu, up)) or operand(permute, 3) is not ends:
+    if any(operand(node, 2) is not ends for node in (down, swiglu, up)):
         return "the rows of its products end elsewhere"
-    if operand(permute, 1) is not slot or operand(permute, 2) is not row:
+    if operands(permute)[1:] != (slot, row, ends):
         return f"{name_of(permute)} follows another plan"
     of_rows = operand(swiglu, 1)
     if (weight is None) == (of_rows is None):

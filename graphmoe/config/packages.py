@@ -1,7 +1,6 @@
 """Optional packages: import names, uses and installation; the doctor, env.json and errors read the table."""
 
 import importlib.util
-from collections.abc import Callable
 from typing import NamedTuple
 
 from graphmoe.config.ranges import ConfigError
@@ -71,12 +70,10 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def require_package(
-    key: str, value: str, installed: Callable[[str], bool] = is_installed, instead: str | None = None
-) -> None:
+def require_package(key: str, value: str, instead: str | None = None) -> None:
     """Raise ConfigError where ``key`` asks for a backend or dispatcher whose package is missing."""
     package = VENDORS.get(value)
-    if package is not None and not installed(package.module):
+    if package is not None and not is_installed(package.module):
         raise ConfigError(
             f"{key}={value} needs the package {package.module}, which is not installed; install it with: "
             f"{package.install}, or use {instead or f'{key}=auto'}"

@@ -7,7 +7,6 @@ or key head, V size of a value head. docs/attention.md says which kernel runs wh
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphmoe.config.packages import is_installed, require_package
+from graphmoe.config.packages import require_package
 from graphmoe.config.schema import AttentionBackend, ConfigError
-from graphmoe.ops.vendors import HALF_DTYPES, require_half
+from graphmoe.ops import HALF_DTYPES, require_half
 
 log = logging.getLogger(__name__)
 KEY = "model.attention_backend"
@@ -54,11 +53,10 @@ def choose_backend(
     is_rocm: bool,
     head_dim: int,
     v_head_dim: int,
-    installed: Callable[[str], bool] = is_installed,
 ) -> AttentionBackend:
     """Return the backend to run: ``auto`` resolved, any other checked.
 
-    Reads nothing but its arguments; ``installed`` answers whether a package is there.
+    Reads nothing but its arguments, and which packages there are.
     Raises ConfigError naming the key, the value and what would work.
     """
     largest = max(head_dim, v_head_dim)
@@ -71,7 +69,7 @@ def choose_backend(
     if reason:
         valid = [b.value for b in AttentionBackend if not _reason_against(b, device_type, is_rocm, largest)]
         raise ConfigError(f"{KEY}={requested.value} {reason}; use one of: {', '.join(valid)}")
-    require_package(KEY, requested.value, installed)
+    require_package(KEY, requested.value)
     return requested
 
 
@@ -121,15 +119,16 @@ def _padded_flash(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) 
     Zeros add nothing to q k^T, and the padded columns of the output are dropped. fp32 has no flash
     kernel and runs the memory-efficient one over the same padded heads.
     """
-    size = -(-max(q_BSHE.shape[-1], v_BSGV.shape[-1]) // 8) * 8
-    q_BSHE, k_BSGE, padded_v_BSGE = (_pad_heads(x, size) for x in (q_BSHE, k_BSGE, v_BSGV))
+    size = max(q_BSHE.shape[-1], v_BSGV.shape[-1])
+    q_BSHE, k_BSGE, padded_v_BSGE = (pad_heads(x, size) for x in (q_BSHE, k_BSGE, v_BSGV))
     out_BSHE = _torch_attention(q_BSHE, k_BSGE, padded_v_BSGE, scale, FLASH_FIRST)
     return out_BSHE[..., : v_BSGV.shape[-1]]
 
 
-def _pad_heads(x_BSHE: Tensor, size: int) -> Tensor:
-    missing = size - x_BSHE.shape[-1]
-    return F.pad(x_BSHE, (0, missing)) if missing else x_BSHE
+def pad_heads(x: Tensor, size: int) -> Tensor:
+    """``x`` with zeros behind each head, up to the next multiple of 8 of a size."""
+    missing = -(-size // 8) * 8 - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _torch_attention(

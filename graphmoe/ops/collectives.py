@@ -150,14 +150,6 @@ def _keep_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.mark_non_differentiable(output)
 
 
-def _of_all_gather(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.graphmoe.reduce_scatter(d_whole, *ctx.arguments), None, None, None
-
-
-def _of_reduce_scatter(ctx: Any, d_part: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.graphmoe.all_gather(d_part, *ctx.arguments), None, None, None
-
-
 def _of_all_to_all(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
     axis, size, split, join = ctx.arguments
     return torch.ops.graphmoe.all_to_all(d_whole, axis, size, join, split), None, None, None, None
@@ -168,8 +160,14 @@ _reduce_scatter.register_fake(lambda x, axis, size, dim: x.new_empty(_scattered(
 _all_to_all.register_fake(lambda x, axis, *sizes: x.new_empty(_exchanged(x, *sizes)))
 _all_reduce.register_fake(lambda x, axis, op: x.new_empty(x.shape))
 _index_along.register_fake(lambda like, axis: like.new_empty((), dtype=torch.int64))
-_all_gather.register_autograd(_of_all_gather, setup_context=_keep_arguments)
-_reduce_scatter.register_autograd(_of_reduce_scatter, setup_context=_keep_arguments)
+_all_gather.register_autograd(
+    lambda ctx, d_whole: (torch.ops.graphmoe.reduce_scatter(d_whole, *ctx.arguments), None, None, None),
+    setup_context=_keep_arguments,
+)
+_reduce_scatter.register_autograd(
+    lambda ctx, d_part: (torch.ops.graphmoe.all_gather(d_part, *ctx.arguments), None, None, None),
+    setup_context=_keep_arguments,
+)
 _all_to_all.register_autograd(_of_all_to_all, setup_context=_keep_arguments)
 _all_reduce.register_autograd(lambda ctx, d_total: (d_total, None, None), setup_context=_keep_reduction)
 

@@ -50,7 +50,6 @@ class Dispatcher(Protocol):
     @property
     def capacity(self) -> Load | None:
         """Room for received tokens, the same in each call; None where sizes follow from their number."""
-        ...
 
     @property
     def chunk(self) -> Load | None:
@@ -58,12 +57,10 @@ class Dispatcher(Protocol):
 
         None where all received tokens are one piece.
         """
-        ...
 
     @property
     def handle(self) -> tuple[str, ...]:
         """Names of the last that ``dispatch`` returns, which ``combine`` reads."""
-        ...
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
@@ -75,14 +72,12 @@ class Dispatcher(Protocol):
         ``plan`` is a `SendPlan`. With a capacity the fourth tensor is what N would have to be for all that
         was sent here, int32 []: if it is more than N, some of that is missing.
         """
-        ...
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
         """The sum over ranks of what each made of a token -> [T, D].
 
         Its order is fixed, so two calls are bitwise equal; added in fp32.
         """
-        ...
 
 
 def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPlan:

@@ -96,21 +96,12 @@ def _backward_op(
 @_forward.register_fake
 def _(logits_TE: Tensor, bias_E: Any, chosen_TK: Any, num_sequences: int, top_k: int, *_: Any) -> Any:
     T, E = logits_TE.shape
-    f32, i32 = torch.float32, torch.int32
-    return (
-        logits_TE.new_empty(T, top_k, dtype=f32),
-        logits_TE.new_empty(T, top_k, dtype=i32),
-        logits_TE.new_empty(num_sequences, E, dtype=f32),
-        logits_TE.new_empty(num_sequences, E, dtype=f32),
-        logits_TE.new_empty((), dtype=f32),
-        logits_TE.new_empty((), dtype=f32),
-    )
+    sizes = (T, top_k), (num_sequences, E), (num_sequences, E), (), ()
+    weight_TK, *sums = (logits_TE.new_empty(size) for size in sizes)
+    return weight_TK, logits_TE.new_empty(T, top_k, dtype=torch.int32), *sums
 
 
-@_backward_op.register_fake
-def _(*arguments: Any) -> Tensor:
-    logits_TE = arguments[4]
-    return logits_TE.new_empty(logits_TE.shape)
+_backward_op.register_fake(lambda *arguments: arguments[4].new_empty(arguments[4].shape))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -53,19 +53,11 @@ def _wgrad(dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> Tensor:
     return dw_ENK
 
 
-@_forward.register_fake
-def _(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    return x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
-
-
-@_dgrad.register_fake
-def _(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    return dy_RN.new_empty(dy_RN.shape[0], w_ENK.shape[2])
-
-
-@_wgrad.register_fake
-def _(dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> Tensor:
-    return dy_RN.new_empty(ends_E.shape[0], dy_RN.shape[1], x_RK.shape[1])
+_forward.register_fake(lambda x_RK, w_ENK, ends_E: x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1]))
+_dgrad.register_fake(lambda dy_RN, w_ENK, ends_E: dy_RN.new_empty(dy_RN.shape[0], w_ENK.shape[2]))
+_wgrad.register_fake(
+    lambda dy_RN, x_RK, ends_E: dy_RN.new_empty(ends_E.shape[0], dy_RN.shape[1], x_RK.shape[1])
+)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

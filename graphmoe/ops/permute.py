@@ -116,9 +116,25 @@ def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 @torch.library.custom_op("graphmoe::permute", mutates_args=())
-def _permute_op(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor) -> Tensor:
-    """The token of each live row -> [R, D]; each token is read once."""
-    return _rows_of_tokens(x_TD, slot_R, row_TK, ends_E, None)
+def _permute_op(
+    x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None = None
+) -> Tensor:
+    """The token of each live row, times the weight of its slot if there are any -> [R, D].
+
+    Each token is read once. Dead rows are NaN here, and unwritten by the kernel.
+    """
+    if has_kernel(x_TD):
+        from graphmoe.ops import permute_kernels
+
+        return permute_kernels.spread_rows(x_TD, row_TK, weight_TK, len(slot_R))
+    if row_TK.numel() == 0:
+        return x_TD.new_full((len(slot_R), x_TD.shape[1]), float("nan"))
+    slot_R = slot_R.long().clamp(0, row_TK.numel() - 1)  # anything may stand in dead rows
+    y_RD = x_TD[slot_R // row_TK.shape[1]]
+    if weight_TK is not None:
+        y_RD = (y_RD * weight_TK.reshape(-1, 1)[slot_R].to(accumulator(y_RD))).to(y_RD.dtype)
+    dead_R = torch.arange(len(slot_R), device=slot_R.device) >= ends_E[-1]
+    return y_RD.masked_fill_(dead_R.unsqueeze(1), float("nan"))  # so that a reader of dead rows is seen
 
 
 @torch.library.custom_op("graphmoe::unpermute", mutates_args=())
@@ -139,16 +155,8 @@ def _unpermute_op(
     return sum_TD.to(y_RD.dtype)
 
 
-@torch.library.custom_op("graphmoe::unpermute_dgrad", mutates_args=())
-def _unpermute_dgrad_op(
-    dx_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
-) -> Tensor:
-    """weight[t, k] * dx[t] of the slot of each live row -> [R, D]."""
-    return _rows_of_tokens(dx_TD, slot_R, row_TK, ends_E, weight_TK)
-
-
 @torch.library.custom_op("graphmoe::unpermute_weight_grad", mutates_args=())
-def _unpermute_weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
+def _weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
     """<dx[t], y[row[t, k]]> -> [T, K] fp32 (fp64 for fp64); 0 where a slot has no row here."""
     if has_kernel(y_RD) and dx_TD.dtype == y_RD.dtype:
         from graphmoe.ops import permute_kernels
@@ -157,24 +165,6 @@ def _unpermute_weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Te
     dx_TD = dx_TD.to(accumulator(y_RD))
     products_T = [(dx_TD * y_RD[row_T.clamp(min=0)]).sum(1) for row_T in row_TK.unbind(1)]
     return torch.stack(products_T, 1).masked_fill(row_TK < 0, 0)
-
-
-def _rows_of_tokens(
-    x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
-) -> Tensor:
-    """Each live row's token (times its weight) -> [R, D]; dead rows are NaN here, unwritten by the kernel."""
-    if has_kernel(x_TD):
-        from graphmoe.ops import permute_kernels
-
-        return permute_kernels.spread_rows(x_TD, row_TK, weight_TK, len(slot_R))
-    if row_TK.numel() == 0:
-        return x_TD.new_full((len(slot_R), x_TD.shape[1]), float("nan"))
-    slot_R = slot_R.long().clamp(0, row_TK.numel() - 1)  # anything may stand in dead rows
-    y_RD = x_TD[slot_R // row_TK.shape[1]]
-    if weight_TK is not None:
-        y_RD = (y_RD * weight_TK.reshape(-1, 1)[slot_R].to(accumulator(y_RD))).to(y_RD.dtype)
-    dead_R = torch.arange(len(slot_R), device=slot_R.device) >= ends_E[-1]
-    return y_RD.masked_fill_(dead_R.unsqueeze(1), float("nan"))  # so that a reader of dead rows is seen
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -195,49 +185,38 @@ def _(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tens
     return empty(num_experts), empty(num_experts), empty(*expert_TK.shape), empty(expert_TK.numel())
 
 
-@_permute_op.register_fake
-def _(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor) -> Tensor:
-    return x_TD.new_empty(slot_R.shape[0], x_TD.shape[1])
+_permute_op.register_fake(lambda x_TD, slot_R, *_: x_TD.new_empty(slot_R.shape[0], x_TD.shape[1]))
+_unpermute_op.register_fake(lambda y_RD, slot_R, row_TK, *_: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]))
+_weight_grad_op.register_fake(
+    lambda x_TD, y_RD, row_TK: y_RD.new_empty(row_TK.shape, dtype=accumulator(y_RD))
+)
 
 
-@_unpermute_op.register_fake
-def _(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None) -> Tensor:
-    return y_RD.new_empty(row_TK.shape[0], y_RD.shape[1])
-
-
-@_unpermute_dgrad_op.register_fake
-def _(dx_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None) -> Tensor:
-    return dx_TD.new_empty(slot_R.shape[0], dx_TD.shape[1])
-
-
-@_unpermute_weight_grad_op.register_fake
-def _(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    return y_RD.new_empty(row_TK.shape, dtype=accumulator(y_RD))
-
-
-def _save_plan(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _permute_backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, None, None, None]:
-    return torch.ops.graphmoe.unpermute(dy_RD, *ctx.saved_tensors, None), None, None, None
-
-
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y_RD, slot_R, row_TK, ends_E, weight_TK = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, *plan, weight_TK = inputs
     # Only the gradient of the weights reads the rows.
-    ctx.save_for_backward(None if weight_TK is None else y_RD, slot_R, row_TK, ends_E, weight_TK)
+    ctx.save_for_backward(None if weight_TK is None else rows, *plan, weight_TK)
+
+
+def _permute_backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, None, None, None, Tensor | None]:
+    x_TD, *plan, weight_TK = ctx.saved_tensors
+    dx_TD = torch.ops.graphmoe.unpermute(dy_RD, *plan, weight_TK) if ctx.needs_input_grad[0] else None
+    return dx_TD, None, None, None, _weight_gradient(ctx, x_TD, dy_RD, plan[1], weight_TK)
 
 
 def _unpermute_backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, None, None, None, Tensor | None]:
-    y_RD, slot_R, row_TK, ends_E, weight_TK = ctx.saved_tensors
-    dy_RD = dweight_TK = None
-    if ctx.needs_input_grad[0]:
-        dy_RD = torch.ops.graphmoe.unpermute_dgrad(dx_TD, slot_R, row_TK, ends_E, weight_TK)
-    if ctx.needs_input_grad[4]:
-        dweight_TK = torch.ops.graphmoe.unpermute_weight_grad(dx_TD, y_RD, row_TK).to(weight_TK.dtype)
-    return dy_RD, None, None, None, dweight_TK
+    y_RD, *plan, weight_TK = ctx.saved_tensors
+    dy_RD = torch.ops.graphmoe.permute(dx_TD, *plan, weight_TK) if ctx.needs_input_grad[0] else None
+    return dy_RD, None, None, None, _weight_gradient(ctx, dx_TD, y_RD, plan[1], weight_TK)
 
 
-_permute_op.register_autograd(_permute_backward, setup_context=_save_plan)
-_unpermute_op.register_autograd(_unpermute_backward, setup_context=_save_rows)
+def _weight_gradient(
+    ctx: Any, x_TD: Tensor, y_RD: Tensor, row_TK: Tensor, weight_TK: Tensor | None
+) -> Tensor | None:
+    if weight_TK is None or not ctx.needs_input_grad[4]:
+        return None
+    return torch.ops.graphmoe.unpermute_weight_grad(x_TD, y_RD, row_TK).to(weight_TK.dtype)
+
+
+_permute_op.register_autograd(_permute_backward, setup_context=_save)
+_unpermute_op.register_autograd(_unpermute_backward, setup_context=_save)

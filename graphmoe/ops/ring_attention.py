@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.ops.attention import FLASH_MAX_HEAD_DIM
+from graphmoe.ops import HALF_DTYPES
+from graphmoe.ops.attention import FLASH_MAX_HEAD_DIM, pad_heads
 from graphmoe.ops.collectives import group_of
-from graphmoe.ops.vendors import HALF_DTYPES
 from graphmoe.plan.layout import Axis
 
 aten = torch.ops.aten
@@ -144,12 +144,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, axis: str, size: int) -> tu
     return q.new_empty(batch, seq, heads, v.shape[-1]), q.new_empty(batch, heads, seq, dtype=kept)
 
 
-@_ring_attention_backward.register_fake
-def _(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, axis: str, size: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_ring_attention_backward.register_fake(
+    lambda d_out, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -210,9 +207,8 @@ def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
             q, k, v, None, True, 0.0, causal, scale=scale
         )[:2]
     batch, heads, seq = q.shape[:3]
-    lse = lse[:, :, :seq].reshape(
-        batch, heads, seq
-    )  # cuDNN's has one more dimension, efficient's more queries
+    # cuDNN's log-sum-exp has one more dimension, that of the efficient kernel more queries.
+    lse = lse[:, :, :seq].reshape(batch, heads, seq)
     return out.transpose(1, 2)[..., :V], lse
 
 
@@ -226,7 +222,7 @@ def gradients_of_block(
     kernel, (E, V), groups = choose_kernel(q, k, v, causal), (q.shape[-1], v.shape[-1]), k.shape[2]
     seq, keys = q.shape[1], k.shape[1]
     q, k, v = _prepared(kernel, q, k, v)
-    out, d_out = (_padded(x.transpose(1, 2), v.shape[-1]) for x in (out, d_out))
+    out, d_out = (pad_heads(x.transpose(1, 2), v.shape[-1]) for x in (out, d_out))
     lse = lse.contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seeds of a dropout that is 0
     if kernel == "cpu":
@@ -281,12 +277,7 @@ def _prepared(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
         return q, k, v
     sizes = (q.shape[-1], v.shape[-1])
     of_heads, of_values = sizes if kernel == "efficient" else (max(sizes), max(sizes))
-    return _padded(q, of_heads), _padded(k, of_heads), _padded(v, of_values)
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    missing = -(-size // 8) * 8 - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing else x
+    return pad_heads(q, of_heads), pad_heads(k, of_heads), pad_heads(v, of_values)
 
 
 def _of_groups(d_BTHE: Tensor, groups: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.packages import is_installed, require_package
+from graphmoe.config.packages import require_package
 from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import Sizes, reserve, use_peers
@@ -162,20 +162,14 @@ def open_rows(
         nvshmem.use_rows(nvshmem.PeerRows(group, size, device))
 
 
-def check_dispatcher(
-    choice: str,
-    device: torch.device,
-    layout: Layout,
-    ranks: Ranks,
-    installed: Callable[[str], bool] = is_installed,
-) -> None:
+def check_dispatcher(choice: str, device: torch.device, layout: Layout, ranks: Ranks) -> None:
     """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
-    check_package(choice, device.type, installed)
+    check_package(choice, device.type)
     if choice != "auto" and dispatcher_facts(choice).one_node:
         _check_node(f"moe.dispatcher={choice}", layout, ranks)
 
 
-def check_package(choice: str, device_type: str, installed: Callable[[str], bool] = is_installed) -> None:
+def check_package(choice: str, device_type: str) -> None:
     """Refuse a dispatcher that this machine cannot run, whatever the ranks. *Raises* ConfigError."""
     key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else dispatcher_facts(choice)
     if facts is None or facts.platform is None:
@@ -185,7 +179,7 @@ def check_package(choice: str, device_type: str, installed: Callable[[str], bool
     if choice == "nvshmem":
         _check_nvshmem(key)
     if facts.package:
-        require_package("moe.dispatcher", choice, installed, INSTEAD)
+        require_package("moe.dispatcher", choice, INSTEAD)
     if facts.platform == ("cuda" if torch.version.hip else "rocm"):
         other = {"cuda": "CUDA", "rocm": "ROCm"}[facts.platform]
         raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")

@@ -113,9 +113,7 @@ def assert_plan_matches_brute_force(run, expert_TK, num_experts, device="cpu"):
 
 
 def spread(x_TD, plan, weight_TK):
-    if weight_TK is None:
-        return torch.ops.graphmoe.permute(x_TD, plan.slot_R, plan.row_TK, plan.ends_E)
-    return torch.ops.graphmoe.unpermute_dgrad(x_TD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
+    return torch.ops.graphmoe.permute(x_TD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
 
 
 def summed(y_RD, plan, weight_TK):

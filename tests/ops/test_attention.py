@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from graphmoe.config import packages
 from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.ops import attention
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
@@ -68,18 +69,19 @@ def test_kernel_order_begins_with_the_fast_kernel_and_ends_with_one_that_always_
 
 AUTO, SDPA, PADDED = AttentionBackend.auto, AttentionBackend.sdpa, AttentionBackend.padded_flash
 TURBO, TE = AttentionBackend.turbo, AttentionBackend.te
-CPU, CUDA, ROCM = ("cpu", False), ("cuda", False), ("cuda", True)
+CPU, CUDA, ROCM = (
+    {"device_type": device, "is_rocm": is_rocm}
+    for device, is_rocm in (("cpu", False), ("cuda", False), ("cuda", True))
+)
 
 
-def choose(requested, machine, sizes, installed=True):
-    return choose_backend(
-        requested,
-        device_type=machine[0],
-        is_rocm=machine[1],
-        head_dim=sizes[0],
-        v_head_dim=sizes[1],
-        installed=lambda package: installed,
-    )
+@pytest.fixture(autouse=True)
+def all_packages(monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+
+
+def choose(requested, machine, sizes):
+    return choose_backend(requested, **machine, head_dim=sizes[0], v_head_dim=sizes[1])
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,10 @@ def test_heads_too_large_for_flash_are_logged_once(caplog):
 
 
 @pytest.mark.parametrize("requested, machine", [(TURBO, ROCM), (TE, CUDA)])
-def test_a_missing_package_is_an_error_that_names_the_install_command(requested, machine):
+def test_a_missing_package_is_an_error_that_names_the_install_command(requested, machine, monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda package: False)
     with pytest.raises(ConfigError, match="model.attention_backend=.* pip install"):
-        choose(requested, machine, (128, 128), installed=False)
+        choose(requested, machine, (128, 128))
 
 
 @pytest.fixture

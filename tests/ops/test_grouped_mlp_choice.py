@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 
+from graphmoe.config import packages
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.grouped_mlp import choice
+from graphmoe.ops.grouped_mlp import DIRECTIONS, choice
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends, milliseconds
 from graphmoe.ops.timing import WARM_UP_CALLS
 
 SHAPE = MlpShape(T=32, D=16, F=8, E=4, K=2)
-FP32 = dataclasses.replace(SHAPE, dtype=torch.float32)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TIMES = {  # as if measured: each direction has another winner
     "torch": (2.0, 4.0, 1.0),
@@ -21,6 +21,8 @@ TIMES = {  # as if measured: each direction has another winner
     "te": (3.0, 2.0, 3.0),
     "turbo": (9.0, 9.0, 9.0),
 }
+FASTEST = "triton,te,torch"
+ALL = ("triton", "primus_turbo", "transformer_engine")
 
 
 class Clock:
@@ -31,34 +33,26 @@ class Clock:
 
     def __call__(self, backends, direction, shape, device):
         self.asked += [(backend, direction) for backend in backends]
-        number = ("forward", "dgrad", "wgrad").index(direction)
-        return {b: self.error(b, direction) or TIMES[b][number] for b in backends}
+        return {b: self.error(b, direction) or TIMES[b][DIRECTIONS.index(direction)] for b in backends}
 
     def error(self, backend, direction):
         fails = backend in self.failing or (backend, direction) in self.failing
         return RuntimeError("no such kernel") if fails else None
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """A GPU as far as the choice can tell: (is ROCm, compute capability) -> None."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    """A GPU as far as the choice can tell; call it for another one, or with other packages."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def make(is_rocm, capability=(9, 0)):
+    def make(is_rocm=False, capability=(9, 0), installed=ALL, name="Some GPU"):
         monkeypatch.setattr(torch.version, "hip", "7.0" if is_rocm else None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(packages, "is_installed", lambda package: package in installed)
 
-    make(False)
+    make()
     return make
-
-
-def everything(package):
-    return True
-
-
-def nothing(package):
-    return package == "triton"
 
 
 class Answers(dict):
@@ -71,22 +65,24 @@ class Answers(dict):
         return self.setdefault(json.dumps(facts), answer)
 
 
-def choose(requested="auto", shape=SHAPE, device=GPU, memory=None, installed=everything, **rest):
-    return choose_backends(requested, shape, device, memory, installed=installed, **rest)
+def choose(requested="auto", shape=SHAPE, device=GPU, memory=None, **rest):
+    return choose_backends(requested, shape, device, memory, **rest)
 
 
-def test_auto_on_a_cpu_is_torch_without_measuring():
+def measured(**rest):
+    """The choice of auto, and what was measured for it."""
     clock = Clock()
-    assert choose(device=CPU, measure=clock) == "torch,torch,torch"
-    assert clock.asked == []
+    return choose(measure=clock, **rest), clock.asked
 
 
 def test_auto_takes_the_fastest_of_each_direction(gpu):
-    assert choose(measure=Clock()) == "triton,te,torch"
-    assert choose(measure=Clock(), installed=nothing) == "triton,triton,torch"
-    gpu(True)  # torch waits for the host there, and Transformer Engine needs CUDA
-    assert choose(measure=Clock()) == "triton,triton,triton"
-    assert choose(measure=Clock(), sync_free=False) == "triton,triton,torch"
+    assert measured()[0] == FASTEST
+    assert measured(device=CPU) == ("torch,torch,torch", [])
+    gpu(installed=ALL[:1])
+    assert measured()[0] == "triton,triton,torch"
+    gpu(is_rocm=True)  # torch waits for the host there, and Transformer Engine needs CUDA
+    assert measured()[0] == "triton,triton,triton"
+    assert measured(sync_free=False)[0] == "triton,triton,torch"
 
 
 @pytest.mark.parametrize(
@@ -94,15 +90,15 @@ def test_auto_takes_the_fastest_of_each_direction(gpu):
     [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 3), False), ((12, 0), True)],
 )
 def test_torch_waits_for_the_host_where_aten_has_no_grouped_kernel(capability, waits, gpu):
-    gpu(False, capability)
-    assert choose(measure=Clock()) == ("triton,te,triton" if waits else "triton,te,torch")
+    gpu(capability=capability)
+    assert measured()[0] == ("triton,te,triton" if waits else FASTEST)
     assert choose("torch", sync_free=False) == "torch,torch,torch"
     if waits:
         with pytest.raises(ConfigError, match="torch waits for the host in torch.bfloat16 on this device"):
             choose("torch")
 
 
-def test_a_backend_that_fails_is_left_out_and_named(gpu, caplog):
+def test_a_backend_that_fails_is_left_out_and_named(caplog):
     with caplog.at_level(logging.WARNING):
         assert choose(measure=Clock(failing=("triton", ("te", "dgrad")))) == "torch,torch,torch"
     assert "moe.experts=auto leaves out triton for forward: no such kernel" in caplog.text
@@ -111,99 +107,78 @@ def test_a_backend_that_fails_is_left_out_and_named(gpu, caplog):
         choose(measure=Clock(failing=("torch", "triton", "te")))
 
 
-def test_an_answer_is_measured_once_and_remembered(gpu):
-    first, second, answers = Clock(), Clock(), Answers()
-    assert choose(memory=answers, measure=first) == choose(memory=answers, measure=second)
-    assert len(first.asked) == 9 and second.asked == []
+def test_an_answer_is_measured_once_for_each_shape_device_version_and_source(gpu, monkeypatch):
+    answers = Answers()
+    assert len(measured(memory=answers)[1]) == 9 and measured(memory=answers) == (FASTEST, [])
     (entry,) = answers.values()
     assert entry["milliseconds"]["forward"] == {"torch": 2.0, "triton": 1.0, "te": 3.0}
-
-
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(MlpShape)])
-def test_another_shape_is_another_answer(field, gpu):
-    answers = Answers()
-    choose(memory=answers, measure=Clock())
-    value = torch.float16 if field == "dtype" else getattr(SHAPE, field) + 1
-    clock = Clock()
-    choose(memory=answers, shape=dataclasses.replace(SHAPE, **{field: value}), measure=clock)
-    assert clock.asked
-    assert len(answers) == 2
-
-
-@pytest.mark.parametrize("what", ["device", "torch", "triton", "source", "packages"])
-def test_another_device_version_or_source_is_another_answer(what, gpu, monkeypatch):
-    answers = Answers()
-    choose(memory=answers, measure=Clock())
-    changes = {
-        "device": (torch.cuda, "get_device_name", lambda device=None: "Another GPU"),
-        "torch": (torch, "__version__", "9.9"),
-        "triton": (choice, "_triton_version", lambda: "9.9"),
-        "source": (choice, "_source_hash", lambda: "0"),
-        "packages": (choice, "log", choice.log),
-    }
-    monkeypatch.setattr(*changes[what])
-    clock = Clock()
-    choose(memory=answers, measure=clock, installed=nothing if what == "packages" else everything)
-    assert clock.asked
+    for field in dataclasses.fields(MlpShape):
+        value = torch.float16 if field.name == "dtype" else getattr(SHAPE, field.name) + 1
+        assert measured(memory=answers, shape=dataclasses.replace(SHAPE, **{field.name: value}))[1], field
+    for change in ({"name": "Another GPU"}, {"installed": ALL[:1]}):
+        gpu(**change)
+        assert measured(memory=answers)[1], change
+    gpu()
+    for holder, name, value in (
+        (torch, "__version__", "9.9"),
+        (choice, "_triton_version", lambda: "9.9"),
+        (choice, "_source_hash", lambda: "0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, value)
+            assert measured(memory=answers)[1], name
+    assert measured(memory=answers)[1] == []
 
 
 @pytest.mark.parametrize("wrong", [{"choice": "triton"}, {"choice": "a,b,c"}, {}, [1], "text", 1])
-def test_a_wrong_answer_is_measured_again(wrong, gpu):
+def test_a_wrong_answer_is_measured_again(wrong):
     answers = Answers()
-    choose(memory=answers, measure=Clock())
+    measured(memory=answers)
     answers.update(dict.fromkeys(answers, wrong))
-    clock = Clock()
-    assert choose(memory=answers, measure=clock) == "triton,te,torch" and clock.asked
+    found, asked = measured(memory=answers)
+    assert found == FASTEST and asked
 
 
-def test_nothing_is_measured_inside_a_capture(gpu, monkeypatch):
+def test_nothing_is_measured_inside_a_capture(monkeypatch):
     answers = Answers()
-    choose(memory=answers, measure=Clock())
+    measured(memory=answers)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choose(memory=answers, measure=Clock()) == "triton,te,torch"  # remembered
+    assert measured(memory=answers) == (FASTEST, [])
     with pytest.raises(RuntimeError, match="inside a graph capture"):
-        choose(measure=Clock())
+        measured()
 
 
-def test_a_request_is_taken_as_it_is_without_measuring(gpu):
-    clock = Clock()
-    assert choose("triton", measure=clock) == "triton,triton,triton"
-    assert choose("triton,torch,te", measure=clock) == "triton,torch,te"
-    assert choose("torch", device=CPU, measure=clock) == "torch,torch,torch"
-    assert clock.asked == []
+def test_a_request_is_taken_as_it_is_without_measuring():
+    assert measured(requested="triton") == ("triton,triton,triton", [])
+    assert measured(requested="triton,torch,te") == ("triton,torch,te", [])
+    assert measured(requested="torch", device=CPU) == ("torch,torch,torch", [])
 
 
-REFUSED = {  # request: (shape, device, is ROCm, what the error says)
-    "fast": (SHAPE, GPU, False, "moe.experts=fast is not known; use one of: auto, torch, triton, te$"),
-    "triton,torch": (SHAPE, GPU, False, "is not known"),
-    "triton,auto,torch": (SHAPE, GPU, False, "is not known"),
-    "triton": (SHAPE, CPU, False, "triton needs a GPU and the device is cpu; use one of: torch"),
-    "turbo": (
-        SHAPE,
-        GPU,
-        False,
-        "turbo is Primus-Turbo, which needs a ROCm build of torch; use one of: torch",
+FP32 = {"shape": dataclasses.replace(SHAPE, dtype=torch.float32)}
+ROCM = {"is_rocm": True}
+REFUSED = [  # request, where, the GPU, what the error says
+    ("fast", {}, {}, "moe.experts=fast is not known; use one of: auto, torch, triton, te$"),
+    ("triton,torch", {}, {}, "is not known"),
+    ("triton,auto,torch", {}, {}, "is not known"),
+    ("triton", {"device": CPU}, {}, "triton needs a GPU and the device is cpu; use one of: torch"),
+    ("turbo", {}, {}, "turbo is Primus-Turbo, which needs a ROCm build of torch; use one of: torch"),
+    ("te", {}, ROCM, "te needs CUDA; use one of: triton, turbo"),
+    ("torch,torch,te", FP32, {}, "waits for the host in torch.float32"),
+    ("te,triton,triton", FP32, {}, "te has bf16 and fp16 kernels only"),
+    ("torch", {}, ROCM, "torch waits for the host in torch.bfloat16 on this device"),
+    (
+        *("triton,triton,te", {}, {"installed": ALL[:1]}),
+        "moe.experts=te needs the package transformer_engine.*pip install",
     ),
-    "te": (SHAPE, GPU, True, "te needs CUDA; use one of: triton, turbo"),
-    "torch,torch,te": (FP32, GPU, False, "waits for the host in torch.float32"),
-    "te,triton,triton": (FP32, GPU, False, "te has bf16 and fp16 kernels only"),
-    "torch": (SHAPE, GPU, True, "torch waits for the host in torch.bfloat16 on this device"),
-}
+    ("triton", {}, {"installed": ()}, "triton needs the package triton"),
+]
 
 
-@pytest.mark.parametrize("requested", REFUSED)
-def test_a_backend_that_cannot_run_is_refused_with_one_that_can(requested, gpu):
-    shape, device, is_rocm, message = REFUSED[requested]
-    gpu(is_rocm)
+@pytest.mark.parametrize(("requested", "where", "machine", "message"), REFUSED)
+def test_a_backend_that_cannot_run_is_refused_with_one_that_can(requested, where, machine, message, gpu):
+    gpu(**machine)
     with pytest.raises(ConfigError, match=message):
-        choose(requested, shape=shape, device=device)
-
-
-def test_a_missing_package_is_named(gpu):
-    with pytest.raises(ConfigError, match="moe.experts=te needs the package transformer_engine.*pip install"):
-        choose("triton,triton,te", installed=nothing)
-    with pytest.raises(ConfigError, match="triton needs the package triton"):
-        choose("triton", installed=lambda package: False)
+        choose(requested, **where)
 
 
 @pytest.mark.parametrize("good_calls", [0, WARM_UP_CALLS + 2])
@@ -224,7 +199,7 @@ def test_backends_are_measured_in_turns_and_one_that_fails_at_any_call_is_told(m
     assert all(set(names) == {"torch", "triton"} for names in rounds)
 
 
-@pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_measuring_runs_the_op_on_a_routing_over_all_experts(direction, monkeypatch):
     seen, call = [], choice.call_op
     monkeypatch.setattr(choice, "call_op", lambda *given: seen.append(given) or call(*given))

@@ -181,36 +181,43 @@ def test_values_and_gradients_are_those_of_the_plain_functions():
     assert torch.equal(*(torch.autograd.grad(s, y, dx)[0] for s in (sums, expected_sums)))
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gradients_match_fp64_formulas(dtype, unrouted):
-    plan, (T, K), D = unrouted, unrouted.row_TK.shape, 40
-    y_RD = with_dead_rows(values(plan.live, D, dtype=dtype), plan).requires_grad_()
-    weight_TK = values(T, K, seed=1).requires_grad_()
-    x_TD, dx_TD = values(T, D, dtype=dtype).requires_grad_(), values(T, D, dtype=dtype, seed=2)
-    dy_RD = values(plan.live, D, dtype=dtype, seed=3)
-    dy, dweight = torch.autograd.grad(summed(y_RD, plan, weight_TK), (y_RD, weight_TK), dx_TD)
-    exact = [t.detach().double().requires_grad_() for t in (y_RD[: plan.live], weight_TK)]
-    token_L, slot_L = plan.slot_R[: plan.live].long() // K, plan.slot_R[: plan.live].long()
+def test_the_gradients_match_fp64_formulas(dtype, weighted, unrouted):
+    plan, (T, K), D, live = unrouted, unrouted.row_TK.shape, 40, unrouted.live
+    token_L, slot_L = plan.slot_R[:live].long() // K, plan.slot_R[:live].long()
+    x, y = values(T, D, dtype=dtype), values(live, D, dtype=dtype, seed=1)
+    weight = values(T, K, seed=2) if weighted else torch.ones(T, K)
+
+    def assert_matches(run, rows, gradient, formula):
+        leaves = [rows.clone().requires_grad_(), *[weight.clone().requires_grad_()] * weighted]
+        actual = torch.autograd.grad(run(leaves[0], plan, *leaves[1:] or [None]), leaves, gradient)
+        exact = [leaf.detach()[:live].double().requires_grad_() for leaf in (rows, weight)]
+        expected = formula(exact[0], exact[1].flatten()[slot_L, None])
+        wanted = torch.autograd.grad(expected, exact, gradient[: len(expected)].double())
+        for ours, theirs, leaf in zip(actual, wanted, leaves, strict=False):
+            assert ours.dtype == leaf.dtype
+            assert_gradient_close(ours[: len(theirs)], theirs)
+
     zeros = torch.zeros(T, D, dtype=torch.float64)
-    expected = zeros.index_add(0, token_L, exact[0] * exact[1].flatten()[slot_L, None])
-    wanted_dy, wanted_dweight = torch.autograd.grad(expected, exact, dx_TD.double())
-    assert_gradient_close(dy[: plan.live], wanted_dy)
-    assert_gradient_close(dweight, wanted_dweight)
-    (dx,) = torch.autograd.grad(spread(x_TD, plan, None), x_TD, with_dead_rows(dy_RD, plan))
-    assert_gradient_close(dx, zeros.index_add(0, token_L, dy_RD.double()))
-    assert (dy.dtype, dweight.dtype, dx.dtype) == (dtype, torch.float32, dtype)
+    back = lambda y, w: zeros.index_add(0, token_L, y * w)  # noqa: E731
+    assert_matches(summed, with_dead_rows(y, plan), x, back)
+    assert_matches(spread, x, with_dead_rows(y, plan), lambda x, w: x[token_L] * w)
 
 
 @pytest.mark.parametrize(("rows_want", "weights_want"), list(itertools.product((True, False), repeat=2)))
-def test_only_the_gradients_that_are_wanted_are_computed(rows_want, weights_want, unrouted):
-    y_RD = with_dead_rows(values(unrouted.live, 3), unrouted).requires_grad_(rows_want)
+@pytest.mark.parametrize("run", [spread, summed])
+def test_only_the_gradients_that_are_wanted_are_computed(run, rows_want, weights_want, unrouted):
+    rows = with_dead_rows(values(unrouted.live, 3), unrouted)
+    rows = (rows if run is summed else values(len(unrouted.row_TK), 3)).requires_grad_(rows_want)
     weight_TK = values(*unrouted.row_TK.shape, dtype=torch.bfloat16).requires_grad_(weights_want)
     with SeenOps() as seen:
-        x_TD = summed(y_RD, unrouted, weight_TK)
-        if x_TD.requires_grad:
-            x_TD.sum().backward()
-    wanted = ["unpermute_dgrad"] * rows_want + ["unpermute_weight_grad"] * weights_want
-    assert seen.names == [f"graphmoe::{name}" for name in ("unpermute", *wanted)]
+        moved = run(rows, unrouted, weight_TK)
+        if moved.requires_grad:
+            moved.sum().backward()
+    names = ("unpermute", "permute") if run is summed else ("permute", "unpermute")
+    wanted = [names[0], *names[1:] * rows_want, *["unpermute_weight_grad"] * weights_want]
+    assert seen.names == [f"graphmoe::{name}" for name in wanted]
     if weights_want:
         assert weight_TK.grad.dtype == torch.bfloat16 and bool(weight_TK.grad.isfinite().all())
 
@@ -245,8 +252,9 @@ def test_torch_accepts_the_ops(dtype):
     opcheck(ops.routing_plan.default, (expert_TK, 4))
     opcheck(ops.unpermute_weight_grad.default, (x_TD, y_RD, row_TK))
     for weight in (None, weight_TK):
-        opcheck(ops.unpermute_dgrad.default, (x_TD, *where, weight))
-    opcheck(ops.unpermute.default, (y_RD.requires_grad_(), *where, weight_TK.requires_grad_()))
+        leaf = None if weight is None else weight.clone().requires_grad_()
+        opcheck(ops.unpermute.default, (y_RD.clone().requires_grad_(), *where, leaf))
+        opcheck(ops.permute.default, (x_TD.clone().requires_grad_(), *where, leaf))
     opcheck(ops.permute.default, (x_TD.requires_grad_(), *where))
 
 

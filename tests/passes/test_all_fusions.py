@@ -30,38 +30,35 @@ from tests.passes.blocks import (
 from tests.runs import config
 
 PASSES = (fuse_router, fuse_permutation, fuse_activation, fuse_experts)
-FAMILIES = [
-    ("mixtral", {}),
-    ("qwen3_moe", {"norm_topk_prob": False}),
-    ("qwen3_moe", {"norm_topk_prob": True}),
-    ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
-    ("deepseek_v3", {"norm_topk_prob": True}),
+FAMILIES = [  # family, its settings, and settings of the router's operation
+    ("mixtral", {}, ("softmax", 1, 1, 1, True, False, 1.0)),
+    ("qwen3_moe", {"norm_topk_prob": False}, ("softmax", 1, 1, 1, False, False, 1.0)),
+    ("qwen3_moe", {"norm_topk_prob": True}, ("softmax", 1, 1, 1, True, False, 1.0)),
+    ("deepseek_v2", {"topk_method": "greedy"}, ("softmax", 1, 1, 1, False, False, 2.5)),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, ("softmax", 4, 2, 1, False, False, 2.5)),
+    ("deepseek_v3", {"norm_topk_prob": True}, ("sigmoid", 4, 2, 2, True, False, 2.5)),
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("family", "changes"), FAMILIES)
-def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, dtype):
-    plain = transformers_block(family, dtype, **changes)
+@pytest.mark.parametrize(("family", "changes", "options"), FAMILIES)
+def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, options, dtype, device):
+    if device == "cuda" and not torch.backends.cuda.is_built():
+        pytest.skip("needs a torch built for GPUs, but no GPU")
+    plain = transformers_block(family, dtype, device=device, **changes)
     fused, results = rewritten(plain, *PASSES)
     assert [result.matches for result in results] == [1, 4, 1, 1]
     assert not any(result.left for result in results)
     assert len(row_sized(plain, R)) >= 6 and row_sized(fused, R) == []
     calls = operations(fused)
     assert calls["router"] == calls["routing_plan"] == calls["grouped_mlp"] == 1
-    assert not {"permute", "unpermute", "swiglu", "grouped_mm", "sort", "topk", "histc", "transpose"} & set(
-        calls
-    )
-    assert_same_numbers(fused, plain)
-
-
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built for GPUs, but no GPU")
-@pytest.mark.parametrize(("family", "changes"), FAMILIES)
-def test_blocks_traced_for_a_gpu_keep_nothing_of_row_size(family, changes):
-    plain = transformers_block(family, torch.bfloat16, device="cuda", **changes)
-    fused, results = rewritten(plain, *PASSES)
-    assert [result.matches for result in results] == [1, 4, 1, 1]
-    assert row_sized(plain, R) and row_sized(fused, R) == []
+    gone = {"permute", "unpermute", "swiglu", "grouped_mm", "sort", "topk", "histc", "transpose", "_softmax"}
+    assert not gone & set(calls)
+    (router,) = [node for node in fused.graph.graph.nodes if "graphmoe.router" in str(node.target)]
+    assert router.args[3:] == (1, 2, *options, False)
+    if device == "cpu":
+        assert_same_numbers(fused, plain)
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(PASSES[:3])], ids=lambda o: o[0].__name__)

@@ -1,27 +1,57 @@
-"""fuse_router: every router of the model and of transformers becomes one operation."""
+"""fuse_router: every router of the model becomes one operation; what is no choice of experts stays."""
+
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import fx
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ScoreFunction
+from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.passes.fuse_router import fuse_router
 from tests.model.test_router_segment import OPTIONS, make_input, make_router
 from tests.passes.blocks import (
     DTYPES,
+    Traced,
+    assert_left,
     assert_same_numbers,
     operations,
     random,
     rewritten,
     traced,
-    transformers_block,
 )
-from tests.passes.routers import assert_fused, router_call
 
+INSIDE = {
+    *("_softmax", "sigmoid", "sort", "topk", "slice", "gather", "scatter_add", "logsumexp", "log", "scatter")
+}
+"""Operations of a router that the fused one replaces; every router of the model has some of them."""
 LOSSES = [(kind, z) for kind in AuxLoss for z in (0.0, 0.125)]
 
 
-def routed(router, x):
+def assert_fused(plain: Traced) -> fx.Node:
+    """Check that one operation takes the place of the one router, with the same numbers; return its call."""
+    fused, (result,) = rewritten(plain, fuse_router)
+    before, after = operations(plain), operations(fused)
+    assert result[:2] == (1, ()) and after["router"] == 1
+    assert INSIDE & set(before) and not INSIDE & set(after), after
+    assert after.total() - after["getitem"] - after["_to_copy"] < before.total() - before["getitem"]
+    assert_same_numbers(fused, plain)
+    return router_call(fused)
+
+
+def router_call(fused: Traced) -> fx.Node:
+    """The one call of the operation."""
+    (call,) = [node for node in fused.graph.graph.nodes if "graphmoe.router" in str(node.target)]
+    return call
+
+
+def routed(dtype=torch.float32, bias_E=None, **settings):
     """The traced router; a balance loss over the global batch is given slots of earlier micro-batches."""
+    router = make_router(dtype=dtype, **settings)
+    if bias_E is not None:
+        router.selection_bias.data.copy_(bias_E)
+    x = make_input().detach().to(dtype).requires_grad_()
     return traced(router, x, *[torch.arange(16.0)] * router.reads_earlier)
 
 
@@ -29,8 +59,8 @@ def routed(router, x):
 def test_every_router_of_the_model_becomes_one_operation_with_the_same_numbers(case):
     function, after, renormalise, bias, groups, group_score = OPTIONS[case]
     aux_loss, z_loss_coef = LOSSES[case % len(LOSSES)]
-    dtype = DTYPES[case // len(LOSSES) % 2]
-    router = make_router(
+    plain = routed(
+        DTYPES[case // len(LOSSES) % 2],
         score_function=function,
         renormalise=renormalise,
         num_groups=groups,
@@ -42,13 +72,9 @@ def test_every_router_of_the_model_becomes_one_operation_with_the_same_numbers(c
         aux_loss=aux_loss,
         aux_loss_coef=0.25,
         z_loss_coef=z_loss_coef,
-        dtype=dtype,
     )
-    plain = routed(router, make_input().detach().to(dtype).requires_grad_())
-    fused = assert_fused(plain)
-    assert_same_numbers(fused, plain)
     group_top = {GroupScore.max: 1, GroupScore.top2_sum: 2, GroupScore.topk_sum: 2}[group_score]
-    _, given_bias, chosen, *options = router_call(fused).args
+    _, given_bias, chosen, *options = assert_fused(plain).args
     assert (given_bias is not None, chosen) == (bias, None)
     num_sequences = 1 if aux_loss is AuxLoss.none else 2
     assert options == [
@@ -60,60 +86,18 @@ def test_every_router_of_the_model_becomes_one_operation_with_the_same_numbers(c
 @pytest.mark.parametrize("aux_loss", AuxLoss)
 @pytest.mark.parametrize("function", ScoreFunction)
 def test_losses_have_the_same_gradients_when_all_tokens_choose_the_same_experts(function, aux_loss):
-    router = make_router(
-        score_function=function, aux_loss=aux_loss, aux_loss_coef=1.0, z_loss_coef=0.5, selection_bias=True
-    )
-    with torch.no_grad():
-        router.selection_bias.copy_(torch.arange(16.0) * 10)
-    plain = routed(router, make_input())
-    fused = assert_fused(plain)
-    assert_same_numbers(fused, plain)
-    assert set(fused.graph(*fused.inputs)[2].flatten().tolist()) == {12, 13, 14, 15}
+    losses = {"aux_loss": aux_loss, "aux_loss_coef": 1.0, "z_loss_coef": 0.5}
+    bias_E = torch.arange(16.0) * 10
+    plain = routed(score_function=function, selection_bias=True, bias_E=bias_E, **losses)
+    assert_fused(plain)
+    assert set(plain.graph(*plain.inputs)[2].flatten().tolist()) == {12, 13, 14, 15}
 
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forced_experts_are_handed_to_the_operation(after, dtype):
-    router = make_router(force_balance=True, softmax_after_topk=after, aux_loss_coef=0.5, dtype=dtype)
-    plain = routed(router, make_input().detach().to(dtype).requires_grad_())
-    fused = assert_fused(plain)
-    assert router_call(fused).args[2] is not None
-    assert_same_numbers(fused, plain)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("family", "changes", "options"),
-    [
-        ("mixtral", {}, (1, 2, "softmax", 1, 1, 1, True, False, 1.0)),
-        ("qwen3_moe", {"norm_topk_prob": False}, (1, 2, "softmax", 1, 1, 1, False, False, 1.0)),
-        ("qwen3_moe", {"norm_topk_prob": True}, (1, 2, "softmax", 1, 1, 1, True, False, 1.0)),
-        ("deepseek_v2", {"topk_method": "greedy"}, (1, 2, "softmax", 1, 1, 1, False, False, 2.5)),
-        (
-            "deepseek_v2",
-            {"topk_method": "group_limited_greedy"},
-            (1, 2, "softmax", 4, 2, 1, False, False, 2.5),
-        ),
-        ("deepseek_v3", {"norm_topk_prob": True}, (1, 2, "sigmoid", 4, 2, 2, True, False, 2.5)),
-    ],
-)
-def test_routers_of_transformers_match(family, changes, options, dtype):
-    plain = transformers_block(family, dtype, **changes)
-    fused, (result,) = rewritten(plain, fuse_router)
-    assert result[:2] == (1, ()) and not {"topk", "_softmax", "sigmoid", "gather"} & set(operations(fused))
-    assert router_call(fused).args[3:] == (*options, False)
-    assert_same_numbers(fused, plain)
-
-
-def test_a_softmax_over_the_largest_logits_is_softmax_after_topk():
-    def run(logits):
-        values, experts = logits.topk(2, dim=-1)
-        return values.softmax(-1), experts
-
-    plain = traced(run, random(18, 8))
-    fused = assert_fused(plain)
-    assert router_call(fused).args[10] is True
-    assert_same_numbers(fused, plain)
+    plain = routed(dtype, force_balance=True, softmax_after_topk=after, aux_loss_coef=0.5)
+    assert assert_fused(plain).args[2] is not None
 
 
 def test_logits_of_sequences_are_seen_as_tokens():
@@ -123,28 +107,265 @@ def test_logits_of_sequences_are_seen_as_tokens():
         counts = torch.zeros(16).scatter_add(0, counts.flatten(), torch.ones(36))
         return values.softmax(-1), experts, counts, logits_BSE.logsumexp(-1).square().mean()
 
-    plain = traced(run, random(2, 9, 8))
-    fused = assert_fused(plain)
-    assert router_call(fused).args[0].meta["val"].shape == (18, 8) and router_call(fused).args[3] == 2
+    call = assert_fused(traced(run, random(2, 9, 8)))
+    assert call.args[0].meta["val"].shape == (18, 8) and call.args[3] == 2
+
+
+# Routers of two tensors [18, 8]: logits x, and y.
+
+
+def softmax(x):
+    return x.softmax(-1)
+
+
+def best(values, k=2, **named):
+    return values.topk(k, dim=-1, **named).indices
+
+
+def weighed(scores, choice):
+    """Weights and experts."""
+    experts = best(choice)
+    return scores.gather(1, experts), experts
+
+
+def read_by(*readers, score=softmax):
+    """A router whose scores have more readers."""
+
+    def run(x, y):
+        scores = score(x)
+        return *scores.topk(2, dim=-1), *(read(scores) for read in readers)
+
+    return run
+
+
+def limited(mask_of, scores_of=torch.sigmoid, bias=0.0, fill=-math.inf, axis=-1):
+    """A choice where a mask [18, 4] of the groups of two experts is set."""
+
+    def run(x, y):
+        scores = scores_of(x)
+        choice = scores + torch.full((8,), bias) if bias else scores
+        mask = mask_of(choice.view(-1, 4, 2), y[:, :4])
+        sizes = (4, 2) if axis == -1 else (2, 4)
+        mask = mask.unsqueeze(axis).expand(-1, *sizes).reshape(-1, 8)
+        return weighed(scores, choice.masked_fill(~mask.bool(), fill))
+
+    return run
+
+
+def mask_of(groups, base=0.0):
+    return torch.full((18, 4), base).scatter(1, best(groups), 1.0)
+
+
+def best_groups(groups, _):
+    return mask_of(groups.amax(-1))
+
+
+FUSED = {  # name: (run, arguments of the operation by their position)
+    "softmax over the largest logits": (
+        lambda x, y: ((top := x.topk(2, dim=-1)).values.softmax(-1), top.indices),
+        {10: True},
+    ),
+    "entropy negated last": (read_by(lambda s: -(s * s.log()).sum(-1).mean()), {10: False}),
+    "entropy negated first": (read_by(lambda s: (-(s * s.log()).sum(-1)).mean()), {3: 1}),
+    "shares of all tokens, sum of squares": (
+        lambda x, y: (*read_by(lambda s: s.mean(0))(x, y), x.logsumexp(-1).pow(2).sum()),
+        {3: 1},
+    ),
+    "groups": (limited(best_groups), {6: 4, 7: 2, 8: 1}),
+    "groups, zero outside, no bias": (limited(best_groups, fill=0.0), {6: 4, 7: 2, 8: 1}),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_other_spellings_become_one_operation(name):
+    run, options = FUSED[name]
+    call = assert_fused(traced(run, random(18, 8), random(18, 8, seed=1)))
+    assert {position: call.args[position] for position in options} == options
+
+
+def slots_of(ids_of, step=1.0):
+    """A router with a histogram of ids in two sequences."""
+
+    def run(x, y):
+        weights, experts = x.softmax(-1).topk(2, dim=-1)
+        bins = ids_of(experts).reshape(2, -1) + 8 * torch.arange(2).unsqueeze(1)
+        return weights, experts, torch.zeros(16).scatter_add(0, bins.flatten(), torch.full((36,), step))
+
+    return run
+
+
+def divided(divide):
+    def run(x, y):
+        weights, experts = x.softmax(-1).topk(2, dim=-1)
+        return divide(weights), experts
+
+    return run
+
+
+BESIDE = {  # name: (run, an operation that stays, how many times)
+    "slots": (slots_of(lambda ids: ids), "scatter_add", 0),
+    "slots twice": (slots_of(lambda ids: ids, step=2.0), "scatter_add", 1),
+    "other ids": (slots_of(lambda ids: ids.flip(1)), "scatter_add", 1),
+    "by a sum and a large term": (divided(lambda w: w / (w.sum(-1, keepdim=True) + 0.5)), "div", 1),
+    "by another sum": (divided(lambda w: w / w.square().sum(-1, keepdim=True)), "div", 1),
+    "by another sum and next to nothing": (
+        divided(lambda w: w / (w.square().sum(-1, keepdim=True) + 1e-20)),
+        "div",
+        1,
+    ),
+    "by a sum over tokens": (divided(lambda w: w / w.sum(0, keepdim=True)), "div", 1),
+    "whole parts": (
+        divided(lambda w: torch.div(w, w.sum(-1, keepdim=True), rounding_mode="floor") * w),
+        "div",
+        1,
+    ),
+    "a reciprocal": (divided(lambda w: w.sum(-1, keepdim=True) / w), "div", 1),
+    "squares of other groups of logits": (
+        lambda x, y: (*read_by()(x, y), x.view(-1, 2).logsumexp(-1).square().mean()),
+        "logsumexp",
+        1,
+    ),
+    "a second router": (lambda x, y: (*read_by()(x, y), *y.sigmoid().topk(3, dim=-1)), "sigmoid", 0),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_no_router_makes_stays_beside_it(name):
+    run, stays, count = BESIDE[name]
+    plain = traced(run, random(18, 8), random(18, 8, seed=1))
+    fused, (result,) = rewritten(plain, fuse_router)
+    assert result[:2] == (1 + ("second" in name), ()) and operations(fused)[stays] == count
+    assert stays != "div" or router_call(fused).args[-3] is False
     assert_same_numbers(fused, plain)
 
 
-@pytest.mark.parametrize("negated_first", [False, True])
-def test_the_entropy_may_be_negated_before_or_after_its_mean(negated_first):
-    def run(logits):
-        scores = logits.softmax(-1)
-        entropy = (scores * scores.log()).sum(-1)
-        return *scores.topk(2, dim=-1), (-entropy).mean() if negated_first else -entropy.mean()
+def with_ids_of_another(run):
+    """Ids that another tensor ranks, and their histogram, as a plan begins with."""
 
-    plain = traced(run, random(18, 8))
-    assert_same_numbers(assert_fused(plain), plain)
+    def routed(x, y):
+        experts = y.sort(dim=-1, descending=True, stable=True).indices[:, 1:3]
+        counts = torch.zeros(8).scatter_add(0, experts.flatten(), torch.ones(36))
+        return run(x, experts), x[experts.flatten().argsort(stable=True) // 2], counts
+
+    return routed
 
 
-def test_a_mean_over_all_tokens_is_the_sum_over_sequences():
-    def run(logits):
-        scores = logits.softmax(-1)
-        weights, experts = scores.topk(2, dim=-1)
-        return weights, experts, scores.mean(0), logits.logsumexp(-1).pow(2).sum()
+@pytest.mark.parametrize("planned", [False, True])
+def test_ids_from_elsewhere_are_given_experts_where_a_plan_begins_with_them(planned):
+    run = with_ids_of_another(lambda x, ids: x.sigmoid().gather(1, ids) + x.gather(1, ids).exp())
+    plain = traced(run, random(18, 8), random(18, 8, seed=1))
+    if planned:
+        plain, _ = rewritten(plain, fuse_permutation)
+        assert operations(plain)["routing_plan"] == 1 and operations(plain)["scatter_add"] == 0
+    fused, (result,) = rewritten(plain, fuse_router)
+    assert result[:2] == (1, ()) and router_call(fused).args[2] is not None
+    assert_same_numbers(fused, plain)
 
-    plain = traced(run, random(18, 8))
-    assert_same_numbers(assert_fused(plain), plain)
+
+def ranked(experts_of, axis=-1):
+    return lambda x, y: ((scores := x.softmax(axis)).gather(1, experts := experts_of(scores)), experts)
+
+
+def ordered(scores, dim=-1, descending=True):
+    return scores.sort(dim=dim, descending=descending, stable=True).indices
+
+
+def own_weights(gather):
+    """Weights that are made otherwise of scores by softmax, and of their best experts."""
+
+    def run(x, y):
+        scores = x.softmax(-1)
+        experts = best(scores)
+        return gather(x, y, scores, experts), experts
+
+    return run
+
+
+def labelled(x, y):
+    labels = y[:, :1].abs().long()
+    return x.softmax(-1).gather(1, labels).log(), x.log_softmax(-1).gather(1, labels)
+
+
+READ = "scores are also read by"
+LIMIT = "it is no limit to the best groups"
+NONE = "1 softmax or sigmoid, none that experts are chosen and weighted by"
+UNWEIGHED = "no weights are gathered by these ids"
+LOOK_ALIKES = {  # name: (run, reason)
+    "scores returned": (read_by(lambda s: s), f"{READ} output"),
+    "means of experts": (read_by(lambda s: s.view(2, 9, 8).mean(2)), f"{READ} view"),
+    "means of sequences": (read_by(lambda s: s.view(2, 9, 8).mean(0)), f"{READ} view"),
+    "means of pairs": (read_by(lambda s: s.view(-1, 2).mean(0)), f"{READ} view"),
+    "shares of some tokens": (read_by(lambda s: (s[:8] / s[:8].sum(-1)).mean(0)), f"{READ} slice"),
+    "entropy above a floor": (read_by(lambda s: (s * s.clamp_min(0.01).log()).sum(-1).mean()), READ),
+    "entropy of pairs": (read_by(lambda s: ((p := s.view(-1, 2)) * p.log()).sum(-1).mean()), READ),
+    "unequal sequences": (read_by(*(lambda s, n=n: s.view(n, -1, 8).mean(1) for n in (2, 3))), READ),
+    "shares of pairs": (
+        read_by(
+            lambda s: ((p := s.view(-1, 2)) / p.sum(-1, keepdim=True)).view(18, 8).mean(0),
+            score=torch.sigmoid,
+        ),
+        READ,
+    ),
+    "shares of columns": (
+        lambda x, y: read_by(lambda s: (s / s.sum(-1)).mean(0), score=torch.sigmoid)(x[:8], y),
+        READ,
+    ),
+    "scores that do not add up to 1": (read_by(lambda s: s.mean(0), score=torch.sigmoid), f"{READ} mean"),
+    "another table": (
+        own_weights(lambda x, y, s, ids: y.gather(1, ids) + s.gather(1, ids.flip(1)) + s.gather(1, ids)),
+        f"{READ} gather",
+    ),
+    "weights of others": (own_weights(lambda x, y, s, ids: s.gather(1, ids.flip(1))), UNWEIGHED),
+    "weights of tokens": (own_weights(lambda x, y, s, ids: s.gather(0, ids)), UNWEIGHED),
+    "no gradient": (own_weights(lambda x, y, s, ids: s.detach().gather(1, ids) * x.sum()), UNWEIGHED),
+    "weights with a bias": (lambda x, y: (softmax(x) + torch.ones(8)).topk(2, dim=-1), UNWEIGHED),
+    "bf16": (lambda x, y: x.bfloat16().softmax(-1).topk(2, dim=-1), "is torch.bfloat16, not torch.float32"),
+    "other scores": (
+        lambda x, y: weighed(s := F.softplus(x).sqrt(), s),
+        "experts are chosen by what is neither softmax nor sigmoid",
+    ),
+    "logits with a bias": (
+        lambda x, y: ((top := weighed(x, x + torch.arange(8.0)))[0].softmax(-1), top[1]),
+        "bias or groups act on what is neither softmax nor sigmoid",
+    ),
+    "zero outside, with a bias": (
+        limited(best_groups, bias=-1.0, fill=0.0),
+        "scores outside the best groups become 0.0, not -inf",
+    ),
+    "groups of every fourth": (limited(best_groups, axis=1), LIMIT),
+    "no group left out": (limited(lambda groups, y: mask_of(groups.amax(-1), base=1.0)), LIMIT),
+    "a threshold": (limited(lambda groups, y: groups.amax(-1) > 0.6), LIMIT),
+    "an input": (limited(lambda groups, y: y > 0), LIMIT),
+    "the worst groups": (
+        limited(lambda groups, y: torch.zeros(18, 4).scatter(1, best(groups.amax(-1), largest=False), 1.0)),
+        LIMIT,
+    ),
+    "groups by their mean": (limited(lambda groups, y: mask_of(groups.mean(-1))), LIMIT),
+    "groups by another sum": (limited(lambda groups, y: mask_of(groups.view(-1, 2, 4).sum(1))), LIMIT),
+    "tokens for each group": (
+        limited(lambda groups, y: torch.zeros(18, 4).scatter(0, best(groups.amax(-1)), 1.0)),
+        LIMIT,
+    ),
+    "zeros written": (
+        limited(lambda groups, y: torch.zeros(18, 4).scatter(1, best(groups.amax(-1)), 0.0)),
+        LIMIT,
+    ),
+    "groups beside others": (limited(lambda groups, y: y.scatter(1, best(groups.amax(-1)), 1.0)), LIMIT),
+    "second and third": (ranked(lambda s: ordered(s)[:, 1:3]), NONE),
+    "smallest": (ranked(lambda s: ordered(s, descending=False)[:, :2]), NONE),
+    "smallest by topk": (ranked(lambda s: best(s, largest=False)), NONE),
+    "tokens of an expert": (ranked(lambda s: ordered(s, dim=0)[:, :2] % 8), NONE),
+    "first tokens of a ranking": (ranked(lambda s: ordered(s)[:2]), NONE),
+    "scores over tokens": (ranked(best, axis=0), NONE),
+    "labels": (labelled, NONE),
+    "ids of some tokens": (with_ids_of_another(lambda x, ids: x.sigmoid().gather(1, ids[:2])), NONE),
+    "constant ids of some tokens": (lambda x, y: softmax(x).gather(1, torch.arange(4).view(2, 2)), NONE),
+    "constant ids of tokens": (lambda x, y: softmax(x[:2]).gather(0, torch.arange(4).view(2, 2) % 2), NONE),
+    "nothing chosen": (lambda x, y: softmax(x) * x[:, :1].sigmoid(), NONE.replace("1", "2")),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alikes_stay_with_a_reason(name):
+    run, reason = LOOK_ALIKES[name]
+    assert_left(traced(run, random(18, 8), random(18, 8, seed=1)), reason, fuse_router)

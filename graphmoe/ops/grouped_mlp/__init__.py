@@ -120,9 +120,7 @@ def _(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R
     return x_TD.new_empty(x_TD.shape), x_TD.new_empty(slot_R.shape[0], w_gate_up.shape[1])
 
 
-@_hidden.register_fake
-def _(x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, *_: Any) -> Tensor:
-    return x_TD.new_empty(slot_R.shape[0], w_gate_up.shape[1])
+_hidden.register_fake(lambda x_TD, w_gate_up, slot_R, *_: x_TD.new_empty(slot_R.shape[0], w_gate_up.shape[1]))
 
 
 @_dgrad.register_fake

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphmoe.config.packages import VENDORS, is_installed, require_package
+from graphmoe.config import packages
+from graphmoe.config.packages import VENDORS, require_package
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import BACKENDS, DIRECTIONS, row_of
@@ -59,11 +60,9 @@ class Memory(Protocol):
 
     def recall(self, name: str, facts: Mapping[str, Any]) -> Any | None:
         """The answer that was remembered for these facts, or None."""
-        ...
 
     def remember(self, name: str, facts: Mapping[str, Any], answer: Any) -> Any:
         """Keep an answer; returns the one that holds, which may be another process's."""
-        ...
 
 
 def choose_backends(
@@ -73,7 +72,6 @@ def choose_backends(
     memory: Memory | None,
     *,
     sync_free: bool = True,
-    installed: Callable[[str], bool] = is_installed,
     measure: Measure | None = None,
 ) -> str:
     """The backends as "forward,dgrad,wgrad": ``auto`` resolved, anything else checked.
@@ -85,10 +83,10 @@ def choose_backends(
     Raises ConfigError naming the key, the value and what would work.
     """
     rows = BACKENDS | ({requested: row_of(requested)} if OWN_CODE.fullmatch(requested) else {})
-    reasons = {n: row.reason_against(shape.dtype, device, sync_free, installed) for n, row in rows.items()}
+    reasons = {n: row.reason_against(shape.dtype, device, sync_free) for n, row in rows.items()}
     if requested != "auto":
-        return _checked(requested, reasons, installed)
-    names = [name for name, reason in reasons.items() if reason is None and _has_package(name, installed)]
+        return _checked(requested, reasons)
+    names = [name for name, reason in reasons.items() if reason is None and _has_package(name)]
     if not names:
         raise ConfigError(
             f"{KEY}=auto finds no backend: "
@@ -107,11 +105,11 @@ def choose_backends(
     return (holds if _is_answer(holds) else found)["choice"]
 
 
-def _has_package(backend: str, installed: Callable[[str], bool]) -> bool:
-    return backend not in VENDORS or installed(VENDORS[backend].module)
+def _has_package(backend: str) -> bool:
+    return backend not in VENDORS or packages.is_installed(VENDORS[backend].module)
 
 
-def _checked(requested: str, reasons: dict[str, str | None], installed: Callable[[str], bool]) -> str:
+def _checked(requested: str, reasons: dict[str, str | None]) -> str:
     names = requested.split(",")
     valid = [name for name, reason in reasons.items() if reason is None]
     if len(names) not in (1, len(DIRECTIONS)) or not set(names) <= set(reasons):
@@ -119,7 +117,7 @@ def _checked(requested: str, reasons: dict[str, str | None], installed: Callable
     for name in names:
         if reasons[name]:
             raise ConfigError(f"{KEY}={requested}: {name} {reasons[name]}; use one of: {', '.join(valid)}")
-        require_package(KEY, name, installed)
+        require_package(KEY, name)
     return ",".join(names * len(DIRECTIONS) if len(names) == 1 else names)
 
 
@@ -231,7 +229,7 @@ def _version(package: str) -> str | None:
 
 
 def _triton_version() -> str | None:
-    if not is_installed("triton"):
+    if not packages.is_installed("triton"):
         return None
     import triton
 

@@ -17,9 +17,7 @@ from graphmoe.config.packages import is_installed
 from graphmoe.ops import grouped_mm, permute, swiglu  # noqa: F401  # registers the ops
 
 KEY = "moe.experts"
-Installed = Callable[[str], bool]
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-Reason = Callable[[torch.dtype, torch.device, bool, Installed], str | None]
 
 
 class Plan(NamedTuple):
@@ -60,23 +58,17 @@ class Experts(NamedTuple):
 class Backend(Protocol):
     """Kernels of the grouped MLP: an object, or a module, with a line in the table ``BACKENDS``."""
 
-    def reason_against(
-        self, dtype: torch.dtype, device: torch.device, sync_free: bool, installed: Installed
-    ) -> str | None:
+    def reason_against(self, dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
         """Return why the device or the dtype rules the backend out, or None."""
-        ...
 
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """y_TD and h_RH."""
-        ...
 
     def hidden(self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
         """h_RH alone."""
-        ...
 
     def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dx_TD, dweight_TK, dh_RH, a_RF."""
-        ...
 
     def wgrad(
         self,
@@ -89,7 +81,6 @@ class Backend(Protocol):
         add: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold."""
-        ...
 
 
 class Stepwise:
@@ -153,9 +144,7 @@ def _torch_products(dtype: torch.dtype) -> Products:
     return Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
 
 
-def _reason_against_torch(
-    dtype: torch.dtype, device: torch.device, sync_free: bool, installed: Installed
-) -> str | None:
+def _reason_against_torch(dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
     waits = device.type == "cuda" and sync_free and not grouped_mm.has_grouped_kernel(dtype, device)
     return f"waits for the host in {dtype} on this device" if waits else None
 

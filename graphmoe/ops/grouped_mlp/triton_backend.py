@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops import num_warps
-from graphmoe.ops.grouped_mlp.reference import Experts, Installed, Plan
+from graphmoe.config import packages
+from graphmoe.ops import HALF_DTYPES, num_warps
+from graphmoe.ops.grouped_mlp.reference import Experts, Plan
 from graphmoe.ops.grouped_mlp.tuning import Config, default, kind_of, units_of
-from graphmoe.ops.vendors import HALF_DTYPES
 
 TABLE_BLOCK = 16
 """Entries of the table of row tiles that a program writes."""
@@ -28,13 +28,11 @@ Tiles = Callable[[int], Tensor]
 """Height of row tiles -> their table."""
 
 
-def reason_against(
-    dtype: torch.dtype, device: torch.device, sync_free: bool, installed: Installed
-) -> str | None:
+def reason_against(dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
     """Return why the device or the dtype rules the kernels out, or None."""
     if device.type != "cuda":
         return f"needs a GPU and the device is {device.type}"
-    if not installed("triton"):
+    if not packages.is_installed("triton"):
         return "needs the package triton, which is not installed"
     return None if dtype in (*HALF_DTYPES, torch.float32) else f"has no kernels for {dtype}"
 

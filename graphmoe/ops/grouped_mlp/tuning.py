@@ -6,7 +6,6 @@ their own, ``..._into``, for results in fp32. Nothing is tuned at run time: a ca
 runs would not be bitwise equal.
 """
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,26 +98,14 @@ def with_height(config: Config, rows_per_expert: int) -> Config:
 
 def kind_of(device: torch.device) -> str:
     """hopper, instinct, small (any other GPU), or cpu, where kernels run in Triton's interpreter."""
-    return _kind_of_gpu(_index(device)) if device.type == "cuda" else "cpu"
+    if device.type != "cuda":
+        return "cpu"
+    if torch.version.hip:
+        return "instinct"
+    # Blackwell of data centres has as much shared memory; its consumer cards (12.x) have less.
+    return "hopper" if torch.cuda.get_device_capability(device)[0] in (9, 10) else "small"
 
 
 def units_of(device: torch.device) -> int:
     """Multiprocessors or compute units; 1 on a CPU. No device sync."""
-    return _units_of_gpu(_index(device)) if device.type == "cuda" else 1
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@functools.cache
-def _kind_of_gpu(index: int) -> str:
-    if torch.version.hip:
-        return "instinct"
-    # Blackwell of data centres has as much shared memory; its consumer cards (12.x) have less.
-    return "hopper" if torch.cuda.get_device_capability(index)[0] in (9, 10) else "small"
-
-
-@functools.cache
-def _units_of_gpu(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from graphmoe.config.packages import require_package
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.grouped_mlp.reference import KEY, Installed, Products, Stepwise
-from graphmoe.ops.vendors import HALF_DTYPES, require_half
+from graphmoe.ops import HALF_DTYPES, require_half
+from graphmoe.ops.grouped_mlp.reference import KEY, Products, Stepwise
 
 
 def _turbo_products(dtype: torch.dtype) -> Products:
@@ -131,7 +131,7 @@ def te_module(experts: int, in_features: int, out_features: int, dtype: torch.dt
 
 
 def _reason_against(
-    missing: str, wants_rocm: bool, dtype: torch.dtype, device: torch.device, *_: bool | Installed
+    missing: str, wants_rocm: bool, dtype: torch.dtype, device: torch.device, sync_free: bool
 ) -> str | None:
     if device.type != "cuda":
         return f"needs a GPU and the device is {device.type}"

@@ -122,15 +122,12 @@ class MemoryPeers(Peers, Protocol):
 
         Collective where it grows, which it cannot in a capture: RuntimeError. No device sync otherwise.
         """
-        ...
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Part of a rank's region as a tensor."""
-        ...
 
     def barrier(self) -> None:
         """Let all ranks see what was written before. On the current stream; no device sync."""
-        ...
 
 
 _in_use: Peers | None = None

@@ -13,79 +13,51 @@ from graphmoe.plan.layout import Layout, layout_of, own_part
 
 D, V, E = 16, 40, 6
 CONFIG = ModelConfig(
-    vocab_size=V,
-    hidden_size=D,
-    num_layers=2,
-    num_dense_layers=1,
-    dense_ffn_size=20,
-    num_heads=2,
-    kv_lora_rank=12,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=5,
-    num_experts=E,
-    expert_ffn_size=7,
-    shared_ffn_size=9,
-    selection_bias=True,
-)
-MLA_SHAPES = {
-    "norm.weight": [D],
-    "kv_down.weight": [12 + 4, D],
-    "kv_norm.weight": [12],
-    "kv_up.weight": [2 * (6 + 5), 12],
-    "out_proj.weight": [D, 2 * 5],
-}
-DIRECT_Q = {"q_proj.weight": [2 * (6 + 4), D]}
-LORA_Q = {"q_down.weight": [8, D], "q_norm.weight": [8], "q_up.weight": [2 * (6 + 4), 8]}
-GQA_SHAPES = {
-    "norm.weight": [D],
-    "q_proj.weight": [4 * 10, D],
-    "k_proj.weight": [2 * 10, D],
-    "v_proj.weight": [2 * 10, D],
-    "out_proj.weight": [D, 4 * 10],
-}
-QK_NORM = {"q_norm.weight": [10], "k_norm.weight": [10]}
-MOE_SHAPES = {
-    "moe_router.norm.weight": [D],
-    "moe_router.gate.weight": [E, D],
-    "moe_experts.w_gate_up": [E, 14, D],
-    "moe_experts.w_down": [E, D, 7],
-}
+    vocab_size=V, hidden_size=D, num_layers=2, num_dense_layers=1, dense_ffn_size=20, num_heads=2,
+    kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, num_experts=E, expert_ffn_size=7,
+    shared_ffn_size=9, selection_bias=True,
+)  # fmt: skip
+OUTER = {"embed": [V, D], "loss_head.norm": [D], "loss_head.head": [V, D]}
+LATENT = {
+    "attn.norm": [D], "attn.q_down": [8, D], "attn.q_norm": [8], "attn.q_up": [2 * (6 + 4), 8],
+    "attn.kv_down": [12 + 4, D], "attn.kv_norm": [12], "attn.kv_up": [2 * (6 + 5), 12],
+    "attn.out_proj": [D, 2 * 5],
+}  # fmt: skip
+GROUPED = {
+    "attn.norm": [D], "attn.q_proj": [4 * 10, D], "attn.k_proj": [2 * 10, D], "attn.v_proj": [2 * 10, D],
+    "attn.q_norm": [10], "attn.k_norm": [10], "attn.out_proj": [D, 4 * 10],
+}  # fmt: skip
+DENSE = {"mlp.norm": [D], "mlp.gate_up": [40, D], "mlp.down": [D, 20]}
+MOE = {"moe_router.norm": [D], "moe_router.gate": [E, D]}
+EXPERTS = {"moe_experts.w_gate_up": [E, 14, D], "moe_experts.w_down": [E, D, 7]}
 BIAS = {"moe_router.selection_bias": [E]}
-SHARED = {"shared_experts.gate_up.weight": [18, D], "shared_experts.down.weight": [D, 9]}
-DENSE_SHAPES = {"mlp.norm.weight": [D], "mlp.gate_up.weight": [40, D], "mlp.down.weight": [D, 20]}
-OUTER = {"embed.weight": [V, D], "loss_head.norm.weight": [D], "loss_head.head.weight": [V, D]}
-MTP = {"embed_norm.weight": [D], "hidden_norm.weight": [D], "proj.weight": [D, 2 * D], "norm.weight": [D]}
-GQA = {"attention": AttentionKind.gqa, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10}
+SHARED = {"shared_experts.gate_up": [18, D], "shared_experts.down": [D, 9]}
+MTP = {"embed_norm": [D], "hidden_norm": [D], "proj": [D, 2 * D], "norm": [D]}
 
 
 def under(prefix, *shapes):
-    return {f"{prefix}.{name}": shape for group in shapes for name, shape in group.items()}
+    """Names below a module: most are of a weight."""
+    found = {f"{prefix}{name}": shape for group in shapes for name, shape in group.items()}
+    return {name if name.endswith(PLAIN) else f"{name}.weight": shape for name, shape in found.items()}
 
 
-def layers(attention, *moe):
-    """Names of one dense and one MoE layer."""
-    return (
-        OUTER
-        | under("layers.0", DENSE_SHAPES, under("attn", attention))
-        | under("layers.1", *moe, under("attn", attention))
-    )
-
-
+PLAIN = ("w_gate_up", "w_down", "selection_bias", ".weight")
 VARIANTS = {  # name: (changes of CONFIG, expected names and shapes)
-    "mla": ({}, layers(MLA_SHAPES | DIRECT_Q, MOE_SHAPES, BIAS, SHARED)),
-    "mla with q-lora": ({"q_lora_rank": 8}, layers(MLA_SHAPES | LORA_Q, MOE_SHAPES, BIAS, SHARED)),
-    "gqa": (GQA, layers(GQA_SHAPES, MOE_SHAPES, BIAS, SHARED)),
+    "mla with q-lora and mtp": (
+        {"q_lora_rank": 8, "mtp_depth": 1},
+        under("", OUTER)
+        | under("layers.0.", DENSE, LATENT)
+        | under("layers.1.", MOE, EXPERTS, BIAS, SHARED, LATENT)
+        | under("mtp.0.", MTP, under("layer.", MOE, EXPERTS, BIAS, SHARED, LATENT)),
+    ),
     "gqa with qk-norm, no bias, no shared experts": (
-        GQA | {"qk_norm": True, "selection_bias": False, "shared_ffn_size": 0},
-        layers(GQA_SHAPES | QK_NORM, MOE_SHAPES),
+        {
+            "attention": AttentionKind.gqa, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10,
+            "qk_norm": True, "selection_bias": False, "shared_ffn_size": 0,
+        },
+        under("", OUTER) | under("layers.0.", DENSE, GROUPED) | under("layers.1.", MOE, EXPERTS, GROUPED),
     ),
-    "mtp": (
-        {"mtp_depth": 1},
-        layers(MLA_SHAPES | DIRECT_Q, MOE_SHAPES, BIAS, SHARED)
-        | under("mtp.0", MTP, under("layer", MOE_SHAPES, BIAS, SHARED, under("attn", MLA_SHAPES | DIRECT_Q))),
-    ),
-}
+}  # fmt: skip
 
 
 def variant(name):
@@ -154,7 +126,7 @@ def test_matrices_are_normal_norms_one_and_buffers_zero():
 
 
 def test_bf16_is_for_weights_while_bias_and_counts_stay_fp32():
-    model = build_model(variant("mtp"), dtype=torch.bfloat16)
+    model = build_model(variant("mla with q-lora and mtp"), dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in model.buffers()} == {torch.float32}
     assert all(p.requires_grad for p in model.parameters())

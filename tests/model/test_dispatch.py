@@ -7,7 +7,6 @@ from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.layer import MoELayer
 from graphmoe.model.moe import Experts
 from graphmoe.ops.dispatch import send_plan
-from graphmoe.ops.gradients import Gradient
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
@@ -76,31 +75,6 @@ def test_slots_of_experts_elsewhere_add_nothing_and_have_no_gradient():
     assert not plain[2][elsewhere].any() and plain[2][~elsewhere].all()
     for one, other in zip(plain, fused, strict=True):
         assert_gradient_close(other, one)
-
-
-def test_weight_gradients_of_two_micro_batches_are_summed_in_fp32_where_the_optimizer_keeps_them():
-    module, generator = make_experts(torch.bfloat16)
-    weights = [*module.parameters()]
-    totals = [Gradient(torch.full(w.shape, torch.nan)) for w in weights]
-    come = []
-    for gradient in totals:
-        gradient.on_added = lambda: come.append(len(come))
-    sums = [torch.zeros(w.shape) for w in weights]
-    for _ in range(2):
-        h = torch.randn(T, D, generator=generator, dtype=torch.bfloat16)
-        weight, numbers = torch.rand(T, K, generator=generator), (route() - 4).clamp(-1, 3)
-        *_, (out, dh, dweight, *of_weights) = run_both(module, h, weight, numbers)
-        inputs = (h.requires_grad_(), weight.requires_grad_())
-        found = module.received_fused("torch", totals, *inputs, numbers)
-        found.sin().sum().backward()
-        assert all(w.grad is None for w in weights)
-        for one, other in zip((found, h.grad, weight.grad), (out, dh, dweight), strict=True):
-            assert torch.equal(one, other)
-        for total, gradient in zip(sums, of_weights, strict=True):
-            total += gradient
-    assert len(come) == 4
-    for gradient, total in zip(totals, sums, strict=True):
-        assert torch.equal(gradient.total, total) and total.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,26 +7,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.config.schema import AttentionKind, ModelConfig, MoEConfig
+from graphmoe.config.schema import AttentionKind, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
+from tests.model.models import MLA, B, S
 from tests.tolerances import assert_gradient_close
 
-B, S = 2, 11
-CONFIG = ModelConfig(
-    hidden_size=32,
-    num_heads=2,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    dense_ffn_size=24,
-    expert_ffn_size=12,
-    shared_ffn_size=12,
-    num_experts=8,
-    top_k=3,
-    z_loss_coef=0.01,
-    aux_loss_coef=0.1,
-    selection_bias=True,
+CONFIG = dataclasses.replace(
+    MLA, num_experts=8, top_k=3, z_loss_coef=0.01, aux_loss_coef=0.1, selection_bias=True
 )
 MOE_NAMES = "attn moe_router moe_preprocess moe_dispatch shared_experts moe_experts moe_combine"
 LAYERS = {  # name: (config, dense layer, segment names)
@@ -167,10 +154,3 @@ def test_gradients_pass_through_the_declared_tensors_only(name):
     for parameter_name, parameter in layer.named_parameters():
         assert bool(parameter.grad.any()), parameter_name
         assert_gradient_close(parameter.grad, expected[parameter_name])
-
-
-def test_a_moe_layer_tells_how_many_slots_each_expert_got():
-    output = make_layer("moe")(*make_tensors("moe").values())
-    assert output.counts_E.dtype == torch.int32
-    assert output.counts_E.sum().item() == B * S * CONFIG.top_k
-    assert not output.stats.requires_grad and output.loss.requires_grad

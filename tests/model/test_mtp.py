@@ -5,39 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from graphmoe.config.schema import AuxLoss, ModelConfig
+from graphmoe.config.schema import AuxLoss
 from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
 from graphmoe.plan.pipeline.layouts import pieces_of
+from tests.model.models import MLA, B, S, make_batch
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
-B, S, V = 2, 9, 50
-CONFIG = ModelConfig(
-    vocab_size=V,
-    hidden_size=32,
-    num_layers=2,
-    dense_ffn_size=24,
-    num_heads=2,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    num_experts=4,
-    expert_ffn_size=12,
-    shared_ffn_size=12,
-    aux_loss=AuxLoss.none,
-    init_std=0.3,
-    mtp_depth=2,
-    mtp_loss_weight=0.4,
+CONFIG = dataclasses.replace(
+    MLA, num_layers=2, num_experts=4, aux_loss=AuxLoss.none, mtp_depth=2, mtp_loss_weight=0.4
 )
-
-
-def make_batch(seed=0):
-    """Tokens and next-token labels, one label ignored."""
-    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(seed))
-    labels = tokens[:, 1:].clone()
-    labels[0, 5] = IGNORED
-    return tokens[:, :-1], labels
 
 
 def mean_cross_entropy(model, h, targets):
@@ -97,15 +74,6 @@ def test_stages_of_ranks_with_prediction_and_loss_apart_are_the_whole_model(rank
     for name, parameter in whole.named_parameters():
         parts = [dict(model.named_parameters()).get(name) for model in ranks.values()]
         assert_gradient_close(sum(part.grad for part in parts if part is not None), parameter.grad)
-
-
-def test_without_mtp_layers_the_rest_of_the_model_is_the_same():
-    plain, model = build_model(dataclasses.replace(CONFIG, mtp_depth=0)), build_model(CONFIG)
-    tokens, labels = make_batch()
-    assert torch.equal(plain(tokens), model(tokens))
-    without = plain.loss(tokens, labels)
-    assert without.mtp.item() == 0.0 and without.total == without.cross_entropy
-    assert without.cross_entropy == model.loss(tokens, labels).cross_entropy
 
 
 def test_statistics_and_counts_of_mtp_layers_come_last():

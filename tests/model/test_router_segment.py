@@ -106,19 +106,6 @@ def test_the_bias_changes_the_choice_but_not_the_weights(function):
         assert not bool((router(x)[2] == 5).any())
 
 
-def test_the_bias_has_no_gradient_and_adds_none_to_the_gate():
-    router = make_router(selection_bias=True, aux_loss=AuxLoss.none)
-    plain = make_router(aux_loss=AuxLoss.none)
-    plain.load_state_dict({k: v for k, v in router.state_dict().items() if k != "selection_bias"})
-    plain._choose = lambda scores: router._choose(scores)  # the same experts, chosen with the bias
-    for module in (router, plain):
-        module(make_input())[1].square().sum().backward()
-    assert "selection_bias" not in dict(router.named_parameters())
-    assert not router.selection_bias.requires_grad and router.selection_bias.grad is None
-    assert torch.equal(router.gate.weight.grad, plain.gate.weight.grad)
-    assert bool(router.gate.weight.grad.any())
-
-
 def test_forced_balance_is_exact_and_its_gradients_still_reach_the_gate():
     router = make_router(force_balance=True, num_experts=12, top_k=4)
     x = make_input()

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from graphmoe.model.sizes import count_parameters, flops_per_token
+from graphmoe.model.build import build_model
+from graphmoe.model.sizes import COMPONENTS, count_parameters, flops_per_token
 from graphmoe.plan.costs.hardware import peak_tflops
 from tests.config.test_presets import PRESETS, load_preset
 
@@ -25,12 +26,6 @@ def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
     assert flops.total - 3 * flops.attention_scores == 6 * weights
 
 
-def test_causal_attention_meets_half_of_the_keys():
-    model = load_preset("mixtral_8x7b", num_layers=1)
-    multiply_adds_over_all_keys = 4096 * 32 * (128 + 128)
-    assert flops_per_token(model, 4096).attention_scores == 2 * multiply_adds_over_all_keys / 2
-
-
 def test_a_prediction_layer_costs_one_moe_layer_one_head_and_its_projection():
     without, with_one, deeper = (
         flops_per_token(load_preset("deepseek_v3", **changes), 4096)
@@ -44,61 +39,28 @@ def test_a_prediction_layer_costs_one_moe_layer_one_head_and_its_projection():
 @pytest.mark.parametrize(
     ("device", "peak"),
     [
-        ("AMD Instinct MI300X", 1307.4),
         ("AMD Instinct MI300X VF", 1307.4),
-        ("AMD Instinct MI325X", 1307.4),
-        ("AMD Instinct MI355X", 2516.6),
         ("AMD Instinct MI250X/MI250", 383.0),
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.4),
         ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA GH200 480GB", 989.4),
         ("NVIDIA H20", 148.0),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA L40S", 362.1),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        *dict.fromkeys(["cpu", "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Some GPU 9000"]).items(),
     ],
 )
-def test_the_peak_of_a_known_device_is_found_by_its_name(device, peak):
+def test_the_peak_of_a_known_device_is_found_by_its_name_and_others_have_none(device, peak):
     assert peak_tflops(device) == peak
-
-
-@pytest.mark.parametrize("device", ["cpu", "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Some GPU 9000"])
-def test_an_unknown_device_has_no_peak(device):
-    assert peak_tflops(device) is None
-
-
-def component(name: str) -> str:
-    """The component that a parameter of that name is counted under."""
-    if name.startswith("mtp."):
-        return "mtp"
-    if "norm" in name:
-        return "norms"
-    places = {
-        "embed.": "embedding",
-        "head.weight": "head",
-        ".attn.": "attention",
-        ".mlp.": "dense_mlp",
-        ".moe_router.": "router",
-        ".moe_experts.": "routed_experts",
-        ".shared_experts.": "shared_experts",
-    }
-    return next(label for place, label in places.items() if place in name)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_counts_equal_those_of_the_built_model_component_by_component(preset, ties):
-    from graphmoe.model.build import build_model
-
     config = load_preset(preset, tie_embeddings=ties)
     config.num_layers = min(config.num_layers, config.num_dense_layers + 2)
     built: Counter[str] = Counter()
     for name, parameter in build_model(config, device="meta").named_parameters():
-        built[component(name)] += parameter.numel()
+        built[next(label for part, label in COMPONENTS.items() if part in name)] += parameter.numel()
     counted = vars(count_parameters(config).total)
     assert {label: number for label, number in counted.items() if number} == dict(built)
 

@@ -12,7 +12,7 @@ from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.layout import Layout
 from graphmoe.training.sample import model_of_one_rank
-from tests.model.test_transformer import CONFIGS, both, make_batch
+from tests.model.models import CONFIGS, both, make_batch
 from tests.runs import config
 from tests.tolerances import assert_gradient_close
 

@@ -23,61 +23,42 @@ class Case:
     vocab_size: int = 61
 
 
-def latent(heads: int, q_lora: int | None, nope: int, rope: int, value: int, rank: int) -> dict[str, Any]:
-    """Shape of multi-head latent attention."""
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": q_lora,
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "v_head_dim": value,
-        "kv_lora_rank": rank,
-    }
+LATENT = ("num_attention_heads", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+LATENT += ("v_head_dim", "kv_lora_rank")
+EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+GROUPED = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_local_experts")
+GROUPED += ("num_experts_per_tok", "moe_intermediate_size")
 
 
-def experts(routed: int, top_k: int, width: int, shared: int, dense: int, **more: Any) -> dict[str, Any]:
-    """Shape of DeepSeek's MoE layers, and the number of dense layers before them."""
-    return {
-        "n_routed_experts": routed,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": width,
-        "n_shared_experts": shared,
-        "first_k_dense_replace": dense,
-        "intermediate_size": 29,
-        **more,
-    }
+def latent(heads: int, *rest: int | None) -> dict[str, Any]:
+    """Shape of multi-head latent attention, in the order of ``LATENT``."""
+    return dict(zip(LATENT, (heads, *rest), strict=True)) | {"num_key_value_heads": heads}
 
 
-def grouped(
-    heads: int, groups: int, head_dim: int | None, experts: int, top_k: int, width: int
-) -> dict[str, Any]:
-    """Shape of grouped-query attention and of the experts of qwen3_moe and mixtral."""
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": head_dim,
-        "num_local_experts": experts,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": width,
-        "intermediate_size": width,
-    }
+def experts(*sizes: int, dense: int, **more: Any) -> dict[str, Any]:
+    """Shape of DeepSeek's MoE layers, as ``EXPERTS``, and the number of dense layers before them."""
+    sized = dict(zip(EXPERTS, sizes, strict=True))
+    return sized | {"first_k_dense_replace": dense, "intermediate_size": 29, **more}
+
+
+def grouped(*sizes: int | None) -> dict[str, Any]:
+    """Shape of grouped-query attention and of the experts of qwen3_moe and mixtral, as ``GROUPED``."""
+    return dict(zip(GROUPED, sizes, strict=True)) | {"intermediate_size": sizes[-1]}
 
 
 NO_GROUPS = {"n_group": 1, "topk_group": 1}
-TIED = {"tie_word_embeddings": True}
 CASES = {
     "v2_plain": Case(
         "DeepseekV2",
         {"hidden_size": 33, "num_hidden_layers": 2}
         | latent(3, None, 10, 6, 14, 22)
-        | experts(5, 2, 7, 1, 1, routed_scaling_factor=1.3, **NO_GROUPS),
+        | experts(5, 2, 7, 1, dense=1, routed_scaling_factor=1.3, **NO_GROUPS),
     ),
     "v2_groups_q_lora_yarn": Case(
         "DeepseekV2",
         {"hidden_size": 34, "num_hidden_layers": 3}
         | latent(2, 13, 6, 8, 9, 18)
-        | experts(12, 3, 11, 2, 2, n_group=4, topk_group=2, topk_method="group_limited_greedy")
+        | experts(12, 3, 11, 2, dense=2, n_group=4, topk_group=2, topk_method="group_limited_greedy")
         | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
         | {"routed_scaling_factor": 16.0},
         lengths=(1, 13, 70),
@@ -86,7 +67,7 @@ CASES = {
         "DeepseekV2",
         {"hidden_size": 20, "num_hidden_layers": 4}
         | latent(5, 7, 10, 4, 3, 10)
-        | experts(9, 4, 5, 3, 3)
+        | experts(9, 4, 5, 3, dense=3)
         # so few turns per token that the ramp ends behind the last frequency
         | {"rope_parameters": YARN | {"factor": 3.0, "rope_theta": 10.0}, "rms_norm_eps": 1e-5},
     ),
@@ -94,7 +75,7 @@ CASES = {
         "DeepseekV3",
         {"hidden_size": 31, "num_hidden_layers": 4}
         | latent(3, 9, 7, 10, 5, 15)
-        | experts(16, 4, 13, 1, 3, n_group=4, topk_group=2)
+        | experts(16, 4, 13, 1, dense=3, n_group=4, topk_group=2)
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 2}},
         lengths=(1, 17, 70),
     ),
@@ -102,21 +83,21 @@ CASES = {
         "DeepseekV3",
         {"hidden_size": 26, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
         | latent(2, None, 12, 4, 8, 10)
-        | experts(11, 3, 9, 2, 1, routed_scaling_factor=2.446, **NO_GROUPS)
+        | experts(11, 3, 9, 2, dense=1, routed_scaling_factor=2.446, **NO_GROUPS)
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
     ),
     "v3_kimi": Case(
         "DeepseekV3",
         {"hidden_size": 35, "num_hidden_layers": 2}
         | latent(4, 11, 6, 12, 7, 13)
-        | experts(13, 5, 6, 1, 1, routed_scaling_factor=2.827, **NO_GROUPS)
+        | experts(13, 5, 6, 1, dense=1, routed_scaling_factor=2.827, **NO_GROUPS)
         | {"rope_parameters": YARN | {"mscale": 1.3, "mscale_all_dim": 0.6, "beta_fast": 1, "factor": 32.0}},
     ),
     "v3_two_best_of_a_group_not_renormalised": Case(
         "DeepseekV3",
         {"hidden_size": 23, "num_hidden_layers": 3, "norm_topk_prob": False}
         | latent(2, 8, 4, 6, 10, 9)
-        | experts(15, 3, 7, 1, 2, n_group=5, topk_group=3)
+        | experts(15, 3, 7, 1, dense=2, n_group=5, topk_group=3)
         # fewer tokens of context than a rotation takes: every frequency is past the ramp
         | {"rope_parameters": YARN | {"original_max_position_embeddings": 5}},
     ),
@@ -124,7 +105,7 @@ CASES = {
         "DeepseekV3",
         {"hidden_size": 18, "num_hidden_layers": 2}
         | latent(2, None, 4, 2, 6, 7)
-        | experts(6, 2, 5, 0, 0, n_group=2, topk_group=2),
+        | experts(6, 2, 5, 0, dense=0, n_group=2, topk_group=2),
     ),
     "qwen3_renormalised": Case(
         "Qwen3Moe",
@@ -151,25 +132,10 @@ CASES = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
         lengths=(1, 23),
     ),
-    "v2_tied": Case(
-        "DeepseekV2",
-        {"hidden_size": 24, "num_hidden_layers": 2}
-        | latent(2, None, 6, 4, 5, 10)
-        | experts(5, 2, 7, 1, 1, **NO_GROUPS, **TIED),
-    ),
-    "v3_tied": Case(
-        "DeepseekV3",
-        {"hidden_size": 22, "num_hidden_layers": 2}
-        | latent(2, 8, 4, 6, 10, 9)
-        | experts(6, 2, 7, 1, 1, **NO_GROUPS, **TIED),
-    ),
-    "qwen3_tied": Case(
-        "Qwen3Moe", {"hidden_size": 28, "num_hidden_layers": 2} | grouped(4, 2, 6, 5, 2, 9) | TIED
-    ),
-    "mixtral_tied": Case(
-        "Mixtral", {"hidden_size": 24, "num_hidden_layers": 2} | grouped(4, 2, None, 5, 2, 7) | TIED
-    ),
 }
+for name in ("v2_plain", "v3_no_shared_experts", "qwen3_one_kv_head", "mixtral"):
+    tied = CASES[name].config | {"tie_word_embeddings": True}
+    CASES[f"{name}_tied"] = Case(CASES[name].family, tied, lengths=(13,))
 
 
 def random_model(case: Case, seed: int = 0) -> Any:

@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 import transformers
-from omegaconf import OmegaConf
 
 from graphmoe.checkpoint.hf.families import same_function, to_hf_config, to_model_config
-from graphmoe.config.schema import AuxLoss, ConfigError, GroupScore, ModelConfig, RopeScaling
+from graphmoe.config.schema import AuxLoss, ConfigError, GroupScore, RopeScaling
+from tests.config.test_presets import PRESETS, load_preset
 
-PRESETS = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_configs.json").read_text())
 """config.json of the published models, the keys that describe the model, in the hub's style."""
-
-
-def preset(name):
-    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{name}.yaml"))
-    return OmegaConf.to_object(merged)
 
 
 def read(raw):
@@ -27,12 +21,12 @@ def read(raw):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_the_preset_of_that_model(name):
-    assert same_function(read(PUBLISHED[name]), preset(name)) == []
+    assert same_function(read(PUBLISHED[name]), load_preset(name)) == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_takes_an_exported_config_as_the_published_one(name):
-    family, exported = to_hf_config(preset(name))
+    family, exported = to_hf_config(load_preset(name))
     kind = type(transformers.AutoConfig.for_model(family.name))
     ours, theirs = kind.from_dict(exported), kind.from_dict(PUBLISHED[name] | {"model_type": family.name})
     for key in ("num_nextn_predict_layers", "num_experts_per_tok", "num_local_experts", "hidden_size"):
@@ -43,9 +37,9 @@ def test_transformers_takes_an_exported_config_as_the_published_one(name):
     assert family.name == kind.model_type
 
 
-@pytest.mark.parametrize("name", [path.stem for path in PRESETS.glob("*.yaml")])
+@pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_is_exported_whole_or_refused_with_its_keys(name):
-    config = preset(name)
+    config = load_preset(name)
     if name.startswith("moe_"):
         with pytest.raises(ConfigError, match="shared_ffn_size"):
             to_hf_config(config)
@@ -108,19 +102,6 @@ def test_all_unsupported_values_are_named_at_once(name):
         assert sum(key in line and "supported is" in line for line in lines) == 1, (key, lines)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_tied_head_is_read_and_written_in_each_family(name):
-    apart, tied = (read(PUBLISHED[name] | {"tie_word_embeddings": ties}) for ties in (False, True))
-    assert tied == replace(apart, tie_embeddings=True) and not apart.tie_embeddings
-    family, raw = to_hf_config(tied)
-    assert raw["tie_word_embeddings"] is True and read(raw) == tied
-    assert to_hf_config(apart)[1] == raw | {"tie_word_embeddings": False}
-    assert not type(
-        transformers.AutoConfig.for_model(family.name)
-    )().tie_word_embeddings  # as where it is absent
-    assert not read({key: value for key, value in raw.items() if key != "tie_word_embeddings"}).tie_embeddings
-
-
 YARN = PUBLISHED["deepseek_v3"]["rope_scaling"]
 
 
@@ -163,7 +144,7 @@ def test_missing_and_mistyped_keys_are_named_at_once():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_key_that_is_absent_is_refused_by_name_or_means_what_transformers_takes(name):
     published = PUBLISHED[name]
-    family = to_hf_config(preset(name))[0].name
+    family = to_hf_config(load_preset(name))[0].name
     kind = type(transformers.AutoConfig.for_model(family))
     ignored = {"architectures", "model_type", "num_nextn_predict_layers"}  # it runs no layers of the last
     if "kv_lora_rank" in published:
@@ -215,4 +196,4 @@ def test_other_families_are_refused_with_the_list_of_ours(change):
 )
 def test_a_model_that_no_family_can_express_is_refused_by_key(name, change, key):
     with pytest.raises(ConfigError, match=key):
-        to_hf_config(replace(preset(name), **change))
+        to_hf_config(replace(load_preset(name), **change))

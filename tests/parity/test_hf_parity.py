@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from graphmoe import load_hf, save_hf
-from graphmoe.config.schema import AuxLoss, GroupScore
+from graphmoe.config.schema import AuxLoss
 from tests.parity.hf_models import (
     CASES,
     LIMIT,
@@ -115,13 +115,3 @@ def test_weights_of_several_dtypes_are_loaded_without_loss(tmp_path):
     _, ours = load_hf(tmp_path)
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert torch.equal(ours.layers[0].moe_router.gate.weight, theirs.model.layers[0].mlp.gate.weight)
-
-
-def test_groups_are_scored_as_in_the_published_code(tmp_path):
-    for name, expected in (
-        ("v3_groups_q_lora_yarn", GroupScore.topk_sum),
-        ("v3_two_best_of_a_group_not_renormalised", GroupScore.top2_sum),
-        ("v2_groups_q_lora_yarn", GroupScore.max),
-    ):
-        random_model(CASES[name]).save_pretrained(tmp_path / name)
-        assert load_hf(tmp_path / name)[0].group_score is expected

@@ -42,8 +42,8 @@ class CheckpointStore:
     Close it, or the last save may be lost: the background thread does not keep the process alive.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig | None, only: Path | None = None) -> None:
-        """Open a folder to save to, or without ``config`` to read; ``only`` is the one checkpoint to read."""
+    def __init__(self, folder: Path, config: CheckpointConfig | None, only: int | None = None) -> None:
+        """Open a folder to save to, or without ``config`` to read; ``only`` is the one step to read."""
         self.folder = Path(folder)
         self._config, self._only = config, only
         self._ranks = Ranks()  # of its own: the background writer talks while training does
@@ -61,9 +61,10 @@ class CheckpointStore:
         *Raises* CheckpointError where there is no checkpoint in any of these senses.
         """
         path = Path(path)
-        only = path if folders.step_of(path) is not None and path.is_dir() else None
+        only = folders.step_of(path) if path.is_dir() else None
         inside = path / folders.CHECKPOINTS
-        store = cls(path.parent if only else inside if inside.is_dir() else path, None, only)
+        folder = inside if inside.is_dir() else path
+        store = cls(folder if only is None else path.parent, None, only)
         if not store.latest():
             raise CheckpointError(folders.why_none(path))
         return store
@@ -74,8 +75,9 @@ class CheckpointStore:
         Contents are not read; ``load`` tells whole ones from damaged ones.
         """
         self.wait()
-        only = folders.step_of(self._only) if self._only else None
-        return [only] if only is not None else self._ranks.on_first(lambda: folders.saved_steps(self.folder))
+        if self._only is not None:
+            return [self._only]
+        return self._ranks.on_first(lambda: folders.saved_steps(self.folder))
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
         """Save nested dicts and lists of tensors, FlatShards and plain values as the checkpoint of ``step``.
@@ -146,7 +148,7 @@ class CheckpointStore:
         return None
 
     def _path(self, step: int) -> Path:
-        return self._only or folders.folder_of(self.folder, step)
+        return folders.folder_of(self.folder, step)
 
     def _damage(self, step: int) -> list[str]:
         own = damage(self._path(step), share=self._ranks.rank, shares=self._ranks.size)

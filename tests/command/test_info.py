@@ -14,7 +14,7 @@ from graphmoe.info import describe, render, smallest_layout
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import plan_of
-from tests.config.test_presets import BILLIONS, PRESETS, load_preset
+from tests.config.test_presets import PRESETS, load_preset
 from tests.runs import config
 
 ROOT = Path(__file__).parents[2]
@@ -44,14 +44,10 @@ def test_components_add_up_to_the_totals(preset):
         assert full - outside == body
 
 
-@pytest.mark.parametrize("preset", BILLIONS)
-def test_the_text_shows_the_published_counts(preset):
-    row = next(
-        line
-        for line in shown(describe(load_preset(preset), 4096)).splitlines()
-        if "without embedding" in line
-    )
-    assert all(number in row.split() for number in BILLIONS[preset])
+def test_the_text_shows_the_counts_in_billions():
+    text = shown(describe(load_preset("deepseek_v2_lite"), 4096))
+    (row,) = [line for line in text.splitlines() if "without embedding" in line]
+    assert {"15.287", "2.242"} < {*row.split()}
 
 
 def test_memory_is_eighteen_bytes_a_parameter():

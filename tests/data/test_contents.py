@@ -8,7 +8,6 @@ import pytest
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import DataError, Loader, contents, open_data
 from graphmoe.data.indexed import read_token_file, write_token_file
-from graphmoe.data.sources.stdlib import open_corpus as open_stdlib
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
@@ -44,18 +43,6 @@ def all_of(corpus):
 
 def bin_of(corpus):
     return corpus.train.documents.files[0].path
-
-
-@pytest.mark.parametrize("name", ["train.bin", "val.idx", "tokenizer.json"])
-def test_a_flipped_bit_in_the_corpus_of_a_library_is_found(tmp_path, cache, caplog, name):
-    for i in range(40):
-        (tmp_path / f"{i}.py").write_text("\n".join(sentences(10, seed=i)))
-    asked = DataConfig(bpe_vocab_size=320, val_fraction=0.1)
-    corpus = open_stdlib(asked, 16, 400, tmp_path)
-    rows = all_of(corpus)
-    flip(bin_of(corpus).with_name(name))
-    assert np.array_equal(all_of(open_stdlib(asked, 16, 400, tmp_path)), rows)
-    assert f"{name}: sha256" in caplog.text
 
 
 def test_damage_of_a_large_file_is_found_beside_training_and_mended_by_the_next_start(open_text, large):

@@ -8,6 +8,7 @@ import pytest
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import DataError, Loader, open_data
 from graphmoe.data.sources import hf as hf_module
+from tests.data.test_loader import rows_over_ranks
 from tests.data.texts import sentences
 
 pytest.importorskip("datasets")
@@ -63,21 +64,10 @@ def test_the_first_epoch_has_every_document_once(folder, tokenizer_path):
 
 @pytest.mark.parametrize("prefetch", [0, 4])
 def test_resume_with_1_2_4_1_ranks_gives_the_same_global_stream(folder, tokenizer_path, prefetch):
-    corpus = open_hf(folder, tokenizer_path)
-    state, rows = None, []
-    for world_size in (1, 2, 4, 1):
-        options = {"micro_batch_size": 1, "global_batch_size": 4, "world_size": world_size}
-        ranks = [Loader(corpus.train, rank=r, prefetch=prefetch, **options) for r in range(world_size)]
-        for loader in ranks:
-            if state is not None:
-                loader.load_state_dict(state)
-        rows += [next(loader)[0].numpy() for _ in range(36 // world_size) for loader in ranks]
-        states = [loader.state_dict() for loader in ranks]
-        assert all(s == states[0] for s in states)
-        state = states[0]
-        [loader.close() for loader in ranks]
+    samples = open_hf(folder, tokenizer_path).train
+    rows, state = rows_over_ranks(samples, prefetch)
     assert state["epochs"] >= 1.0
-    assert np.array_equal(np.stack(rows), corpus.train.reader().read(0, len(rows)))
+    assert np.array_equal(rows.numpy(), samples.reader().read(0, len(rows)))
 
 
 def test_resume_at_every_sample_is_exact(folder, tokenizer_path):

@@ -9,40 +9,33 @@ from graphmoe.data.loader import Loader
 from graphmoe.data.samples import Samples
 from graphmoe.data.sources.synthetic import SyntheticSamples
 
-GLOBAL_BATCH = 8
-
 
 @pytest.fixture
 def samples():
     return SyntheticSamples(seq_len=4, vocab_size=1000, seed=1)
 
 
-def loaders(samples, world_size, state=None, **options):
-    options = {"micro_batch_size": 2, "global_batch_size": GLOBAL_BATCH, **options}
-    ranks = [Loader(samples, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
-    if state is not None:
-        for loader in ranks:
-            loader.load_state_dict(state)
-    return ranks
-
-
-def global_rows(ranks, num_micro_steps):
-    """Return the rows that all ranks get, in the order of the global row of samples."""
-    return torch.cat([next(loader) for _ in range(num_micro_steps) for loader in ranks])
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_resume_with_1_2_4_1_ranks_gives_the_same_global_stream(samples, prefetch):
+def rows_over_ranks(samples, prefetch):
+    """The global row of samples as 1, 2, 4 ranks and 1 go on from each other's state, and the last state."""
     state, rows = None, []
     for world_size in (1, 2, 4, 1):
-        ranks = loaders(samples, world_size, state, prefetch=prefetch)
-        rows.append(global_rows(ranks, 3 * GLOBAL_BATCH // (2 * world_size)))
+        options = {"micro_batch_size": 2, "global_batch_size": 8, "prefetch": prefetch}
+        ranks = [Loader(samples, rank=r, world_size=world_size, **options) for r in range(world_size)]
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+        rows += [next(loader) for _ in range(12 // world_size) for loader in ranks]
         states = [loader.state_dict() for loader in ranks]
         assert all(s == states[0] for s in states)
         state = states[-1]
         [loader.close() for loader in ranks]
-    whole = torch.cat(rows)
-    assert torch.equal(whole, torch.from_numpy(samples.reader().read(0, len(whole))))
+    return torch.cat(rows), state
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_resume_with_1_2_4_1_ranks_gives_the_same_global_stream(samples, prefetch):
+    rows, _ = rows_over_ranks(samples, prefetch)
+    assert torch.equal(rows, torch.from_numpy(samples.reader().read(0, len(rows))))
 
 
 def test_the_state_counts_what_was_handed_out_not_what_was_prefetched(samples):

@@ -223,6 +223,13 @@ def test_a_folder_without_weights_says_what_it_needs(folder):
         load_hf(folder)
 
 
+def test_a_model_of_another_configuration_is_not_written(folder, tmp_path):
+    config, model = load_hf(folder)
+    with pytest.raises(ConfigError, match="(?s)does not fit the configuration: .*layers.2.moe_experts"):
+        save_hf(model, replace(config, num_experts=10), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_failed_write_leaves_the_earlier_files(folder, monkeypatch):
     config, model = load_hf(folder)
     before = (folder / "model.safetensors").read_bytes()

@@ -65,7 +65,10 @@ def save_hf(
     """
     family, raw = to_hf_config(config)
     state = model.state_dict()
-    _check_state(state, shapes_of(config))
+    try:
+        build_model(config, device="meta").load_state_dict(state, assign=True)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ConfigError(f"the model does not fit the configuration: {error}") from error
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     entries = hf_entries(family, config, dtypes, lambda name, index: state[name][index])
     write_hf(Path(folder), raw, entries, max_bytes=parse_size(max_shard_size), token_ids=token_ids)
@@ -179,16 +182,3 @@ def folder_name(folder: Path) -> str:
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.split("--")[-1]
     return folder.name or "imported"
-
-
-def _check_state(state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> None:
-    problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in state]
-    problems += [f"extra: {name} {list(state[name].shape)}" for name in state if name not in shapes]
-    problems += [
-        f"mis-shaped: {name} is {list(state[name].shape)}, not {list(shape)}"
-        for name, shape in shapes.items()
-        if name in state and state[name].shape != shape
-    ]
-    if problems:
-        head = f"the model does not fit the configuration in {len(problems)} tensors:"
-        raise ConfigError("\n  ".join([head, *problems]))

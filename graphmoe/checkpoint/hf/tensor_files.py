@@ -121,14 +121,9 @@ class TensorFiles:
                 problems.append(f"extra: {name} {list(header.shape)}")
         return problems
 
-    def _differ(self, name: str, other: str) -> bool:
-        return not torch.equal(self.read(name), self.read(other))
-
     def _fp8(self) -> list[str]:
         quantized = [
-            name
-            for name, header in self.headers.items()
-            if header.dtype.startswith("F8") or name.endswith("_scale_inv")
+            n for n, h in self.headers.items() if h.dtype.startswith("F8") or n.endswith("_scale_inv")
         ]
         if not quantized:
             return []

@@ -2,7 +2,7 @@
 
 import torch
 
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.ranges import ConfigError
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes of flash attention, and of the kernels of Primus-Turbo and Transformer Engine."""

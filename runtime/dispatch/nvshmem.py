@@ -40,7 +40,7 @@ class PeerRows:
         assert self.size & (self.size - 1) == 0, self.size
         region = max(num_bytes, MIN_BYTES)
         self._regions = [nvshmem_empty((region,), torch.uint8, device, group) for _ in range(2)]
-        """What is sent, and what has come."""
+        """Regions of what is sent, and of what has come."""
         self._splits = nvshmem_empty((self.size,), torch.int64, device, group)
         self._came_splits = nvshmem_empty((2, self.size), torch.int64, device, group)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)

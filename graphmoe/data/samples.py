@@ -149,7 +149,7 @@ class PackedSamples(Samples):
     def __post_init__(self) -> None:
         num_tokens = self.documents.num_tokens
         self.num_samples = max(0, num_tokens - 1) // self.seq_len
-        assert self.num_samples > 0, "too short for one sample; graphmoe.data.corpus refuses it before"
+        assert self.num_samples > 0, "too short for one sample: open_data refuses it before"
         lengths = hashlib.blake2b(self.documents.length_N.tobytes(), digest_size=8).hexdigest()
         self.fingerprint = f"packed:{lengths}:{num_tokens}:{self.seq_len}:{self.seed}:{self.shuffle}"
         self._order = lru_cache(maxsize=2)(self._compute_order)  # two: a batch may span two epochs

@@ -13,9 +13,7 @@ import yaml
 from graphmoe.command.hydra import load_config
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.host.signals import (
-    LAUNCHER_PID,
-)
+from graphmoe.runtime.host.signals import LAUNCHER_PID
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.train import train
 from graphmoe.worker import _adapted, _join

@@ -27,11 +27,7 @@ from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.pipeline.engine import Pipeline
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines
 from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
-from graphmoe.runtime.torch_compat import (
-    start_memory_history,
-    stop_memory_history,
-    write_memory_history,
-)
+from graphmoe.runtime.torch_compat import start_memory_history, stop_memory_history, write_memory_history
 from graphmoe.segments import ranges_wanted
 from graphmoe.training.step_rows import StepClock
 

@@ -11,13 +11,7 @@ import psutil
 import torch
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.config.schema import (
-    ComputeDtype,
-    ConfigError,
-    DeviceChoice,
-    DpShard,
-    RunConfig,
-)
+from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, DpShard, RunConfig
 from graphmoe.data import DataError
 from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes

@@ -24,13 +24,7 @@ from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE
-from graphmoe.run.machine import (
-    device_name,
-    memory_gib,
-    open_device,
-    seconds_since_process_start,
-    taken_gib,
-)
+from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_process_start, taken_gib
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.step import CapturedRun

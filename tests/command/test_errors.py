@@ -144,13 +144,7 @@ def test_the_nearest_key_is_found_by_its_last_word_and_by_what_others_call_it(ty
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["run.name=../precious"],
-        ["run.name=a/b/c"],
-        ["hydra.run.dir=x/y"],
-        ["hydra.run.dir="],
-    ],
+    "words", [["run.name=../precious"], ["run.name=a/b/c"], ["hydra.run.dir=x/y"], ["hydra.run.dir="]]
 )
 def test_a_refused_run_makes_no_folder_and_deletes_none(tmp_path, words):
     here = tmp_path / "here"

@@ -63,8 +63,7 @@ def names_in(store: CheckpointStore, scratch: Path, *overrides: str) -> list[str
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(p, id=n, marks=[pytest.mark.slow] * (n != "expert")) for n, p in PLACES.items()],
+    "place", [pytest.param(p, id=n, marks=[pytest.mark.slow] * (n != "expert")) for n, p in PLACES.items()]
 )
 def test_weights_that_are_not_finite_end_the_run_and_the_last_good_checkpoint_stays(tmp_path, place, keep):
     overrides = (*RUN, f"checkpoint.keep_last={keep}")

@@ -1,5 +1,7 @@
 """Refusals, choices and log lines of a run about its experts before the first step."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -11,63 +13,41 @@ from graphmoe.training.executor import chosen_experts, mlp_shape, refuse_waiting
 from tests.runs import config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-BF16, FP32 = "bf16", "fp32"
 COMPILED, STAGE_3 = "compile.enabled=true", "moe.sync_free_stage=3"
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-
-
-def refuse(words, compute, device, *, fuses):
-    plan = plan_of(config(*words, f"precision.compute={compute}"), 1)
-    refuse_waiting_experts(plan, device, fuses=fuses)
+PASS = "compile.enabled=true with the pass fuse_experts"
 
 
 @pytest.mark.parametrize(
-    "words, fuses, needed",
+    ("words", "fuses", "needed"),
     [
-        (("moe.sync_free_stage=2",), False, "compile.enabled=true with the pass fuse_experts"),
-        ((STAGE_3,), False, "compile.enabled=true with the pass fuse_experts"),
+        (("moe.sync_free_stage=2",), False, PASS),
+        ((STAGE_3,), False, PASS),
         ((COMPILED, STAGE_3, "moe.experts=torch"), True, "moe.experts=auto"),
-        (
-            (STAGE_3, "moe.experts=torch"),
-            False,
-            "compile.enabled=true with the pass fuse_experts and moe.experts=auto",
-        ),
+        ((STAGE_3, "moe.experts=torch"), False, f"{PASS} and moe.experts=auto"),
+        # fused experts, lower stages and dense models do not wait
+        ((COMPILED, "graph.scope=layer"), True, ""),
+        ((COMPILED, "graph.scope=moe"), True, ""),
+        ((COMPILED, "graph.scope=[moe_experts]"), True, ""),
+        ((COMPILED, STAGE_3, "moe.experts=triton"), True, ""),
+        (("moe.sync_free_stage=1",), False, ""),
+        ((COMPILED, "moe.experts=torch"), True, ""),
+        ((COMPILED, "graph.scope=partial"), True, ""),
+        ((STAGE_3, "model.num_dense_layers=2"), False, ""),
     ],
     ids=str,
 )
-def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(hopper, words, fuses, needed):
-    run = config(*words)
-    refuse(words, BF16, GPU, fuses=fuses)
-    refuse(words, FP32, CPU, fuses=fuses)
-    with pytest.raises(ConfigError) as caught:
-        refuse(words, FP32, GPU, fuses=fuses)
-    assert str(caught.value).startswith(f"moe.sync_free_stage={run.moe.sync_free_stage} (graph.scope=")
-    wanted = (
-        f"torch.float32 on this device; use {needed}, precision.compute=bf16, or moe.sync_free_stage=auto"
-    )
-    assert str(caught.value).endswith(wanted)
-
-
-@pytest.mark.parametrize(
-    "words, fuses",
-    [
-        ((COMPILED, "graph.scope=layer"), True),
-        ((COMPILED, "graph.scope=moe"), True),
-        ((COMPILED, "graph.scope=[moe_experts]"), True),
-        ((COMPILED, STAGE_3, "moe.experts=triton"), True),
-        (("moe.sync_free_stage=1",), False),
-        ((COMPILED, "moe.experts=torch"), True),
-        ((COMPILED, "graph.scope=partial"), True),
-        ((STAGE_3, "model.num_dense_layers=2"), False),
-    ],
-    ids=str,
-)
-def test_fused_experts_lower_stages_and_dense_models_are_not_refused(hopper, words, fuses):
-    refuse(words, FP32, GPU, fuses=fuses)
+def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(monkeypatch, words, fuses, needed):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # Hopper
+    plans = {dtype: plan_of(config(*words, f"precision.compute={dtype}"), 1) for dtype in ("bf16", "fp32")}
+    refuse_waiting_experts(plans["bf16"], GPU, fuses=fuses)
+    refuse_waiting_experts(plans["fp32"], CPU, fuses=fuses)
+    with pytest.raises(ConfigError) if needed else nullcontext() as caught:
+        refuse_waiting_experts(plans["fp32"], GPU, fuses=fuses)
+    if needed:
+        stage = plans["fp32"].config.moe.sync_free_stage
+        assert str(caught.value).startswith(f"moe.sync_free_stage={stage} (graph.scope=")
+        ways = f"use {needed}, precision.compute=bf16, or moe.sync_free_stage=auto"
+        assert str(caught.value).endswith(f"torch.float32 on this device; {ways}")
 
 
 @pytest.mark.parametrize(

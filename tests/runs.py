@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import importlib
+import inspect
 import io
 import json
 import multiprocessing
@@ -27,6 +28,7 @@ from rich.console import Console
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.command.hydra import schema, to_config
+from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import RunConfig
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.host.logs import Progress
@@ -250,7 +252,8 @@ def _child(
     torch.set_num_threads(1)
     gc.freeze()  # or every collection looks through the modules too
     try:
-        importlib.import_module(module).main()
+        main = importlib.import_module(module).main
+        run_tool(main) if inspect.signature(main).parameters else main()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,19 +1,16 @@
 """Wrong configurations, by a seed: each is refused in one line that names the key, or it trains."""
 
-import dataclasses
 import random
 import re
 import signal
 import time
-import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphmoe.command.errors import known_keys
 from graphmoe.config.arguments import LONGEST_LINE
-from graphmoe.config.schema import RunConfig
 from tests.runs import TINY, Command
 
 pytestmark = pytest.mark.slow
@@ -48,18 +45,9 @@ HYDRA = (
 )
 
 
-def keys() -> Iterator[str]:
-    """Every key of the schema."""
-    for section, kind in typing.get_type_hints(RunConfig).items():
-        if dataclasses.is_dataclass(kind):
-            yield from (f"{section}.{field.name}" for field in dataclasses.fields(kind))
-        else:
-            yield section
-
-
 def bad_word(rng: random.Random) -> tuple[str, str]:
     """A wrong word of a command line, and the key in it."""
-    key, value = rng.choice([*keys()]), rng.choice(VALUES)
+    key, value = rng.choice(known_keys()), rng.choice(VALUES)
     form = rng.choice(("value",) * 16 + ("typo", "typo", "add", "force", "delete", "bare", "group", "hydra"))
     if form == "typo":
         at = rng.randrange(len(key))

@@ -3,10 +3,7 @@
 import json
 import logging
 import shlex
-import subprocess
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +26,8 @@ from graphmoe.run.weights import (
     model_to_yaml,
     open_weights,
 )
+from tests.runs import command
 
-ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(
     vocab_size=53,
     hidden_size=18,
@@ -117,11 +114,10 @@ def test_the_model_option_of_a_converted_folder_composes(hf, tmp_path, capsys):
     folder, model = hf
     report = call(capsys, f"from={folder}", f"to={tmp_path / 'my model'}", "name=a/b c")
     assert "model/a-b-c.yaml" in report["files"] and "model=a-b-c" in report["command"]
-    words = shlex.split(report["command"].replace("graphmoe.train", "graphmoe.info"))[1:]
-    command = [sys.executable, *words, "data=synthetic", "format=json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["parameters"]["total"]["full"] == report["parameters"]
+    words = shlex.split(report["command"])[3:]
+    done = command(tmp_path, *words, "data=synthetic", "format=json", module="graphmoe.info")
+    assert done.wait() == 0, done.err.read_text()
+    assert json.loads(done.out.read_text())["parameters"]["total"]["full"] == report["parameters"]
 
 
 def test_the_newest_checkpoint_of_a_run_is_exported_with_its_tokenizer(run, tmp_path, capsys):

@@ -4,9 +4,7 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +15,8 @@ from graphmoe.config.choices import EXPERTS_BACKENDS
 from graphmoe.config.packages import PACKAGES, Package
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.plan.experts import FACTS
+from tests.runs import ROOT, command
 from tests.runtime.host.machine import Machine
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -50,29 +47,23 @@ def test_a_library_that_does_not_load_shows_its_error(tmp_path, monkeypatch):
     assert "libcudart.so.99" in shown(doctor.examine() | {"libraries": [found]})
 
 
-def test_the_compiler_probe_reports_a_compiler_that_is_not_there(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    finding = doctor.probe_cpp_compiler()
-    assert not finding.ok and "no-such-compiler: not found" in finding.detail
-
-
-def test_the_compiler_probe_reports_the_compilers_own_error(tmp_path, monkeypatch):
-    compiler = tmp_path / "failing-c++"
-    compiler.write_text("#!/bin/sh\necho 'fatal error: omp.h: No such file' >&2\nexit 1\n")
-    compiler.chmod(0o755)
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "c++: not found"),
+        ("echo 'fatal error: omp.h: No such file' >&2; exit 1", "omp.h: No such file"),
+        ("exec sleep 30", "no answer in 2.0 s"),
+    ],
+)
+def test_a_compiler_that_is_not_there_fails_or_hangs_is_reported(tmp_path, monkeypatch, script, said):
+    compiler = tmp_path / "c++"
+    if script:
+        compiler.write_text(f"#!/bin/sh\n{script}\n")
+        compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 2.0)
     finding = doctor.probe_cpp_compiler()
-    assert not finding.ok and "omp.h: No such file" in finding.detail
-
-
-def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
-    compiler = tmp_path / "hanging-c++"
-    compiler.write_text("#!/bin/sh\nexec sleep 30\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.2)
-    finding = doctor.probe_cpp_compiler()
-    assert not finding.ok and finding.detail == "no answer in 0.2 s"
+    assert not finding.ok and said in finding.detail
 
 
 def test_a_capture_error_or_a_wrong_replay_is_no_support(monkeypatch):
@@ -118,12 +109,10 @@ def test_each_library_is_installed_by_a_command_that_can_be_typed():
             assert any(entry.startswith(library.distribution) for entry in extras[extra])
 
 
-def test_nothing_but_the_document_is_on_stdout():
-    run = subprocess.run(
-        [sys.executable, "-m", "graphmoe.doctor", "format=json"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert torch.__version__.startswith(json.loads(run.stdout)["versions"]["torch"])
+def test_nothing_but_the_document_is_on_stdout(tmp_path):
+    run = command(tmp_path, "format=json", module="graphmoe.doctor")
+    assert run.wait() == 0, run.err.read_text()
+    assert torch.__version__.startswith(json.loads(run.out.read_text())["versions"]["torch"])
 
 
 @pytest.fixture

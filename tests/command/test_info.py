@@ -1,10 +1,6 @@
 """The figures that graphmoe.info prints."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,9 +11,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import plan_of
 from tests.config.test_presets import PRESETS, load_preset
-from tests.runs import config
-
-ROOT = Path(__file__).parents[2]
+from tests.runs import command, config
 
 
 def shown(document) -> str:
@@ -26,13 +20,6 @@ def shown(document) -> str:
     with console.capture() as capture:
         console.print(render(document))
     return capture.get()
-
-
-def info(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The finished command line, run in ``cwd``."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "graphmoe.info", *overrides]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -110,9 +97,9 @@ def test_ranks_are_those_of_the_launch(launch, parallel, ranks):
 
 
 def test_the_command_prints_one_json_document_and_makes_no_folder(tmp_path):
-    run = info("model=deepseek_v3", "format=json", cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    document = json.loads(run.stdout)
+    run = command(tmp_path, "model=deepseek_v3", "format=json", module="graphmoe.info")
+    assert run.wait() == 0, run.err.read_text()
+    document = json.loads(run.out.read_text())
     assert document["seq_len"] == 4096
     assert document["parameters"]["total"]["body"] == 669_172_039_680
-    assert list(tmp_path.iterdir()) == []
+    assert {*tmp_path.iterdir()} == {run.out, run.err}

@@ -20,8 +20,7 @@ from graphmoe.data.tokenizer import train_bpe
 from graphmoe.prepare import PrepareArgs, main, prepare
 from graphmoe.runtime.host.checksums import sha256_of
 from tests.data.texts import sentences, write_jsonl
-
-ROOT = Path(__file__).parents[2]
+from tests.runs import ROOT
 
 
 @pytest.fixture
@@ -37,15 +36,10 @@ def folder(tmp_path, monkeypatch):
 ARGS = ["input=*.jsonl", "tokenizer=tok.json", "output=out/tokens", "text_field=content"]
 
 
-def tool(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "graphmoe.prepare", *words]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-
-
 def test_the_command_prints_one_json_document_and_writes_the_pair(folder):
-    done = tool(*ARGS, "workers=2", "format=json", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    line = [sys.executable, "-m", "graphmoe.prepare", *ARGS, "workers=2", "format=json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
     counts = json.loads(done.stdout)
     file = read_token_file(folder / "out" / "tokens")
     assert counts["documents"] == len(file.start_N) == 50
@@ -57,19 +51,14 @@ def test_the_command_prints_one_json_document_and_writes_the_pair(folder):
 
 def test_the_files_that_the_tool_writes_can_be_trained_on(folder):
     main(ARGS)
+    with pytest.raises(ConfigError, match=r"tokens.bin and .*tokens.idx exist already; use overwrite=true"):
+        main(ARGS)
     main([*ARGS, "input=a.jsonl", "overwrite=true"])
     named = read_summed_file(folder / "out" / "tokens", compare=True).sums
     assert named == {name: sha256_of(folder / "out" / name) for name in ("tokens.bin", "tokens.idx")}
     config = DataConfig(source="memmap", paths=["out/tokens"], tokenizer="tok.json")
     corpus = open_data(config, seq_len=32, vocab_size=400)
     assert corpus.train.reader().read(0, 3).shape == (3, 33)
-
-
-def test_existing_files_are_kept_unless_asked(folder):
-    main(ARGS)
-    with pytest.raises(ConfigError, match=r"tokens.bin and .*tokens.idx exist already; use overwrite=true"):
-        main(ARGS)
-    main([*ARGS, "overwrite=true"])
 
 
 def test_a_bad_line_is_one_line_on_stderr_and_leaves_no_files(folder, capsys):
@@ -103,17 +92,19 @@ def test_a_full_disk_is_an_error_that_names_the_output(folder, monkeypatch):
     assert list((folder / "out").iterdir()) == []
 
 
-def test_wrong_arguments_are_errors_in_the_tools_own_words(folder):
-    with pytest.raises(ConfigError, match=r"input: no file matches 'none\*'"):
-        main(["input=none*", *ARGS[1:]])
-    with pytest.raises(ConfigError, match="tokenizer=no.json does not exist"):
-        main([ARGS[0], "tokenizer=no.json", *ARGS[2:]])
-    with pytest.raises(ConfigError, match="^eod_token=</s> is not a token"):
-        main([*ARGS, "eod_token=</s>"])
-    with pytest.raises(ConfigError, match="workers=-1"):
-        main([*ARGS, "workers=-1"])
-    with pytest.raises(ConfigError, match="did you mean 'output'"):
-        main([*ARGS, "outputs=x"])
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("input=none*", r"input: no file matches 'none\*'"),
+        ("tokenizer=no.json", "tokenizer=no.json does not exist"),
+        ("eod_token=</s>", "^eod_token=</s> is not a token"),
+        ("workers=-1", "workers=-1"),
+        ("outputs=x", "did you mean 'output'"),
+    ],
+)
+def test_wrong_arguments_are_errors_in_the_tools_own_words(folder, word, said):
+    with pytest.raises(ConfigError, match=said):
+        main([*ARGS, word])
 
 
 def test_documents_can_be_left_without_an_end(folder):

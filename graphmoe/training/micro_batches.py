@@ -50,18 +50,17 @@ def micro_batches_of(
 ) -> MicroBatches:
     """Return the runner of a run's micro-batches. A collective."""
     if plan.pipeline is None:
-        return OneAfterTheOther(model, execute, plan.global_micro_batches, options.overlap)
+        return OneAfterTheOther(model, execute, plan.global_micro_batches, options)
     return Pipelined(plan, model, execute, mesh, options, open_channels)
 
 
 class OneAfterTheOther:
     """`MicroBatches` of a model that is whole; with overlap the backward of one beside the next's forward."""
 
-    def __init__(
-        self, model: Transformer, execute: Executor, num_global: int, overlap: Overlap | None = None
-    ) -> None:
+    def __init__(self, model: Transformer, execute: Executor, num_global: int, options: StageOptions) -> None:
         """``num_global`` is the number of micro-batches of all ranks in a step."""
-        self.model, self.execute, self.num_global, self.overlap = model, execute, num_global, overlap
+        self.model, self.execute, self.num_global = model, execute, num_global
+        self.overlap, self._lane = options.overlap, options.lane
         self.device = next(model.parameters()).device
         (self.pieces,) = model.stages
 
@@ -69,7 +68,8 @@ class OneAfterTheOther:
         overlap = _overlap_in_use(self.overlap, self.model)
         for tokens in batches:
             forward = functools.partial(self._forward, tokens.to(self.device, non_blocking=True))
-            output = overlap.forward(forward) if overlap else forward()
+            with self._lane(0) if self._lane else nullcontext():
+                output = overlap.forward(forward) if overlap else forward()
             total = output.total / self.num_global
             if overlap:
                 overlap.backward(total)  # may still have to run at the end

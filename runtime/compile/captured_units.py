@@ -6,8 +6,8 @@ so its memory serves the next layer too. Where W is left for later, I and W are 
 hands over stays until W reads it where it lies.
 
 All of this once for each lane. A lane has the graphs and buffers of one micro-batch in flight, in all units:
-whoever runs several says which is on which lane. Without a word they are on one, and a unit that runs again
-there before its backward has graphs for each of these forwards.
+whoever runs micro-batches says which is on which lane. A unit that runs twice in a micro-batch has graphs for
+each of these forwards.
 """
 
 from __future__ import annotations
@@ -33,25 +33,20 @@ class UnitCapture:
     def __init__(self, names: frozenset[str], capture: Capture) -> None:
         self.names, self.capture = names, capture
         self.lane_name: Hashable = None
-        """The lane that units run on now; None where nobody said."""
-        self._num_begun = 0
-        """Micro-batches that have been given a lane."""
+        """The lane that units run on now."""
+        self.micro_batch = 0
+        """Number of the micro-batch, of all that have been given a lane."""
         self._pools: dict[Hashable, list[Pool]] = {}
         """By lane: one for each time that a unit is in flight there."""
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._spans: dict[tuple[str, ...], Span] = {}
         capture.report.not_captured = dict.fromkeys(sorted(names), "the model has no such segment")
 
-    @property
-    def micro_batch(self) -> Hashable:
-        """A value that tells this use of the lane from earlier ones."""
-        return ("step", self.capture.steps) if self.lane_name is None else self._num_begun
-
     @contextmanager
     def lane(self, name: Hashable) -> Iterator[None]:
         """As ``CompiledSegments.lane``."""
         assert name is not None and self.lane_name is None, "a micro-batch has one lane"
-        self._num_begun += 1
+        self.micro_batch += 1
         for pool in self._pools.get(name, ()):
             assert not pool.num_left, f"lane {name} is taken before its last weight gradients are made"
             pool.begin()
@@ -110,26 +105,22 @@ class CapturedUnit:
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
         """As ``UnitCode``."""
-        name, micro_batch = self._shared.lane_name, self._shared.micro_batch
-        assert pending is None or name is not None, "W is left for later, and the micro-batch has no lane"
-        lane = self._free(name, micro_batch)
+        assert self._shared.lane_name is not None, "units are captured, and the micro-batch has no lane"
+        lane = self._free()
+        lane.taken_by = self._shared.micro_batch
         if self.graphs.backward is None:
-            # On no lane the next forward takes the same buffers: autograd sees it, and no W waits for them.
-            lane.taken_by = None if name is None else micro_batch
             results = lane.forward(tensors)[0]
         else:
-            lane.taken_by = micro_batch
             results = differentiable(lane, tensors, gradients, pending)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
-    def _free(self, name: Hashable, micro_batch: Hashable) -> _UnitOnLane:
+    def _free(self) -> _UnitOnLane:
         """The first on the lane whose results the micro-batch does not wait to read."""
-        number = 0
-        while (lane := self._lanes.get((name, number))) and lane.taken_by == micro_batch:
+        name, number = self._shared.lane_name, 0
+        while (lane := self._lanes.get((name, number))) and lane.taken_by == self._shared.micro_batch:
             number += 1
         if lane is None:
-            lane = self._make(self._shared.pool(number), name is not None)
-            self._lanes[name, number] = lane
+            lane = self._lanes[name, number] = self._make(self._shared.pool(number))
         return lane
 
 
@@ -143,11 +134,9 @@ class _UnitOnLane:
         span: Span,
         reads: tuple[str, ...],
         pool: Pool,
-        is_named: bool,
     ) -> None:
-        """``is_named``: the lane is free when it is taken again; else the unit is, after each backward."""
-        self.graphs, self._is_named = code.graphs, is_named
-        self.taken_by: Hashable = None
+        self.graphs = code.graphs
+        self.taken_by: int | None = None
         """The micro-batch that may still read the results."""
         self._code, self._shared, self._span, self._reads, self._pool = code, shared, span, reads, pool
         self._held: Sequence[Tensor] = ()
@@ -173,9 +162,9 @@ class _UnitOnLane:
                 f"{self._span.unit}: {self._reads[moved]} lies at another address than when the unit was "
                 f"captured; leave its segments out of graph.scope"
             )
-        if self._pool.is_behind(self._forward):
-            assert not self._is_named, f"{self._span.unit}: two micro-batches are on one lane"
-            self._pool.begin()
+        assert not self._pool.is_behind(self._forward), (
+            f"{self._span.unit}: two micro-batches are on one lane"
+        )
         results = [result.detach() for result in self._forward(read)]
         # A replay leaves no trace in version counters; so autograd sees that what a forward kept is gone.
         torch.autograd.graph.increment_version(results)
@@ -201,8 +190,6 @@ class _UnitOnLane:
         pending: PendingWeightGrads | None = None,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """As ``UnitCode.backward``."""
-        if not self._is_named:
-            self.taken_by = None
         if self._forward is None:
             return self._code.backward(kept, of_outputs, gradients, pending)
         if pending is None:

@@ -184,7 +184,6 @@ class CompiledSegments:
         Whoever calls these, and drops them, has all weight gradients; each is summed when its W is called.
         A unit without weights leaves nothing, and inference is as ever. A dynamic unit is no graph and has no
         W: its weight gradients come with I. Inside a micro-batch of the overlap the overlap's list is used.
-        Units that are captured need a ``lane`` as well.
         """
         before, self._pending = self._pending, pending
         try:

@@ -4,96 +4,20 @@ import json
 import logging
 
 import pytest
-import torch
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.gradients import Gradient
-from graphmoe.passes.table import PassRunner
-from graphmoe.runtime.capture.capture import REPORT_FILE, Capture
-from graphmoe.runtime.compile.captured_units import UnitCapture
-from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.capture.capture import REPORT_FILE
 from graphmoe.runtime.compile.report import REPORT_FILE as COMPILE_REPORT
-from graphmoe.segments import CAPTURABLE, SCOPES, Segment, run_segments, segments_of
+from graphmoe.segments import CAPTURABLE, SCOPES, segments_of
 from tests.runs import COMPILED, assert_same_state, config, final_state, numbers, train_in
-from tests.runtime.chains import CPU, Chain, OrderedChain, Scale
+from tests.runtime.test_lanes import ALL, ZERO_BUBBLE, assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 RUN = (*COMPILED, "train.steps=6", "train.val_interval=3", "checkpoint.interval=6")
 
 
-@pytest.mark.parametrize("in_flight, order", [(1, 1), (2, 1), (2, -1)])
-@pytest.mark.parametrize("warmed_up_with", [1, 3])
-def test_graphs_of_a_backward_and_its_forward_replay_in_the_order_in_which_their_pool_has_made_them(
-    in_flight, order, warmed_up_with
-):
-    """Try each order of the backwards in flight, and a W that adds for the first time."""
-    chain = OrderedChain()
-    for step in range(5):
-        with chain.capture.step():
-            for number in range(3 if step else warmed_up_with):
-                chain.replayed = []
-                leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(in_flight)]
-                outputs = [chain.forward(leaf) for leaf in leaves]
-                for output in outputs[::order]:
-                    output.square().sum().backward()
-                adds_first = step == 1 and (number, warmed_up_with) == (1, 1)
-                for pool in range(in_flight):
-                    numbers = [number for of, number in chain.replayed if of == (None, pool)]
-                    assert numbers == sorted(numbers)
-                    assert adds_first or len(numbers) == 6 * chain.capture.ready
-        for gradient in chain.gradients.values():
-            gradient.finish()
-        made = chain.capture.report.graphs  # F, and backwards that store and that add, or that add only
-        assert step < 2 or made == (9 if in_flight == 1 else 9 + 6)
-
-
-@pytest.mark.parametrize("names", [("attn",), ("mlp",), ("attn", "mlp")])
-def test_replays_of_one_and_several_forwards_in_flight_have_the_plain_results(names):
-    chain = Chain(names)
-    for _ in range(4):
-        chain.check(torch.randn(3, 4))
-    for _ in range(3):  # a W that adds runs uncaptured first, and is captured at its second use
-        chain.check(torch.randn(3, 4), torch.randn(3, 4))
-    (span,) = chain.capture.report.spans
-    assert (span.segments, span.places) == (names, 1) and span.graphs == 2 + 3
-
-
-def test_a_forward_without_a_backward_does_not_hold_its_buffers_for_ever():
-    chain = Chain()
-    for _ in range(5):
-        with chain.capture.step():
-            chain.forward(torch.randn(3, 4, requires_grad=True))
-    assert sum(span.graphs for span in chain.capture.report.spans) == 1
-
-
-def test_validation_between_steps_leaves_what_replays_alone():
-    chain = Chain(("attn", "mlp"))
-    for _ in range(3):
-        chain.check(torch.randn(3, 4))
-        x = torch.randn(3, 4)
-        with torch.no_grad():
-            (plain,) = run_segments(chain.segments, {"x": x, "shift": chain.shift}, ("x",))
-            torch.testing.assert_close(chain.forward(x), plain)
-
-
-def test_lasting_tensors_are_read_where_they_lie_and_must_stay_there():
-    chain = Chain()
-    for _ in range(3):
-        chain.check(torch.randn(3, 4))
-    chain.shift.fill_(0.25)  # in place: seen by the next replay
-    chain.check(torch.randn(3, 4))
-    chain.shift = chain.shift.clone()
-    with pytest.raises(RuntimeError, match="attn: shift lies at another address"):
-        chain.check(torch.randn(3, 4))
-
-
-def test_another_shape_is_an_error_that_names_segment_and_tensor():
-    chain = Chain()
-    for _ in range(2):
-        chain.check(torch.randn(3, 4))
-    message = r"attn is captured, and x was torch.float32 \[3, 4\] and is torch.float32 \[5, 4\]"
-    with pytest.raises(ValueError, match=message):
-        chain.check(torch.randn(5, 4))
+def test_replays_of_code_of_inductors_have_the_bits_of_the_uncaptured_units():
+    assert_bitwise(ALL, [ZERO_BUBBLE] * 4)
 
 
 def test_words_stand_for_lists_of_segments():
@@ -116,28 +40,6 @@ def test_an_unknown_scope_lists_the_valid_ones(scope, bad):
 def test_a_list_of_no_segments_is_refused():
     with pytest.raises(ConfigError, match="names no segment; use graph.scope=none"):
         config("graph.scope=[]")
-
-
-def test_what_a_second_forward_overwrote_is_not_read_by_the_backward_of_the_first():
-    """A unit without a gradient has one set of buffers: autograd must see that they changed."""
-    scale = Scale()
-    segments = [
-        Segment("moe_preprocess", lambda ids: ids * 2.0, ("ids",), ("shift",)),
-        Segment("attn", scale, ("x", "shift"), ("x",), stream="comm"),
-    ]
-    gradient = Gradient(torch.zeros(4))
-    capture = Capture("test", CPU, warmup_steps=1)
-    shared = UnitCapture(frozenset({"moe_preprocess"}), capture)
-    execute = CompiledSegments(lambda trains: PassRunner([]), lambda p: gradient, shared)
-    for step in range(3):
-        with capture.step():
-            outputs = [
-                execute(segments, {"ids": torch.full((4,), i), "x": torch.randn(3, 4)}, ("x",))[0]
-                for i in (1, 2)
-            ]
-            if step == 2:
-                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                    outputs[0].sum().backward()
 
 
 def test_segments_are_captured_compiled_only():

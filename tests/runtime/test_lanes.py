@@ -4,10 +4,13 @@ Memory that graphs share is simulated at its worst: each replay spoils all resul
 since, and every buffer that is filled for one replay only.
 """
 
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +23,11 @@ from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.code import UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.segments import Segment
-from tests.runtime.chains import CPU, Scale
+from tests.runtime.recomputed import recompute
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("unmeasured", "graphs_as_they_are")
 SPLIT = [spec for spec in PASSES if spec.name == "split_backward"]
 ALL = ("embed", "attn", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine", "mlp")
@@ -38,6 +43,17 @@ ZERO_BUBBLE = "F0 F1 F2 I0 I1 W0 F3 I2 W1 F4 W2 I3 I4 W3 W4"
 W_AT_THE_END = "F0 F1 F2 I0 I1 I2 W0 W1 W2"
 MIXED = "F0 F1 I0 F2 B1 W0 F3 B2 I3 W3"
 ONE = "F0 B0"
+
+
+class Scale(nn.Module):
+    """sin(x times its weight, shifted)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 4))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight + shift).sin()
 
 
 class Lookup(nn.Module):
@@ -65,29 +81,39 @@ class Mix(nn.Module):
 class Stage:
     """A layer cut into a unit for each segment; runs micro-batches as a schedule says."""
 
-    def __init__(self, names: tuple[str, ...] = (), times: int = 1, device: torch.device = CPU) -> None:
-        """The layer runs so many ``times`` in each micro-batch."""
+    def __init__(
+        self,
+        names: tuple[str, ...] = (),
+        times: int = 1,
+        device: torch.device = CPU,
+        **more: Any,
+    ) -> None:
+        """The layer runs so many ``times`` in each micro-batch; ``more`` is for the executor."""
         torch.manual_seed(0)
         self.device = device
         embed, first, experts, last = (m.to(device) for m in (Lookup(), Scale(), Mix(), Scale()))
         self.parameters = [p for module in (embed, first, experts, last) for p in module.parameters()]
         self.shift = torch.full((4,), 0.5, device=device)
         self.times = times
+        compute, comm = {"layer": 0}, {"layer": 0, "stream": "comm"}
         self.segments = [
-            Segment("embed", embed, ("ids",), ("e",)),
-            Segment("attn", first, ("x", "shift"), ("x",), stream="comm"),
-            Segment("moe_preprocess", lambda x: (x > 0.1) * 2.0, ("x",), ("plan",)),
-            Segment("moe_dispatch", lambda x, e: (x * 2).cos() + e, ("x", "e"), ("received",), stream="comm"),
-            Segment("moe_experts", experts, ("received", "e"), ("routed",)),
-            Segment("moe_combine", lambda x, r, p: x + r * p, ("x", "routed", "plan"), ("x",), stream="comm"),
-            Segment("mlp", lambda x: x.sin(), ("x",), ("x",)),
-            Segment("attn", last, ("x", "shift"), ("x",), stream="comm"),  # the code of the first
+            Segment("embed", embed, ("ids",), ("e",), **compute),
+            Segment("attn", first, ("x", "shift"), ("x",), **comm),
+            Segment("moe_preprocess", lambda x: (x > 0.1) * 2.0, ("x",), ("plan",), **compute),
+            Segment("moe_dispatch", lambda x, e: (x * 2).cos() + e, ("x", "e"), ("received",), **comm),
+            Segment("moe_experts", experts, ("received", "e"), ("routed",), **compute),
+            Segment("moe_combine", lambda x, r, p: x + r * p, ("x", "routed", "plan"), ("x",), **comm),
+            Segment("mlp", lambda x: x.sin(), ("x",), ("x",), **compute),
+            Segment("attn", last, ("x", "shift"), ("x",), **comm),  # the code of the first
         ]
         self.gradients = {id(p): Gradient(torch.full_like(p, torch.nan)) for p in self.parameters}
         self.capture = Capture("test", device, warmup_steps=1)
         self.units = UnitCapture(frozenset(names), self.capture)
         self.execute = CompiledSegments(
-            lambda trains: PassRunner(SPLIT), lambda p: self.gradients[id(p)], self.units if names else None
+            lambda trains: PassRunner(SPLIT),
+            lambda p: self.gradients[id(p)],
+            self.units if names else None,
+            **more,
         )
         self.made: dict[object, list[list[torch.Tensor]]] = {}
         """Results of each pool's graphs, in the order in which they are made."""
@@ -128,7 +154,7 @@ class Stage:
                 if kind == "F":
                     lanes[number] = next(i for i in range(9) if i not in lanes.values())
                     later = [] if f"I{number}" in actions else None
-                    results[number] = self._forward(100 * seed + number, lanes[number], later)
+                    results[number] = self.forward(100 * seed + number, lanes[number], later)
                     self.later[number] = later
                 elif kind in "BI":
                     x, y = results[number]
@@ -145,12 +171,13 @@ class Stage:
             gradient.finish()
         return [*(tensor for number in sorted(results) for tensor in results[number]), *sums]
 
-    def _forward(
-        self, seed: int, lane: object, later: PendingWeightGrads | None
+    def forward(
+        self, seed: int, lane: object = 0, later: PendingWeightGrads | None = None, tokens: int = 3
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input and output of a micro-batch."""
         generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(3, 4, generator=generator).to(self.device).requires_grad_()
-        ids = torch.randint(0, 7, (3,), generator=generator).to(self.device)
+        x = torch.randn(tokens, 4, generator=generator).to(self.device).requires_grad_()
+        ids = torch.randint(0, 7, (tokens,), generator=generator).to(self.device)
         y, deferring = x, nullcontext() if later is None else self.execute.deferring(later)
         with self.execute.lane(lane), deferring:
             for _ in range(self.times):
@@ -159,14 +186,14 @@ class Stage:
 
 
 def assert_bitwise(
-    names: tuple[str, ...], schedules: list[str], reverse: bool = False, times: int = 1
+    names: tuple[str, ...], schedules: list[str], reverse: bool = False, times: int = 1, **more: Any
 ) -> Stage:
-    plain, captured = Stage((), times), Stage(names, times)
+    plain, captured = Stage((), times), Stage(names, times, **more)
     for seed, schedule in enumerate(schedules):
         wanted = plain.step(schedule.replace("I", "B").replace("W", "_"), seed)
         found = captured.step(schedule, seed, reverse)
         assert all(map(torch.equal, found, wanted)), f"step {seed}: {schedule}"
-    assert captured.capture.ready and captured.graphs
+    assert captured.capture.ready and bool(captured.graphs) == bool(names)
     return captured
 
 
@@ -174,7 +201,7 @@ SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (ONE_F_ONE_B, ZER
 
 
 @pytest.mark.parametrize("schedule", [*SLOW, MIXED])
-@pytest.mark.parametrize("names", SCOPES, ids="-".join)
+@pytest.mark.parametrize("names", [(), *SCOPES], ids="-".join)
 def test_every_schedule_gives_the_bits_of_the_compiled_units(names, schedule):
     assert_bitwise(names, [schedule] * 4)
 
@@ -184,19 +211,8 @@ def test_every_schedule_gives_the_bits_of_the_compiled_units(names, schedule):
 @pytest.mark.slow
 def test_schedules_may_change_and_a_w_that_adds_may_run_first_when_all_else_is_captured(names, reverse):
     """The step that warms up has one micro-batch, so nothing has been added to."""
-    schedules = [
-        ONE,
-        ONE,
-        ZERO_BUBBLE,
-        ONE_F_ONE_B,
-        MIXED,
-        ZERO_BUBBLE,
-        W_AT_THE_END,
-        ONE_F_ONE_B,
-        MIXED,
-        ONE,
-    ]
-    assert_bitwise(names, schedules, reverse)
+    first, then = [ONE, ONE, ZERO_BUBBLE, ONE_F_ONE_B, MIXED], [W_AT_THE_END, ONE_F_ONE_B, MIXED, ONE]
+    assert_bitwise(names, [*first, ZERO_BUBBLE, *then], reverse)
 
 
 @pytest.mark.parametrize("names", SCOPES, ids="-".join)
@@ -219,13 +235,14 @@ def test_no_graph_is_made_twice_without_need(schedule, lanes):
     assert [stage.graphs[lane, 0] for lane in range(3)] == lanes and len(stage.graphs) == 3
 
 
-def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run():
+@pytest.mark.parametrize("names", [(), ("attn", "moe_dispatch")], ids="-".join)
+def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run(names):
     """Check without collecting garbage, which training does at fixed steps only."""
-    stage, seen = Stage(("attn", "moe_dispatch")), []
+    stage, seen = Stage(names), []
     for seed in range(3):
         stage.step(ZERO_BUBBLE, seed)
     lasting = {t.data_ptr() for pools in stage.made.values() for results in pools for t in results}
-    lasting |= {t.data_ptr() for t in stage.parameters}
+    lasting |= {t.data_ptr() for t in (*stage.parameters, stage.shift)}
     run_weights = UnitCode.backward_weights
 
     def noting(self, handed, gradients):
@@ -242,6 +259,78 @@ def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run()
         gc.enable()
 
 
+def test_only_forwards_inside_leave_their_w_and_an_overlap_has_a_list_of_its_own():
+    stage, later = Stage(), PendingWeightGrads()
+    with torch.no_grad():
+        stage.forward(0, 0, later)
+    _, inside = stage.forward(0, 0, later)
+    stage.forward(1, 0)[1].sum().backward()
+    weights = [gradient for gradient in stage.gradients.values() if gradient.begun]
+    assert len(weights) == len(stage.parameters) and not later
+    inside.sum().backward()
+    assert len(later) == 4
+    overlapped = Stage(unit_turns=(overlap := Overlap(CPU)))
+    later.clear()
+    values = {"x": torch.randn(3, 4), "ids": torch.arange(3), "shift": stage.shift}
+    with overlapped.execute.deferring(later):
+        forward = functools.partial(overlapped.execute, overlapped.segments, values, ("x",))
+        overlap.backward(overlap.forward(lambda: forward()[0].sum()))
+        overlap.finish()
+    assert not later and all(gradient.begun for gradient in overlapped.gradients.values())
+
+
+def test_a_dynamic_unit_makes_its_weight_gradients_with_i():
+    stage, later = Stage(), PendingWeightGrads()
+    stage.segments = [replace(s, dynamic=True) for s in stage.segments if s.name == "attn"]
+    _, y = stage.forward(0, 0, later)
+    y.sum().backward()
+    assert not later and all(segment.run.weight.grad is not None for segment in stage.segments)
+
+
+@pytest.mark.parametrize("names", [("moe_experts",), ALL], ids="-".join)
+def test_a_captured_unit_computes_again_inside_its_graph(names):
+    kept = {report.unit: report.kept_bytes for report in assert_bitwise(names, [MIXED] * 4).execute.reports}
+    stage = assert_bitwise(names, [MIXED] * 4, recompute=recompute(all=True))
+    again = {report.unit: report.kept_bytes for report in stage.execute.reports if report.recomputed}
+    assert again == {"moe_experts": 0, "mlp": 0} and kept["moe_experts"] > 0
+
+
+def test_a_forward_without_a_backward_does_not_hold_its_buffers_for_ever():
+    stage = Stage(("mlp",))
+    for seed in range(5):
+        with stage.capture.step():
+            stage.forward(seed)
+    assert stage.graphs == {(0, 0): 1}
+
+
+def test_validation_between_steps_leaves_what_replays_alone():
+    plain, captured = Stage(), Stage(ALL)
+    for seed in range(3):
+        assert all(map(torch.equal, captured.step(ONE, seed), plain.step(ONE, seed)))
+        with torch.no_grad():
+            assert torch.equal(captured.forward(seed)[1], plain.forward(seed)[1])
+
+
+def test_lasting_tensors_are_read_where_they_lie_and_must_stay_there():
+    plain, captured = Stage(), Stage(("attn",))
+    for seed in range(4):
+        if seed == 3:  # in place: seen by the next replay
+            for stage in (plain, captured):
+                stage.shift.fill_(0.25)
+        assert all(map(torch.equal, captured.step(ONE, seed), plain.step(ONE, seed)))
+    captured.shift = captured.shift.clone()
+    with pytest.raises(RuntimeError, match="attn: shift lies at another address"):
+        captured.step(ONE, 4)
+
+
+def test_another_shape_is_an_error_that_names_segment_and_tensor():
+    stage = Stage(("attn",))
+    stage.step(ONE, 0)
+    message = r"attn is captured, and x was torch.float32 \[3, 4\] and is torch.float32 \[5, 4\]"
+    with pytest.raises(ValueError, match=message):
+        stage.forward(0, 0, tokens=5)
+
+
 def test_what_a_micro_batch_on_another_lane_has_made_is_copied():
     """Stages of one rank whose micro-batches meet in other pairs in every step."""
     plain, captured = Stage(), Stage(ALL)
@@ -249,7 +338,7 @@ def test_what_a_micro_batch_on_another_lane_has_made_is_copied():
         found = []
         for stage in (plain, captured):
             with stage.capture.step():
-                x, y = stage._forward(step, ("first", step // 2 % 2), None)
+                x, y = stage.forward(step, ("first", step // 2 % 2), None)
                 between = y.detach().requires_grad_()
                 with stage.execute.lane(("second", step % 2)):
                     values = {"x": between, "ids": torch.arange(3), "shift": stage.shift}
@@ -260,10 +349,10 @@ def test_what_a_micro_batch_on_another_lane_has_made_is_copied():
         assert all(map(torch.equal, *found)), step
 
 
-def test_w_of_captured_units_is_left_for_later_on_a_lane_only():
+def test_captured_units_run_on_a_lane_only():
     stage = Stage(ALL)
     values = {"x": torch.randn(3, 4), "ids": torch.arange(3), "shift": stage.shift}
-    with pytest.raises(AssertionError, match="the micro-batch has no lane"), stage.execute.deferring([]):
+    with pytest.raises(AssertionError, match="the micro-batch has no lane"):
         stage.execute(stage.segments, values, ("x",))
 
 
@@ -271,11 +360,11 @@ def test_a_lane_is_not_taken_before_the_last_w_has_run():
     stage, later = Stage(ALL), PendingWeightGrads()
     for _ in range(2):
         with stage.capture.step():
-            _, y = stage._forward(0, 0, later)
+            _, y = stage.forward(0, 0, later)
             y.sum().backward()
             if stage.capture.ready:
                 later.pop()
             while later:
                 later.pop()()
     with pytest.raises(AssertionError, match="lane 0 is taken before its last weight gradients are made"):
-        stage._forward(0, 0, None)
+        stage.forward(0, 0, None)

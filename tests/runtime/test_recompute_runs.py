@@ -1,62 +1,12 @@
-"""Recompute in captured units and in whole runs: bitwise those without it, and the log says what it does."""
+"""Recompute in whole runs, captured or not: bitwise those without it, and the log says what it does."""
 
 import json
 
 import pytest
-import torch
-from torch import nn
 
-from graphmoe.ops.gradients import Gradient
-from graphmoe.passes.table import PassRunner, select_passes
-from graphmoe.runtime.capture.capture import Capture
-from graphmoe.runtime.compile.captured_units import UnitCapture
-from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.segments import Segment, run_segments
-from tests.runs import COMPILED, assert_same_state, config, final_state, numbers, train_in
-from tests.runtime.recomputed import recompute
-from tests.tolerances import assert_gradient_close
+from tests.runs import COMPILED, assert_same_state, final_state, numbers, train_in
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
-
-
-class Scale(nn.Module):
-    """A few operations with a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(1, 2, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).sin().exp()
-
-
-@pytest.mark.parametrize("names", [("attn",), ("attn", "mlp")], ids=str)
-def test_a_captured_unit_computes_again_inside_its_graph(names, graphs_as_they_are):
-    modules = [Scale(), Scale()]
-    segments = [
-        Segment(name, module, ("x",), ("x",), layer=0)
-        for name, module in zip(("attn", "mlp"), modules, strict=True)
-    ]
-    gradients = {id(m.weight): Gradient(torch.full((4,), torch.nan)) for m in modules}
-    capture = Capture("test", torch.device("cpu"), warmup_steps=1)
-    shared = UnitCapture(frozenset(names), capture)
-    split = select_passes(config("passes.enabled=[split_backward]").passes, {})
-    execute = CompiledSegments(
-        lambda trains: PassRunner(split), lambda p: gradients[id(p)], shared, recompute(all=True)
-    )
-    for step in range(4):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        (plain,) = run_segments(segments, {"x": x}, ("x",))
-        of_x, *of_weights = torch.autograd.grad(plain.sum(), [x, *(m.weight for m in modules)])
-        with capture.step():
-            (y,) = execute(segments, {"x": x}, ("x",))
-            y.sum().backward()
-        assert_gradient_close(x.grad, of_x)
-        for module, expected in zip(modules, of_weights, strict=True):
-            assert_gradient_close(gradients[id(module.weight)].total, expected)
-            gradients[id(module.weight)].finish()
-    assert capture.report.spans[0].graphs == 2
-    assert {(report.kept_bytes, report.recomputed > 0) for report in execute.reports} == {(0, True)}
 
 
 def test_an_eager_step_that_computes_again_is_captured_bitwise(tmp_path):

@@ -8,53 +8,39 @@ import pytest
 import torch
 
 from graphmoe.config.schema import HostConfig, NumaBinding
-from graphmoe.runtime.host import tuning
 from graphmoe.runtime.host import tuning as host
 from graphmoe.runtime.host.environment import HostLine
 from graphmoe.runtime.host.tuning import (
     GarbageCollection,
-    Unbound,
     bind_to_numa,
     cores_here,
     cpu_list,
-    cpus_near,
-    numa_node,
     set_threads,
     start_host,
 )
 from tests.runtime.host.machine import Machine
 
 GPU = torch.device("cuda", 1)
+TWO, ALL = {0: "0-1", 1: "2-3"}, {0, 1, 2, 3}
 
 
-@pytest.fixture
-def collections(monkeypatch):
-    """Collections that were asked for, counted."""
-    calls: list[str] = []
-    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
-    yield calls
-    gc.enable()
-
-
-def test_collections_happen_after_the_first_step_and_at_the_interval_only(collections):
+def test_collections_happen_after_the_first_step_and_at_the_interval_only(monkeypatch):
+    calls: list[int] = []
     with GarbageCollection(HostConfig(gc_interval=3)) as garbage:
-        assert not gc.isenabled() and collections == []
-        due = []
+        assert not gc.isenabled()
         for step in range(4, 13):
-            before = len(collections)
+            monkeypatch.setattr(gc, "collect", lambda step=step: calls.append(step))
             garbage.after_step(step)
-            if len(collections) > before:
-                due.append(step)
-    assert due == [4, 6, 9, 12] and gc.isenabled()
+    assert calls == [4, 6, 9, 12] and gc.isenabled()
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Two NUMA nodes of two cores, a GPU on each, and a torch of four threads that is bound in words only."""
+    """Two NUMA nodes of two cores, a GPU on each, one on none, and a torch that is bound in words only."""
     machine = Machine(tmp_path, monkeypatch)
-    machine.has_nodes({0: "0-1", 1: "2-3"})
-    machine.has_gpus({0: 0, 1: 1})
-    machine.allows({0, 1, 2, 3})
+    machine.has_nodes(TWO)
+    machine.has_gpus({0: 0, 1: 1, 2: -1})
+    machine.allows(ALL)
     monkeypatch.setattr(host, "bind_threads", machine.allows)
     monkeypatch.setattr(torch, "get_num_threads", lambda: machine.num_threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: setattr(machine, "num_threads", number))
@@ -63,25 +49,42 @@ def machine(tmp_path, monkeypatch):
     return machine
 
 
-def test_a_worker_is_bound_to_the_cpus_near_its_gpu(machine):
-    line = bind_to_numa(HostConfig(), GPU)
-    assert line == HostLine("threads run on 2 CPUs of NUMA node 1, that of GPU 1")
-    assert machine.allowed == {2, 3}
+BOUND = "threads run on 2 CPUs of NUMA node 1, that of GPU {}"
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "reason"),
+    ("nodes", "allowed", "shown", "device", "line"),
     [
-        (HostConfig(numa=NumaBinding.none), GPU, "(host.numa=none)"),
-        (HostConfig(), torch.device("cpu"), "the run has no GPU to be near to"),
-        (HostConfig(), torch.device("cuda", 2), "the system does not say which NUMA node GPU 2"),
+        (TWO, ALL, None, "cuda:1", BOUND.format(1)),
+        (TWO, ALL, 1, "cuda:0", BOUND.format(0)),  # found by its place on the bus, not by its number
+        (TWO, {1, 2}, None, "cuda:1", "threads run on 1 CPUs of NUMA node 1, that of GPU 1"),
+        (TWO, {1}, None, "cuda:1", "any CPU: the process may use no CPU of NUMA node 1, that of GPU 1"),
+        (TWO, ALL, None, "cuda:2", "any CPU: the system does not say which NUMA node GPU 2 is attached to"),
+        (TWO, ALL, None, "cpu", "any CPU: the run has no GPU to be near to"),
+        ({0: "0-3"}, ALL, None, "cuda:1", "any CPU: this machine has one NUMA node"),
+        ({}, ALL, None, "cuda:1", "any CPU: this machine shows no NUMA nodes"),
     ],
 )
-def test_what_cannot_be_bound_runs_anywhere_and_the_line_says_why(machine, config, device, reason):
-    machine.has_gpus({0: 0, 1: 1, 2: -1})
-    line = bind_to_numa(config, device)
-    assert line.text.startswith("threads run on any CPU") and reason in line.text and not line.warns
-    assert machine.allowed == {0, 1, 2, 3}
+def test_a_worker_is_bound_to_the_cpus_near_its_gpu_or_the_line_says_why_not(
+    machine, nodes, allowed, shown, device, line
+):
+    machine.has_nodes(nodes)
+    machine.allows(allowed)
+    if shown is not None:
+        machine.shows_only(shown)  # as CUDA_VISIBLE_DEVICES does
+    found = bind_to_numa(HostConfig(), torch.device(device))
+    assert found == HostLine(line if line.startswith("threads") else f"threads run on {line}")
+    assert machine.allowed == (allowed if "any CPU" in line else allowed & {2, 3})
+
+
+def test_nothing_is_bound_where_the_user_says_so(machine):
+    line = bind_to_numa(HostConfig(numa=NumaBinding.none), GPU)
+    assert line == HostLine("threads run on any CPU (host.numa=none)") and machine.allowed == ALL
+
+
+def alone_in_the_job(number: int) -> list[int]:
+    """Return the list that the only rank gathers."""
+    return [number]
 
 
 def test_a_torch_of_one_worker_keeps_its_threads_unless_it_is_bound_to_fewer_cores(machine):
@@ -135,82 +138,24 @@ def test_threads_that_run_and_threads_to_come_are_bound():
     assert found == [cpu, cpu] and os.sched_getaffinity(0) == allowed
 
 
-def alone_in_the_job(number: int) -> list[int]:
-    """Return the list that the only rank gathers."""
-    return [number]
+def test_a_list_of_cpus_is_read():
+    lists = {"": set(), "0": {0}, "0-2,7": {0, 1, 2, 7}, "4-5,0-1": {0, 1, 4, 5}}
+    assert {text: cpu_list(text) for text in lists} == lists
 
 
-GPU = torch.device("cuda", 1)
-
-
-@pytest.fixture
-def bare_machine(tmp_path, monkeypatch):
-    return Machine(tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("4-5,0-1", {0, 1, 4, 5})],
-)
-def test_a_list_of_cpus_is_read(text, cpus):
-    assert cpu_list(text) == cpus
-
-
-def test_the_cpus_near_a_gpu_are_those_of_its_node(bare_machine):
-    bare_machine.has_nodes({0: "0-3", 1: "4-7"})
-    bare_machine.has_gpus({0: 0, 1: 1})
-    assert cpus_near(GPU) == (1, {4, 5, 6, 7})
-    assert cpus_near(torch.device("cuda", 0)) == (0, {0, 1, 2, 3})
-
-
-def test_a_gpu_is_found_by_its_place_on_the_bus_not_by_its_number(bare_machine):
-    bare_machine.has_nodes({0: "0-3", 1: "4-7"})
-    bare_machine.has_gpus({0: 0, 1: 1})
-    bare_machine.shows_only(1)  # as CUDA_VISIBLE_DEVICES=1 does
-    assert cpus_near(torch.device("cuda", 0)) == (1, {4, 5, 6, 7})
-
-
-def test_cpus_that_the_process_may_not_use_are_left_out(bare_machine):
-    bare_machine.has_nodes({0: "0-3", 1: "4-7"})
-    bare_machine.has_gpus({1: 1})
-    bare_machine.allows({2, 3, 4, 5})
-    assert cpus_near(GPU) == (1, {4, 5})
-    bare_machine.allows({2, 3})
-    with pytest.raises(Unbound, match="no CPU of NUMA node 1, that of GPU 1"):
-        cpus_near(GPU)
-
-
-def test_one_node_and_none_leave_nothing_to_choose(bare_machine):
-    with pytest.raises(Unbound, match="shows no NUMA nodes"):
-        cpus_near(GPU)
-    bare_machine.has_nodes({0: "0-7"})
-    with pytest.raises(Unbound, match="one NUMA node"):
-        cpus_near(GPU)
-
-
-def test_a_node_that_the_system_does_not_know_is_not_taken_for_the_first(bare_machine):
-    bare_machine.has_nodes({0: "0-3", 1: "4-7"})
-    bare_machine.has_gpus({0: -1, 1: 0})
-    assert numa_node(torch.device("cuda", 0)) is None and numa_node(GPU) == 0
-    with pytest.raises(Unbound, match="does not say which NUMA node GPU 0"):
-        cpus_near(torch.device("cuda", 0))
-
-
-def test_threads_of_one_core_count_once(bare_machine):
-    bare_machine.allows({0, 1, 2, 3})
+def test_threads_of_one_core_count_once(machine):
     for cpu in range(4):
-        bare_machine.write(
-            f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 2},{cpu % 2 + 2}"
-        )
+        siblings = f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        machine.write(siblings, f"{cpu % 2},{cpu % 2 + 2}")
     assert cores_here() == 2
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1)])
-def test_a_container_has_no_more_cores_than_its_quota(bare_machine, quota, cores):
-    bare_machine.write("fs/cgroup/cpu.max", quota)
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("350000 100000", 3), ("50000 100000", 1)])
+def test_a_container_has_no_more_cores_than_its_quota(machine, quota, cores):
+    machine.write("fs/cgroup/cpu.max", quota)
     assert cores_here() == cores
 
 
 def test_the_cores_and_nodes_of_this_machine_can_be_read():
     assert cores_here() >= 1
-    assert set().union(*tuning.cpus_of_nodes().values()) <= set(range(os.cpu_count() or 1))
+    assert set().union(*host.cpus_of_nodes().values()) <= set(range(os.cpu_count() or 1))

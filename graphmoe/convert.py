@@ -9,16 +9,13 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointError
@@ -26,7 +23,7 @@ from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import TOKEN_IDS, HfFolder, hf_entries, open_hf, shapes_of, write_hf
 from graphmoe.checkpoint.hf.names import Index
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, TensorToWrite, parse_size
-from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, usual_end
 from graphmoe.run.stored_run import read_stored_run
@@ -118,7 +115,7 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     shapes = shapes_of(named)
     total = sum(shapes[name].numel() * dtypes[name].itemsize for name in shapes)
     family, raw = (None, {}) if target is Target.graphmoe else to_hf_config(named)
-    with _progress(total) as on_bytes:
+    with bytes_bar("writing", total) as on_bytes:
         max_bytes = parse_size(args.max_shard_size)
         if family is None:
             meta = {"source": str(args.from_), "step": source.step, "token_ids": source.token_ids}
@@ -270,16 +267,6 @@ def _write_tokenizer(source: Source, to: Path) -> list[Path]:
         *(Path(shutil.copyfile(path, to / name)) for name, path in found.items()),
         *(to / n for n in made),
     ]
-
-
-@contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, which only a terminal shows; call its result with bytes written."""
-    console = Console(stderr=True)
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("writing", total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.data.contents import SUMS, write_sums
-from graphmoe.data.errors import BadRecords, DataError
+from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import pair
 from graphmoe.data.text_files import find_files
-from graphmoe.data.tokenise import Recipe, tokenise_files, usable_cores, workers_for
+from graphmoe.data.tokenise import Recipe, tokenise_files, workers_for
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, num_ids, tokenizer_file
 
 
@@ -65,9 +60,10 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
     end = end_of_document(tokenizer, args.tokenizer, args.eod_token, "eod_token") if args.append_eod else None
     path, ids = tokenizer_file(args.tokenizer), num_ids(tokenizer)
     recipe = Recipe(path, end, args.text_field, ids, args.skip_bad, "skip_bad")
-    workers = args.workers or workers_for(files, usable_cores())
+    workers = args.workers or workers_for(files)
     bin_path.with_suffix(SUMS).unlink(missing_ok=True)
-    length_N, bad = _tokenise_with_progress(files, recipe, args.output, workers)
+    with bytes_bar("tokenising", sum(path.stat().st_size for path in files)) as on_bytes:
+        length_N, bad = tokenise_files(files, recipe, args.output, workers=workers, on_bytes=on_bytes)
     write_sums(args.output)
     return {
         "bin": str(bin_path),
@@ -101,21 +97,6 @@ def main(argv: list[str]) -> None:
     if counts["skipped"]:
         text += "\nskipped: " + ", ".join(f"{count:,} {kind}" for kind, count in counts["skipped"].items())
     emit(counts, text, args.format)
-
-
-def _tokenise_with_progress(
-    files: list[Path], recipe: Recipe, output: Path, workers: int
-) -> tuple[npt.NDArray[np.int64], BadRecords]:
-    """Tokenise with a bar on stderr, which only a terminal shows."""
-    console = Console(stderr=True)
-    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokenising", total=None)
-
-        def on_progress(done_bytes: int, total_bytes: int) -> None:
-            progress.update(task, completed=done_bytes, total=total_bytes)
-
-        return tokenise_files(files, recipe, output, workers=workers, on_progress=on_progress)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -146,6 +148,16 @@ def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
             print(captured.get(), end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+
+
+@contextmanager
+def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr, in a terminal only; call its result with bytes that are done."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
 def text_table(

@@ -20,6 +20,7 @@ from graphmoe.data.indexed import pair, smallest_dtype, write_index
 from graphmoe.data.text_files import Part, parts_of, read_documents
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids
 from graphmoe.runtime.host.signals import die_with_parent
+from graphmoe.runtime.host.tuning import cpus_here
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class Recipe:
     """Key that the user sets for ``skip_bad``."""
 
 
-_PartResult = tuple[list[int], BadRecords, int]
-"""Lengths of the documents of a part, what was bad in it, and its bytes."""
+_PartResult = tuple[list[int], BadRecords]
+"""Lengths of the documents of a part, and what was bad in it."""
 
 
 def tokenise_files(
@@ -56,38 +57,33 @@ def tokenise_files(
     prefix: Path,
     *,
     workers: int,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[npt.NDArray[np.int64], BadRecords]:
     """Write the documents of ``files``, in order, to ``prefix.bin`` and ``prefix.idx``.
 
-    Returns the number of tokens of each document, and what was skipped.
-
-    ``on_progress(done_bytes, total_bytes)`` is called as parts get done. *Raises* DataError for bad content,
-    always the first in the order of the files, and for files without any text.
+    Returns the number of tokens of each document, and what was skipped. ``on_bytes`` is called with the bytes
+    of each part that is done. *Raises* DataError for bad content, always the first in the order of the files,
+    and for files without any text.
     """
     bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
     parts = [part for path in files for part in parts_of(path, bad)]
-    total_bytes = sum(part.size_bytes for part in parts)
     dtype = smallest_dtype(num_ids(load_tokenizer(recipe.tokenizer_path)))
     bin_path, idx_path = pair(prefix)
     remove_left_overs(bin_path.parent, bin_path.name)
     folder = draft_of(bin_path)
     lengths: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
-    done_bytes = 0
     folder.mkdir()
     try:
         partial = folder / "whole"
         with open(partial, "wb") as whole:
             results = _run_parts(parts, recipe, folder, dtype.str, workers)
-            for number, (of_part, found, size_bytes) in enumerate(results):
+            for number, (part, (of_part, found)) in enumerate(zip(parts, results, strict=True)):
                 bad.merge(found.counts, found.first)
                 lengths.append(np.asarray(of_part, dtype=np.int64))
                 with open(folder / str(number), "rb") as piece:
                     shutil.copyfileobj(piece, whole, 16 << 20)
                 (folder / str(number)).unlink()
-                done_bytes += size_bytes
-                if on_progress:
-                    on_progress(done_bytes, total_bytes)
+                on_bytes(part.size_bytes)
             whole.flush()
             os.fsync(whole.fileno())
         length_N = np.concatenate(lengths)
@@ -101,15 +97,10 @@ def tokenise_files(
     return length_N, bad
 
 
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def workers_for(files: Sequence[Path], limit: int) -> int:
-    """Return the number of processes that pays off for these files; 1 starts none."""
+def workers_for(files: Sequence[Path]) -> int:
+    """Return the number of processes that pays off for these files on the cores of ours; 1 starts none."""
     total_bytes = sum(path.stat().st_size for path in files)
-    return max(1, min(limit, total_bytes // MIN_BYTES_PER_WORKER))
+    return max(1, min(len(cpus_here()), total_bytes // MIN_BYTES_PER_WORKER))
 
 
 def encode_checked(
@@ -181,4 +172,4 @@ def _tokenise_part(part: Part, recipe: Recipe, out: Path, dtype: str) -> _PartRe
             for ids_T in encode_checked(tokenizer, batch, recipe.end_token, recipe.id_limit, bad):
                 lengths.append(len(ids_T))
                 file.write(ids_T.astype(dtype).tobytes())
-    return lengths, bad, part.size_bytes
+    return lengths, bad

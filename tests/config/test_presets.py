@@ -44,7 +44,7 @@ def test_a_preset_states_its_name_and_only_what_differs_from_the_defaults(name):
 
 @pytest.mark.parametrize(("name", "experts", "top_k"), [("515b", 112, 8), ("1t", 224, 8), ("2t", 448, 16)])
 def test_models_that_no_hub_has_differ_in_their_experts_only(name, experts, top_k):
-    """Those of the hub are compared with their config.json in tests/parity/test_hf_configs.py."""
+    """Compare these alone: tests/parity/test_hf_configs.py compares those of the hub with their files."""
     assert load_preset(f"moe_{name}") == ModelConfig(
         name=f"moe_{name}", num_layers=96, hidden_size=8192, dense_ffn_size=12288, num_heads=64,
         num_experts=experts, top_k=top_k, expert_ffn_size=1920, shared_ffn_size=1920, num_dense_layers=0,

@@ -12,7 +12,7 @@ from graphmoe.data.corpus import Corpus, configured_tokenizer, corpus_of_files
 from graphmoe.data.errors import BadRecords
 from graphmoe.data.indexed import TokenFile
 from graphmoe.data.text_files import find_files
-from graphmoe.data.tokenise import Recipe, tokenise_files, usable_cores, workers_for
+from graphmoe.data.tokenise import Recipe, tokenise_files, workers_for
 from graphmoe.data.tokenizer import num_ids, tokenizer_file, tokenizer_hash
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
         key = cache_key("files", stats, tokenizer_hash(tokenizer), end, config.text_field, id_limit)
 
         def build(folder: Path) -> dict[str, Any]:
-            workers = workers_for(files, usable_cores())
+            workers = workers_for(files)
             size_mib = sum(size for _, size, _ in stats) / 2**20
             log.info("tokenising %d files, %.1f MiB, %d processes", len(files), size_mib, workers)
             _, found = tokenise_files(files, recipe, folder / "tokens", workers=workers)

@@ -14,7 +14,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from torch import Tensor
 
 from graphmoe.config.schema import DpShard, ModelConfig
 from graphmoe.model.build import build_model
@@ -34,22 +35,6 @@ COMPONENTS = {
     "shared_experts.": "shared_experts",
 }
 """Component of a parameter, by the first of these parts that its name has."""
-
-
-class Weight(NamedTuple):
-    """A parameter of a rank, as far as sizes are concerned."""
-
-    component: str
-    size: int
-    dims: int
-    summed_over: Axis
-    """Axis whose ranks hold the same part of it."""
-
-    def numel(self) -> int:
-        return self.size
-
-    def dim(self) -> int:
-        return self.dims
 
 
 @dataclass(frozen=True)
@@ -95,21 +80,33 @@ def count_parameters(model: ModelConfig) -> ParameterCounts:
     figures do.
     """
     total, active = Counter[str](), Counter[str]()
-    for weight in rank_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
-        total[weight.component] += weight.size
-        used = weight.size * model.top_k // model.num_experts if weight.dims == 3 else weight.size
-        active[weight.component] += used  # of routed experts, which have one matrix each, the chosen ones
+    for name, weight in _named_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
+        component = next(component for part, component in COMPONENTS.items() if part in name)
+        total[component] += weight.numel()
+        of_experts = weight.dim() == 3  # these have one matrix each, and a token uses those of its choice
+        active[component] += (
+            weight.numel() * model.top_k // model.num_experts if of_experts else weight.numel()
+        )
     return ParameterCounts(Components(**total), Components(**active))
 
 
 def attention_weights(model: ModelConfig) -> int:
     """Weights of one layer's attention projections, without norms."""
     layer = next(part for kind, part in _parts(model, ALONE).items() if kind in ("dense", "moe", "mtp"))
-    return sum(weight.size for name, weight in layer.items() if "attn." in name and weight.dims == 2)
+    return sum(weight.numel() for name, weight in layer.items() if "attn." in name and weight.dim() == 2)
 
 
-def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Weight]:
-    """Parameters of the rank that has these stages, in the order of the model's modules."""
+def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Tensor]:
+    """Parameters of the rank that has these stages, in the order of the model's modules, on the meta device.
+
+    Layers of a kind share theirs.
+    """
+    return [weight for _, weight in _named_weights(model, layout, stages)]
+
+
+def _named_weights(
+    model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]
+) -> list[tuple[str, Tensor]]:
     stages, parts = [*stages], _parts(model, layout)
     layers = sorted(i for stage in stages for i in stage.layers)
     kinds = ["dense" if i < model.num_dense_layers else "moe" for i in layers]
@@ -120,7 +117,7 @@ def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePiece
     if any(stage.loss for stage in stages) and not model.tie_embeddings:
         kinds.append("head")
     kinds += ["mtp" for stage in stages for _ in stage.mtp]
-    return [weight for kind in kinds for weight in parts[kind].values()]
+    return [named for kind in kinds for named in parts[kind].items()]
 
 
 def state_bytes(
@@ -147,7 +144,7 @@ def state_bytes(
     element_bytes = 2 if rounded else 4
     held = Counter[Axis]()
     for weight in rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)]):
-        held[weight.summed_over] += weight.size
+        held[layout_of(weight).summed_over] += weight.numel()
     for axis, size in held.items():
         owned, shared = size / layout.size(axis), layout.size(axis) > 1
         found[kinds[0]] += element_bytes * (size + (owned if rounded and shared else 0))
@@ -157,7 +154,7 @@ def state_bytes(
     return {kind: size for kind, size in found.items() if size}
 
 
-def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
+def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
     """Parameters by name of each kind of part that there is: embed, dense, moe, norm, head, mtp."""
     dense, moe = min(model.num_dense_layers, 1), int(model.num_layers > model.num_dense_layers)
     small = dataclasses.replace(
@@ -172,22 +169,20 @@ def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
     return _built[key]
 
 
-_built: dict[tuple[object, ...], dict[str, dict[str, Weight]]] = {}
+_built: dict[tuple[object, ...], dict[str, dict[str, Tensor]]] = {}
 
 
-def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Weight]]:
+def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
     built = build_model(
         model, device="meta", seed=None, layout=layout, stages=[all_pieces(model.num_layers, model.mtp_depth)]
     )
     layers = [*["dense"] * model.num_dense_layers, "moe"]
     kinds = {"embed": "embed", "loss_head.norm": "norm", "loss_head.head": "head", "mtp.0": "mtp"}
     kinds |= {f"layers.{number}": kind for number, kind in enumerate(layers)}
-    parts: dict[str, dict[str, Weight]] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
     for name, parameter in built.named_parameters():
         kind = next(kind for prefix, kind in kinds.items() if name.startswith(f"{prefix}."))
-        component = next(component for part, component in COMPONENTS.items() if part in name)
-        weight = Weight(component, parameter.numel(), parameter.dim(), layout_of(parameter).summed_over)
-        parts.setdefault(kind, {})[name] = weight
+        parts.setdefault(kind, {})[name] = parameter
     return parts
 
 

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from torch import Tensor
 
 ALIGNMENT = 64
 """Elements, 128 bytes in bf16; every parameter and every shard of a bucket starts at a multiple of them, and
 zeros fill the gaps."""
 
 
-class Sized(Protocol):
-    """A parameter, or the sizes of one."""
-
-    def numel(self) -> int: ...
-
-    def dim(self) -> int: ...
-
-
-def decays(weight: Sized) -> bool:
+def decays(weight: Tensor) -> bool:
     """Tell whether weight decay applies: to matrices and experts, and not to norms and biases."""
     return weight.dim() > 1
 
@@ -53,7 +47,9 @@ class BufferLayout:
     """Length of the front part of the shards, whose parameters decay; the others do not."""
 
     @classmethod
-    def of(cls, weights: Sequence[Sized], num_ranks: int, index: int, bucket_elements: float) -> BufferLayout:
+    def of(
+        cls, weights: Sequence[Tensor], num_ranks: int, index: int, bucket_elements: float
+    ) -> BufferLayout:
         """Lay whole parameters into buckets of at most ``bucket_elements``, or of one parameter."""
         starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
         for decayed_ones in (True, False):
@@ -73,7 +69,7 @@ class BufferLayout:
         return cls(tuple(starts), tuple(buckets), end, decayed)
 
 
-def _neighbours(members: Sequence[int], weights: Sequence[Sized], limit: float) -> list[list[int]]:
+def _neighbours(members: Sequence[int], weights: Sequence[Tensor], limit: float) -> list[list[int]]:
     """Cut into groups from the end, so that the first one is small: every step waits for that group."""
     groups: list[list[int]] = []
     room = 0.0

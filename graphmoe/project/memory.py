@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphmoe.config.schema import (
     AttentionKind,
@@ -16,13 +17,13 @@ from graphmoe.config.schema import (
     DpShard,
     RunConfig,
 )
-from graphmoe.model.sizes import Weight, rank_weights
+from graphmoe.model.sizes import rank_weights
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import Bytes, made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import dispatcher_facts
-from graphmoe.plan.layout import AXES, Axis, Layout
+from graphmoe.plan.layout import AXES, Axis, Layout, layout_of
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, pipeline_of
@@ -125,15 +126,15 @@ def refuse_unknown(config: RunConfig) -> None:
 
 
 def state_bytes(
-    weights: Sequence[Weight], layout: Layout, element_bytes: int, bucket_mb: float
+    weights: Sequence[Tensor], layout: Layout, element_bytes: int, bucket_mb: float
 ) -> dict[str, int]:
     """Return bytes by kind as flat buffers hold them: whole weights and gradients, and shards of all."""
-    families: dict[object, list[Weight]] = {}
+    families: dict[object, list[Tensor]] = {}
     for weight in weights:
-        families.setdefault(ranks_of(layout, weight.summed_over), []).append(weight)
+        families.setdefault(ranks_of(layout, layout_of(weight).summed_over), []).append(weight)
     found = dict.fromkeys(MEMORY_KINDS[:4], 0)
     for members in families.values():
-        ranks = layout.size(members[0].summed_over)
+        ranks = layout.size(layout_of(members[0]).summed_over)
         size = BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size
         shard = size // ranks
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))

@@ -18,7 +18,7 @@ from graphmoe.plan.costs.segment_times import (
     times_of_layers,
 )
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.layout import Axis
+from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches
 from graphmoe.plan.pipeline.simulate import Costs, simulate
@@ -133,7 +133,7 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
     num_bytes = Counter[Axis]()
     for weight in rank_weights(sizes.model, layout, stages):
-        num_bytes[weight.summed_over] += (4 + sizes.element_bytes) * weight.size
+        num_bytes[layout_of(weight).summed_over] += (4 + sizes.element_bytes) * weight.numel()
     return sum(
         speeds.gather(size, layout.size(axis), strides.get(axis, 1)) for axis, size in num_bytes.items()
     )

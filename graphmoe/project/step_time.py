@@ -15,6 +15,7 @@ from graphmoe.plan.costs.segment_times import (
     embed_time,
     head_time,
     join_time,
+    sum_of,
     times_of_layers,
 )
 from graphmoe.plan.costs.sizes import Sizes
@@ -52,7 +53,7 @@ def step_time(
     stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
     own = [plan.placement.stages_of(place) if plan else (0,) for place in range(layout.pp)]
     times = [stage_times(config, sizes, speeds, pieces) for pieces in stages]
-    totals = [total_time(of_stage) for of_stage in times]
+    totals = [sum_of("", of_stage) for of_stage in times]
     busy = [sum(totals[number].total for number in numbers) for numbers in own]
     if plan is None:
         makespan, waits = count * busy[0], 0.0
@@ -111,12 +112,6 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
     if pieces.loss:
         found.append(head_time(sizes, speeds, model.mtp_depth + 1))
     return found
-
-
-def total_time(times: list[SegmentTime]) -> SegmentTime:
-    """Sum segments into one without a name."""
-    kinds = ("forward", "inputs", "weights", "exchange")
-    return SegmentTime("", *(sum(getattr(time, kind) for time in times) for kind in kinds))
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:

@@ -126,10 +126,11 @@ def test_a_file_of_measured_rates_takes_the_place_of_the_tools_own_and_a_wrong_o
         "{": "is no JSON",
         "[]": "must hold an object",
         '{"dens": 1}': "'dens' is no rate; did you mean 'dense'",
-        '{"dense": 2}': "dense=2 must be a share",
-        '{"hbm": 0}': "would take for ever",
-        '{"head": [[1, 2]]}': r"head must be a share, or points \[hidden size, tokens, share\]",
-        '{"hbm": [[1, 2, 0.5]]}': "hbm=.* must be a share",
+        '{"dense": 2}': "dense: expected float <= 1.0",
+        '{"hbm": 0}': "hbm: expected float > 0.0",
+        '{"host_us": NaN}': "host_us: expected float >= 0.0",
+        '{"head": [[1, 2]]}': "head.*: expected array of length 3, found 2",
+        '{"hbm": [[1, 2, 0.5]]}': "hbm: expected float, found array",
     }.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

@@ -2,24 +2,28 @@
 
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from graphmoe.config.arguments import nearest
 from graphmoe.config.schema import ConfigError
-from graphmoe.config.untrusted import FileError, read_json
+from graphmoe.config.untrusted import FileError, from_json, read_json, typed
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, H200, Card
 
-Point = tuple[float, float, float]
+LARGEST = 1e300
+Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
+Part = Annotated[float, Meta(gt=0, le=1)]
+Time = Annotated[float, Meta(ge=0, lt=LARGEST)]
+Point = tuple[Size, Size, Part]
 """Two sizes of a product, which `CLASSES` names, and the share of the peak that the product reached."""
-Share = float | tuple[Point, ...]
+Share = Part | Annotated[tuple[Point, ...], Meta(min_length=1)]
 """Share of a peak, 0 to 1: one number for products of every size, or measured points."""
 
 
@@ -47,23 +51,22 @@ class Rates:
     """Attention's own products, causal ones counted by half."""
     attention_backward: Share
     """Four products are counted, though kernels compute five."""
-    hbm: float
+    hbm: Part
     """Work that moves data in the card's memory: norms, activations, routing, the optimizer."""
-    node: float
+    node: Part
     """Exchange between GPUs of a node."""
-    network: float
+    network: Part
     """Exchange between nodes."""
-    hidden_exchange: float
+    hidden_exchange: Annotated[float, Meta(ge=0, le=1)]
     """Share of the experts' exchange that pipeline.ep_overlap=true hides."""
-    hidden_gradients: float
+    hidden_gradients: Annotated[float, Meta(ge=0, le=1)]
     """Share of the exchange of gradients and weights that computation covers."""
-    segment_us: float
+    segment_us: Time
     """Launches and tails of a segment on the device, forward; as much again backward."""
-    host_us: float
+    host_us: Time
     """Time of the host to start a segment, or a graph of segments, forward; as much again backward."""
 
 
-LARGEST = 1e300
 _DENSE, _GROUPED, _SCORES = (
     ("square root of the weight's elements", "rows"),
     ("width of an expert", "rows of an expert"),
@@ -77,8 +80,6 @@ CLASSES = {
     **dict.fromkeys(("attention_forward", "attention_backward"), _SCORES),
 }
 """Rates that may be points, and their two sizes: the first picks a class, the second is interpolated."""
-TIMES = ("segment_us", "host_us")
-MAY_BE_ZERO = (*TIMES, "hidden_exchange", "hidden_gradients")
 
 
 def share_at(share: Share, kind: float, size: float) -> float:
@@ -103,7 +104,7 @@ def default_rates(*, is_nvidia: bool) -> Rates:
     lower than NVIDIA's.
     """
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
-    return _with(None, json.loads(file.read_text(encoding="utf-8")))
+    return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
 
 def source_of_rates(card: Card, path: Path | None) -> str:
@@ -132,41 +133,9 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
         raise ConfigError(f"rates={error}; it must hold an object with some of {', '.join(names)}") from error
     if isinstance(given.get("rates"), dict):
         given = given["rates"]
-    unknown = [f"'{name}' is no rate{nearest(name, names)}" for name in given if name not in names]
-    wrong = [_wrong(name, value) for name, value in given.items() if name in names]
-    if problems := [*unknown, *(problem for problem in wrong if problem)]:
-        raise ConfigError(f"rates={path}: {'; '.join(problems)}")
-    return _with(rates, given)
-
-
-def _with(rates: Rates | None, given: Mapping[str, Any]) -> Rates:
-    points: dict[str, Any] = {
-        name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()
-    }
-    return replace(rates, **points) if rates else Rates(**points)
-
-
-def _wrong(name: str, value: Any) -> str | None:
-    if name in CLASSES and isinstance(value, list):
-        if value and all(map(_is_point, value)):
-            return None
-        kind, size = CLASSES[name]
-        return f"{name} must be a share, or points [{kind}, {size}, share] with sizes and shares above 0"
-    limit = "microseconds, 0 or more" if name in TIMES else "a share of the peak, 0 to 1"
-    if not _is_number(value) or not 0 <= value <= (LARGEST if name in TIMES else 1):
-        return f"{name}={value} must be {limit}"
-    if value == 0 and name not in MAY_BE_ZERO:
-        return f"{name}=0 would take for ever; use a share above 0"
-    return None
-
-
-def _is_point(point: Any) -> bool:
-    is_triple = isinstance(point, Sequence) and len(point) == 3 and all(map(_is_number, point))
-    return is_triple and min(point) > 0 and point[2] <= 1
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < LARGEST
+    if unknown := [f"'{name}' is no rate{nearest(name, names)}" for name in given if name not in names]:
+        raise ConfigError(f"rates={path}: {'; '.join(unknown)}")
+    return typed({**dataclasses.asdict(rates), **given}, Rates, f"rates={path}")
 
 
 Sides = tuple[float, float]

@@ -101,8 +101,3 @@ class Sizes:
     def heads(self, count: int) -> int:
         """Return the number of heads, of ``count``, that a rank attends with."""
         return count // (self.layout.tp * self.exchanging)
-
-    @property
-    def num_moe_layers(self) -> int:
-        """MoE layers of the whole model, with those that predict later tokens."""
-        return self.model.num_layers - self.model.num_dense_layers + self.model.mtp_depth

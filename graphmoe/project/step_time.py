@@ -21,8 +21,8 @@ from graphmoe.plan.costs.segment_times import (
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
-from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches
-from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.plan import PipelinePlan, costs_of, num_micro_batches
+from graphmoe.plan.pipeline.simulate import simulate
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
@@ -58,11 +58,7 @@ def step_time(
     if plan is None:
         makespan, waits = count * busy[0], 0.0
     else:
-        message = message_seconds(sizes, speeds)
-        forward, inputs, weights = (
-            tuple(getattr(total, kind) for total in totals) for kind in ("forward", "inputs", "weights")
-        )
-        timeline = simulate(plan.table, Costs(forward, inputs, weights, message))
+        timeline = simulate(plan.table, costs_of(totals, message_seconds(sizes, speeds)))
         makespan = timeline.makespan + (count - plan.table.num_micro_batches) * max(busy)
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:

@@ -48,33 +48,6 @@ def sum_of(name: str, times: Iterable[SegmentTime]) -> SegmentTime:
     return SegmentTime(name, *map(sum, zip(*values, strict=True)))
 
 
-def layer_times(
-    sizes: Sizes,
-    speeds: Speeds,
-    recompute: Recompute,
-    index: int,
-    *,
-    host_counts: bool,
-    hidden: float,
-) -> list[SegmentTime]:
-    """Return the times of a layer's segments.
-
-    ``hidden`` is the share of the experts' exchange that other work covers. With ``host_counts`` the host
-    waits for the counts of rows before it starts dispatch and experts, and the experts' weight gradients are
-    made together with the gradients of their inputs.
-    """
-    model = sizes.model
-    kept = layer_activations(sizes, Recompute(), index)
-    if index < model.num_dense_layers:
-        times = [_attention(sizes, speeds, kept), _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)]
-    else:
-        times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
-    if not recompute:
-        return times
-    again = second_forward(sizes, speeds, recompute, index)
-    return [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
-
-
 def times_of_layers(
     sizes: Sizes,
     speeds: Speeds,
@@ -84,15 +57,27 @@ def times_of_layers(
     host_counts: bool,
     hidden: float,
 ) -> list[list[SegmentTime]]:
-    """Return `layer_times` of several layers; layers that are alike share one list."""
-    found: dict[tuple[bool, bool], list[SegmentTime]] = {}
-    times = []
+    """Return the times of the segments of several layers; layers that are alike share one list.
+
+    ``hidden`` is the share of the experts' exchange that other work covers. With ``host_counts`` the host
+    waits for the counts of rows before it starts dispatch and experts, and the experts' weight gradients are
+    made together with the gradients of their inputs.
+    """
+    model, found = sizes.model, dict[tuple[bool, bool], list[SegmentTime]]()
+    layers = []
     for index in indices:
-        like = index < sizes.model.num_dense_layers, index in recompute.layers
+        like = is_dense, _ = index < model.num_dense_layers, index in recompute.layers
         if like not in found:
-            found[like] = layer_times(sizes, speeds, recompute, index, host_counts=host_counts, hidden=hidden)
-        times.append(found[like])
-    return times
+            kept = layer_activations(sizes, Recompute(), index)
+            again = second_forward(sizes, speeds, recompute, index) if recompute else {}
+            if is_dense:
+                mlp = _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)
+                times = [_attention(sizes, speeds, kept), mlp]
+            else:
+                times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
+            found[like] = [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
+        layers.append(found[like])
+    return layers
 
 
 def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:

@@ -1,11 +1,11 @@
 """Pipeline of a run by its configuration: stages, their ranks, and the schedule's table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.costs.segment_times import modelled_message, modelled_parts, stage_costs
+from graphmoe.plan.costs.segment_times import SegmentTime, modelled_message, modelled_parts, stage_costs
 from graphmoe.plan.experts import dispatcher_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.actions import Placement, Table
@@ -122,7 +122,11 @@ def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
         message *= sum(part.total for part in parts) / before
     if not config.compile.enabled:
         parts = [replace(part, inputs=part.inputs + part.weights, weights=0.0) for part in parts]
-    stages = stage_costs(parse_layout(text), parts)
+    return costs_of(stage_costs(parse_layout(text), parts), message)
+
+
+def costs_of(stages: Sequence[SegmentTime], message: float) -> Costs:
+    """Return what the steps of stages cost that take these times."""
     forward, inputs, weights = (
         tuple(getattr(stage, kind) for stage in stages) for kind in ("forward", "inputs", "weights")
     )

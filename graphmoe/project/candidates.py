@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from graphmoe.config.schema import (
     ConfigError,
@@ -27,13 +26,6 @@ VIRTUAL_STAGES = (2, 3, 4, 6)
 """Numbers of virtual stages that are tried with schedules that take any."""
 
 
-class RecomputeChoice(NamedTuple):
-    """A kind of recompute, and the words for it."""
-
-    words: str
-    config: RecomputeConfig
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A run that a search tries."""
@@ -42,8 +34,8 @@ class Candidate:
     """Words to type for all that the search chooses."""
     config: RunConfig
     layout: Layout
-    kind: int = 0
-    """Index of the candidate's kind of recompute."""
+    kind: str = ""
+    """Words for the candidate's kind of recompute."""
 
 
 class Candidates:
@@ -90,13 +82,10 @@ class Candidates:
             config = replace(candidate.config, pipeline=pipeline)
             yield replace(candidate, words=_joined(candidate.words, *words), config=config)
 
-    def recomputing(self, candidate: Candidate, kind: int) -> Candidate:
+    def recomputing(self, candidate: Candidate, kind: str) -> Candidate:
         """Return a candidate with a kind of recompute, whose words are complete."""
-        words, recompute = self.kinds[kind]
-        config = replace(candidate.config, recompute=recompute)
-        return replace(
-            candidate, words=_joined(candidate.words, words, self._batch), config=config, kind=kind
-        )
+        config = replace(candidate.config, recompute=self.kinds[kind])
+        return replace(candidate, words=_joined(candidate.words, kind, self._batch), config=config, kind=kind)
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int | None]]:
         """Yield schedules with virtual stages; the configured one where there is no pipeline."""
@@ -127,24 +116,24 @@ class Candidates:
             elif self.config.pipeline.virtual_stages is not None:  # of a file
                 yield "pipeline.virtual_stages=null"
 
-    def _kinds(self) -> list[RecomputeChoice]:
-        """Return the kinds of recompute, the configured one alone where the command line has one."""
+    def _kinds(self) -> dict[str, RecomputeConfig]:
+        """Return kinds of recompute by their words, the given one alone where the command line has one."""
         model = self.config.model
         if any(key.partition(".")[0] == "recompute" for key in self.fixed):
-            return [RecomputeChoice("", self.config.recompute)]
+            return {"": self.config.recompute}
         mlps = ["mlp"] if model.num_dense_layers else []
         if has_experts(model):
             mlps += ["shared_experts"] * bool(model.shared_ffn_size) + ["moe_experts"]
-        kinds = [
-            RecomputeChoice("recompute=none", RecomputeConfig()),
-            RecomputeChoice("recompute.ops=[layernorm]", RecomputeConfig(ops=["layernorm"])),
-            RecomputeChoice("recompute.segments=[attn]", RecomputeConfig(segments=["attn"])),
-            RecomputeChoice(f"recompute.segments=[{','.join(mlps)}]", RecomputeConfig(segments=mlps)),
-            RecomputeChoice("recompute=all", RecomputeConfig(all=True)),
-        ]
+        kinds = {
+            "recompute=none": RecomputeConfig(),
+            "recompute.ops=[layernorm]": RecomputeConfig(ops=["layernorm"]),
+            "recompute.segments=[attn]": RecomputeConfig(segments=["attn"]),
+            f"recompute.segments=[{','.join(mlps)}]": RecomputeConfig(segments=mlps),
+            "recompute=all": RecomputeConfig(all=True),
+        }
         if self.config.recompute == RecomputeConfig():
             return kinds
-        return [RecomputeChoice(_all_keys(kind.config), kind.config) for kind in kinds]
+        return {_all_keys(kind): kind for kind in kinds.values()}
 
     def _dimensions(self) -> Iterator[ParallelConfig]:
         config, model, ranks = self.config.parallel, self.config.model, self.num_ranks

@@ -75,7 +75,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     chart = [published_memory_gb(config, layout)] * layout.pp if is_published else []
     bubble = published_bubble(layout.pp, micro_batches, virtual_stages) if is_published else None
     places, time = projected(config, layout, card, args.rates, plan, bubble)
-    of_places = chart or [place.kinds_gb() for place in places]
+    of_places = chart or [place.kinds() for place in places]
     worst = max(range(layout.pp), key=lambda place: of_places[place]["total"])
     total, of_stage = of_places[worst]["total"], layout.size("stage")
     assert config.data.seq_len is not None

@@ -1,11 +1,11 @@
 """Estimates of a search's candidates: exact memory of the worst rank, and about the time of a step."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from graphmoe.config.schema import ModelConfig, RunConfig
+from graphmoe.config.schema import ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
@@ -18,7 +18,7 @@ from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_ba
 from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_of
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.recompute import Recompute
-from graphmoe.project.candidates import Candidate, RecomputeChoice
+from graphmoe.project.candidates import Candidate
 from graphmoe.project.memory import communication_bytes, own_buffer_bytes, state_bytes
 from graphmoe.project.step_time import (
     host_seconds,
@@ -62,14 +62,12 @@ class _Stage(NamedTuple):
 class Estimates:
     """Estimates of one model on one kind of card; what candidates have in common is computed once."""
 
-    def __init__(
-        self, config: RunConfig, kinds: Sequence[RecomputeChoice], speeds: Speeds, *, on_nvidia: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, kinds: Mapping[str, RecomputeConfig], speeds: Speeds) -> None:
         self.config, self.model, self.kinds = config, config.model, kinds
-        self.speeds, self.on_nvidia = speeds, on_nvidia
-        self._plain = Sizes.from_config(config, Layout(), on_nvidia=on_nvidia)
+        self.speeds, self.on_nvidia = speeds, speeds.card.is_nvidia
+        self._plain = Sizes.from_config(config, Layout(), on_nvidia=self.on_nvidia)
         self._all = all_pieces(self.model.num_layers, self.model.mtp_depth)
-        self._are_alike = not any(kind.config.layer_ids for kind in kinds)
+        self._are_alike = not any(kind.layer_ids for kind in kinds.values())
         self._sizes: dict[Layout, tuple[RunConfig, Sizes]] = {}
         self._pipeline = functools.cache(self._make_pipeline)
         self._stage = functools.cache(self._estimate_stage)
@@ -85,7 +83,7 @@ class Estimates:
         config, layout = candidate.config, candidate.layout
         name, pp, count = config.pipeline.schedule, layout.pp, num_micro_batches(config, layout)
         facts = schedule_of(name)
-        follows: tuple[str, int, int] = ("local", 1, 0)
+        follows: tuple[str, int, str] = ("local", 1, next(iter(self.kinds)))
         if facts.is_folded:  # the table follows times of stages
             follows = config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind
         short = count if facts.keeps_all else min(count, FILLING * pp + count % pp)
@@ -164,7 +162,7 @@ class Estimates:
         count: int,
         dispatcher: str,
         ranks: int,
-        kind: int,
+        kind: str,
     ) -> ShortPipeline:
         config = self.config
         pipeline = replace(
@@ -173,7 +171,7 @@ class Estimates:
         short = replace(
             config,
             moe=replace(config.moe, dispatcher=dispatcher),
-            recompute=self.kinds[kind].config,
+            recompute=self.kinds[kind],
             train=replace(config.train, global_batch_size=count * config.train.micro_batch_size),
             pipeline=pipeline,
         )
@@ -182,11 +180,11 @@ class Estimates:
             return ShortPipeline((PlaceKind(0, (self._all,), ((1,),)),))
         return ShortPipeline(place_kinds(plan, self.model if self._are_alike else None), plan.embed_on)
 
-    def _with_recompute(self, like: Layout, kind: int) -> tuple[RunConfig, Sizes]:
+    def _with_recompute(self, like: Layout, kind: str) -> tuple[RunConfig, Sizes]:
         config, sizes = self._sizes[like]
-        return replace(config, recompute=self.kinds[kind].config), sizes
+        return replace(config, recompute=self.kinds[kind]), sizes
 
-    def _estimate_stage(self, like: Layout, kind: int, pieces: StagePieces) -> _Stage:
+    def _estimate_stage(self, like: Layout, kind: str, pieces: StagePieces) -> _Stage:
         config, sizes = self._with_recompute(like, kind)
         times = stage_times(config, sizes, self.speeds, pieces)
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
@@ -199,7 +197,7 @@ class Estimates:
         state = state_bytes(weights, layout, e, self.config.optim.bucket_mb)
         return state, reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages)
 
-    def _estimate_buffers(self, like: Layout, kind: int, stages: Stages, lanes: int) -> float:
+    def _estimate_buffers(self, like: Layout, kind: str, stages: Stages, lanes: int) -> float:
         config, sizes = self._with_recompute(like, kind)
         return sum(own_buffer_bytes(config, sizes, stages, lanes).values())
 

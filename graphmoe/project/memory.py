@@ -65,10 +65,12 @@ class PlaceMemory:
     def total(self) -> float:
         return sum(self.state.values()) + self.activations + sum(self.buffers.values())
 
-    def kinds_gb(self) -> dict[str, float]:
-        """Return decimal GB by kind."""
-        sizes = {**self.state, "activations": self.activations, "buffers": sum(self.buffers.values())}
-        return {kind: size / 1e9 for kind, size in {**sizes, "total": self.total}.items()}
+    def kinds(self, unit: float = 1e9, apart: Sequence[str] = ()) -> dict[str, float]:
+        """Return sizes by kind, in decimal GB; buffers named in ``apart`` are kinds of their own."""
+        others = {name: self.buffers[name] for name in apart}
+        buffers = sum(size for name, size in self.buffers.items() if name not in others)
+        sizes = {**self.state, "activations": self.activations, "buffers": buffers, **others}
+        return {kind: size / unit for kind, size in {**sizes, "total": self.total}.items()}
 
 
 def exact_memory(
@@ -294,7 +296,7 @@ def projected_memory(plan: Plan) -> dict[str, Any]:
         places = exact_memory(run, plan.layout, on_nvidia=on_nvidia, plan=plan.pipeline)
     except ConfigError as error:
         return {"why_not": str(error)}
-    return {"places": [_gib_by_kind(place) for place in places]}
+    return {"places": [place.kinds(2**30, OUTSIDE_ALLOCATOR) for place in places]}
 
 
 def with_its_transport(plan: Plan) -> RunConfig:
@@ -306,10 +308,3 @@ def with_its_transport(plan: Plan) -> RunConfig:
 def allocated_bytes(place: PlaceMemory) -> float:
     """Bytes of a place in torch's allocator, as torch.cuda.max_memory_allocated counts them."""
     return place.total - sum(place.buffers[kind] for kind in OUTSIDE_ALLOCATOR)
-
-
-def _gib_by_kind(place: PlaceMemory) -> dict[str, float]:
-    outside = {kind: place.buffers[kind] for kind in OUTSIDE_ALLOCATOR}
-    inside = sum(place.buffers.values()) - sum(outside.values())
-    sizes = {**place.state, "activations": place.activations, "buffers": inside, **outside}
-    return {kind: size / 2**30 for kind, size in {**sizes, "total": place.total}.items()}

@@ -33,17 +33,12 @@ class Fitting(NamedTuple):
     """A candidate that fits the card, with estimated throughput."""
 
     candidate: Candidate
-    recompute: str
     total_gb: float
     tokens_per_s_per_gpu: float
 
 
-class Rejected(NamedTuple):
-    """A candidate that does not run, with GB of the worst rank where it is too large."""
-
-    words: str
-    reason: str
-    total_gb: float | None = None
+Rejected = dict[str, Any]
+"""A candidate's words, the reason why it does not run, and GB of the worst rank where it is too large."""
 
 
 def search(
@@ -56,13 +51,9 @@ def search(
     ``report`` gets the progress of the search in words. *Raises* ConfigError.
     """
     refuse_unknown(config)
-    tried, card, rates = (
-        Candidates(config, args, fixed_keys(words)),
-        args.card,
-        rates_of(args.card, args.rates),
-    )
-    speeds = Speeds(card, rates, adding=1.0)
-    estimates = Estimates(config, tried.kinds, speeds, on_nvidia=card.is_nvidia)
+    tried, card = Candidates(config, args, fixed_keys(words)), args.card
+    rates = rates_of(card, args.rates)
+    estimates = Estimates(config, tried.kinds, Speeds(card, rates, adding=1.0))
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
     for found in _tried(tried, estimates, card):
@@ -104,9 +95,7 @@ def search(
             }
             for found in others
         ],
-        "rejected": [
-            {key: value for key, value in line._asdict().items() if value is not None} for line in rejected
-        ],
+        "rejected": rejected,
         "rates": asdict(rates),
         "rates_from": source_of_rates(card, args.rates),
     }
@@ -114,30 +103,27 @@ def search(
 
 def _projected(found: Fitting, args: ProjectArgs) -> dict[str, Any]:
     document = project(found.candidate.config, args)
-    own = {"words": found.candidate.words, "recompute": found.recompute}
+    own = {"words": found.candidate.words, "recompute": found.candidate.kind}
     return {**own, **{key: document[key] for key in COPIED}}
 
 
 def _tried(tried: Candidates, estimates: Estimates, card: Card) -> Iterator[Fitting | Rejected]:
     for layout, problems in tried.layouts():
         if problems:
-            yield Rejected(layout.words, "; ".join(map(without_advice, problems)))
+            yield _rejected(layout, problems)
             continue
         least = estimates.least_bytes(layout.layout) / 1e9
         if least > card.memory_gb:
             reason = f"weights, gradients and optimizer state alone are {least:,.1f} GB"
-            yield Rejected(layout.words, f"{reason}, {least - card.memory_gb:,.1f} too many", least)
+            yield _rejected(layout, [f"{reason}, {least - card.memory_gb:,.1f} too many"], least)
             continue
-        kinds = sorted(
-            range(len(tried.kinds)),
-            key=lambda kind: estimates.model_seconds(tried.recomputing(layout, kind)),
-        )
+        kinds = sorted(tried.kinds, key=lambda kind: estimates.model_seconds(tried.recomputing(layout, kind)))
         for scheduled in tried.scheduled(layout):
             yield from _with_recompute(scheduled, kinds, tried, estimates, card)
 
 
 def _with_recompute(
-    scheduled: Candidate, kinds: Sequence[int], tried: Candidates, estimates: Estimates, card: Card
+    scheduled: Candidate, kinds: Sequence[str], tried: Candidates, estimates: Estimates, card: Card
 ) -> Iterator[Fitting | Rejected]:
     """Yield the fastest kind of recompute that fits, or the smallest where none does.
 
@@ -146,15 +132,14 @@ def _with_recompute(
     try:
         estimates.pipeline(tried.recomputing(scheduled, kinds[0]))
     except ConfigError as error:
-        yield Rejected(scheduled.words, without_advice(str(error)))
+        yield _rejected(scheduled, [str(error)])
         return
     rejected: list[Rejected] = []
     is_found = False
     for kind in kinds:
         candidate = tried.recomputing(scheduled, kind)
-        run = candidate.config
-        if problems := [*recompute_rules(run)]:
-            rejected.append(Rejected(candidate.words, "; ".join(map(without_advice, problems))))
+        if problems := [*recompute_rules(candidate.config)]:
+            rejected.append(_rejected(candidate, problems))
             continue
         pipeline = estimates.pipeline(candidate)
         place, memory = estimates.memory(candidate, pipeline)
@@ -165,12 +150,17 @@ def _with_recompute(
                 f"most are {largest}, {memory[largest] / 1e9:,.1f} of {total:,.1f} GB of a rank at place "
                 f"{place} of pp, {total - card.memory_gb:,.1f} too many"
             )
-            rejected.append(Rejected(candidate.words, reason, total))
+            rejected.append(_rejected(candidate, [reason], total))
         elif has_margin(total, card) or not is_found:
             is_found = True
             rate = estimates.tokens_per_s_per_gpu(candidate, pipeline)
-            yield Fitting(candidate, tried.kinds[kind].words, total, rate)
+            yield Fitting(candidate, total, rate)
             if has_margin(total, card):
                 return
     if not is_found:
-        yield min(rejected, key=lambda one: float("inf") if one.total_gb is None else one.total_gb)
+        yield min(rejected, key=lambda one: float(one.get("total_gb", "inf")))
+
+
+def _rejected(candidate: Candidate, problems: Sequence[str], total_gb: float | None = None) -> Rejected:
+    size = {} if total_gb is None else {"total_gb": total_gb}
+    return {"words": candidate.words, "reason": "; ".join(map(without_advice, problems)), **size}

@@ -66,7 +66,7 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
 
 def test_the_kinds_of_a_rank_add_up_and_what_is_not_counted_is_refused():
     (memory,), run = memory_of()
-    kinds = memory.kinds_gb()
+    kinds = memory.kinds()
     assert tuple(kinds) == MEMORY_KINDS
     assert kinds["total"] == pytest.approx(sum(kinds[kind] for kind in MEMORY_KINDS[:-1]))
     assert memory.by_segment == sum(memory.by_part.values(), type(memory.by_segment)())

@@ -122,7 +122,7 @@ def test_a_layout_near_the_limit_is_listed_again_with_what_leaves_a_margin(monke
     fixed = ("parallel.tp=1", "parallel.cp=1", "parallel.ep=1", "parallel.pp=4", "pipeline.schedule=1f1b")
     fixed += ("train.micro_batch_size=16", "train.global_batch_size=256")
     kinds = Candidates(configured(*fixed), ProjectArgs("h200"), frozenset()).kinds
-    totals = {kind.words: total_gb(kind.words, *fixed) for kind in kinds}
+    totals = {kind: total_gb(kind, *fixed) for kind in kinds}
     found = on_card(1.01 * totals["recompute=none"], monkeypatch, *fixed)
     listed = {line["recompute"]: line["fits_with_margin"] for line in found["best"]}
     assert listed.pop("recompute=none") is False

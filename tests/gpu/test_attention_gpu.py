@@ -10,8 +10,8 @@ from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.ops.attention import causal_attention, choose_backend
 from tests.gpu.sleeping import capture, syncs_are_errors
-from tests.ops import attention_cases as cases
-from tests.ops.attention_cases import assert_matches_reference, forward_and_gradients, reference_attention
+from tests.ops import test_attention as cases
+from tests.ops.test_attention import assert_matches_reference, forward_and_gradients, reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 IS_ROCM = torch.version.hip is not None

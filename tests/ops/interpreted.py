@@ -9,10 +9,8 @@ once more in a process with TRITON_INTERPRET=1, where both lists are the kernels
         run = kernels.forward if backend == "interpreted" else torch.ops.graphmoe.scale
         assert_values_match(run, device_of(backend))
 
-    def test_the_kernels_pass_in_the_interpreter():
-        assert_passed_in_the_interpreter(__file__)
-
-By hand: ``TRITON_INTERPRET=1 python -m pytest -k interpreted tests/ops/test_swiglu.py``.
+`tests/ops/test_kernels.py` does so for each file that imports this. By hand:
+``TRITON_INTERPRET=1 python -m pytest -k interpreted tests/ops/test_swiglu.py``.
 
 The interpreter's limits (Triton 3.6): with numpy 2.4 or later, loops over kernel arguments fail; a bf16
 ``tl.dot`` returns garbage (cast its operands to fp32 there, by a constexpr); a cast of fp32 to bf16 cuts off
@@ -20,15 +18,10 @@ the low bits, which devices round; and it is slow, about 0.1 ms for each operati
 """
 
 import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 CUDA = pytest.param("cuda", marks=NEEDS_GPU)
@@ -39,20 +32,3 @@ KERNELS = ["interpreted"] if INTERPRETING else [CUDA]
 def device_of(backend: str) -> str:
     """The device of a backend's tensors."""
     return "cuda" if backend == "cuda" else "cpu"
-
-
-def assert_passed_in_the_interpreter(file: str) -> None:
-    """Check that the cases of a file with the backend ``interpreted`` pass, and that there are some."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    flags = ["-p", "no:xdist", "-p", "no:cacheprovider", "-k", "interpreted", "-m", "not gpu or slow"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *flags, file],
-        cwd=ROOT,
-        env=environment | {"TRITON_INTERPRET": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
-    last = done.stdout.splitlines()[-1]  # a skipped test has launched nothing
-    assert re.search(r"\d+ passed", last) and not re.search(r"skipped|xfailed", last), last

@@ -5,7 +5,7 @@ plain lists.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -32,16 +32,8 @@ class Case:
 
     def settings(self):
         """The operation's arguments behind logits, bias and chosen experts."""
-        return (
-            self.B,
-            self.K,
-            self.score,
-            *self.groups,
-            self.renormalise,
-            self.after,
-            self.scale,
-            self.count_scores,
-        )
+        weighting = (self.renormalise, self.after, self.scale, self.count_scores)
+        return (self.B, self.K, self.score, *self.groups, *weighting)
 
     def backward_settings(self):
         """The backward operation's arguments behind gradients, logits and experts."""
@@ -95,20 +87,24 @@ def inputs_of(case, seed=0, device="cpu"):
     return tuple(None if t is None else t.to(device) for t in (logits, bias, chosen))
 
 
-def brute_force_choice(case, logits_TE, bias_E):
-    """The experts of each token by the definition, from fp64 scores in plain lists."""
-    exact = logits_TE.double().cpu()
-    choice_TE = exact.sigmoid() if case.score == "sigmoid" else exact.softmax(1)
-    if bias_E is not None:
-        choice_TE = choice_TE + bias_E.double().cpu()
-    groups, kept_groups, summed = case.groups
-    size, rows = case.E // groups, []
+def brute_force_choice(choice_TE, k, groups, kept_groups, summed):
+    """The experts of each token by the definition of group-limited top-k, in plain lists."""
+    size, rows = choice_TE.shape[1] // groups, []
     for choices in choice_TE.tolist():
         members = [choices[g * size : (g + 1) * size] for g in range(groups)]
         score_of_group = [sum(sorted(group, reverse=True)[:summed]) for group in members]
         kept = best(score_of_group, kept_groups) if groups > 1 else [0]
-        rows.append(best([c if e // size in kept else -math.inf for e, c in enumerate(choices)], case.K))
+        rows.append(best([c if e // size in kept else -math.inf for e, c in enumerate(choices)], k))
     return torch.tensor(rows, dtype=torch.int32)
+
+
+def choice_of(case, logits_TE, bias_E=None, groups=None):
+    """The experts of each token from fp64 scores."""
+    exact = logits_TE.double().cpu()
+    choice_TE = exact.sigmoid() if case.score == "sigmoid" else exact.softmax(1)
+    if bias_E is not None:
+        choice_TE = choice_TE + bias_E.double().cpu()
+    return brute_force_choice(choice_TE, case.K, *(groups or case.groups))
 
 
 def written_out(case, exact_TE, expert_TK):
@@ -164,11 +160,11 @@ def assert_matches_fp64(run, case, device="cpu"):
     logits, bias, chosen = inputs_of(case, device=device)
     outputs, gradient = run(logits, bias, chosen, case, differentiable)
     expert_TK, counts_BE = outputs[1:3]
-    wanted_TK = brute_force_choice(case, logits, bias) if chosen is None else chosen.cpu()
+    wanted_TK = choice_of(case, logits, bias) if chosen is None else chosen.cpu()
     assert (expert_TK.dtype, expert_TK.is_contiguous()) == (torch.int32, True)
     assert torch.equal(expert_TK.cpu(), wanted_TK)
     if case.count_scores:
-        wanted_TK = brute_force_choice(replace(case, groups=(1, 1, 1)), logits, None)
+        wanted_TK = choice_of(case, logits, groups=(1, 1, 1))
     for b, rows in enumerate(wanted_TK.view(case.B, -1).tolist()):
         assert counts_BE[b].tolist() == [rows.count(e) for e in range(case.E)]
     exact = logits.double().requires_grad_()
@@ -187,11 +183,6 @@ def assert_matches_fp64(run, case, device="cpu"):
         assert_gradient_close(gradient(given), wanted, terms=terms)
 
 
-def grid_logits(T, E, seed=0):
-    """Logits on a coarse grid: most rows have equal ones, which have equal scores."""
-    return torch.randint(-4, 5, (T, E), generator=torch.Generator().manual_seed(seed)) / 2
-
-
 def assert_ties_go_to_the_lower_id(run, device="cpu"):
     for E, K, groups, score in (
         (40, 12, (1, 1, 1), "softmax"),
@@ -201,9 +192,9 @@ def assert_ties_go_to_the_lower_id(run, device="cpu"):
         (30, 8, (3, 2, 2), "sigmoid"),
     ):
         case = Case(1, 21, E, K, score, groups)
-        logits = grid_logits(21, E)
+        logits = coarse_choices(21, E, 0) * 4  # most rows have equal ones, which have equal scores
         outputs, _ = run(logits.to(device), None, None, case, differentiable)
-        assert torch.equal(outputs[1].cpu(), brute_force_choice(case, logits, None)), (E, groups)
+        assert torch.equal(outputs[1].cpu(), choice_of(case, logits)), (E, groups)
         outputs, _ = run(torch.zeros(21, E, device=device), None, None, case, differentiable)
         assert outputs[1].tolist() == [list(range(K))] * 21
 

@@ -1,6 +1,7 @@
 """Attention on the CPU: values, gradients, the choice of a backend, and the vendor adapters."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,8 @@ from graphmoe.config import packages
 from graphmoe.config.schema import AttentionBackend, ConfigError
 from graphmoe.ops import attention
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
-from tests.ops.attention_cases import assert_matches_reference, make_inputs, reference_attention
-from tests.ops.attention_fakes import FakeDotProductAttention, FakeTurbo
-from tests.tolerances import assert_forward_close
-from tests.vendor_api import install_module
+from tests.tolerances import assert_forward_close, assert_gradient_close
+from tests.vendor_api import bind, install_module, recorded_signature
 
 SHAPES = {  # name: (B, S, H, G, E, V)
     "mla": (2, 33, 2, 2, 192, 128),
@@ -30,6 +29,50 @@ SHAPES = {  # name: (B, S, H, G, E, V)
 SCALE = 0.21  # not 1/sqrt(E) of any shape: YaRN changes it, so a backend that ignores it must fail
 TORCH_BACKENDS = (AttentionBackend.sdpa, AttentionBackend.padded_flash)
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def make_inputs(shape, dtype=torch.bfloat16, device="cpu"):
+    """Return q, k, v that require gradients, and the gradient of the output."""
+    B, S, H, G, E, V = shape
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = ((B, S, H, E), (B, S, G, E), (B, S, G, V), (B, S, H, V))
+    q, k, v, grad = (torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad
+
+
+def forward_and_gradients(run, qkv, grad):
+    out = run(*qkv)
+    return [out, *torch.autograd.grad(out, qkv, grad)]
+
+
+def assert_matches_reference(run, shape, dtype, device="cpu"):
+    """Compare output and gradients of ``run``, a partial with a scale, with the fp64 reference."""
+    *qkv, grad = make_inputs(shape, dtype, device)
+    out, *gradients = forward_and_gradients(run, qkv, grad)
+    reference = functools.partial(reference_attention, scale=run.keywords["scale"])
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    expected, *expected_gradients = forward_and_gradients(reference, exact, grad.double())
+    assert out.dtype == dtype
+    assert_forward_close(out, expected)
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        assert actual.dtype == dtype
+        assert_gradient_close(actual, wanted, terms=float(grad.norm()))  # one token: dq = dk = 0
+
+
+def reference_attention(
+    q_BSHE: torch.Tensor, k_BSGE: torch.Tensor, v_BSGV: torch.Tensor, *, scale: float, causal: bool = True
+) -> torch.Tensor:
+    """Return attention [B, S, H, V] in fp64, with the softmax written out."""
+    q, k, v = (x.double() for x in (q_BSHE, k_BSGE, v_BSGV))
+    group_of_head = torch.arange(q.shape[2], device=q.device) // (q.shape[2] // k.shape[2])
+    k, v = k[:, :, group_of_head], v[:, :, group_of_head]
+    logits_BHST = scale * torch.einsum("bshe,bthe->bhst", q, k)
+    if causal:
+        future_ST = torch.ones(logits_BHST.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        logits_BHST = logits_BHST.masked_fill(future_ST, float("-inf"))
+    weights_BHST = (logits_BHST - logits_BHST.amax(-1, keepdim=True)).exp()
+    weights_BHST = weights_BHST / weights_BHST.sum(-1, keepdim=True)
+    return torch.einsum("bhst,bthv->bshv", weights_BHST, v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -139,6 +182,77 @@ def test_a_missing_package_is_an_error_that_names_the_install_command(requested,
     monkeypatch.setattr(packages, "is_installed", lambda package: False)
     with pytest.raises(ConfigError, match="model.attention_backend=.* pip install"):
         choose(requested, machine, (128, 128))
+
+
+# Vendors' attention over the reference: a fake takes the calls that the recorded signature takes, in the
+# vendor's own layout and with its own defaults, and refuses what the vendor refuses.
+
+FLASH_ATTN_FUNC = recorded_signature("primus_turbo", "primus_turbo.pytorch.ops.flash_attn_func")
+TE_CLASS = "transformer_engine.pytorch.DotProductAttention"
+TE_INIT = recorded_signature("transformer_engine", TE_CLASS, "__init__")
+TE_FORWARD = recorded_signature("transformer_engine", TE_CLASS, "forward")
+
+
+class FakeTurbo:
+    """``flash_attn_func`` of Primus-Turbo; ``calls`` keeps the bound arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def flash_attn_func(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = bind(FLASH_ATTN_FUNC, args, kwargs)
+        self.calls.append(call)
+        q, k, v = call["q"], call["k"], call["v"]
+        _check_sizes(q, k, v, (torch.bfloat16, torch.float16))
+        layouts = {_turbo_layout(x) for x in (q, k, v)}
+        assert len(layouts) == 1, f"q, k and v differ in layout: {layouts}"
+        assert call["dropout_p"] == 0.0 and call["window_size"] == (-1, -1)
+        assert not call["return_lse"] and not call["return_attn_probs"]
+        scale = q.shape[-1] ** -0.5 if call["softmax_scale"] is None else call["softmax_scale"]
+        return reference_attention(q, k, v, scale=scale, causal=call["causal"]).to(q.dtype)
+
+
+def _turbo_layout(x_BSHE: torch.Tensor) -> str:
+    batch, seq, head, element = x_BSHE.stride()
+    assert element == 1, "the head size must be contiguous"
+    if batch >= seq >= head:
+        return "bshd"
+    return "sbhd" if seq >= batch >= head else "bhsd"
+
+
+class FakeDotProductAttention(torch.nn.Module):
+    """``DotProductAttention`` of Transformer Engine; ``built`` keeps the constructor's arguments."""
+
+    built: list[dict[str, Any]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.settings = bind(TE_INIT, args, kwargs)
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        self.built.append(self.settings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call, built = bind(TE_FORWARD, args, kwargs), self.settings
+        layout = call["qkv_format"] or built["qkv_format"]
+        axes = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3)}[layout]
+        q, k, v = (call[name].permute(axes) for name in ("query_layer", "key_layer", "value_layer"))
+        _check_sizes(q, k, v, (torch.bfloat16, torch.float16, torch.float32))
+        channels = built["kv_channels"]
+        assert (channels if isinstance(channels, tuple) else (channels,) * 2) == (q.shape[-1], v.shape[-1])
+        assert q.shape[2] == built["num_attention_heads"]
+        assert k.shape[2] == (built["num_gqa_groups"] or built["num_attention_heads"])
+        assert built["attention_dropout"] == 0.0 and built["softmax_type"] == "vanilla"
+        mask = call["attn_mask_type"] or built["attn_mask_type"]
+        scale = q.shape[-1] ** -0.5 if built["softmax_scale"] is None else built["softmax_scale"]
+        out = reference_attention(q, k, v, scale=scale, causal={"causal": True, "no_mask": False}[mask])
+        return out.to(q.dtype).permute(axes).flatten(-2)
+
+
+def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    assert q.dtype == k.dtype == v.dtype and q.dtype in dtypes, (q.dtype, k.dtype, v.dtype)
+    assert q.ndim == k.ndim == v.ndim == 4
+    assert q.shape[:2] == k.shape[:2] == v.shape[:2], (q.shape, k.shape, v.shape)
+    assert k.shape[2] == v.shape[2] and q.shape[2] % k.shape[2] == 0 and q.shape[3] == k.shape[3]
 
 
 @pytest.fixture

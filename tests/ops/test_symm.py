@@ -11,16 +11,11 @@ from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import exchange, launches
 from graphmoe.ops.symm.peers import Region, Sizes
 from tests.emulated_peers import Emulation
-from tests.ops.ahead_of_time import TARGETS, assert_sound, compiled, launches_of
-from tests.ops.interpreted import INTERPRETING, KERNELS, assert_passed_in_the_interpreter, device_of
+from tests.ops.ahead_of_time import launches_of
+from tests.ops.interpreted import INTERPRETING, KERNELS, device_of
 from tests.ops.symm_cases import Case, assert_exchanges_are_those_of_alltoall
 
-DTYPES = (torch.float32, torch.bfloat16)
 SLOTS, HIDDEN = 6, 2048
-
-
-def case_on(backend, *sizes, **settings):
-    return Case(*sizes, **settings, device=device_of(backend))
 
 
 @pytest.fixture
@@ -36,65 +31,52 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(launches, "PLACES", 8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", [0, 2, 9])
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+BF16 = torch.bfloat16
+CASES = [
+    *(
+        Case(2, slots, block=block, dtype=dtype)
+        for slots in (1, 2, 3, 4)
+        for block in (0, 2, 9)
+        for dtype in (torch.float32, BF16)
+    ),
+    *(Case(4, 2, etp, block, BF16 if block else torch.float32) for etp in (1, 2, 4) for block in (0, 1, 9)),
+    *(Case(4, 2, etp, block, favourites=(0, 1)) for etp in (1, 2) for block in (0, 2)),
+    *(Case(3, 2, block=block, columns=5) for block in (0, 3)),
+    *(Case(3, 3, block=block, columns=37, dtype=BF16) for block in (0, 3)),
+    *(Case(2, 2, block=block, rows=rows) for rows, block in ((0, 0), (5, 0), (9, 0), (4, 2), (6, 2), (2, 1))),
+]
+"""Slots and blocks, ranks of the same experts or that receive nothing, odd widths, rows that do not fit."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", KERNELS)
-def test_two_ranks_exchange_as_alltoall_does(backend, slots, block, dtype, few_programs):
-    assert_exchanges_are_those_of_alltoall(case_on(backend, 2, slots, block=block, dtype=dtype))
-
-
-@pytest.mark.parametrize("block", [0, 1, 9])
-@pytest.mark.parametrize("etp", [1, 2, 4])
-@pytest.mark.parametrize("backend", KERNELS)
-def test_four_ranks_exchange_as_alltoall_does(backend, etp, block, few_programs):
-    dtype = torch.bfloat16 if block else torch.float32
-    assert_exchanges_are_those_of_alltoall(case_on(backend, 4, 2, etp, block, dtype))
-
-
-@pytest.mark.parametrize("block", [0, 2])
-@pytest.mark.parametrize("etp", [1, 2])
-@pytest.mark.parametrize("backend", KERNELS)
-def test_ranks_that_receive_nothing_exchange_as_alltoall_does(backend, etp, block, few_programs):
-    case = case_on(backend, 4, 2, etp, block, favourites=(0, 1))
-    assert (case.arrivals().sum(0) == 0).any()
-    assert_exchanges_are_those_of_alltoall(case)
-
-
-@pytest.mark.parametrize("block", [0, 3])
-@pytest.mark.parametrize("backend", KERNELS)
-def test_three_ranks_exchange_rows_of_odd_width_as_alltoall_does(backend, block, few_programs):
-    assert_exchanges_are_those_of_alltoall(case_on(backend, 3, 2, block=block, columns=5))
-    assert_exchanges_are_those_of_alltoall(
-        case_on(backend, 3, 3, block=block, columns=37, dtype=torch.bfloat16)
-    )
-
-
-@pytest.mark.parametrize(("rows", "block"), [(0, 0), (5, 0), (9, 0), (4, 2), (6, 2), (2, 1)])
-@pytest.mark.parametrize("backend", KERNELS)
-def test_rows_that_do_not_fit_are_left_out_and_nothing_beyond_is_touched(backend, rows, block, few_programs):
-    case = case_on(backend, 2, 2, block=block, rows=rows)
-    assert (case.arrivals().sum(0) > rows).any()
+def test_ranks_exchange_as_alltoall_does(backend, case, few_programs):
+    case = dataclasses.replace(case, device=device_of(backend))
+    arriving = case.arrivals().sum(0)
+    assert not case.favourites or (arriving == 0).any()
+    assert case.rows is None or (arriving > case.rows).any()
     assert_exchanges_are_those_of_alltoall(case)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_places_are_written_in_several_rounds_where_one_is_too_few(backend, monkeypatch, few_programs):
     monkeypatch.setattr(launches, "AT_ONCE", 2)
-    assert_exchanges_are_those_of_alltoall(case_on(backend, 2, 3, block=2))
-    assert_exchanges_are_those_of_alltoall(case_on(backend, 2, 3, etp=2, experts=4))
+    assert_exchanges_are_those_of_alltoall(Case(2, 3, block=2, device=device_of(backend)))
+    assert_exchanges_are_those_of_alltoall(Case(2, 3, etp=2, experts=4, device=device_of(backend)))
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_a_region_that_grows_and_what_stands_in_it_change_nothing(backend, few_programs):
     emulation = Emulation(2, device_of(backend))
     for tokens, block in ((5, 0), (5, 2), (9, 4), (3, 1)):
-        assert_exchanges_are_those_of_alltoall(case_on(backend, 2, 2, block=block, tokens=tokens), emulation)
+        assert_exchanges_are_those_of_alltoall(
+            Case(2, 2, block=block, tokens=tokens, device=emulation.device), emulation
+        )
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_the_same_side_twice_takes_a_barrier_more(backend, few_programs):
-    case = case_on(backend, 2, 2)
+    case = Case(2, 2, device=device_of(backend))
 
     def body(peers):
         rank, barriers = peers.rank, []
@@ -113,30 +95,9 @@ def test_the_same_side_twice_takes_a_barrier_more(backend, few_programs):
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_rows_of_a_dtype_that_has_no_kernel_are_refused(backend, few_programs):
-    case = case_on(backend, 2, 2, dtype=torch.float64)
+    case = Case(2, 2, dtype=torch.float64, device=device_of(backend))
     with pytest.raises(TypeError, match="float64"):
         assert_exchanges_are_those_of_alltoall(case)
-
-
-@pytest.mark.slow
-def test_the_kernels_pass_in_the_interpreter():
-    assert_passed_in_the_interpreter(__file__)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_kernels_compile_ahead_of_time(target):
-    facts = compiled("tests.ops.test_symm", target)
-    assert_sound(facts)
-    assert not {name: fact.atomics for name, fact in facts.items() if fact.atomics}
-    # 16 bytes at a time: 64 of each thread that pulls or puts; packing one vector, beside four of counts and
-    # ends, which is stored in up to six blocks, where it is received, and as a token; summing one of each
-    # place.
-    wide = {
-        "pull_kernel": (4, 4), "put_kernel": (4, 4), "pack_kernel": (5, 8), "sum_kernel 6": (6, 1),
-        "sum_kernel 16": (16, 1),
-    }  # fmt: skip
-    assert wide == {name: (facts[name].wide_loads, facts[name].wide_stores) for name in wide}
 
 
 def ahead_of_time_cases():

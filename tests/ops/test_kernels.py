@@ -1,0 +1,98 @@
+"""Triton kernels on a machine without a GPU: in Triton's interpreter, and as machine code of four GPUs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ops.ahead_of_time import ROOT, TARGETS, compiled
+
+TEXTS = {path.stem: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
+INTERPRETED = sorted(
+    name for name, text in TEXTS.items() if re.search(r"^from tests.ops.interpreted", text, re.M)
+)
+AHEAD_OF_TIME = sorted(name for name, text in TEXTS.items() if "\ndef ahead_of_time_cases" in text)
+QUICK = "test_swiglu"
+SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+"""Shared memory (LDS) that one program may use."""
+WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds of 16
+    "test_swiglu": {"_forward_kernel": (2, 1), "_backward_kernel": (3, 2)},
+    "test_permute": {
+        **{f"_spread_kernel {case}": (1, slots) for case, slots in (("6", 6), ("16 weighted", 16))},
+        **{f"_sum_kernel {case}": (slots, 1) for case, slots in (("6", 6), ("16 weighted", 16))},
+        "_spread_kernel 64 weighted": (1, 16),
+        "_sum_kernel 64 weighted": (16, 1),
+    },
+    # 64 bytes of each thread that pulls or puts; packing one vector, beside four of counts and ends, which is
+    # stored in up to six blocks, where it is received, and as a token; summing one of each place.
+    "test_symm": {
+        "pull_kernel": (4, 4),
+        "put_kernel": (4, 4),
+        "pack_kernel": (5, 8),
+        "sum_kernel 6": (6, 1),
+        "sum_kernel 16": (16, 1),
+    },
+}
+LOADS = {
+    "test_router": ("_forward_kernel 64 experts",),
+    "test_permute": ("_dot_kernel 6",),
+}
+"""Kernels that load 16 bytes at a time."""
+STORES = {
+    "test_router": ("_backward_kernel 64 experts",),
+    "test_linear_cross_entropy": ("_rows_kernel bf16, gradient", "_rows_kernel fp32, gradient"),
+}
+
+
+def slow_but(quick, names):
+    return [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("file", slow_but(QUICK, INTERPRETED))
+def test_kernels_pass_in_the_interpreter(file):
+    """The cases of a file with the backend ``interpreted``, in a process of their own."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    flags = ["-p", "no:xdist", "-p", "no:cacheprovider", "-k", "interpreted", "-m", "not gpu or slow"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, f"tests/ops/{file}.py"],
+        cwd=ROOT,
+        env=environment | {"TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    last = done.stdout.splitlines()[-1]  # a skipped test has launched nothing
+    assert re.search(r"\d+ passed", last) and not re.search(r"skipped|xfailed", last), last
+
+
+@pytest.mark.parametrize("file", slow_but(QUICK, AHEAD_OF_TIME))
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_move_wide_rows(file, target):
+    facts = compiled(f"tests.ops.{file}", target)
+    errors = {name: fact.error for name, fact in facts.items() if fact.error}
+    assert not errors, "\n\n".join(f"{name}: {error}" for name, error in errors.items())
+    # Up to four words in the epilogue of a tile that fills the registers are no loss.
+    spills = 16 if file == "test_grouped_mlp_kernels" and target.startswith("sm") else 0
+    wrong = {n: f for n, f in facts.items() if f.spills > spills or f.shared_bytes > SHARED_BYTES[target]}
+    wrong |= {n: f for n, f in facts.items() if f.atomics}
+    assert not wrong, f"spills, atomics or more than {SHARED_BYTES[target]} bytes of shared memory: {wrong}"
+    wide = WIDE.get(file, {})
+    assert wide == {name: (facts[name].wide_loads, facts[name].wide_stores) for name in wide}
+    assert all(facts[name].wide_loads for name in LOADS.get(file, ()))
+    assert all(facts[name].wide_stores for name in STORES.get(file, ()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_bf16_products_use_matrix_instructions_and_wide_loads(target):
+    facts = compiled("tests.ops.test_grouped_mlp_kernels", target)
+    for name, fact in facts.items():
+        if "bf16" in name:
+            # NVIDIA loads by asynchronous copies, and AMD may store straight from the matrix registers.
+            wide = fact.wide_loads if target.startswith("gfx") else fact.wide_stores
+            assert fact.matrix_ops > 0 and wide > 0, name
+        assert " small " not in name or fact.shared_bytes <= 99 << 10, "more than consumer cards have"

@@ -60,7 +60,7 @@ def test_the_graph_that_is_given_stays_as_it_is():
 
 
 def grads_of_experts(name: str, dtype: torch.dtype):
-    """What the experts' gradients of weights are made from."""
+    """Operands of the gradients of the experts' weights."""
     p = make_problem(name, dtype)
     h, a = (torch.ones(len(p.plan[0]), w).to(dtype) for w in (p.w_gate_up.shape[1], p.w_down.shape[2]))
     return p.dy_TD, p.x_TD, h, a, *p.plan

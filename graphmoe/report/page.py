@@ -97,10 +97,10 @@ def _loads_hint(run: RunData) -> str:
 
 def segments_section(run: RunData, max_trace_bytes: float) -> str:
     """A bar for each segment or compiled unit from a trace of steps, or what would make one."""
-    from graphmoe.trace.events import trace_of
+    from graphmoe.trace.events import traces_of
 
     try:
-        path = trace_of(run.folder, None)
+        (path,) = traces_of([run.folder], None)
     except ConfigError:
         return paragraph(SEGMENTS_HINT)
     if (size := path.stat().st_size) > max_trace_bytes:

@@ -9,13 +9,13 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
@@ -56,48 +56,27 @@ class TraceArgs:
     """text, or json: one document on stdout and nothing else there."""
 
 
-class Row(NamedTuple):
-    """A figure of both; None where a trace does not have it."""
-
-    name: str
-    first: float | None
-    second: float | None
-    difference: float | None
-    """The second less the first; a name that only one trace has is 0 in the other."""
-
-
-@dataclass
-class Comparison:
-    """Numbers of two traces side by side, per step."""
-
-    traces: tuple[str, str]
-    figures: list[Row]
-    segments: list[Row]
-    """Milliseconds, those of the largest difference first."""
-    kernels: list[Row]
-    kinds: str
-    """Kinds of the rows of ``kernels``: kernels, operations, or both."""
-    notes: list[str]
-
-
 def main(argv: list[str]) -> None:
     """Show what is asked."""
     args = parse_args(TraceArgs, argv, prog="graphmoe.trace")
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
     paths = args.trace or traces_of(args.run or [], args.rank)
-    compares = len(paths) == 2
-    summaries = [summarise(read_trace(path), sys.maxsize if compares else args.kernels) for path in paths]
-    if args.run and args.rank is None and not compares:
+    summaries = [summarise(read_trace(path), sys.maxsize) for path in paths]
+    if args.run and args.rank is None and len(paths) == 1:
         summaries[0].notes += _other_ranks(args.run[0], paths[0])
-    comparison = compare(summaries[0], summaries[1], args.kernels) if compares else None
+    compared = compare(summaries[0], summaries[1], args.kernels) if len(paths) == 2 else None
+    for segment in (segment for summary in summaries for segment in summary.segments):
+        del segment.kernels[args.kernels :]
     reports = [report for path in paths if args.tracelens and (report := tracelens_report(path))]
-    shown = summary_text(summaries[0]) if comparison is None else comparison_text(comparison)
-    emit(
-        document(summaries, comparison, reports, args.kernels),
-        Group(shown, *(Text(f"TraceLens: {path}") for path in reports)),
-        args.format,
-    )
+    document = dataclasses.asdict(summaries[0])
+    if compared is not None:
+        entries = [dataclasses.asdict(summary) for summary in summaries]
+        document = {"traces": entries, "comparison": compared, "notes": compared.pop("notes")}
+    if reports:
+        document["tracelens"] = [str(path) for path in reports]
+    shown = summary_text(summaries[0]) if compared is None else comparison_text(summaries, document)
+    emit(document, Group(shown, *(Text(f"TraceLens: {path}") for path in reports)), args.format)
 
 
 def _other_ranks(run: Path, read: Path) -> Iterator[str]:
@@ -106,38 +85,22 @@ def _other_ranks(run: Path, read: Path) -> Iterator[str]:
         yield f"there are traces of more ranks, {listed(others)}; rank={others[0]} shows one of them"
 
 
-def document(
-    summaries: list[Summary], comparison: Comparison | None, reports: list[Path], num_kernels: int
-) -> dict[str, Any]:
-    """One object for a trace; for two a list of such, ``traces``, and their ``comparison``."""
-    entries = [dataclasses.asdict(summary) for summary in summaries]
-    for entry in entries:
-        for segment in entry["segments"]:
-            del segment["kernels"][num_kernels:]
-    shown: dict[str, Any] = entries[0]
-    if comparison is not None:
-        keys = ("figures", "segments", "kernels")
-        rows = {key: [row._asdict() for row in getattr(comparison, key)] for key in keys}
-        shown = {"traces": entries, "comparison": rows, "notes": comparison.notes}
-    return {**shown, "tracelens": [str(path) for path in reports]} if reports else shown
-
-
 def tracelens_report(trace: Path) -> Path | None:
     """Let TraceLens, if it is on PATH, write a workbook beside a trace; print why where it writes none."""
-    command = shutil.which(TRACELENS)
-    if command is None:
+    if shutil.which(TRACELENS) is None:
         return None
     report = trace.with_name(f"{trace.name.split('.')[0]}.tracelens.xlsx")
-    words = [command, "--profile_json_path", str(trace), "--output_xlsx_path", str(report)]
+    words = [TRACELENS, "--profile_json_path", str(trace), "--output_xlsx_path", str(report)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TRACELENS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"{TRACELENS} of {trace}: {error}", file=sys.stderr)
-        return None
-    if done.returncode == 0 and report.exists():
-        return report
-    last = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
-    print(f"{TRACELENS} of {trace} ended with status {done.returncode}: {last}", file=sys.stderr)
+        why = str(error)
+    else:
+        if done.returncode == 0 and report.exists():
+            return report
+        last = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
+        why = f"ended with status {done.returncode}: {last}"
+    print(f"{TRACELENS} of {trace}: {why}", file=sys.stderr)
     return None
 
 
@@ -155,60 +118,95 @@ def _problems(args: TraceArgs) -> Iterator[str]:
         yield f"kernels={args.kernels} must be 1 or more"
 
 
-def compare(first: Summary, second: Summary, num_kernels: int) -> Comparison:
-    """Compare summaries that have all of their kernels."""
+def compare(first: Summary, second: Summary, num_kernels: int) -> dict[str, Any]:
+    """Compare summaries that have all of their kernels: rows of figures, and of ms of segments and kernels.
+
+    Rows of the largest difference come first. A number is None in a trace that does not have it.
+    """
     notes = list(dict.fromkeys([*first.notes, *second.notes]))
     if first.device != second.device:
         notes.append(f"the devices differ: {first.device} and {second.device}")
-    return Comparison(
-        (first.trace, second.trace),
-        _rows(*({name: value(s) for name, value in _FIGURES.items()} for s in (first, second))),
-        _sorted(_rows(_segment_times(first), _segment_times(second))),
-        _sorted(_rows(_kernel_times(first), _kernel_times(second)))[:num_kernels],
-        " and ".join(dict.fromkeys([first.kinds, second.kinds])),
-        notes,
+    both = (first, second)
+    segments, kernels = (
+        sorted(_rows(*map(times, both)), key=lambda row: -abs(row["difference"] or 0.0))
+        for times in (_segment_times, _kernel_times)
     )
+    figures = _rows(*({name: value(s) for name, value in _FIGURES.items()} for s in both))
+    return {"figures": figures, "segments": segments, "kernels": kernels[:num_kernels], "notes": notes}
 
 
-def _rows(first: Mapping[str, float | None], second: Mapping[str, float | None]) -> list[Row]:
-    pairs = ((name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second]))
-    return [Row(name, a, b, None if a is b is None else (b or 0.0) - (a or 0.0)) for name, a, b in pairs]
+def _rows(first: Mapping[str, float | None], second: Mapping[str, float | None]) -> list[dict[str, Any]]:
+    rows = []
+    for name in dict.fromkeys([*first, *second]):
+        a, b = first.get(name), second.get(name)
+        more = None if a is None and b is None else (b or 0.0) - (a or 0.0)
+        rows.append({"name": name, "first": a, "second": b, "difference": more})
+    return rows
 
 
-def _sorted(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: -abs(row.difference or 0.0))
-
-
-def _segment_times(summary: Summary) -> dict[str, float | None]:
+def _segment_times(summary: Summary) -> dict[str, float]:
     return {f"{s.segment}:{s.part}" if s.part else s.segment: s.ms for s in summary.segments}
 
 
 def _kernel_times(summary: Summary) -> dict[str, float]:
-    found: dict[str, float] = {}
+    found: dict[str, float] = defaultdict(float)
     for kernel in (kernel for segment in summary.segments for kernel in segment.kernels):
-        found[kernel.name] = found.get(kernel.name, 0.0) + kernel.ms
+        found[kernel.name] += kernel.ms
     return found
 
 
-def summary_text(summary: Summary) -> RenderableType:
-    """The lines of the whole steps, then segments, then their largest kernels."""
-    tables = (Text(), _segments(summary), Text(), _kernels(summary))
-    return Group(*map(Text, _head(summary)), *tables, *_notes(summary.notes))
-
-
-def comparison_text(comparison: Comparison) -> RenderableType:
+def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -> Group:
     """Two traces side by side."""
     parts: list[RenderableType] = [
-        Text(f"{name}: {path}") for name, path in zip(("first", "second"), comparison.traces, strict=True)
+        Text(f"{name}: {s.trace}") for name, s in zip(("first", "second"), summaries, strict=True)
     ]
-    for title, rows in {
-        "step": [row for row in comparison.figures if row.difference is not None],
-        "segment, ms per step": comparison.segments,
-        f"{comparison.kinds} that differ most, ms per step": comparison.kernels,
-    }.items():
-        cells = [(_short(name), _ms(a), _ms(b), _ms(more, "+")) for name, a, b, more in rows]
+    kinds = " and ".join(dict.fromkeys(summary.kinds for summary in summaries))
+    titles = ("step", "segment, ms per step", f"{kinds} that differ most, ms per step")
+    for title, rows in zip(titles, document["comparison"].values(), strict=True):
+        cells = [
+            (_short(row["name"]), _ms(row["first"]), _ms(row["second"]), _ms(row["difference"], "+"))
+            for row in rows
+            if row["difference"] is not None
+        ]
         parts += [Text(), text_table([title, "first", "second", "difference"], cells)]
-    return Group(*parts, *_notes(comparison.notes))
+    return Group(*parts, *_notes(document["notes"]))
+
+
+def summary_text(summary: Summary) -> Group:
+    """The lines of the whole steps, then segments, then their largest kernels.
+
+    The last column of a table, which a CPU has nothing for, is left out there.
+    """
+    segments = [
+        (
+            row.segment,
+            row.part,
+            _count(row.calls),
+            _ms(row.ms),
+            f"{row.ms / summary.step_ms:.1%}" if summary.step_ms else "-",
+            _ms(row.communication_ms),
+        )
+        for row in summary.segments
+    ]
+    kernels = [
+        (
+            *(("", "") if place else (row.segment, row.part)),
+            _short(kernel.name),
+            _count(kernel.calls),
+            _ms(kernel.ms),
+            "unknown" if kernel.floor_ms is None else _ms(kernel.floor_ms),
+        )
+        for row in summary.segments
+        for place, kernel in enumerate(row.kernels)
+    ]
+    kind, most = summary.kinds.removesuffix("s"), 5 if summary.on == "cpu" else 6
+    parts: list[RenderableType] = [*map(Text, _head(summary))]
+    for columns, rows, names in (
+        (["segment", "part", "calls", "ms", "of step", "communication ms"], segments, (0, 1)),
+        (["segment", "part", kind, "calls", "ms", "floor ms"], kernels, (0, 1, 2)),
+    ):
+        parts += [Text(), text_table(columns[:most], [row[:most] for row in rows], names=names)]
+    return Group(*parts, *_notes(summary.notes))
 
 
 def _head(summary: Summary) -> Iterator[str]:
@@ -226,48 +224,7 @@ def _head(summary: Summary) -> Iterator[str]:
     yield "busy " + ", ".join(f"stream {name}: {ms:.3f} ms" for name, ms in summary.streams.items())
 
 
-def _segments(summary: Summary) -> Table:
-    """A row for each segment; a column that a CPU has nothing for is left out."""
-    rows = [
-        (
-            row.segment,
-            row.part,
-            _count(row.calls),
-            _ms(row.ms),
-            f"{row.ms / summary.step_ms:.1%}" if summary.step_ms else "-",
-            _ms(row.communication_ms),
-        )
-        for row in summary.segments
-    ]
-    return _without_last(
-        summary, ["segment", "part", "calls", "ms", "of step", "communication ms"], rows, (0, 1)
-    )
-
-
-def _kernels(summary: Summary) -> Table:
-    rows = [
-        (
-            *(("", "") if place else (row.segment, row.part)),
-            _short(kernel.name),
-            _count(kernel.calls),
-            _ms(kernel.ms),
-            "unknown" if kernel.floor_ms is None else _ms(kernel.floor_ms),
-        )
-        for row in summary.segments
-        for place, kernel in enumerate(row.kernels)
-    ]
-    kind = summary.kinds.removesuffix("s")
-    return _without_last(summary, ["segment", "part", kind, "calls", "ms", "floor ms"], rows, (0, 1, 2))
-
-
-def _without_last(
-    summary: Summary, columns: list[str], rows: Sequence[tuple[str, ...]], names: tuple[int, ...]
-) -> Table:
-    most = len(columns) - (summary.on == "cpu")
-    return text_table(columns[:most], [row[:most] for row in rows], names=names)
-
-
-def _notes(notes: list[str]) -> list[Text]:
+def _notes(notes: Sequence[str]) -> list[Text]:
     return [Text(), *(Text(f"note: {note}") for note in notes)] if notes else []
 
 

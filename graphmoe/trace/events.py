@@ -82,11 +82,6 @@ def rank_of(name: str) -> int | None:
     return rank if rank is not None and name == trace_file(rank) else None
 
 
-def trace_of(run: Path, rank: int | None) -> Path:
-    """The trace of a rank of a run, by default the lowest. *Raises* ConfigError where there is none."""
-    return traces_of([run], rank)[0]
-
-
 def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
     """The traces of one rank of each run, by default the lowest that all of them recorded.
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from graphmoe.trace.events import read_trace, trace_of
+from graphmoe.trace.events import read_trace, traces_of
 from graphmoe.trace.summary import summarise
 from graphmoe.training.profile import StepTrace
 from tests.gpu.tiny import GPU, UNREAD
@@ -18,7 +18,7 @@ NO_SEGMENT = ("(no segment)", "(between steps)", "(unknown)")
 
 def test_most_of_the_time_of_a_captured_run_belongs_to_segments(tmp_path):
     train_in(tmp_path / "layer", *RUN, "graph.scope=layer", "profile.steps=[5,6]")
-    summary = summarise(read_trace(trace_of(tmp_path / "layer", None)), 5)
+    summary = summarise(read_trace(traces_of([tmp_path / "layer"], None)[0]), 5)
     print(*((s.segment, s.part, s.calls, s.ms) for s in summary.segments), sep="\n")
     assert summary.on == "gpu" and summary.num_steps == 2 and summary.device
     assert 0 < summary.idle < 1 and summary.launch_ms > 0 and summary.launches > 0
@@ -39,7 +39,7 @@ def test_recorded_steps_have_the_numbers_of_any_other_and_a_captured_step_is_one
     train_in(tmp_path / "plain", *words)
     train_in(tmp_path / "recorded", *words, "profile.steps=[5,6]")
     assert numbers(tmp_path / "plain") == numbers(tmp_path / "recorded")
-    summary = summarise(read_trace(trace_of(tmp_path / "recorded", None)), 5)
+    summary = summarise(read_trace(traces_of([tmp_path / "recorded"], None)[0]), 5)
     times = {(s.segment, s.part): s.ms for s in summary.segments}
     assert times["full_iteration", "replay"] > 0.8 * sum(times.values())
     assert any("say nothing of segments" in note for note in summary.notes)
@@ -60,7 +60,7 @@ def test_starting_the_profiler_and_writing_are_in_the_time_of_no_step(tmp_path, 
 
 def test_an_eager_run_has_backwards_of_segments_and_floors_of_products(tmp_path):
     train_in(tmp_path, *GPU, *UNREAD, "compile.enabled=false", "train.steps=3", "profile.steps=[3]")
-    summary = summarise(read_trace(trace_of(tmp_path, None)), 20)
+    summary = summarise(read_trace(traces_of([tmp_path], None)[0]), 20)
     times = {(s.segment, s.part): s.ms for s in summary.segments}
     assert {("attn", "F"), ("attn", "B"), ("moe_experts", "F"), ("moe_experts", "B")} <= times.keys()
     products = [k for s in summary.segments for k in s.kernels if k.floor_ms is not None]

@@ -1,7 +1,6 @@
 """Arguments of the benchmark tool, and their check."""
 
 import enum
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from graphmoe.config.arguments import file_problems
+from graphmoe.config.packages import FOR_PLOTS, is_installed
 from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat
 from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
 
@@ -76,7 +76,6 @@ class BenchArgs:
 MOST_S = 86_400
 """A day: the longest that a row may be given."""
 CPU_RANKS = 2
-MATPLOTLIB = "pip install 'graphmoe[dev]'"
 OF_RUNS = (Suite.step, Suite.ladder, Suite.projection)
 OF_SUITES = {
     "scopes": (Suite.step,),
@@ -122,8 +121,8 @@ def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
         yield "shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto"
     yield from file_problems("out", args.out, f"{args.suite.value}.json")
     brings_chart = args.suite is Suite.ladder and args.out is not None
-    if brings_chart and importlib.util.find_spec("matplotlib") is None:
-        yield f"out={args.out} brings a chart, which needs matplotlib: {MATPLOTLIB}"
+    if brings_chart and not is_installed("matplotlib"):
+        yield f"out={args.out} brings a chart, which needs matplotlib: {FOR_PLOTS}"
 
 
 def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:

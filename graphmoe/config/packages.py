@@ -56,6 +56,8 @@ _EXTRAS = {
     "transformers": ("tests against its models", "dev"),
     "matplotlib": ("plots in the documentation", "dev"),
 }
+FOR_PLOTS = _OWN.format("dev")
+"""Command that installs matplotlib."""
 PACKAGES = (
     TRITON,
     *VENDORS.values(),

@@ -1,15 +1,13 @@
 """Keys of ``graphmoe.pipeline_view``, and the check of their values."""
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from graphmoe.config.arguments import file_problems
+from graphmoe.config.packages import FOR_PLOTS, is_installed
 from graphmoe.config.schema import ConfigError, OutputFormat
-
-MATPLOTLIB = "pip install 'graphmoe[dev]'"
 
 
 @dataclass
@@ -151,5 +149,5 @@ def _pictures(args: ViewArgs) -> Iterator[str]:
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         yield f"out={args.out} is a file; name a folder, or use html={args.out}"
     needs_matplotlib = args.png or args.out
-    if needs_matplotlib and importlib.util.find_spec("matplotlib") is None:
-        yield f"{needs_matplotlib}: a PNG needs matplotlib: {MATPLOTLIB}; html=... needs nothing more"
+    if needs_matplotlib and not is_installed("matplotlib"):
+        yield f"{needs_matplotlib}: a PNG needs matplotlib: {FOR_PLOTS}; html=... needs nothing more"

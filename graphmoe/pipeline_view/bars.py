@@ -4,19 +4,13 @@ A rank has a row of height 1 around its number. Transfers, where there are any, 
 track of computation; a forward and a backward that take turns are two bars of half the height.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.pipeline_view.arguments import MATPLOTLIB
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BarKind = Literal["F", "B", "I", "W", "comm"]
 COLOURS: dict[BarKind, str] = {
@@ -39,13 +33,9 @@ _LIGHTEST = 0.55
 _HALF = 0.43
 """Half the height of a row's bars."""
 
-
-WIDTH_IN, DPI = 16.0, 120
+WIDTH_IN, DPI, FONT = 16.0, 120, 6.0
 ROW_IN, HEAD_IN, LEGEND_IN = 0.34, 0.75, 0.45
 """Heights of a rank's row, of what is around a panel, and of the legend."""
-_FONT, _SMALLEST_FONT = 7.0, 4.5
-_DIGIT_WIDTH = 0.64
-"""Width of a digit as a share of the font's size."""
 
 
 class Panel(NamedTuple):
@@ -136,10 +126,12 @@ def summary(panel: Panel) -> str:
     return f"makespan {shown_makespan(panel)}, bubble {timeline.bubble:.1%}, peak {peak}"
 
 
-def kinds_of(bars: Sequence[Bar]) -> list[BarKind]:
-    """Return the kinds of some bars, in the order of the legend."""
-    found = {bar.kind for bar in bars}
-    return [kind for kind in COLOURS if kind in found]
+def bars_by_kind(panel: Panel) -> dict[BarKind, list[Bar]]:
+    """Return the bars of a panel by kind, in the order of the legend, which takes the first one's colour."""
+    found: dict[BarKind, list[Bar]] = {kind: [] for kind in COLOURS}
+    for bar in sorted(bars_of(panel), key=lambda bar: bar.colour != COLOURS[bar.kind]):
+        found[bar.kind].append(bar)
+    return {kind: bars for kind, bars in found.items() if bars}
 
 
 def _bars(span: Span, placement: Placement, scale: float, has_transfers: bool) -> Iterator[Bar]:
@@ -165,32 +157,49 @@ def _shade(colour: str, stage: int, stages: Sequence[int]) -> str:
 
 
 def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
-    """Write the panels one below the other on a common axis of time.
+    """Write the panels one below the other on a common axis of time; matplotlib must be there.
 
-    *Raises* ConfigError where the file cannot be written or matplotlib is missing.
+    A bar has its number where that fits. *Raises* ConfigError where the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: a PNG needs matplotlib: {MATPLOTLIB}; html=... needs nothing more"
-        ) from error
+    from matplotlib.figure import Figure
 
-    drawn = [bars_of(panel) for panel in panels]
     ranks = [panel.timeline.placement.num_ranks for panel in panels]
-    height = sum(ROW_IN * count + HEAD_IN for count in ranks) + LEGEND_IN
-    figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
+    figure = Figure((WIDTH_IN, sum(ROW_IN * n + HEAD_IN for n in ranks) + LEGEND_IN), layout="constrained")
     rows = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=ranks)[:, 0]
-    end = max((bar.end for bars in drawn for bar in bars), default=1.0)
-    for axes, panel, bars in zip(rows, panels, drawn, strict=True):
-        axes.set_xlim(0, end)
-        _draw(axes, panel, bars)
-        _label(axes, bars, points_per_time=0.86 * WIDTH_IN * 72 / end)
+    end = max((bar.end for panel in panels for bar in bars_of(panel)), default=1.0)
+    digit = 0.64 * FONT / (0.86 * WIDTH_IN * 72 / end)
+    legend = {}
+    for axes, panel, num_ranks in zip(rows, panels, ranks, strict=True):
+        for kind, bars in bars_by_kind(panel).items():
+            legend[kind] = axes.barh(
+                [(bar.low + bar.high) / 2 for bar in bars],
+                [bar.end - bar.start for bar in bars],
+                [bar.high - bar.low for bar in bars],
+                [bar.start for bar in bars],
+                color=[bar.colour for bar in bars],
+                edgecolor="white",
+                linewidth=0.4,
+            )
+            fit = [kind != "comm" and bar.end - bar.start > digit * (len(bar.label) + 0.3) for bar in bars]
+            labels = [bar.label * fits for bar, fits in zip(bars, fit, strict=True)]
+            texts = axes.bar_label(legend[kind], labels, label_type="center", fontsize=FONT)
+            for text, bar in zip(texts, bars, strict=True):
+                text.set(color=text_colour(bar.colour), in_layout=False)
+        axes.set(xlim=(0, end), ylim=(num_ranks - 0.5, -0.5))
+        axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+        right = axes.secondary_yaxis("right")
+        shares = enumerate(idle_shares(panel.timeline))
+        said = [f"{idle:.1%} idle, {shown_peak(panel.timeline, rank)}" for rank, idle in shares]
+        right.set_yticks(range(num_ranks), said, fontsize=8)
+        for side in (axes, right):
+            side.tick_params(axis="y", length=0)
+            side.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_title(f"{panel.title}: {summary(panel)}", loc="left", fontsize=10)
     rows[-1].set_xlabel(axis_title(panels))
-    kinds = kinds_of([bar for bars in drawn for bar in bars])
+    kinds = [kind for kind in COLOURS if kind in legend]
     figure.legend(
-        handles=[Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in kinds],
+        [legend[kind] for kind in kinds],
+        [WORDS[kind] for kind in kinds],
         loc="outside upper left",
         ncols=len(COLOURS),
         frameon=False,
@@ -199,47 +208,3 @@ def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
         figure.savefig(path, dpi=DPI, format="png")
     except OSError as error:
         raise ConfigError(f"cannot write the picture {path}: {error}") from error
-
-
-def _draw(axes: Axes, panel: Panel, bars: Sequence[Bar]) -> None:
-    from matplotlib.collections import PolyCollection
-
-    corners = [
-        [(bar.start, bar.low), (bar.end, bar.low), (bar.end, bar.high), (bar.start, bar.high)] for bar in bars
-    ]
-    colours = [bar.colour for bar in bars]
-    axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.4))
-    num_ranks = panel.timeline.placement.num_ranks
-    idle = idle_shares(panel.timeline)
-    axes.set_ylim(num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-    right = axes.secondary_yaxis("right")
-    right.set_yticks(
-        range(num_ranks),
-        [f"{idle[rank]:.1%} idle, {shown_peak(panel.timeline, rank)}" for rank in range(num_ranks)],
-        fontsize=8,
-    )
-    for side in (axes, right):
-        side.tick_params(axis="y", length=0)
-        side.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(f"{panel.title}: {summary(panel)}", loc="left", fontsize=10)
-
-
-def _label(axes: Axes, bars: Sequence[Bar], points_per_time: float) -> None:
-    for bar in bars:
-        if bar.kind == "comm":
-            continue
-        room = (bar.end - bar.start) * points_per_time - 1
-        size = min(_FONT, room / (_DIGIT_WIDTH * len(bar.label)), 0.8 * 72 * ROW_IN * (bar.high - bar.low))
-        if size >= _SMALLEST_FONT:
-            axes.text(
-                (bar.start + bar.end) / 2,
-                (bar.low + bar.high) / 2,
-                bar.label,
-                size=size,
-                color=text_colour(bar.colour),
-                ha="center",
-                va="center_baseline",
-                clip_on=True,
-                in_layout=False,
-            )

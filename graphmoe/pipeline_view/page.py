@@ -16,9 +16,9 @@ from graphmoe.pipeline_view.bars import (
     BarKind,
     Panel,
     axis_title,
+    bars_by_kind,
     bars_of,
     idle_shares,
-    kinds_of,
     shown_makespan,
     shown_peak,
     summary,
@@ -70,10 +70,8 @@ def timeline_figure(panels: Sequence[Panel]) -> Figure:
     )
     shown: set[BarKind] = set()
     for row, panel in enumerate(panels, start=1):
-        bars = bars_of(panel)
-        for kind in kinds_of(bars):
-            trace = _trace(kind, [bar for bar in bars if bar.kind == kind], panel, kind not in shown)
-            figure.add_trace(trace, row=row, col=1)
+        for kind, bars in bars_by_kind(panel).items():
+            figure.add_trace(_trace(kind, bars, panel, kind not in shown), row=row, col=1)
             shown.add(kind)
         ranks = range(panel.timeline.placement.num_ranks)
         figure.update_yaxes(
@@ -107,7 +105,6 @@ def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) ->
     from plotly.graph_objects import Bar as Trace
 
     unit = f" {panel.unit}" if panel.unit else ""
-    bars = sorted(bars, key=lambda bar: bar.colour != COLOURS[kind])  # the legend has the first bar's colour
     border_px = 0 if kind == "comm" else 0.5  # transfers may be as narrow as the border
     return Trace(
         orientation="h",

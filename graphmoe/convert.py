@@ -26,7 +26,6 @@ from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, TensorToWrite, pa
 from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, usual_end
-from graphmoe.run.stored_run import read_stored_run
 from graphmoe.run.weights import (
     FolderKind,
     kind_of,
@@ -34,6 +33,7 @@ from graphmoe.run.weights import (
     option_name,
     own_pieces,
     read_run,
+    read_stored_run,
     train_command,
     write_weights,
 )

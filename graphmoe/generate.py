@@ -18,7 +18,7 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.model.transformer import Transformer
 from graphmoe.run.files import TOKENIZER_FILE
 from graphmoe.run.machine import memory_of, open_device
-from graphmoe.run.stored_run import model_of, read_stored_run
+from graphmoe.run.weights import read_stored_run, run_config
 from graphmoe.training.sample import generate
 
 
@@ -49,8 +49,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"tokens={args.tokens} must be greater than 0")
     if not 0 <= args.temperature < math.inf:
         raise ConfigError(f"temperature={args.temperature} must be 0 or greater")
-    file, run = read_stored_run(args.run)
-    config = model_of(file, run)
+    config, (_, run) = run_config(args.run), read_stored_run(args.run)
     if not (args.run / TOKENIZER_FILE).is_file():
         raise ConfigError(_no_tokenizer(args.run, run.data.source))
     tokenizer = load_tokenizer(args.run / TOKENIZER_FILE)

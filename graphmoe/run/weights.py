@@ -1,7 +1,8 @@
 """Folders that hold a model's weights in graphmoe's own names, and loading weights of any folder.
 
 Such a folder has ``model/<name>.yaml`` (an option of the configuration group ``model``, so that
-``--config-dir`` takes the folder), ``weights.safetensors`` or its shards, and ``weights.json``.
+``--config-dir`` takes the folder), ``weights.safetensors`` or its shards, and ``weights.json``. Anybody may
+have written it, and the ``resolved.yaml`` of a run: both are typed, and nothing in them is resolved.
 """
 
 import enum
@@ -18,21 +19,22 @@ import msgspec
 import torch
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of, whole_shape
-from graphmoe.checkpoint.folders import MismatchError
+from graphmoe.checkpoint.folders import CHECKPOINTS, MismatchError, step_of
 from graphmoe.checkpoint.hf.families import different_keys, same_function
 from graphmoe.checkpoint.hf.folder import fill, open_hf, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
 from graphmoe.checkpoint.store import check_fit
-from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.config.untrusted import is_file_name, read_json, read_yaml
+from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
+from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
 from graphmoe.plan.layout import ALONE, Layout
+from graphmoe.plan.rules.check import violations
 from graphmoe.run.files import CONFIG_FILE
-from graphmoe.run.stored_run import computes_in_bf16, config_file, model_from, model_of, read_stored_run
 
 log = logging.getLogger(__name__)
 
@@ -248,9 +250,71 @@ def model_to_yaml(config: ModelConfig) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
+class StoredPrecision(msgspec.Struct):
+    compute: str | None = None
+
+
+class StoredData(msgspec.Struct):
+    source: str | None = None
+    tokenizer: str | None = None
+    eod_token: str | None = None
+
+
+class StoredRun(msgspec.Struct):
+    """The keys that readers of another's run ask for."""
+
+    model: dict[str, Any]
+    precision: StoredPrecision = msgspec.field(default_factory=StoredPrecision)
+    data: StoredData = msgspec.field(default_factory=StoredData)
+
+
+def config_file(folder: Path) -> Path | None:
+    """Return the resolved.yaml of a run named by its folder, its ``checkpoints`` or one of these.
+
+    None where the folder is none of the three.
+    """
+    folder = folder.absolute()
+    if step_of(folder) is not None:
+        folder = folder.parent
+    if folder.name == CHECKPOINTS:
+        folder = folder.parent
+    path = folder / CONFIG_FILE
+    return path if path.is_file() else None
+
+
+def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
+    """Return a run's resolved.yaml and what it says. *Raises* ConfigError where there is none."""
+    path = config_file(folder)
+    if path is None:
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
+    return path, read_yaml(path, StoredRun)
+
+
 def run_config(folder: Path) -> ModelConfig:
     """The model of a run, from its folder, its ``checkpoints`` or one checkpoint."""
-    return model_of(*read_stored_run(folder))
+    path, run = read_stored_run(folder)
+    return model_from(run.model, f"{path}: model.")
+
+
+def model_from(plain: dict[str, Any], where: str) -> ModelConfig:
+    """Return the model that these keys describe. *Raises* ConfigError, with ``where`` before the key."""
+    for key, value in plain.items():
+        if "${" in str(value):
+            raise FileError(
+                f"{where}{key}={value} would be looked up on this machine, which is not done for a file that "
+                "somebody else may have written; write the value itself there"
+            )
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), plain))
+    except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
+        reason = str(error).strip().splitlines()[0]
+        key = getattr(error, "full_key", None) or ""
+        raise FileError(f"{where}{key} is of no model of this version: {reason}") from error
+    assert isinstance(config, ModelConfig)
+    wrong = [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
+    if wrong:
+        raise FileError(f"{where}* has values that cannot be: {'; '.join(wrong)}")
+    return config
 
 
 def read_run(folder: Path, step: int | None) -> tuple[ModelConfig, dict[str, Tensor], int]:
@@ -265,9 +329,19 @@ def read_run(folder: Path, step: int | None) -> tuple[ModelConfig, dict[str, Ten
 
 def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dict[str, Any]:
     """The tensors of ``state`` under the names that a run's checkpoint has its fp32 weights by."""
-    if not computes_in_bf16(*read_stored_run(folder)):
+    if not _computes_in_bf16(folder):
         return {"model": state}
     # The weights under "model" are rounded to bf16; the optimizer has what they are rounded from.
     buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
     main = {name: tensor for name, tensor in state.items() if name not in buffers}
     return {"model": buffers, "optimizer": {"main": main}}
+
+
+def _computes_in_bf16(folder: Path) -> bool:
+    """Tell whether the run's weights are rounded, and its optimizer has what they are rounded from."""
+    path, run = read_stored_run(folder)
+    compute = run.precision.compute
+    if compute is not None and compute not in ComputeDtype.__members__:
+        valid = ", ".join(ComputeDtype.__members__)
+        raise FileError(f"{path}: precision.compute={compute} must be one of {valid}")
+    return compute == ComputeDtype.bf16.name

@@ -18,6 +18,7 @@ from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.schema import ConfigError, DpShard, ModelConfig, RunConfig
 from graphmoe.model.sizes import count_parameters, flops_per_token, state_bytes
+from graphmoe.optim import rule_of
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import PipelinePlan, with_one_micro_batch
 from graphmoe.plan.plan import plan_of
@@ -39,7 +40,10 @@ def show(cfg: RunConfig) -> None:
     assert cfg.data.seq_len is not None  # filled when the configuration is resolved
     smallest = smallest_layout(cfg)
     plan = plan_of(with_one_micro_batch(cfg, smallest), smallest.size("world"))
-    document = describe(cfg.model, cfg.data.seq_len, plan.layout, cfg.parallel.dp_shard, plan.pipeline)
+    num_moments = len(rule_of(cfg.optim.name).moments)
+    document = describe(
+        cfg.model, cfg.data.seq_len, plan.layout, cfg.parallel.dp_shard, plan.pipeline, num_moments
+    )
     emit(document, render(document), cfg.format)
 
 
@@ -69,6 +73,7 @@ def describe(
     layout: Layout = ALONE,
     dp_shard: DpShard = DpShard.zero1,
     plan: PipelinePlan | None = None,
+    num_moments: int = 2,
 ) -> dict[str, Any]:
     """Return all figures as plain values: parameters by component, FLOPs of a token, bytes of state.
 
@@ -76,13 +81,13 @@ def describe(
     that holds most, and of every one.
     """
     of_places = [
-        _whole_bytes(state_bytes(model, layout, stages, dp_shard=dp_shard))
+        _whole_bytes(state_bytes(model, layout, stages, dp_shard=dp_shard, num_moments=num_moments))
         for stages in (plan.stages_of_places if plan else [[]])
     ]
     document = {
         **_figures(model, seq_len),
         "num_ranks": layout.size("world"),
-        "memory_bytes": _whole_bytes(state_bytes(model, ALONE)),
+        "memory_bytes": _whole_bytes(state_bytes(model, ALONE, num_moments=num_moments)),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
     }
     if plan:

@@ -9,24 +9,41 @@ import pytest
 import torch
 import yaml
 
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.command.hydra import load_config
-from graphmoe.config.choices import DISPATCHERS, EXPERTS_BACKENDS, LR_SCHEDULES
+from graphmoe.config.choices import DISPATCHERS, EXPERTS_BACKENDS, LR_SCHEDULES, OPTIMIZERS
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
+from graphmoe.info import show
 from graphmoe.ops.grouped_mlp import BACKENDS
+from graphmoe.optim import RULES, rule_of
 from graphmoe.optim.lr_schedule import DECAYS
 from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan.experts import FACTS
+from graphmoe.plan.layout import ALONE
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
+from graphmoe.project.memory import exact_memory
 from graphmoe.runtime.dispatch import MAKERS
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
+from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.executor import chosen_experts
-from tests.distributed.layouts import Case
+from tests.distributed.layouts import FSDP, Case, assert_same
 from tests.distributed.ranks import run_ranks
-from tests.runs import COMPILED, ROOT, TINY, command, config, metrics, train_in
+from tests.runs import (
+    COMPILED,
+    ROOT,
+    TINY,
+    assert_same_state,
+    command,
+    config,
+    final_state,
+    metrics,
+    train_in,
+    trainer_in,
+)
 
 QUIET = ("train.val_batches=0", "checkpoint.enabled=false", "train.log_interval=1")
 
@@ -159,6 +176,65 @@ def test_a_pipeline_schedule_that_no_ranks_could_run_is_refused(own):
             )
 
 
+OPTIMIZER = """
+from graphmoe.optim.rule import UpdateRule
+
+def momentum(weight, gradient, moments, step):
+    (velocity,), (beta,) = moments, step.numbers
+    velocity = beta * velocity + gradient
+    return weight - step.lr * velocity, velocity
+
+mine = UpdateRule(("velocity",), lambda config: (config.beta1,), momentum)
+"""
+
+
+def test_an_optimizer_steps_as_torch_does_and_resumes_bitwise(own, tmp_path):
+    own("own_optimizers", OPTIMIZER)
+    words = ("optim.name=own_optimizers:mine", "optim.weight_decay=0", "optim.schedule=constant")
+    once = trainer_in(tmp_path / "once", *words, "train.clip_grad_norm=0")
+    weights = [weight.detach().clone() for weight in once.optimizer.weights]
+    theirs = torch.optim.SGD(weights, lr=1e-2, momentum=0.9)
+    for _ in range(2):
+        once._train_step()
+        for weight, gradient in zip(weights, once.optimizer._gradients.values(), strict=True):
+            weight.grad = gradient.total.clone()
+        theirs.step()
+    torch.testing.assert_close(once.optimizer.weights, weights, rtol=1e-6, atol=1e-8)
+    once.loader.close()
+    whole = train_in(tmp_path / "whole", *words, "train.steps=6", "checkpoint.interval=3")
+    state = final_state(tmp_path / "whole", tmp_path / "scratch", *words)
+    assert "optimizer.velocity.embed.weight" in state and not any("exp_avg" in name for name in state)
+    source = f"checkpoint.resume_from={tmp_path}/whole/checkpoints/step_00000003"
+    second = train_in(tmp_path / "second", *words, "train.steps=6", source)
+    assert_same_state(final_state(tmp_path / "second", tmp_path / "scratch2", *words), state)
+    for one, other in zip(whole.optimizer.weights, second.optimizer.weights, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit the state .*optimizer\.velocity\."):
+        train_in(tmp_path / "third", "train.steps=6", source)
+
+
+def test_the_moments_of_an_optimizer_are_counted(own, capsys):
+    own("own_optimizers", OPTIMIZER)
+    found = []
+    for name in ("adamw", "own_optimizers:mine"):
+        run = config(f"optim.name={name}", "compile.enabled=true", "format=json")
+        (place,) = exact_memory(run, ALONE, on_nvidia=True)
+        show(run)
+        shown = json.loads(capsys.readouterr().out)["memory_bytes"]["moments_fp32"]
+        found.append((place.state["moments"], shown, rule_of(name).bytes_moved))
+    (of_two, shown_of_two, moved), (of_one, shown_of_one, less) = found
+    assert 2 * of_one == of_two > 0 and 2 * shown_of_one == shown_of_two > 0 and (moved, less) == (34, 26)
+
+
+def test_an_optimizer_on_two_ranks(own, tmp_path):
+    own("own_optimizers", OPTIMIZER)
+    cases = [Case(2, layout, model=("optim.name=own_optimizers:mine",)) for layout in ("", FSDP)]
+    found = run_ranks(tmp_path, {str(case): case.training for case in cases})
+    alone = cases[0].alone(Ranks(), tmp_path / "alone")
+    for case in cases:
+        assert_same(case, found[str(case)], alone)
+
+
 def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog):
     own("strange_experts", "raise AssertionError\n")
     plan = plan_of(config(), 1)
@@ -167,7 +243,7 @@ def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog)
     assert "name that as moe.experts on the command line" in caplog.text
 
 
-KEYS = ["data.source", "optim.schedule", "moe.experts", "moe.dispatcher", "pipeline.schedule"]
+KEYS = ["data.source", "optim.name", "optim.schedule", "moe.experts", "moe.dispatcher", "pipeline.schedule"]
 ASKED = ("moe.dispatcher", "pipeline.schedule")
 """Keys whose facts the rules ask."""
 
@@ -214,6 +290,7 @@ def test_a_file_written_for_a_torchrun_runs_by_the_command_that_is_printed(own, 
 
 
 def test_names_of_choices_are_the_rows_of_their_tables():
+    assert {*OPTIMIZERS.names} == {*RULES}
     assert {*LR_SCHEDULES.names} == {*DECAYS, "constant"}
     assert {*EXPERTS_BACKENDS.names} == {*BACKENDS, "auto"}
     assert {*DISPATCHERS.names} == {*FACTS, "auto"} == {*MAKERS, "auto"}

@@ -28,6 +28,7 @@ from graphmoe.bench.jobs import (
 )
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.sizes import count_parameters
+from graphmoe.optim import rule_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 from graphmoe.trace.summary import largest, summarise
 
@@ -35,8 +36,6 @@ RECORDED_STEPS = 3
 """Steps after the timed ones of which a trace is read."""
 NUM_KERNELS = 10
 """Largest kernels of a row."""
-UPDATE_BYTES = 34
-"""Per parameter: main weights and moments read and written, gradients read twice, bf16 weights written."""
 
 
 def measure_steps(args: BenchArgs, device: torch.device, full: bool) -> Measured:
@@ -104,14 +103,14 @@ def step_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
     row = numbers_of_run(config, ranks, timed, found.summary)
     recorded = summarise(found.trace, 1)
     kernels = [(a.name, a.end - a.start, None) for a in found.trace.activities]
-    update_ms = UPDATE_BYTES * count_parameters(config.model).total.full / BYTES_PER_S * 1e3
+    moved = rule_of(config.optim.name).bytes_moved * count_parameters(config.model).total.full
     idle = None
     if recorded.idle is not None:
         idle = max(0.0, 1 - (1 - recorded.idle) * recorded.step_ms / row["median_ms"])
     first = found.trace.steps[0]
     return {
         **row,
-        "floor_with_optimizer_ms": row["floor_ms"] + update_ms,
+        "floor_with_optimizer_ms": row["floor_ms"] + moved / BYTES_PER_S * 1e3,
         "idle_share": idle,
         "host_ms": (first.end - first.start) / 1e3,
         "kernels": [vars(kernel) for kernel in largest(kernels, RECORDED_STEPS, NUM_KERNELS)],
@@ -136,8 +135,8 @@ def render_steps(document: dict[str, Any]) -> Iterator[str]:
     for case, row in {row["case"]: row for row in document["rows"] if not row["error"]}.items():
         yield (
             f"Floor of {case}: {row['floor_ms']:.2f} ms of FLOPs at {FLOPS_PER_S / 1e12:.0f} TFLOP/s, which "
-            f"step / floor counts; {row['floor_with_optimizer_ms']:.2f} ms with the {UPDATE_BYTES} bytes per "
-            f"parameter of the update at {BYTES_PER_S / 1e12:.1f} TB/s, both as measured on an H200."
+            f"step / floor counts; {row['floor_with_optimizer_ms']:.2f} ms with the bytes that "
+            f"the update moves at {BYTES_PER_S / 1e12:.1f} TB/s, both as measured on an H200."
         )
     yield (
         f"Step: median of {document['method']['repeats']} by the device's clock, while the host runs ahead. "

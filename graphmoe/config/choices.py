@@ -26,6 +26,7 @@ SOURCES = {
 DATA_SOURCES = OneOf(tuple(SOURCES))
 DISPATCHERS = OneOf(("auto", "local", "alltoall", "symm", "nvshmem", "deepep", "turbo"))
 EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
+OPTIMIZERS = OneOf(("adamw",))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 

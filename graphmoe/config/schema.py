@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from graphmoe.config.choices import (
     DATA_SOURCES,
     LR_SCHEDULES,
+    OPTIMIZERS,
     SOURCES,
     ComputeDtype,
     DeviceChoice,
@@ -105,8 +106,10 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and the learning-rate schedule."""
+    """Rule of the update, and the learning-rate schedule."""
 
+    name: Annotated[str, OPTIMIZERS] = "adamw"
+    """Rule that changes the weights: adamw, or package.module:NAME."""
     lr: Annotated[float, POSITIVE, FP32] = 3e-4
     """Peak learning rate, > 0."""
     min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
@@ -124,7 +127,7 @@ class OptimConfig:
     eps: Annotated[float, POSITIVE, FP32] = 1e-8
     """AdamW's epsilon, > 0."""
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none, >= 0."""
+    """Decoupled weight decay of matrices, whatever the rule; norms and biases have none, >= 0."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
     """Size in MB of the pieces in which ranks sum fp32 gradients, while the backward makes the next, > 0."""
 

@@ -127,18 +127,21 @@ def state_bytes(
     *,
     rounded: bool = True,
     dp_shard: DpShard = DpShard.zero1,
+    num_moments: int = 2,
 ) -> dict[str, float]:
     """Bytes on each rank that has these stages, by kind; without activations. Without stages it has all.
 
     Where layers are shared out the layout says which places hold the embedding. ``rounded``: weights are
     bf16, beside fp32 main weights. With zero1 gradients and weights are held whole, as far as tp, ep and etp
     leave them on a rank; the rest, and a sum of the gradients, is shared out to those that hold the same.
-    With fsdp2 all is shared out; what is gathered for a layer is not counted.
+    With fsdp2 all is shared out; what is gathered for a layer is not counted. ``num_moments`` are those of
+    the optimizer's rule, by default AdamW's.
     """
     assert stages or layout.pp == 1
     if dp_shard is DpShard.fsdp2:
         owned = count_parameters(model).total.full / layout.size("world")
-        return {"main_weights_fp32": 4 * owned, "gradients_fp32": 4 * owned, "moments_fp32": 8 * owned}
+        moments = {"moments_fp32": 4 * num_moments * owned} if num_moments else {}
+        return {"main_weights_fp32": 4 * owned, "gradients_fp32": 4 * owned, **moments}
     kinds = ("weights_bf16" if rounded else "weights_fp32", "main_weights_fp32", "gradients_fp32")
     found = dict.fromkeys((*kinds, "moments_fp32"), 0.0)
     element_bytes = 2 if rounded else 4
@@ -150,7 +153,7 @@ def state_bytes(
         found[kinds[0]] += element_bytes * (size + (owned if rounded and shared else 0))
         found["main_weights_fp32"] += 4 * owned if rounded or shared else 0
         found["gradients_fp32"] += 4 * size + (4 * owned if shared else 0)
-        found["moments_fp32"] += 8 * owned
+        found["moments_fp32"] += 4 * num_moments * owned
     return {kind: size for kind, size in found.items() if size}
 
 

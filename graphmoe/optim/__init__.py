@@ -1,1 +1,13 @@
 """Optimizers and the sums of gradients over ranks."""
+
+from graphmoe.config.choices import look_up
+from graphmoe.optim.adamw import ADAMW
+from graphmoe.optim.rule import UpdateRule
+
+RULES = {"adamw": ADAMW}
+
+
+def rule_of(name: str) -> UpdateRule:
+    """Return the rule of ``optim.name``, or of an import path. *Raises* ConfigError where there is none."""
+    found: UpdateRule = look_up(RULES, name, "optim.name", UpdateRule)
+    return found

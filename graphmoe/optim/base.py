@@ -1,7 +1,8 @@
 """Interface of optimizers, and their common part: counters, schedule, norm and clipping.
 
 Optimizers differ in where weights, gradients and moments lie: ``graphmoe.optim.zero1`` keeps them in flat
-buffers, ``graphmoe.optim.fsdp`` leaves them to torch's ``fully_shard``.
+buffers, ``graphmoe.optim.fsdp`` leaves them to torch's ``fully_shard``. What an update computes is its
+`UpdateRule`, the same for both.
 """
 
 from abc import ABC, abstractmethod
@@ -15,8 +16,9 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.gradients import Gradient
-from graphmoe.optim.adamw import AdamWNumbers, StepScalars
+from graphmoe.optim import rule_of
 from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
+from graphmoe.optim.rule import StepScalars
 from graphmoe.runtime.capture.capture import TensorSlot
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
@@ -45,13 +47,14 @@ class StepOptimizer(ABC):
     """True where each rank can read, after ``gather``, all that it has of the model."""
 
     def __init__(self, optim: OptimConfig, train: TrainConfig, mesh: Mesh, device: torch.device) -> None:
-        self.config, self.train, self.mesh = optim, train, mesh
+        self.config, self.train, self.mesh, self.rule = optim, train, mesh, rule_of(optim.name)
         self.applied, self.skipped, self.skipped_in_row, self.longest_skip = (
             torch.zeros((), device=device) for _ in range(4)
         )
         self.void = torch.zeros((), device=device)
         """0.0, or 1.0 while ``step`` must leave everything as it is; others set it, and take it back."""
-        numbers = [*LrNumbers.of(optim, train.steps), *AdamWNumbers.of(optim), train.clip_grad_norm]
+        of_lr, of_rule = LrNumbers.of(optim, train.steps), self.rule.numbers(optim)
+        numbers = [*of_lr, *of_rule, optim.weight_decay, train.clip_grad_norm]
         self._numbers = torch.tensor(numbers, device=device)
         """Settings that the update reads: other values need no other code."""
 
@@ -113,15 +116,15 @@ class StepOptimizer(ABC):
         self, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor
     ) -> StepScalars:
         """Compute the scalars of an update, by the fp32 norm of all gradients."""
-        *each, clip = numbers.unbind()
-        of_lr, of_adamw = LrNumbers(*each[: len(LrNumbers._fields)]), each[len(LrNumbers._fields) :]
+        *each, weight_decay, clip = numbers.unbind()
+        of_lr, of_rule = LrNumbers(*each[: len(LrNumbers._fields)]), each[len(LrNumbers._fields) :]
         lr = learning_rate(self.config.schedule, of_lr, applied)
         clips = self.train.clip_grad_norm > 0
         shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clips else torch.ones_like(norm)
-        # Above 1.8e19 the square, which the second moment takes up, is infinite in fp32, and would stay so.
+        # Above 1.8e19 the square, which a second moment takes up, is infinite in fp32, and would stay so.
         ok = torch.isfinite((norm / shrink).square()) & torch.isfinite(shrink)
         ok = ok & torch.isfinite(loss) & (void == 0.0)
-        return StepScalars(lr, shrink, applied, ok, AdamWNumbers(*of_adamw))
+        return StepScalars(lr, shrink, applied, ok, weight_decay, tuple(of_rule))
 
     def _over_ranks(self, own: Tensor) -> Tensor:
         """Combine the norms of all ranks; each element of a gradient is counted by one rank."""

@@ -29,7 +29,7 @@ class Region(NamedTuple):
 
     decays: bool
     tensors: list[Tensor]
-    """Main weights, gradient, both moments, and the weights that the main ones are rounded into, if any."""
+    """Main weights, gradient, moments, and the weights that the main ones are rounded into, if any."""
 
     @property
     def grad(self) -> Tensor:
@@ -49,8 +49,9 @@ class Family:
         mesh: Mesh,
         axis: Axis,
         bucket_elements: float,
+        moments: Sequence[str],
     ) -> None:
-        """``order`` has the places of the weights in the model."""
+        """``order`` has the places of the weights in the model, ``moments`` names of what is kept of each."""
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
         self.group = mesh.group(axis)
         """None where this rank owns all."""
@@ -67,7 +68,7 @@ class Family:
         """fp32 weights; ``weight_shard`` itself where that is fp32, else that is rounded from them."""
         self.grad_shard = self.grad if self.group is None else torch.zeros_like(self.main)
         """The sum over the ranks."""
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
+        self.moments = {name: torch.zeros_like(self.main) for name in moments}
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """Return a view of a whole buffer for each parameter, by name."""
@@ -89,7 +90,7 @@ class Family:
 
     def regions(self) -> list[Region]:
         """Return the shards of what decays, and of what does not; none that is empty."""
-        shards = [self.main, self.grad_shard, self.exp_avg, self.exp_avg_sq]
+        shards = [self.main, self.grad_shard, *self.moments.values()]
         if self.weight_shard is not self.main:
             shards.append(self.weight_shard)
         end = self.layout.decayed
@@ -134,7 +135,7 @@ class Family:
             weight.data = view
 
 
-def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float) -> list[Family]:
+def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: Sequence[str]) -> list[Family]:
     """Group the model's parameters by the ranks that their gradients are summed over."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
@@ -143,7 +144,8 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float) -> list[Fa
     found = []
     for weights in members.values():
         axis = layout_of(next(iter(weights.values()))).summed_over
-        found.append(Family(weights, [order[name] for name in weights], mesh, axis, bucket_elements))
+        places = [order[name] for name in weights]
+        found.append(Family(weights, places, mesh, axis, bucket_elements, moments))
     return found
 
 

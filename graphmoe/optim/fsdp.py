@@ -1,4 +1,4 @@
-"""AdamW over what torch's ``fully_shard`` leaves on a rank: an n-th of weights, gradients and moments.
+"""Updates of what torch's ``fully_shard`` leaves on a rank: an n-th of weights, gradients and moments.
 
 For models whose dense part does not fit beside its gradients. The rule of the update, its norm, clipping and
 skipping are those of ``graphmoe.optim.zero1``; only what lies where differs, and no address is fixed.
@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.transformer import Transformer
-from graphmoe.optim.adamw import fused_adamw_
 from graphmoe.optim.base import StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.plan.buckets import decays
 from graphmoe.plan.layout import Axis, layout_of
@@ -63,8 +62,10 @@ class ShardedOptimizer(StepOptimizer):
         """DTensors by parameter name."""
         self.main = {name: _local(weight) for name, weight in self.weights.items()}
         """This rank's rows of each fp32 weight."""
-        self.exp_avg = {name: torch.zeros_like(main) for name, main in self.main.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(main) for name, main in self.main.items()}
+        self.moments = {
+            kind: {name: torch.zeros_like(main) for name, main in self.main.items()}
+            for kind in self.rule.moments
+        }
 
     def executor(self, execute: Executor) -> Executor:
         return functools.partial(self._sharded.execute, execute)
@@ -77,9 +78,9 @@ class ShardedOptimizer(StepOptimizer):
         for decayed in (True, False):
             names = [n for n, own in self.main.items() if decays(own) is decayed and own.numel()]
             if names:
-                kinds = (self.main, gradients, self.exp_avg, self.exp_avg_sq)
-                lists = ([kind[name] for name in names] for kind in kinds)
-                fused_adamw_(*lists, config=self.config, decays=decayed, scalars=scalars)
+                kinds = (self.main, gradients, *self.moments.values())
+                main, gradient, *moments = ([kind[name] for name in names] for kind in kinds)
+                self.rule.apply(main, gradient, moments, config=self.config, decays=decayed, scalars=scalars)
         done = scalars.ok.float()
         count_step(done, self.void, *self._counters().values())
         for weight in self.weights.values():
@@ -94,8 +95,7 @@ class ShardedOptimizer(StepOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "exp_avg": self._shards(self.exp_avg),
-            "exp_avg_sq": self._shards(self.exp_avg_sq),
+            **{kind: self._shards(moment) for kind, moment in self.moments.items()},
             "main": self._shards(self.main) if self._dtype != torch.float32 else {},
             "counters": self._counters(),
         }

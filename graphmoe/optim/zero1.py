@@ -1,12 +1,12 @@
-"""AdamW over fp32 main weights, with clipping, skipping and the schedule on the device.
+"""Updates of fp32 main weights, with clipping, skipping and the schedule on the device.
 
 Weights, gradients and moments lie in flat buffers at fixed addresses. Of several ranks that would all make
 the same update, each owns an n-th of main weights and moments and updates that (ZeRO-1, arXiv 1910.02054):
 a step is the sum of the gradients, of which a rank gets its shard; the norm of all shards; the update of the
 shards; and, when the next step begins, the new weights from their owners.
 
-Compiled, the update reads the gradients for their norm and then walks all shards once; otherwise torch's
-fused AdamW walks them. Nothing here waits for the device: a step that is not finite leaves what was there,
+Compiled, the update reads the gradients for their norm and then walks all shards once; otherwise the rule's
+fused kernel walks them. Nothing here waits for the device: a step that is not finite leaves what was there,
 and counters live on the device.
 """
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
-from graphmoe.optim.adamw import adamw_, fused_adamw_
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.optim.flat_buffers import Region, families_of
 from graphmoe.optim.reduction import ArrivingWeights, GradientReduction, WeightGather
@@ -50,7 +49,8 @@ class Optimizer(StepOptimizer):
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = list(model.parameters())
         assert all(w.dtype == self.weights[0].dtype and w.requires_grad for w in self.weights)
-        self.families = families_of(model, self.mesh, optim.bucket_mb * 1e6 / torch.float32.itemsize)
+        elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
+        self.families = families_of(model, self.mesh, elements, self.rule.moments)
         totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
@@ -110,9 +110,8 @@ class Optimizer(StepOptimizer):
     def state_dict(self) -> dict[str, Any]:
         rounded = any(family.main is not family.weight_shard for family in self.families)
         return {
-            "exp_avg": self._state("exp_avg"),
-            "exp_avg_sq": self._state("exp_avg_sq"),
-            "main": self._state("main") if rounded else {},
+            **{name: self._state([f.moments[name] for f in self.families]) for name in self.rule.moments},
+            "main": self._state([f.main for f in self.families]) if rounded else {},
             "counters": self._counters(),
         }
 
@@ -128,8 +127,11 @@ class Optimizer(StepOptimizer):
         for name, gradient in zip(self.names, self._gradients.values(), strict=True):
             found[f"the gradient of {name}"] = vars(gradient), "total"
         several = len(self.families) > 1
-        families = [(f" over {family.axis}" if several else "", vars(family)) for family in self.families]
-        for which, holder in [("", vars(self)), *families]:
+        holders = [("", vars(self))]
+        for family in self.families:
+            which = f" over {family.axis}" if several else ""
+            holders += [(which, vars(family)), (which, family.moments)]
+        for which, holder in holders:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
                 found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
         return found
@@ -170,11 +172,11 @@ class Optimizer(StepOptimizer):
     def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensors[name] for name in self.names}
 
-    def _state(self, kind: str) -> dict[str, Any]:
+    def _state(self, shards: Sequence[Tensor]) -> dict[str, Any]:
         """Return entries of a checkpoint: whole tensors on one rank, this rank's ranges on several."""
         found: dict[str, Any] = {}
-        for family in self.families:
-            weights, flat = dict(zip(family.names, family.weights, strict=True)), getattr(family, kind)
+        for family, flat in zip(self.families, shards, strict=True):
+            weights = dict(zip(family.names, family.weights, strict=True))
             if self._alone:
                 found |= family.views(flat)
                 continue
@@ -225,14 +227,11 @@ class Optimizer(StepOptimizer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Update ``_arguments`` in place, by a fp32 norm -> the values of a StepResult."""
         scalars = self._scalars(norm, loss, applied, void, numbers)
-        for decays, tensors in self._regions_of(flats):
-            if not fused:
-                adamw_(*tensors, decays=decays, scalars=scalars)
-                continue
-            main, *rest = tensors
-            of_one = ([each] for each in (main, *rest[:3]))
-            fused_adamw_(*of_one, config=self.config, decays=decays, scalars=scalars)
-            for weight in rest[3:]:
+        for decays, (main, grad, *rest) in self._regions_of(flats):
+            moments, rounded = rest[: len(self.rule.moments)], rest[len(self.rule.moments) :]
+            lists = [main], [grad], [[moment] for moment in moments]
+            self.rule.apply(*lists, config=self.config, decays=decays, scalars=scalars, fused=fused)
+            for weight in rounded:
                 weight.copy_(main)
         done = scalars.ok.float()
         count_step(done, void, applied, skipped, skipped_in_row, longest_skip)

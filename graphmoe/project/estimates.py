@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from graphmoe.config.schema import ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import rank_weights
+from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import SegmentTime, sum_of
@@ -19,7 +20,7 @@ from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
-from graphmoe.project.memory import communication_bytes, own_buffer_bytes, state_bytes
+from graphmoe.project.memory import communication_bytes, own_buffer_bytes, owned_elements, state_bytes
 from graphmoe.project.step_time import (
     host_seconds,
     message_seconds,
@@ -51,6 +52,16 @@ class ShortPipeline(NamedTuple):
     embed_on: tuple[int, ...] = (0,)
 
 
+class _State(NamedTuple):
+    """State of a rank."""
+
+    sizes: dict[str, int]
+    """Bytes by kind."""
+    reduction_s: float
+    """Exchange of its gradients."""
+    update_s: float
+
+
 class _Stage(NamedTuple):
     """Needs of a stage for one micro-batch."""
 
@@ -76,7 +87,7 @@ class Estimates:
 
     def least_bytes(self, layout: Layout) -> float:
         """Return the state of a rank in the mean of places along pp; the rank with most has no less."""
-        return sum(self._state(_of_weights(layout, (0,)), (self._all,))[0].values()) / layout.pp
+        return sum(self._state(_of_weights(layout, (0,)), (self._all,)).sizes.values()) / layout.pp
 
     def pipeline(self, candidate: Candidate) -> ShortPipeline:
         """Return the pipeline of a candidate. *Raises* ConfigError where there is none."""
@@ -104,7 +115,7 @@ class Estimates:
                 for counts in place.moments
             )
             buffers = communication + self._buffers(like, kind, place.stages, lanes)
-            state = self._state(_of_weights(layout, pipeline.embed_on), place.stages)[0]
+            state = self._state(_of_weights(layout, pipeline.embed_on), place.stages).sizes
             needs.append((place.place, {**state, "activations": activations, "buffers": buffers}))
         return max(needs, key=lambda need: sum(need[1].values()))
 
@@ -126,9 +137,9 @@ class Estimates:
             each, further = self._waits(candidate)
             makespan = busiest * (count * each + (layout.pp - 1) * further)
         states = [self._state(weights, place.stages) for place in pipeline.places]
-        gradients = max(seconds for _, seconds in states)
+        gradients = max(state.reduction_s for state in states)
         hidden = min(gradients * self.speeds.rates.hidden_gradients, makespan / count)
-        update = update_seconds(max(sizes["moments"] for sizes, _ in states), self.speeds)
+        update = max(state.update_s for state in states)
         host = count * max(sum(stage.host_s for stage in stages) for stages in of_places)
         tokens = self.config.train.global_batch_size * self._plain.seq_len / layout.size("world")
         return tokens / max(makespan + gradients - hidden + update, host)
@@ -191,11 +202,15 @@ class Estimates:
         host_s = host_seconds(config, times, self.speeds)
         return _Stage(sum_of("", times), host_s, float(sum(part.total() for part in kept.values())))
 
-    def _estimate_state(self, layout: Layout, stages: Stages) -> tuple[dict[str, int], float]:
-        """Return bytes by kind of the rank that has these stages, and seconds to exchange its gradients."""
-        weights, e = rank_weights(self.model, layout, stages), self._plain.element_bytes
-        state = state_bytes(weights, layout, e, self.config.optim.bucket_mb)
-        return state, reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages)
+    def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
+        """Return the state of the rank that has these stages."""
+        weights, optim = rank_weights(self.model, layout, stages), self.config.optim
+        num_moments = len(rule_of(optim.name).moments)
+        return _State(
+            state_bytes(weights, layout, self._plain.element_bytes, optim.bucket_mb, num_moments),
+            reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages),
+            update_seconds(optim.name, owned_elements(weights, layout, optim.bucket_mb), self.speeds),
+        )
 
     def _estimate_buffers(self, like: Layout, kind: str, stages: Stages, lanes: int) -> float:
         config, sizes = self._with_recompute(like, kind)

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.model.sizes import rank_weights
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
+from graphmoe.optim import rule_of
 from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import Bytes, made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
@@ -60,6 +61,8 @@ class PlaceMemory:
     by_part: dict[str, Bytes]
     """Activations of one micro-batch by layer."""
     buffers: dict[str, float]
+    owned: int
+    """Elements of the parameters that each of the ranks updates."""
 
     @property
     def total(self) -> float:
@@ -91,7 +94,8 @@ def exact_memory(
     of_stage = [sum(kept.total() for kept in parts.values()) for parts in stages]
     activations: Sequence[float] = of_stage if plan is None else peaks(plan.table, of_stage)
     lanes: Sequence[float] = [1] if plan is None else peaks(plan.table, [1] * len(stages))
-    places = []
+    places, bucket_mb = [], config.optim.bucket_mb
+    num_moments = len(rule_of(config.optim.name).moments)
     for place in range(layout.pp):
         numbers = plan.placement.stages_of(place) if plan else (0,)
         own = [pieces[number] for number in numbers]
@@ -99,16 +103,16 @@ def exact_memory(
         for part, kept in (item for number in numbers for item in stages[number].items()):
             by_part[part] = by_part.get(part, Counter()) + kept
         buffers = own_buffer_bytes(config, sizes, own, lanes[place])
+        weights = rank_weights(model, layout, own)
         places.append(
             PlaceMemory(
                 place,
-                state_bytes(
-                    rank_weights(model, layout, own), layout, sizes.element_bytes, config.optim.bucket_mb
-                ),
+                state_bytes(weights, layout, sizes.element_bytes, bucket_mb, num_moments),
                 activations[place],
                 sum(by_part.values(), Counter()),
                 by_part,
                 {**buffers, "communication": communication_bytes(sizes)},
+                owned_elements(weights, layout, bucket_mb),
             )
         )
     return places
@@ -128,22 +132,32 @@ def refuse_unknown(config: RunConfig) -> None:
 
 
 def state_bytes(
-    weights: Sequence[Tensor], layout: Layout, element_bytes: int, bucket_mb: float
+    weights: Sequence[Tensor], layout: Layout, element_bytes: int, bucket_mb: float, num_moments: int = 2
 ) -> dict[str, int]:
     """Return bytes by kind as flat buffers hold them: whole weights and gradients, and shards of all."""
-    families: dict[object, list[Tensor]] = {}
-    for weight in weights:
-        families.setdefault(ranks_of(layout, layout_of(weight).summed_over), []).append(weight)
     found = dict.fromkeys(MEMORY_KINDS[:4], 0)
-    for members in families.values():
-        ranks = layout.size(layout_of(members[0]).summed_over)
-        size = BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size
+    for size, ranks in _buffers(weights, layout, bucket_mb):
         shard = size // ranks
         found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
         found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
         found["main_params"] += FP32 * shard if element_bytes != FP32 else 0
-        found["moments"] += 2 * FP32 * shard
+        found["moments"] += num_moments * FP32 * shard
     return found
+
+
+def owned_elements(weights: Sequence[Tensor], layout: Layout, bucket_mb: float) -> int:
+    """Return the elements of a rank's shards."""
+    return sum(size // ranks for size, ranks in _buffers(weights, layout, bucket_mb))
+
+
+def _buffers(weights: Sequence[Tensor], layout: Layout, bucket_mb: float) -> Iterator[tuple[int, int]]:
+    """Yield the elements of each flat buffer, and the ranks that share it."""
+    families: dict[object, list[Tensor]] = {}
+    for weight in weights:
+        families.setdefault(ranks_of(layout, layout_of(weight).summed_over), []).append(weight)
+    for members in families.values():
+        ranks = layout.size(layout_of(members[0]).summed_over)
+        yield BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size, ranks
 
 
 def own_buffer_bytes(

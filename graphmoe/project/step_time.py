@@ -8,6 +8,7 @@ from typing import Any
 
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.sizes import flops_per_token, rank_weights
+from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import (
@@ -26,9 +27,6 @@ from graphmoe.plan.pipeline.simulate import simulate
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
-
-UPDATE_BYTES = 34
-"""Bytes that the compiled update moves for each parameter that a rank owns (docs/architecture.md)."""
 
 
 def step_time(
@@ -66,7 +64,7 @@ def step_time(
     owned = [plan.own_stages(place).values() if plan else stages for place in range(layout.pp)]
     gradients = max(reduction_seconds(sizes, speeds, of_place) for of_place in owned)
     gradients -= min(gradients * speeds.rates.hidden_gradients, makespan / count)
-    update = update_seconds(max(place.state["moments"] for place in places), speeds)
+    update = update_seconds(config.optim.name, max(place.owned for place in places), speeds)
     of_host = [host_seconds(config, of_stage, speeds) for of_stage in times]
     host = count * max(sum(of_host[number] for number in numbers) for numbers in own)
     step = max(makespan + gradients + update, host)
@@ -130,9 +128,9 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
     )
 
 
-def update_seconds(moments_bytes: float, speeds: Speeds) -> float:
-    """Seconds of the update on the rank with most moments, which are 8 bytes for each parameter."""
-    return moments_bytes / 8 * UPDATE_BYTES / speeds.hbm
+def update_seconds(optimizer: str, owned: int, speeds: Speeds) -> float:
+    """Seconds of the update of so many parameters, by ``optim.name``."""
+    return owned * rule_of(optimizer).bytes_moved / speeds.hbm
 
 
 def host_seconds(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:

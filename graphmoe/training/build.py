@@ -52,7 +52,7 @@ def build(plan: Plan, device: torch.device, mesh: Mesh) -> tuple[Transformer, St
         "parallel.dp_shard=fsdp2: of %d parameters this rank keeps %d, with gradient and moments %.2f GiB",
         held,
         own,
-        16 * own / 2**30,
+        4 * (2 + len(optimizer.moments)) * own / 2**30,
     )
     return model, optimizer
 

@@ -15,6 +15,7 @@ from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.schema import ComputeDtype, ConfigError, PrecisionConfig, RunConfig
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.optim import rule_of
 from graphmoe.plan.plan import DTYPES, Plan
 from graphmoe.run.machine import memory_of
 from graphmoe.run.weights import check_weights, explained_mismatch
@@ -62,8 +63,13 @@ def check_memory(plan: Plan, device: torch.device) -> None:
     config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
     parameters = count_parameters(config.model).total.full
     rounded, dp_shard = config.precision.compute is ComputeDtype.bf16, config.parallel.dp_shard
+    num_moments = len(rule_of(config.optim.name).moments)
     needed_by_place = [
-        sum(state_bytes(config.model, layout, stages, rounded=rounded, dp_shard=dp_shard).values())
+        sum(
+            state_bytes(
+                config.model, layout, stages, rounded=rounded, dp_shard=dp_shard, num_moments=num_moments
+            ).values()
+        )
         for stages in (pipeline.stages_of_places if pipeline else [[]])
     ]
     needed = max(needed_by_place)

@@ -46,6 +46,7 @@ SINGLE_KEYS = (
     "parallel.etp",
     "parallel.dp_shard",
     "pipeline.ep_overlap",
+    "optim.name",
     "optim.schedule",
     "graph.scope",
 )

@@ -55,7 +55,7 @@ class Keeping:
         trainer.run()
         optimizer = trainer.optimizer
         weights = sum(weight.to_local().numel() for weight in trainer.model.parameters())
-        kinds = ((optimizer.main,), (optimizer.exp_avg, optimizer.exp_avg_sq))
+        kinds = ((optimizer.main,), optimizer.moments.values())
         main, moments = (sum(t.numel() for kind in of for t in kind.values()) for of in kinds)
         return Kept(dict(optimizer.weights_to_fill()), (weights, main, moments), found)
 

@@ -183,9 +183,10 @@ def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
     optimizer, found = trainer.optimizer, dict[str, Tensor]()
     if isinstance(optimizer, Optimizer):
         for family in optimizer.families:
-            found |= family.gathered(getattr(family, kind), into=family.grad.clone())
+            shard = family.moments[kind] if kind in family.moments else getattr(family, kind)
+            found |= family.gathered(shard, into=family.grad.clone())
         return found
-    shards = optimizer._shards(getattr(optimizer, kind))
+    shards = optimizer._shards(optimizer.moments.get(kind, optimizer.main))
     parts = trainer.ranks.gather({name: (shard.start, shard.data.cpu()) for name, shard in shards.items()})
     for name, shard in shards.items():
         flat = torch.full((shard.shape.numel(),), math.nan)
@@ -201,7 +202,7 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
     optimizer = trainer.optimizer
     counters = optimizer.state_dict()["counters"]
     rounded = trainer.plan.dtype != torch.float32
-    moments = {key: gathered(trainer, key) for key in ("exp_avg", "exp_avg_sq")}
+    moments = {key: gathered(trainer, key) for key in optimizer.rule.moments}
     state = {**moments, "main": gathered(trainer, "main") if rounded else {}, "counters": counters}
     with mock.patch.object(optimizer, "state_dict", lambda: state):
         return trainer._state()
@@ -246,7 +247,7 @@ def infinite_moment_in_step_3(trainer: Trainer) -> None:
     def run(batches):
         if trainer.step + 1 == 3:
             for family in trainer.optimizer.families:
-                for _, own in family.owned(family.exp_avg_sq).values():
+                for _, own in family.owned(family.moments["exp_avg_sq"]).values():
                     own.fill_(math.inf)
         return step(batches)
 

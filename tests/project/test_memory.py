@@ -8,6 +8,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights
+from graphmoe.optim.adamw import ADAMW
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peak_activations
@@ -138,7 +139,7 @@ def test_state_of_each_place_of_a_pipeline_is_that_of_its_flat_buffers(schedule,
                 run.model, device="meta", dtype=torch.bfloat16, seed=None, execution=run.moe, layout=layout,
                 rank=mesh.rank, dispatcher=make_dispatcher(plan, mesh), stages=stages,
             )  # fmt: skip
-            families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4)
+            families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4, ADAMW.moments)
         found = state_bytes(rank_weights(run.model, layout, stages), layout, 2, run.optim.bucket_mb)
         assert found["moments"] == sum(8 * len(family.main) for family in families)
         assert found["grads"] == sum(

@@ -111,7 +111,7 @@ def test_gradients_buffers_moments_and_new_parameters_are_watched_too(tmp_path):
         "layers.1.attn.norm.weight": (norm._parameters, "weight", as_parameter),
         r"layers\.1\..*selection_bias": (router._buffers, "selection_bias", torch.clone),
         "the gradient of layers.1.attn.norm.weight": (gradient, "total", torch.clone),
-        "the optimizer's exp_avg_sq": (vars(optimizer.families[0]), "exp_avg_sq", torch.clone),
+        "the optimizer's exp_avg_sq": (optimizer.families[0].moments, "exp_avg_sq", torch.clone),
         "the optimizer's applied": (vars(optimizer), "applied", torch.clone),
     }
     for name, (holder, key, moved) in moves.items():

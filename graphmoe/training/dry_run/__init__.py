@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import AttentionBackend, ComputeDtype, RunConfig
 from graphmoe.model.sizes import state_bytes
+from graphmoe.optim import rule_of
 from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.costs.activations import stage_activations
@@ -108,8 +109,9 @@ def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
     """Estimate the peak bytes of each place along pp: state, and activations kept of micro-batches."""
     config, layout = plan.config, plan.layout
     rounded = config.precision.compute is ComputeDtype.bf16
+    num_moments = len(rule_of(config.optim.name).moments)
     states = [
-        sum(state_bytes(config.model, layout, stages, rounded=rounded).values())
+        sum(state_bytes(config.model, layout, stages, rounded=rounded, num_moments=num_moments).values())
         for stages in pipeline.stages_of_places
     ]
     padded = replace(config.model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
@@ -171,7 +173,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
         "weights": [tensor for f in families for tensor in (f.weight, f.weight_shard)],
         "main_weights": [f.main for f in families],
         "gradients": [tensor for f in families for tensor in (f.grad, f.grad_shard)],
-        "moments": [tensor for f in families for tensor in (f.exp_avg, f.exp_avg_sq)],
+        "moments": [tensor for f in families for tensor in f.moments.values()],
         "buffers": [*model.buffers()],
     }
 

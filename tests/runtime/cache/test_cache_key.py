@@ -29,7 +29,7 @@ FACTS = """
     model.expert_ffn_size model.shared_ffn_size model.score_function model.softmax_after_topk
     model.renormalise model.routed_scale model.num_groups model.topk_groups model.group_score
     model.selection_bias model.aux_loss model.aux_loss_coef model.z_loss_coef model.mtp_depth
-    model.mtp_loss_weight data.seq_len optim.schedule train.micro_batch_size precision.compute
+    model.mtp_loss_weight data.seq_len optim.name optim.schedule train.micro_batch_size precision.compute
     precision.deterministic moe.experts moe.force_balance moe.dispatcher moe.transport
     moe.receive_budget graph.scope
     parallel.tp parallel.cp parallel.cp_method parallel.ep parallel.etp parallel.dp_shard

@@ -1,7 +1,7 @@
 """Dependencies of a table's actions, the check that it can run, and the activations that it keeps."""
 
 import operator
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, Together, parts
@@ -99,35 +99,23 @@ def _check_shape(table: Table) -> None:
 
 
 def _check_work(table: Table, rank: int) -> None:
-    found = Counter(table.actions(rank))
-    for action in found:
-        if not 0 <= action.stage < table.placement.num_stages:
-            raise TableError(f"{table.schedule}: {action} of rank {rank} is of no stage")
-        home = table.placement.rank_of[action.stage]
-        if home != rank:
-            raise TableError(f"{table.schedule}: {action} is on rank {rank}, its stage on rank {home}")
-        if not 0 <= action.micro_batch < table.num_micro_batches:
-            raise TableError(f"{table.schedule}: {action} of rank {rank} is of no micro-batch")
-        if found[action] > 1:
-            raise TableError(f"{table.schedule}: rank {rank} does {action} {found[action]} times")
-    for stage in table.placement.stages_of(rank):
-        for micro_batch in range(table.num_micro_batches):
-            every = [Action(kind, stage, micro_batch) for kind in KINDS]
-            _check_kinds(table.schedule, rank, every[0], [action for action in every if action in found])
-
-
-def _check_kinds(schedule: str, rank: int, forward: Action, done: list[Action]) -> None:
-    who, kinds = f"{schedule}: rank {rank}", "".join(action.kind for action in done)
-    backwards = ", ".join(map(str, done[1:]))
-    if "F" not in kinds:
-        raise TableError(f"{who} lacks {forward}")
-    if schedule == FORWARD_ONLY:
-        if backwards:
-            raise TableError(f"{who} does {backwards}, but only forwards are wanted")
-    elif not backwards:
-        raise TableError(f"{who} lacks {forward._replace(kind='B')}, or I and W in its place")
-    elif kinds not in ("FB", "FIW"):
-        raise TableError(f"{who} does {backwards}; B alone is wanted, or I and W")
+    """Check that a rank has F, and B or I and W, of its stages and of each micro-batch, and nothing else."""
+    wanted = ("F",) if table.schedule == FORWARD_ONLY else ("FB", "FIW")
+    stages, numbers = table.placement.stages_of(rank), range(table.num_micro_batches)
+    found = {(stage, number): "" for stage in stages for number in numbers}
+    for kind, stage, number in sorted(table.actions(rank), key=lambda action: KINDS.index(action.kind)):
+        if (stage, number) not in found:
+            raise TableError(
+                f"{table.schedule}: rank {rank} does {stage}{kind}{number}, and has the stages "
+                f"{', '.join(map(str, stages))} and {len(numbers)} micro-batches"
+            )
+        found[stage, number] += kind
+    for (stage, number), kinds in found.items():
+        if kinds not in wanted:
+            raise TableError(
+                f"{table.schedule}: rank {rank} does {' and '.join(kinds) or 'nothing'} of stage {stage} for "
+                f"micro-batch {number}; {' or '.join(map(' and '.join, wanted))} is wanted, each once"
+            )
 
 
 def _check_order(table: Table, rank: int) -> None:

@@ -6,6 +6,7 @@ where a later message is read first. It posts none earlier: a receive that waits
 collectives.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,18 +54,33 @@ def channels_of(table: Table) -> list[Channel]:
 
 def transfers_of(table: Table, rank: int) -> Transfers:
     """Return the transfers of a rank with which all of its steps get their inputs from other ranks."""
-    sent = _sent(table, rank)
-    received = [
-        message
-        for source in range(table.placement.num_ranks)
-        for message in _sent(table, source)
-        if message.destination == rank
-    ]
-    return Transfers(
-        _by_step(table, rank, _times_to_post(table, rank, received)),
-        {message.content: message for message in sent},
-        _by_step(table, rank, _times_over(table, rank, sent, received)),
-    )
+    steps, (read, made), all_sent = table.ranks[rank], _times(table, rank), _sent(table, rank)
+    posts: dict[Step, tuple[Message, ...]] = {}
+    over: dict[Step, tuple[Message, ...]] = {}
+
+    def note(found: dict[Step, tuple[Message, ...]], time: int, message: Message) -> None:
+        found[steps[time]] = (*found.get(steps[time], ()), message)
+
+    for other in range(table.placement.num_ranks):
+        received = [message for message in _sent(table, other) if message.destination == rank]
+        # a receive is posted no later than those behind it
+        times = itertools.accumulate((read[message.content] for message in reversed(received)), min)
+        for message, time in zip(received, [*times][::-1], strict=True):
+            note(posts, time, message)
+        sent = [message for message in all_sent if message.destination == other]
+        if table.schedule == FORWARD_ONLY:
+            # No ranks wait in a circle for the message that is `HELD` behind
+            # (tests/plan/pipeline/test_transfers.py), and holding more gains a rank nothing.
+            for message, later in zip(sent, sent[HELD:], strict=False):
+                note(over, made[later.content], message)
+        elif sent:  # over with the first answer that the other rank made after it had read the message
+            read_there, made_there = _times(table, other)
+            answers = [(made_there[answer.content], read[answer.content]) for answer in received]
+            for message in sent:
+                seen = [time for since, time in answers if since >= read_there[message.content]]
+                if seen:
+                    note(over, min(seen), message)
+    return Transfers(posts, {message.content: message for message in all_sent}, over)
 
 
 def _sent(table: Table, rank: int) -> list[Message]:
@@ -79,73 +95,14 @@ def _sent(table: Table, rank: int) -> list[Message]:
     return found
 
 
-def _times_to_post(table: Table, rank: int, received: list[Message]) -> dict[Message, int]:
-    """Return the step before which each receive is posted; messages of a channel stay in order."""
-    read = _times_read(table, rank)
-    times = {}
-    earliest: dict[Channel, int] = {}
-    for message in reversed(received):
-        channel = message.channel
-        earliest[channel] = min(read[message.content], earliest.get(channel, read[message.content]))
-        times[message] = earliest[channel]
-    return {message: times[message] for message in received}
-
-
-def _times_over(table: Table, rank: int, sent: list[Message], received: list[Message]) -> dict[Message, int]:
-    """Return the step by which each sent message is over, where one tells so before the end."""
-    times: dict[Message, int] = {}
-    for other in {message.destination for message in sent}:
-        there = [message for message in sent if message.destination == other]
-        answers = [message for message in received if message.source == other]
-        if table.schedule == FORWARD_ONLY:
-            times |= _times_replaced(table, rank, there)
-        else:
-            times |= _times_answered(table, rank, other, there, answers)
-    return {message: times[message] for message in sent if message in times}
-
-
-def _times_answered(
-    table: Table, rank: int, other: int, sent: list[Message], answers: list[Message]
-) -> dict[Message, int]:
-    """Return the step that reads the first answer which the other rank made after it had read a message."""
-    made, read, read_there = _times_made(table, other), _times_read(table, rank), _times_read(table, other)
-    of_answers = [(made[answer.content], read[answer.content]) for answer in answers]
-    times = {}
-    for message in sent:
-        after = [seen for since, seen in of_answers if since >= read_there[message.content]]
-        if after:
-            times[message] = min(after)
-    return times
-
-
-def _times_replaced(table: Table, rank: int, sent: list[Message]) -> dict[Message, int]:
-    """Return for each message the step that sends the `HELD`-th message after it.
-
-    In tables that evaluate, no ranks wait in a circle for that (tests/plan/pipeline/test_transfers.py), and
-    a rank that is so far ahead gains nothing by holding more.
-    """
-    made = _times_made(table, rank)
-    return {message: made[later.content] for message, later in zip(sent, sent[HELD:], strict=False)}
-
-
-def _times_read(table: Table, rank: int) -> dict[Action, int]:
+def _times(table: Table, rank: int) -> tuple[dict[Action, int], dict[Action, int]]:
+    """Return the numbers of the steps that read each result of another stage, and of those that make each."""
     num_stages = table.placement.num_stages
-    return {
+    done = [(time, action) for time, step in enumerate(table.ranks[rank]) for action in parts(step)]
+    read = {
         need: time
-        for time, step in enumerate(table.ranks[rank])
-        for action in parts(step)
+        for time, action in done
         for need in needs(action, num_stages)
         if need.stage != action.stage
     }
-
-
-def _times_made(table: Table, rank: int) -> dict[Action, int]:
-    return {result(action): time for time, step in enumerate(table.ranks[rank]) for action in parts(step)}
-
-
-def _by_step(table: Table, rank: int, times: dict[Message, int]) -> dict[Step, tuple[Message, ...]]:
-    steps = table.ranks[rank]
-    found: dict[Step, tuple[Message, ...]] = {}
-    for message, time in times.items():
-        found[steps[time]] = (*found.get(steps[time], ()), message)
-    return found
+    return read, {result(action): time for time, action in done}

@@ -38,14 +38,18 @@ def edited(table, rank, old, new):
     ("rank", "old", "new", "message"),
     [
         # 0F0 0F1 0B0 0F2 0B1 0B2 and 1F0 1B0 1F1 1B1 1F2 1B2
-        (1, "1F1 ", "", r"1f1b: rank 1 lacks 1F1$"),
-        (0, " 0B2", "", r"1f1b: rank 0 lacks 0B2, or I and W in its place"),
-        (0, "0B1", "0I1", r"1f1b: rank 0 does 0I1; B alone is wanted, or I and W"),
-        (0, "0B1", "0B1 0W1", r"1f1b: rank 0 does 0B1, 0W1; B alone is wanted"),
-        (1, "1F1", "1F1 1F1", r"1f1b: rank 1 does 1F1 2 times"),
-        (1, "1F1", "0F1", r"1f1b: 0F1 is on rank 1, its stage on rank 0"),
-        (1, "1F1", "7F1", r"1f1b: 7F1 of rank 1 is of no stage"),
-        (1, "1F1", "1F3", r"1f1b: 1F3 of rank 1 is of no micro-batch"),
+        (
+            1,
+            "1F1 ",
+            "",
+            r"1f1b: rank 1 does B of stage 1 for micro-batch 1; F and B or F and I and W is want",
+        ),
+        (0, " 0B2", "", r"1f1b: rank 0 does F of stage 0 for micro-batch 2; F and B or"),
+        (0, "0B1", "0I1", r"1f1b: rank 0 does F and I of stage 0 for micro-batch 1"),
+        (0, "0B1", "0B1 0W1", r"1f1b: rank 0 does F and B and W of stage 0 for micro-batch 1"),
+        (1, "1F1", "1F1 1F1", r"1f1b: rank 1 does F and F and B of stage 1"),
+        (1, "1F1", "0F1", r"1f1b: rank 1 does 0F1, and has the stages 1 and 3 micro-batches"),
+        (1, "1F1", "1F3", r"1f1b: rank 1 does 1F3, and has the stages 1 and 3 micro-batches"),
         (0, "0F0 0F1", "0F1 0F0", r"rank 0 does 0F0 after 0F1; .* stage go forward in increasing order"),
         (1, "1B1 1F2 1B2", "1F2 1B2 1B1", r"rank 1 does 1B1 after 1B2; .* go backward in increasing order"),
         (1, "1F0 1B0", "1B0 1F0", r"rank 1 at 1B0 waits for 1F0, which comes later on rank 1$"),
@@ -97,9 +101,9 @@ def test_weight_gradients_come_after_those_of_inputs():
 
 def test_evaluation_has_forwards_only():
     table = forward_only(Placement.loop(2), 2)
-    with pytest.raises(TableError, match="rank 1 does 1B0, but only forwards are wanted"):
+    with pytest.raises(TableError, match="rank 1 does F and B of stage 1 for micro-batch 0; F is wanted"):
         check(edited(table, 1, "1F0", "1F0 1B0"))
-    with pytest.raises(TableError, match="rank 0 lacks 0B0"):
+    with pytest.raises(TableError, match="rank 0 does F of stage 0 for micro-batch 0; F and B or"):
         check(replace(table, schedule="1f1b"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphmoe.project.document import NEAR, margin_words
 from graphmoe.project.memory import MEMORY_KINDS
-from graphmoe.project.tables import listed, recommendation
+from graphmoe.project.tables import COLUMNS, cells, listed, recommendation
 from graphmoe.web_page import COLOURS, Chart, grid, paragraph, table, tiles, write_page
 
 TIMES = {"forward_by_segment": "forward", "backward_by_segment": "backward"}
@@ -19,7 +19,8 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
     places = document["memory_gb_per_rank"][::size]
     names = [f"{place * size}..{(place + 1) * size - 1}" for place in range(len(places))]
     worst, card, left = document["memory_gb"]["total"], document["card_gb"], document["left_gb"]
-    room = f"{left:,.1f} GB left{_mark(document)}" if document["fits"] else f"{-left:,.1f} GB too few"
+    near = "" if document["fits_with_margin"] else f", {NEAR}"
+    room = f"{left:,.1f} GB left{near}" if document["fits"] else f"{-left:,.1f} GB too few"
     header = tiles(
         [
             ("memory of the worst rank", f"{worst:,.1f} GB", f"the card has {card:,.0f} GB, {room}"),
@@ -35,27 +36,11 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
     write_page(path, "graphmoe: projection", paragraph(f"`{command}`") + header, [("", grid(charts))])
 
 
-def _mark(line: Mapping[str, Any]) -> str:
-    return "" if line["fits_with_margin"] else f", {NEAR}"
-
-
 def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     """Write memory and throughput of the layouts that a search lists, and the words to type for each."""
     best, card = listed(document), document["card_gb"]
     numbers = [str(number) for number in range(1, len(best) + 1)]
-    rows = [
-        (
-            number,
-            f"{line['tokens_per_s_per_gpu']:,.0f}",
-            f"{line['mfu']:.1%}",
-            f"{line['bubble']:.1%}",
-            f"{line['memory_gb']['total']:,.1f}",
-            f"{line['left_gb']:,.1f}{_mark(line)}",
-            line["words"],
-        )
-        for number, line in zip(numbers, best, strict=True)
-    ]
-    head = ("layout", "tokens/s/GPU", "MFU", "bubble", "GB", "GB left", "what to type")
+    rows = [(number, *cells(line), line["words"]) for number, line in zip(numbers, best, strict=True)]
     said = f"{document['num_fitting']} candidates fit, {len(document['rejected'])} do not run."
     content = paragraph(f"Nothing fits {document['num_ranks']} cards of {card:,.0f} GB.")
     if best:
@@ -63,7 +48,7 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
         rates = [line["tokens_per_s_per_gpu"] for line in best]
         alt = f"Tokens/s of a GPU, {min(rates):,.0f} to {max(rates):,.0f}"
         speed = _bars("Throughput", alt, {"tokens/s/GPU": rates}, numbers, "layout", "tokens/s/GPU")
-        content = grid([memory, speed]) + table(head, rows)
+        content = grid([memory, speed]) + table(("", *COLUMNS, "what to type"), rows)
         if not all(line["fits_with_margin"] for line in best):
             content += paragraph(margin_words(document) + ".")
         content += paragraph(f"Recommended, {recommendation(document)}:")

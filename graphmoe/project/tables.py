@@ -25,6 +25,9 @@ WORDS = {
     "total": "total",
 }
 
+COLUMNS = ("layout", "schedule", "computed again", "GB", "left", "bubble", "tokens/s/GPU")
+"""Heads of a search's table."""
+
 
 def render(document: dict[str, Any]) -> Group:
     """Show all tables of a projection."""
@@ -152,10 +155,9 @@ def render_search(document: dict[str, Any]) -> Group:
     ]
     if recommended:
         lines = listed(document)
-        columns = ["layout", "schedule", "computed again", "GB", "left", "bubble", "tokens/s/GPU"]
         styles = ["bold" if line["words"] == recommended["words"] else None for line in lines]
-        rows = map(_cells, lines)
-        shown.append(text_table(columns, rows, names=range(3), styles=styles, box=SIMPLE_HEAD, padding=0))
+        rows = map(cells, lines)
+        shown.append(text_table(COLUMNS, rows, names=range(3), styles=styles, box=SIMPLE_HEAD, padding=0))
         if not all(line["fits_with_margin"] for line in lines):
             shown.append(f"! {margin_words(document)}")
     else:
@@ -185,7 +187,8 @@ def recommendation(document: Mapping[str, Any]) -> str:
     return f"the fastest, with only {left}, as all that fit are {NEAR}"
 
 
-def _cells(line: dict[str, Any]) -> list[str]:
+def cells(line: dict[str, Any]) -> list[str]:
+    """Return the cells of a layout below `COLUMNS`."""
     axes = {axis: line["layout"][axis] for axis in ("pp", "tp", "cp", "ep", "etp")}
     cuts = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
     cuts += ["ring"] * ("parallel.cp_method=ring" in line["words"])

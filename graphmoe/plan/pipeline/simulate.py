@@ -60,17 +60,23 @@ def timeline_of(
     begin, end = min(span.start for span in measured), max(span.end for span in measured)
     moved = tuple(Span(s.rank, s.track, s.step, s.start - begin, s.end - begin) for s in measured)
     busy = sum(span.end - span.start for span in moved if span.track == "compute")
-    makespan = end - begin
     table = table_of(schedule, placement, num_micro_batches, moved)
+    return _timeline(table, moved, end - begin, busy, peak_bytes)
+
+
+def _timeline(
+    table: Table, spans: tuple[Span, ...], makespan: float, busy: float, peak_bytes: Iterable[float] | None
+) -> Timeline:
+    offered = makespan * table.placement.num_ranks
     return Timeline(
-        schedule,
-        placement,
-        num_micro_batches,
-        moved,
+        table.schedule,
+        table.placement,
+        table.num_micro_batches,
+        spans,
         makespan,
-        1 - busy / (makespan * placement.num_ranks) if makespan else 0.0,
-        tuple(peak_activations(table)),
-        None if peak_bytes is None else tuple(float(most) for most in peak_bytes),
+        (offered - busy) / offered if offered else 0.0,
+        peak_activations(table),
+        None if peak_bytes is None else tuple(map(float, peak_bytes)),
     )
 
 
@@ -161,15 +167,6 @@ def simulate(table: Table, costs: Costs) -> Timeline:
         busy += costs.of(step)
         ends.update((result(action), free[rank]) for action in parts(step))
         spans.append(Span(rank, "compute", step, start, free[rank]))
-    makespan = max(free)
-    offered = makespan * placement.num_ranks
-    return Timeline(
-        table.schedule,
-        placement,
-        table.num_micro_batches,
-        tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end))),
-        makespan,
-        (offered - busy) / offered if offered else 0.0,
-        peak_activations(table),
-        None if costs.activation_bytes is None else peaks(table, costs.activation_bytes),
-    )
+    in_time = tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end)))
+    peak_bytes = None if costs.activation_bytes is None else peaks(table, costs.activation_bytes)
+    return _timeline(table, in_time, max(free), busy, peak_bytes)
